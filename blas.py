@@ -1,0 +1,99 @@
+"""Puts a fast BLAS under MLX on a Linux machine without a GPU.
+
+The problem. MLX's CPU wheel for Linux brings the *reference* BLAS: correct, portable, and 10 to 50 times slower than
+the machine can go. Worse for a batching engine, it gains nothing from a batch: sixteen rows cost sixteen times one
+row, while a tuned BLAS reads each weight once for all of them. On a Mac (Accelerate, Metal) and on CUDA none of this
+applies.
+
+The way out. A dynamic linker binds a symbol such as `cblas_sgemm` to the first library that offers it. A BLAS that is
+loaded *before* `mlx.core`, with its symbols made global, therefore takes the place of the slow one. So this module
+must come first: `kv.py` and `nanobatch.py` import `mx` from here, and nobody else has to think of it.
+
+    NANOBATCH_BLAS=off          leave MLX as it is, and say nothing
+    NANOBATCH_BLAS=/path/lib.so take this library
+"""
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+
+
+def _fail(line: str) -> None:
+    """One line for whoever ran a program of ours; an exception with the same line for whoever imported us."""
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    if program and Path(program).resolve().parent == Path(__file__).resolve().parent:
+        print(f"nanobatch: {line}", file=sys.stderr)
+        sys.exit(2)
+    raise ImportError(line)
+
+
+def _load(*libraries: str | Path) -> bool:
+    """Load the libraries, the last of which is the BLAS, with global symbols; False if one is not there."""
+    try:
+        for library in libraries:
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False
+    return True
+
+
+def _load_mkl() -> bool:
+    """Intel's BLAS, from the `mkl` wheel, which puts its libraries in the environment's lib/.
+
+    MKL's default threads are OpenMP's, which spin while they wait: with one other busy process on two cores a step
+    took five times as long. TBB's threads sleep. MKL aborts the process if it cannot find TBB, so TBB goes first.
+    """
+    lib = Path(sys.prefix, "lib")
+    tbb, mkl = lib / "libtbb.so.12", sorted(lib.glob("libmkl_rt.so.*"))
+    if not mkl or not tbb.exists():
+        return False
+    os.environ.setdefault("MKL_THREADING_LAYER", "TBB")
+    return _load(tbb, mkl[-1])
+
+
+def _needs_blas() -> bool:
+    """Only MLX's CPU wheel for Linux is slow; a CUDA wheel computes elsewhere."""
+    if sys.platform != "linux":
+        return False
+    installed = {(d.metadata["Name"] or "").lower() for d in importlib.metadata.distributions()}
+    return not any(name.startswith("mlx-cuda") for name in installed)
+
+
+def preload() -> str:
+    """Load the best BLAS there is and answer with its name. Must run before `mlx.core` is imported."""
+    choice = os.environ.get("NANOBATCH_BLAS", "")
+    if choice == "off" or "mlx.core" in sys.modules or not _needs_blas():
+        return "mlx"
+    if choice:
+        if not _load(choice):
+            _fail(f"NANOBATCH_BLAS={choice} cannot be loaded; name a shared library, or 'off'.")
+        return choice
+    if _load_mkl():
+        return "mkl"
+    if _load("libopenblas.so.0"):
+        return "openblas"
+    mkl = "pip install mkl, or " if platform.machine() == "x86_64" else ""
+    print(
+        f"nanobatch: MLX runs on its slow reference BLAS; {mkl}apt install libopenblas0-pthread, makes it about "
+        "10 times as fast (NANOBATCH_BLAS=off silences this).",
+        file=sys.stderr,
+    )
+    return "mlx"
+
+
+name = preload()
+
+try:
+    import mlx.core as mx
+except ImportError as error:
+    if sys.platform == "linux":  # `pip install mlx` alone brings no backend there: no libmlx.so
+        _fail(
+            "MLX has no backend here: run pip install -e '.[cpu]' (any Linux), or pip install -e '.[cuda]' "
+            f"(NVIDIA GPU), in the checkout. [{error}]"
+        )
+    raise
+
+__all__ = ["mx", "name"]

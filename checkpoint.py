@@ -1,0 +1,424 @@
+"""Reads a model folder as Hugging Face and mlx-lm publish it, and refuses what is broken before it can do harm.
+
+The problem. MLX loads lazily and believes what it is told: a truncated download, a matrix of zeros or a NaN goes
+through in silence and comes out as nonsense, tokens later. A serving engine must notice at load.
+
+What this file keeps. A tensor leaves `Weights.take` only if the config asked for it, its file names it with the shape
+the config implies, and its numbers are finite and not all zero. Whatever fails raises `ModelError`: one line with the
+file, what is wrong with it, and what to do.
+
+Where next. `nanobatch.py` turns `Config` and `Weights` into a `Model`, layer by layer, so that a checkpoint and its
+converted copy never stand in memory together.
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from blas import mx
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
+QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
+DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
+FILES = ("*.json", "*.safetensors", "*.jinja")  # what a download fetches; nothing else is ever read
+DEMO = Path(__file__).resolve().parent / "demo" / "model"
+
+
+class ModelError(ValueError):
+    """A checkpoint that cannot be served. The message is one line: the file, what is wrong, what to do."""
+
+
+# --- the config --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How positions turn into angles: see `nanobatch.rope_frequencies`."""
+
+    type: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `config.json` says about the shape of the model, in the names of the glossary in `nanobatch.py`."""
+
+    model_type: str
+    layers: int
+    D: int  # model width
+    H: int  # query heads
+    Hkv: int  # key and value heads; H / Hkv query heads share one
+    Dh: int  # head size
+    hidden: int  # width inside the MLP
+    V: int  # vocabulary
+    norm_eps: float
+    max_positions: int  # the longest sequence the model was trained for
+    tied: bool  # the output head is the embedding table, transposed
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    window: int | None  # sliding window attention, which we do not do: a slot may not be longer
+    rope: Rope
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor the checkpoint must hold, with its shape before any quantization."""
+        D, q, kv = self.D, self.H * self.Dh, self.Hkv * self.Dh
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.V, D), "model.norm.weight": (D,)}
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.V, D)
+        for i in range(self.layers):
+            layer = f"model.layers.{i}."
+            for name, out, width, bias in (
+                ("self_attn.q_proj", q, D, self.qkv_bias),
+                ("self_attn.k_proj", kv, D, self.qkv_bias),
+                ("self_attn.v_proj", kv, D, self.qkv_bias),
+                ("self_attn.o_proj", D, q, self.o_bias),
+                ("mlp.gate_proj", self.hidden, D, self.mlp_bias),
+                ("mlp.up_proj", self.hidden, D, self.mlp_bias),
+                ("mlp.down_proj", D, self.hidden, self.mlp_bias),
+            ):
+                shapes[f"{layer}{name}.weight"] = (out, width)
+                if bias:
+                    shapes[f"{layer}{name}.bias"] = (out,)
+            shapes[f"{layer}input_layernorm.weight"] = (D,)
+            shapes[f"{layer}post_attention_layernorm.weight"] = (D,)
+            if self.qk_norm:
+                shapes[f"{layer}self_attn.q_norm.weight"] = (self.Dh,)
+                shapes[f"{layer}self_attn.k_norm.weight"] = (self.Dh,)
+        return shapes
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file, or one line that says why there is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; a model folder needs it. Download the model again.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); download it again.") from None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path} is {_what_is(text.encode()) or f'not JSON ({error})'}; download it again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again.")
+    return value
+
+
+class _Fields:
+    """Typed access to `config.json`, so that a wrong or missing field is named instead of raising a KeyError."""
+
+    def __init__(self, path: Path, values: dict):
+        self.path, self.values = path, values
+
+    def number(self, key: str, default=None, kind=int, least=1):
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.path} lacks {key!r}; download it again.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ModelError(f"{self.path}: {key} = {value!r} is not a number.")
+        if value != kind(value) or value < least:
+            raise ModelError(f"{self.path}: {key} = {value!r}, but it must be {kind.__name__} and at least {least}.")
+        return kind(value)
+
+    def refuse(self, key: str, value, supported) -> ModelError:
+        return ModelError(f"{self.path}: {key} = {value!r} is not supported. Supported: {', '.join(supported)}.")
+
+
+def read_config(folder: Path, has_head: bool) -> Config:
+    """`has_head` says whether the weights hold an `lm_head`: it decides where the config leaves tying open."""
+    path = folder / "config.json"
+    raw = read_json(path)
+    get, fields = raw.get, _Fields(path, raw)
+    family = get("model_type")
+    if family not in MODEL_TYPES:
+        raise fields.refuse("model_type", family, MODEL_TYPES)
+    if get("hidden_act", "silu") not in ("silu", "swish"):
+        raise fields.refuse("hidden_act", get("hidden_act"), ("silu",))
+    method = (get("quantization_config") or {}).get("quant_method")
+    if method is not None and not get("quantization"):
+        raise fields.refuse("quant_method", method, ("MLX affine quantization", "float16", "bfloat16", "float32"))
+    mode = (get("quantization") or {}).get("mode", "affine")
+    if mode != "affine":
+        raise fields.refuse("quantization mode", mode, ("affine",))
+
+    D, H = fields.number("hidden_size"), fields.number("num_attention_heads")
+    Hkv = fields.number("num_key_value_heads", H)
+    if H % Hkv:
+        raise ModelError(f"{path}: {H} attention heads cannot share {Hkv} key-value heads evenly.")
+    if get("head_dim") is None and D % H:
+        raise ModelError(f"{path}: hidden_size {D} is no multiple of {H} heads, and head_dim is not given.")
+    Dh = fields.number("head_dim", 128 if family == "qwen3" else D // H)
+    if Dh % 2:
+        raise ModelError(f"{path}: head_dim = {Dh} is odd, but rotary positions turn pairs of numbers.")
+    attention_bias = bool(get("attention_bias", False))
+    max_positions = fields.number("max_position_embeddings", 2048)
+    return Config(
+        model_type=family,
+        layers=fields.number("num_hidden_layers"),
+        D=D,
+        H=H,
+        Hkv=Hkv,
+        Dh=Dh,
+        hidden=fields.number("intermediate_size"),
+        V=fields.number("vocab_size"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6, float, 0),
+        max_positions=max_positions,
+        tied=bool(get("tie_word_embeddings", not has_head)),
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias and family != "qwen2",
+        mlp_bias=bool(get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        window=_window(fields, family),
+        rope=_rope(fields, max_positions),
+    )
+
+
+def _window(fields: _Fields, family: str) -> int | None:
+    """The sliding window, if any layer has one. Each family says it in a way of its own."""
+    raw = fields.values
+    if family in ("qwen2", "qwen3"):
+        slides = bool(raw.get("use_sliding_window", False))
+    elif family == "mistral":
+        slides = raw.get("sliding_window", 4096) is not None
+    else:
+        slides = "sliding_attention" in (raw.get("layer_types") or ())
+    return fields.number("sliding_window", 4096) if slides else None
+
+
+def _rope(fields: _Fields, max_positions: int) -> Rope:
+    """Three spellings are about: `rope_scaling` with `type`, with `rope_type`, and `rope_parameters` with all of it."""
+    raw = fields.values
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelError(f"{fields.path}: rope scaling is {scaling!r} where an object belongs.")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise fields.refuse("rope type", kind, ROPE_TYPES)
+    if raw.get("rope_traditional") or scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1)) != 1:
+        raise ModelError(f"{fields.path}: interleaved or partial rotary positions are not supported.")
+    inner = _Fields(fields.path, scaling)
+    theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0, float, 0), float, 0)
+    if kind == "default":
+        return Rope(kind, theta)
+    factor = inner.number("factor", kind=float, least=1e-6)
+    if kind == "llama3":
+        return Rope(
+            kind,
+            theta,
+            factor,
+            inner.number("low_freq_factor", 1.0, float, 1e-6),
+            inner.number("high_freq_factor", 4.0, float, 1e-6),
+            inner.number("original_max_position_embeddings", 8192),
+        )
+    return Rope(kind, theta, factor, original_length=max_positions)
+
+
+# --- the files ---------------------------------------------------------------------------------------------------
+
+
+def find(model: str) -> Path:
+    """The folder of a model: "demo", a path, or a hub id such as `mlx-community/Llama-3.2-1B-Instruct-4bit`."""
+    path = DEMO if model == "demo" else Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{path} is a file; name the folder that holds config.json.")
+    if model == "demo":
+        raise ModelError(f"{path} is missing; the demo model comes with the checkout. Name a model of your own.")
+    if model.count("/") != 1 or model[0] in "./~":
+        raise ModelError(f"{model!r} is neither a folder nor a hub id of the form owner/name.")
+    return _download(model)
+
+
+def _download(repo: str) -> Path:
+    """Fetch a repository from the hub, or take it from the cache; huggingface_hub shows the progress."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES))
+    except errors.GatedRepoError:
+        why = "is gated: ask for access on its page, then log in with `hf auth login`"
+    except errors.RepositoryNotFoundError:
+        why = "is not on the hub: check the spelling, or log in with `hf auth login` if it is private"
+    except errors.HFValidationError:
+        why = "is no valid hub id (owner/name)"
+    except Exception as error:  # no network, a proxy, a full disk: all of it is the user's to mend
+        try:  # the network may be down, but the model may be here
+            return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
+        except Exception:
+            cause = " ".join(str(error).split()) or type(error).__name__
+            why = f"is not in the cache and could not be downloaded: check the network ({cause[:200]})"
+    raise ModelError(f"{repo!r} {why}.")
+
+
+def _what_is(head: bytes) -> str | None:
+    """What often lies where weights should be, told from its first bytes."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file itself (run `git lfs pull`)"
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "an HTML page, not the file itself"
+    return None
+
+
+def read_header(path: Path) -> dict[str, dict]:
+    """The table of contents of a safetensors file, held against the size of the file.
+
+    A safetensors file is 8 bytes of length, that many bytes of JSON, then the data that the JSON points into:
+
+        | N (u64) | {"model.norm.weight": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}} | 32 bytes |
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(64)
+            length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
+            if what := _what_is(start):
+                raise ModelError(f"{path} is {what}; download it again.")
+            if not 2 <= length <= size - 8:
+                raise ModelError(f"{path} is not a safetensors file, or it is cut off; download it again.")
+            file.seek(8)
+            header = json.loads(file.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; download the model again.") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} has a broken header ({error}); download it again.") from None
+    if size != end:
+        what = "cut off" if size < end else "longer than its header says"
+        raise ModelError(f"{path} is {what}: {size:,} bytes, expected {end:,}; download it again.")
+    return entries
+
+
+def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """The files to read, each with the tensors that the index promises in it (None where there is no index)."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files: dict[Path, set[str] | None] = {}
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise ModelError(f"{index} has no weight_map; download it again.")
+        for tensor, file in places.items():
+            files.setdefault(folder / str(file), set()).add(tensor)
+        for file in files:
+            if not file.exists():
+                raise ModelError(f"{file} is missing, but {index.name} names it; download the model again.")
+        return files
+    found = sorted(folder.glob("model*.safetensors"))
+    if not found:
+        raise ModelError(f"{folder} holds no model*.safetensors; only safetensors weights are supported.")
+    return {file: None for file in found}
+
+
+class Weights:
+    """The tensors of a checkpoint: all of their names and shapes are checked at once, their numbers when taken."""
+
+    def __init__(self, folder: Path):
+        self.entries: dict[str, dict] = {}
+        self.files: dict[str, Path] = {}
+        for path, promised in _weight_files(folder).items():
+            entries = read_header(path)
+            if promised is not None and (gone := promised - entries.keys()):
+                raise ModelError(f"{path} lacks {min(gone)}, which the index promises: the index is stale.")
+            for name, entry in entries.items():
+                if entry.get("dtype") not in DTYPES:
+                    raise ModelError(f"{path}: {name} is {entry.get('dtype')!r}. Supported: {', '.join(DTYPES)}.")
+                self.entries[name], self.files[name] = entry, path
+        self._lazy: dict[Path, dict[str, mx.array]] = {}
+
+    @property
+    def has_head(self) -> bool:
+        return "lm_head.weight" in self.entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.entries[name]["shape"])
+
+    def check_against(self, config: Config) -> None:
+        """Every tensor that the config implies is there in its shape, and no other."""
+        expected = config.tensors()
+        for name, shape in expected.items():
+            if name not in self.entries:
+                raise ModelError(
+                    f"{next(iter(self.files.values())).parent} lacks the tensor {name}; download it again."
+                )
+            module = name.removesuffix(".weight")
+            if f"{module}.scales" in self.entries:
+                self._check_quantized(module, shape)
+            elif self.shape(name) != shape:
+                raise ModelError(
+                    f"{self.files[name]}: {name} has the shape {self.shape(name)}, but config.json implies {shape}; "
+                    "the two do not belong together."
+                )
+            elif self.entries[name]["dtype"] == "U32":
+                raise ModelError(f"{self.files[name]}: {name} is packed, but {module}.scales is missing.")
+        for name in self.entries.keys() - expected.keys():
+            module, _, part = name.rpartition(".")
+            if part in ("scales", "biases") and f"{module}.weight" in expected:
+                continue
+            if part == "inv_freq" or (config.tied and module == "lm_head"):
+                continue  # old checkpoints carry rope tables; a tied one may carry its head twice
+            raise ModelError(f"{self.files[name]}: {name} has no place in a {config.model_type} model of this config.")
+
+    def _check_quantized(self, module: str, shape: tuple[int, ...]) -> None:
+        names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
+        for name in names:
+            if name not in self.entries:
+                raise ModelError(f"{self.files[f'{module}.scales']}: {module} is quantized, but {name} is missing.")
+        packed, scales, biases = (self.shape(name) for name in names)
+        if len(shape) == len(packed) == len(scales) == 2 and scales[1] and shape[1] % scales[1] == 0:
+            bits, group = quantization(packed, scales, shape[1])
+            fits = packed == (shape[0], shape[1] * bits // 32) and scales == biases == (shape[0], shape[1] // group)
+            if fits and bits in QUANTIZED_BITS:
+                return
+        raise ModelError(
+            f"{self.files[names[0]]}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
+            f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
+        )
+
+    def take(self, name: str) -> mx.array:
+        """One tensor, read now, with its numbers checked. Taken once: its memory is the caller's from here on."""
+        path = self.files[name]
+        if path not in self._lazy:
+            self._lazy[path] = mx.load(str(path))
+        array = self._lazy[path].pop(name)
+        # One pass tells all: the largest magnitude is NaN or inf if any number is, and 0 if all of them are.
+        # (Packed integers, biases and quantization offsets may well be all zero.)
+        if array.dtype != mx.uint32:
+            peak = mx.abs(array).max().item()
+            if not math.isfinite(peak):
+                raise ModelError(f"{path}: {name} holds NaN or infinity; download it again.")
+            if peak == 0 and not name.endswith((".bias", ".biases")):
+                raise ModelError(f"{path}: {name} is all zeros; download it again.")
+        return array
+
+
+def quantization(packed: tuple[int, ...], scales: tuple[int, ...], width: int) -> tuple[int, int]:
+    """(bits, group size) of a quantized matrix `width` numbers wide. The shapes say it, whatever a config claims.
+
+    `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares one scale:
+    width 128 in 16 words with 2 scales is 4 bits in groups of 64. Per-layer overrides need no further care.
+    """
+    return packed[1] * 32 // width, width // scales[1]
+
+
+def end_tokens(folder: Path) -> set[int]:
+    """Every id that ends an answer: the union of config.json and generation_config.json, each an int or a list."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).exists():
+            value = read_json(folder / name).get("eos_token_id")
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return ids

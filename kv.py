@@ -1,0 +1,106 @@
+"""The KV cache: one slab per layer, cut into slots, allocated once.
+
+The problem. To predict the next token, attention reads the key and the value of every token before it. Computing them
+again for each new token would make an answer of n tokens cost n times as much, so they are kept: that is the KV
+cache. Serving many sequences, the cache becomes the scarcest memory there is, and how it is cut up decides what the
+scheduler can do. The simplest cut that works: every sequence gets a *slot* of the same, fixed length.
+
+    k[layer], v[layer]: (slots, Hkv, S, Dh)          one head of one layer, 3 slots of S = 8 rows, and the spare rows
+
+                 row  0    1    2    3    4    5    6    7   | spare
+        slot 0        A0   A1   A2   A3   .    .    .    .   |  ~        A has 4 tokens in the slab, its 5th comes next
+        slot 1        old  old  old  .    .    .    .    .   |  ~        free: the rows of an earlier owner remain
+        slot 2        B0   B1   B2   B3   B4   B5   .    .   |  ~        B has 6
+
+One forward pass looks at the slab through a `Window`: which rows of which slots it writes, and how far it reads. A
+decode step writes one row in every slot (A4, B6); what idle slots write lands in their spare rows, which nobody reads,
+so that the device sees the same shapes whoever is alive. A prefill chunk writes L rows of one slot.
+
+The invariant: a sequence reads row p only if it has itself written row p. So a slot needs no cleaning between owners,
+with one exception: attention multiplies the rows it must not see by zero, and 0 x NaN is NaN. A slot that saw a
+non-finite number is scrubbed before it is used again.
+
+This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which gives the slots away.
+"""
+
+from blas import mx
+
+BUCKET = 32  # attention reads a multiple of this many rows: few shapes, and the same bits at every one of them
+SPARE = 16  # one spare row would do; sixteen keep every head of every slot on a 64-byte boundary
+
+
+class Slab:
+    def __init__(self, layers: int, slots: int, Hkv: int, length: int, Dh: int, dtype: mx.Dtype):
+        assert length % BUCKET == 0, f"a slot of {length} rows is no multiple of {BUCKET}"
+        self.slots, self.length = slots, length
+        self._shape, self._dtype = (slots, Hkv, length + SPARE, Dh), dtype
+        self.k = [mx.zeros(self._shape, dtype) for _ in range(layers)]
+        self.v = [mx.zeros(self._shape, dtype) for _ in range(layers)]
+        mx.eval(self.k, self.v)  # zeros are lazy, too: take the memory now, not in the first step
+
+    @staticmethod
+    def nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
+        """What a slab of these sizes takes, before it is made."""
+        return 2 * layers * slots * Hkv * (length + SPARE) * Dh * itemsize
+
+    @property
+    def spare(self) -> int:
+        """The row that idle slots write to."""
+        return self.length
+
+    def reach(self, rows: int) -> int:
+        """How far attention reads so that the first `rows` rows are seen: up to the next bucket, not to the end."""
+        return min(self.length, -(-rows // BUCKET) * BUCKET)
+
+    def scrub(self, slot: int) -> None:
+        """Zero a slot that saw a non-finite number."""
+        for layer in range(len(self.k)):
+            self.k[layer][slot] = 0
+            self.v[layer][slot] = 0
+
+    def check(self) -> None:
+        """Assert that the slab is what it was when it was made."""
+        for array in (*self.k, *self.v):
+            assert (array.shape, array.dtype) == (self._shape, self._dtype), (array.shape, array.dtype)
+
+
+class Window:
+    """The rows of the slab that one forward pass writes, and those it reads.
+
+    `slots` names the B slots, `starts` the first row that each of them writes (a Python int: an `mx.array` that is
+    changed with += would change under whoever else holds it), L how many rows, `reach` how many rows are read.
+    `lengths` are the lengths of the B sequences that the rows belong to, for models whose positions depend on them.
+    """
+
+    def __init__(self, slab: Slab, slots: list[int], starts: list[int], L: int, reach: int, lengths: list[int]):
+        # MLX checks no bounds: a write past the slab would land in somebody else's memory.
+        assert len(slots) == len(starts) == len(lengths) and (L == 1 or len(slots) == 1), (slots, starts, L)
+        assert all(0 <= slot < slab.slots for slot in slots) and reach <= slab.length, (slots, reach)
+        assert all(0 <= s and s + L <= slab.length or s == slab.spare and L == 1 for s in starts), (starts, L)
+        self.slab, self.slots, self.starts, self.L, self.reach, self.lengths = slab, slots, starts, L, reach, lengths
+        self.B = len(slots)
+        self.positions = mx.array(starts)[:, None] + mx.arange(L)  # (B, L)
+        # Row j is visible from position p if j <= p: that is causality, and it also hides what earlier owners left.
+        visible = mx.arange(reach) <= self.positions[:, :, None]  # (B, L, reach)
+        self.mask = mx.where(visible, 0.0, -mx.inf)[:, None, None]  # (B, 1, 1, L, reach), added to the scores
+        self._rows = mx.array(slots), mx.array(starts)
+
+    def append(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """Write k and v, both (B, Hkv, L, Dh), and answer with all that is visible: (B, Hkv, reach, Dh) each.
+
+        MLX arrays are values: an assignment makes a new array. It reuses the old memory, without copying the slab,
+        if and only if nothing else refers to the old array any more. So the slab is held here and nowhere else, and
+        `Engine` takes care that no step which still reads it is in flight.
+        """
+        return self._write(self.slab.k, layer, k), self._write(self.slab.v, layer, v)
+
+    def _write(self, slab: list[mx.array], layer: int, new: mx.array) -> mx.array:
+        if self.B == 1:  # a run of rows in one slot
+            slot, start = self.slots[0], self.starts[0]
+            slab[layer][slot, :, start : start + self.L] = new[0]
+            return slab[layer][slot : slot + 1, :, : self.reach]
+        slots, starts = self._rows  # one row in each slot: a scatter
+        slab[layer][slots, :, starts] = new[:, :, 0]
+        if self.slots == list(range(self.slab.slots)):
+            return slab[layer][:, :, : self.reach]  # every slot: a view, nothing is copied
+        return mx.take(slab[layer][:, :, : self.reach], slots, axis=0)  # some slots: gathered

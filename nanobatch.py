@@ -1,0 +1,931 @@
+"""A serving engine for Llama models: the forward pass, the engine around it, and a plain command line.
+
+The problem. A language model answers one token at a time, and for each token the machine reads every weight it has.
+That reading is what takes the time, and it costs almost the same for eight sequences as for one. So whoever serves
+many people wants many sequences in every step: that is batching. This file holds the step.
+
+    prompt -> submit -> plan (sched.py) -> run: forward over the slab (kv.py), sample -> commit -> text
+              any thread                  one thread at a time                                   any thread
+
+Read it in this order: the forward pass below (one page, everything a Llama does), then `kv.py` (where keys and values
+live), `sched.py` (who runs next), and back here for `Engine.step`, which ties them together: plan -> run -> commit.
+
+The glossary, used everywhere in this project:
+
+    B    rows: sequences in one forward pass          D    model width
+    L    new tokens of each row in this pass          H    query heads
+    S    length of a slot of the slab                 Hkv  key and value heads; G = H / Hkv queries share one
+    V    vocabulary                                   Dh   size of one head
+    T    how far attention reads (`reach`)            C    width of a prefill chunk
+
+The invariant: what a request is answered depends on its prompt, its `Sampling` and the model. Not on its neighbours,
+its slot, or the moment it came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import math
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+import checkpoint
+from blas import mx
+from checkpoint import Config, ModelError, Rope, Weights
+from kv import BUCKET, Slab, Window
+from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
+
+__all__ = ["Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot", "forward"]
+
+
+# --- the forward pass --------------------------------------------------------------------------------------------
+
+
+def forward(model: Model, ids: mx.array, window: Window) -> mx.array:  # ids (B, L) -> hidden states (B, L, D)
+    """Everything a Llama does, for a prefill chunk (B = 1, L = C) and for a decode step (L = 1) alike.
+
+    Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Engine._run` starts the whole of it
+    at once. What nobody asks for is never computed; the last layer's attention of a chunk that emits nothing is not.
+    """
+    c = model.config
+    B, L = ids.shape
+    cos, sin = rope_angles(model, window)  # (B, 1, L, Dh/2) each
+    x = model.embed(ids)  # (B, L, D)
+    for index, layer in enumerate(model.layers):
+        # Attention: every token asks (q) all tokens up to itself what they have to say (k: to whom, v: what).
+        h = rms_norm(x, layer.attn_norm, c.norm_eps)
+        qkv = layer.qkv(h).reshape(B, L, c.H + 2 * c.Hkv, c.Dh).transpose(0, 2, 1, 3)  # (B, H + 2 Hkv, L, Dh)
+        qk, v = qkv[:, : c.H + c.Hkv], qkv[:, c.H + c.Hkv :]
+        if c.qk_norm:
+            qk = mx.concatenate(
+                [rms_norm(qk[:, : c.H], layer.q_norm, c.norm_eps), rms_norm(qk[:, c.H :], layer.k_norm, c.norm_eps)],
+                axis=1,
+            )
+        qk = rotate(qk, cos, sin)  # q and k turn alike: one operation for both
+        q, k = qk[:, : c.H], qk[:, c.H :]
+        keys, values = window.append(index, k, v)  # (B, Hkv, T, Dh) each: the past, and what was just written
+        x = x + layer.o(attention(q, keys, values, window.mask))
+        # The MLP: each token by itself.
+        h = rms_norm(x, layer.mlp_norm, c.norm_eps)
+        gate, up = mx.split(layer.gate_up(h), 2, axis=-1)  # (B, L, hidden) each
+        x = x + layer.down(gate * mx.sigmoid(gate) * up)
+    return rms_norm(x, model.norm, c.norm_eps)
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:  # (..., D) -> (..., D)
+    """x / sqrt(mean(x^2) + eps) * weight"""
+    return mx.fast.rms_norm(x, weight, eps)
+
+
+def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
+    """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by its position.
+
+    Two turned vectors' dot product depends on the difference of their angles alone, so attention sees how far apart
+    two tokens are, and never where they stand.
+    """
+    a, b = mx.split(x, 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:
+    """softmax(q k^T / sqrt(Dh) + mask) v     q (B, H, L, Dh), k and v (B, Hkv, T, Dh) -> (B, L, H * Dh)
+
+    G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the rows of one
+    matrix product, and each key is read once for all of them.
+    """
+    B, H, L, Dh = q.shape
+    Hkv, T = k.shape[1:3]
+    G = H // Hkv
+    scores = (q.reshape(B, Hkv, G * L, Dh) * Dh**-0.5) @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
+    scores = scores.reshape(B, Hkv, G, L, T) + mask
+    weights = mx.softmax(scores, axis=-1).astype(v.dtype).reshape(B, Hkv, G * L, T)
+    return (weights @ v).reshape(B, H, L, Dh).transpose(0, 2, 1, 3).reshape(B, L, H * Dh)
+
+
+def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh/2) each
+    """cos and sin of each row's positions times each pair's frequency; every layer uses the same."""
+    rope, Dh = model.config.rope, model.config.Dh
+    frequencies = model.frequencies  # (Dh/2,)
+    if rope.type == "dynamic" and max(window.lengths) > rope.original_length:
+        frequencies = mx.stack([rope_frequencies(rope, Dh, n) for n in window.lengths])[:, None]  # (B, 1, Dh/2)
+    positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
+    angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
+    return mx.cos(angles), mx.sin(angles)
+
+
+def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
+    """How far each of a head's Dh/2 planes turns from one position to the next: 1, ..., down to nearly 1 / theta.
+
+    A model is stretched beyond the length it was trained for by turning its planes more slowly. `linear` slows all of
+    them (in `rope_angles`, by dividing the positions). `llama3` slows the slow ones only, because the fast ones tell
+    neighbours apart. `dynamic` raises theta with the length of the sequence: a prompt's own length for all of its
+    tokens, then each new token's. So the same token at the same place turns differently in a longer prompt.
+    """
+    theta = rope.theta
+    if rope.type == "dynamic" and length > rope.original_length:
+        theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (Dh / (Dh - 2))
+    if rope.type != "llama3":
+        return mx.exp(mx.arange(0, -(Dh // 2), -1) * (math.log(theta) / (Dh // 2)))  # theta ** (-2 i / Dh)
+    periods = theta ** (mx.arange(0, Dh, 2) / Dh)  # positions for one radian
+    turns = rope.original_length / (2 * mx.pi * periods)  # full turns within the trained length
+    # Fewer turns than low_freq_factor: slowed by the whole factor. More than high_freq_factor: not at all.
+    keep = mx.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return 1 / (periods / ((1 - keep) / rope.factor + keep))
+
+
+# --- the model: weights, in the shape that the forward pass wants them ---------------------------------------------
+
+
+class Dense(NamedTuple):
+    """y = x W + b, with W stored (in, out): for one row, x @ W.T over the checkpoint's (out, in) takes twice as long."""
+
+    weight: mx.array  # (in, out)
+    bias: mx.array | None
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
+        y = x @ self.weight
+        return y if self.bias is None else y + self.bias
+
+    @staticmethod
+    def fused(parts: list[Dense]) -> Dense:
+        """One matrix whose output is the parts' outputs side by side: the input is read once, and one product runs."""
+        bias = None
+        if any(part.bias is not None for part in parts):
+            zeros = (mx.zeros(part.weight.shape[1], part.weight.dtype) for part in parts)
+            bias = mx.concatenate([z if part.bias is None else part.bias for part, z in zip(parts, zeros, strict=True)])
+        return Dense(mx.concatenate([part.weight for part in parts], axis=1), bias)
+
+    def rows(self, ids: mx.array) -> mx.array:  # (B, L) -> (B, L, in)
+        """As an embedding: column `id` of the (D, V) matrix, so that a tied head and its table are one array."""
+        return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)
+
+
+class Quantized(NamedTuple):
+    """The same with W packed: `bits` bits a number, and a scale and an offset for every `group` of them."""
+
+    weight: mx.array  # (out, in * bits / 32), uint32
+    scales: mx.array  # (out, in / group)
+    offsets: mx.array
+    bias: mx.array | None
+    bits: int
+    group: int
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
+        y = mx.quantized_matmul(
+            x, self.weight, self.scales, self.offsets, transpose=True, group_size=self.group, bits=self.bits
+        )
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, ids: mx.array) -> mx.array:  # (B, L) -> (B, L, in)
+        return mx.dequantize(
+            self.weight[ids], self.scales[ids], self.offsets[ids], group_size=self.group, bits=self.bits
+        )
+
+
+class SideBySide(NamedTuple):
+    """Projections of one input that cannot be fused, because they are quantized, perhaps each in a way of its own."""
+
+    parts: tuple[Quantized | Dense, ...]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.concatenate([part(x) for part in self.parts], axis=-1)
+
+
+class Layer(NamedTuple):
+    attn_norm: mx.array  # (D,)
+    qkv: Dense | SideBySide  # D -> (H + 2 Hkv) * Dh
+    q_norm: mx.array | None  # (Dh,), qwen3 alone
+    k_norm: mx.array | None
+    o: Dense | Quantized  # H * Dh -> D
+    mlp_norm: mx.array
+    gate_up: Dense | SideBySide  # D -> 2 * hidden
+    down: Dense | Quantized  # hidden -> D
+
+
+@dataclass(frozen=True)
+class Model:
+    """A config and its weights, ready for `forward`."""
+
+    config: Config
+    layers: list[Layer]
+    norm: mx.array  # (D,)
+    table: Dense | Quantized  # the embedding, as a projection D -> V
+    head: Dense | Quantized  # D -> V; the table itself where the checkpoint ties them
+    frequencies: mx.array  # (Dh/2,)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.norm.dtype
+
+    def embed(self, ids: mx.array) -> mx.array:  # (B, L) -> (B, L, D)
+        return self.table.rows(ids)
+
+    @staticmethod
+    def load(folder: Path, dtype: str = "auto") -> Model:
+        """`dtype` is "float32", "checkpoint" (as the files have it), or "auto": float32 on a CPU, else the files'.
+
+        On a CPU only float32 matrix products are fast, the others are 10 to 50 times slower; so there weights become
+        float32 at load, quantized ones too.
+        """
+        if dtype not in ("auto", "float32", "checkpoint"):
+            raise ValueError(f"dtype = {dtype!r}; choose auto, float32 or checkpoint")
+        if dtype == "auto":
+            dtype = "checkpoint" if has_gpu() else "float32"
+        weights = Weights(folder)
+        config = checkpoint.read_config(folder, weights.has_head)
+        weights.check_against(config)
+        return _Reader(config, weights, float32=dtype == "float32").model()
+
+
+def has_gpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.gpu
+
+
+class _Reader:
+    """Takes a checkpoint's tensors one by one and gives them the shape that `forward` wants."""
+
+    def __init__(self, config: Config, weights: Weights, float32: bool):
+        self.config, self.weights, self.float32 = config, weights, float32
+        self.shapes = config.tensors()
+
+    def model(self) -> Model:
+        c = self.config
+        # One layer at a time, evaluated at once: else the files' copy and ours would stand in memory together.
+        layers = [self.layer(f"model.layers.{i}.") for i in range(c.layers)]
+        norm, table = self.vector("model.norm.weight"), self.linear("model.embed_tokens")
+        head = table if c.tied else self.linear("lm_head")
+        model = Model(c, layers, norm, table, head, rope_frequencies(c.rope, c.Dh))
+        mx.eval(norm, table, head, model.frequencies)
+        return model
+
+    def layer(self, name: str) -> Layer:
+        norms = [f"{name}self_attn.{part}_norm.weight" for part in "qk"]
+        q_norm, k_norm = [self.vector(norm) if self.config.qk_norm else None for norm in norms]
+        layer = Layer(
+            attn_norm=self.vector(f"{name}input_layernorm.weight"),
+            qkv=self.fused(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            o=self.linear(f"{name}self_attn.o_proj"),
+            mlp_norm=self.vector(f"{name}post_attention_layernorm.weight"),
+            gate_up=self.fused(f"{name}mlp.gate_proj", f"{name}mlp.up_proj"),
+            down=self.linear(f"{name}mlp.down_proj"),
+        )
+        mx.eval(layer)
+        return layer
+
+    def vector(self, name: str) -> mx.array:
+        vector = self.weights.take(name)
+        return vector.astype(mx.float32) if self.float32 else vector
+
+    def linear(self, module: str) -> Dense | Quantized:
+        has = self.weights.entries
+        bias = self.vector(f"{module}.bias") if f"{module}.bias" in has else None
+        weight = self.weights.take(f"{module}.weight")  # (out, in), or packed
+        if f"{module}.scales" in has:
+            scales, offsets = self.vector(f"{module}.scales"), self.vector(f"{module}.biases")
+            bits, group = checkpoint.quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
+            if not self.float32:
+                return Quantized(weight, scales, offsets, bias, bits, group)
+            weight = mx.dequantize(weight, scales, offsets, group_size=group, bits=bits)
+        if self.float32:
+            weight = weight.astype(mx.float32)
+        return Dense(mx.contiguous(weight.T), bias)
+
+    def fused(self, *modules: str) -> Dense | SideBySide:
+        parts = [self.linear(module) for module in modules]
+        if all(isinstance(part, Dense) for part in parts):
+            return Dense.fused(parts)
+        return SideBySide(tuple(parts))
+
+
+# --- text --------------------------------------------------------------------------------------------------------
+
+
+class Text:
+    """Token ids to text and back, with the model's own `tokenizer.json`."""
+
+    def __init__(self, folder: Path, vocabulary: int):
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise ModelError(f"{path} is missing; save the model's tokenizer in the fast format (tokenizer.json).")
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise ModelError(f"{path} is not a tokenizer ({error}); download it again.") from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= vocabulary:
+            raise ModelError(f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}.")
+        self.end_tokens = checkpoint.end_tokens(folder)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+
+# --- what is asked for, and what is answered -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request wants its tokens chosen, and when it wants to end."""
+
+    max_tokens: int = 128
+    ignore_eos: bool = False
+
+    def __new__(cls, *args, **given):
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"Sampling has no field {name!r}; the fields are {', '.join(known)}")
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ValueError(f"max_tokens = {self.max_tokens!r}, but it must be a whole number of at least 1")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Times in seconds. `itl` is the gap between a token and the next; None where there was no such thing."""
+
+    queued_s: float | None
+    ttft_s: float | None  # submit to first token
+    tokens_per_s: float | None  # after the first
+    itl_mean_s: float | None
+    itl_p95_s: float | None
+    itl_max_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Result:
+    text: str
+    tokens: list[int]
+    finish_reason: str  # "stop" | "length" | "cancelled" | "error"
+    metrics: Metrics
+    error: str | None
+
+
+class Handle:
+    """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any thread may."""
+
+    def __init__(self, engine: Engine, request: Request, sampling: Sampling):
+        self.id, self.sampling = request.id, sampling
+        self.tokens: list[int] = []
+        self.error: str | None = None
+        self._engine, self._request = engine, request
+        self._pieces: list[str] = []
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._times: list[float] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._request.finish_reason
+
+    def cancel(self) -> None:
+        """End this request now, whatever it is doing. After its end, this does nothing."""
+        self._engine._cancel(self._request)
+
+    def __iter__(self) -> Iterator[str]:
+        """The text as it comes, in pieces that never hold half a character."""
+        seen = 0
+        while True:
+            self._engine._wait(lambda: len(self._pieces) > seen or self.finish_reason is not None)
+            if seen == len(self._pieces):
+                return
+            yield self._pieces[seen]
+            seen += 1
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end. Raises TimeoutError if it does not come within `timeout` seconds."""
+        if not self._engine._wait(lambda: self.finish_reason is not None, timeout):
+            raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
+        return Result(self.text, list(self.tokens), self.finish_reason, self.metrics, self.error)
+
+    @property
+    def metrics(self) -> Metrics:
+        r, times = self._request, self._times
+        gaps = sorted(b - a for a, b in zip(times, times[1:], strict=False))
+        return Metrics(
+            queued_s=None if r.admitted is None else r.admitted - r.arrived,
+            ttft_s=None if r.first_token is None else r.first_token - r.arrived,
+            tokens_per_s=len(gaps) / (times[-1] - times[0]) if gaps and times[-1] > times[0] else None,
+            itl_mean_s=sum(gaps) / len(gaps) if gaps else None,
+            itl_p95_s=gaps[math.ceil(0.95 * len(gaps)) - 1] if gaps else None,
+            itl_max_s=gaps[-1] if gaps else None,
+            prompt_tokens=len(r.prompt),
+            cached_tokens=0,
+            output_tokens=len(self.tokens),
+        )
+
+    def _accept(self, token: int, ends: set[int], now: float) -> str | None:
+        """Take a token from commit; says why the answer ends with it, or None."""
+        if token < 0:
+            self.error = "the model computed a number that is not finite"
+            return "error"
+        self._times.append(now)
+        self.tokens.append(token)
+        if token in ends and not self.sampling.ignore_eos:
+            return "stop"
+        piece = self._stream.step(self._engine.text.tokenizer, token)
+        if piece:
+            self._pieces.append(piece)
+        return None
+
+
+@dataclass(frozen=True)
+class SlotView:
+    slot: int
+    phase: str  # "free" | "prefill" | "decode"
+    request: int | None
+    used: int  # rows in the slab
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One step as it was run: who did what, and how long each stage took."""
+
+    step: int
+    admitted: tuple[tuple[int, int], ...]  # (slot, request)
+    prefill: tuple[tuple[int, int, int, int], ...]  # (slot, request, start, stop): which piece of which prompt
+    decode: tuple[tuple[int, int], ...]  # (slot, request)
+    plan_s: float
+    build_s: float  # building the graph and starting it
+    wait_s: float  # waiting for the device
+    commit_s: float
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine at one moment, for whoever draws it. Immutable, and made of plain Python."""
+
+    policy: str
+    slots: tuple[SlotView, ...]
+    queue: tuple[tuple[int, float], ...]  # (request, seconds waited), oldest first
+    submitted: int
+    finished: int
+    output_tokens: int
+    steps: tuple[StepView, ...]  # the most recent ones, oldest first
+
+
+# --- the engine --------------------------------------------------------------------------------------------------
+
+# One device, one stream, one thread at a time. MLX binds ordinary streams to the thread that made them; this one may
+# be used from any thread, as long as a lock sees to it that there is one at a time. So an engine can be loaded in one
+# thread, stepped in another, and no thread is left behind.
+_device = threading.RLock()
+_stream: list[mx.Stream] = []
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@contextmanager
+def device():
+    """Everything that touches an `mx.array` happens inside this block."""
+    with _device:
+        if not _stream:
+            _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
+        with mx.stream(_stream[0]):
+            yield
+
+
+@atexit.register
+def _close_all() -> None:
+    """A process that exits while the device is working hangs or aborts, so nobody may forget to close."""
+    for engine in list(_engines):
+        engine.close()
+
+
+@dataclass
+class Flight:
+    """A step that has been started, and whose tokens have not been read yet."""
+
+    plan: Plan
+    tokens: mx.array  # (slots,): what each emitter's slot sampled, -1 where its logits were not finite
+    reads: tuple[mx.array, ...]  # once these are there, the step is done with the slab
+    plan_s: float
+    build_s: float
+
+
+class Engine:
+    """The forward pass, the slab and the scheduler, tied together. `step` is the heart."""
+
+    def __init__(
+        self,
+        model: Model,
+        text: Text,
+        *,
+        slots: int = 8,
+        max_len: int | None = None,
+        policy: str = "continuous",
+        chunk: int = 64,
+        budget: int | None = None,
+        max_queue: int = 10_000,
+        exact: bool = True,
+        run_ahead: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        c = model.config
+        max_len = min(1024, c.max_positions) if max_len is None else max_len
+        budget = 2 * chunk if budget is None else budget
+        self.sched = Scheduler(slots, max_len, chunk=chunk, budget=budget, policy=policy, max_queue=max_queue)
+        if chunk % BUCKET:
+            raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
+        if c.window is not None and max_len > c.window:
+            raise ValueError(f"max_len = {max_len}, but this model's attention slides over {c.window}; choose less")
+        self.model, self.text, self.exact, self.run_ahead, self.clock = model, text, exact, run_ahead, clock
+        self._slab_size = (c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh)
+        self._handles: dict[int, Handle] = {}
+        self._steps: deque[StepView] = deque(maxlen=256)
+        self._output_tokens = self._next_id = 0
+        self._state = threading.Condition()  # guards everything that is not an array; whoever waits sleeps on it
+        self._thread: threading.Thread | None = None
+        self._stopping = self._closed = False
+        self._reset_device()
+        _engines.add(self)
+
+    @classmethod
+    def load(cls, model: str | Path = "demo", *, dtype: str = "auto", **options) -> Engine:
+        """An engine for a folder, a hub id, or "demo". Options are those of `Engine`."""
+        folder = checkpoint.find(str(model))
+        with device():
+            weights = Model.load(folder, dtype)
+        return cls(weights, Text(folder, weights.config.V), **options)
+
+    def _reset_device(self) -> None:
+        """A new slab, and nothing in flight."""
+        with device():
+            self.slab = Slab(*self._slab_size, self.model.dtype)
+            self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token, on the device
+            self._flight: Flight | None = None
+
+    # --- plan -> run -> commit
+
+    def step(self) -> bool:
+        """One turn of the wheel. False if there was nothing to do.
+
+        With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1 on the device,
+        and Python's work hides behind the device's. Without, the same three lines run in their plain order.
+
+            device   |   run N             |   run N+1           |   run N+2
+            Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
+                                           ^ N's tokens are read here, and N+1 already runs
+        """
+        plan = flight = None
+        with device():
+            try:
+                began = self.clock()
+                with self._state:
+                    plan = self.sched.plan(began)
+                flight = self._run(plan, began) if plan else None
+                if self.run_ahead:
+                    flight, self._flight = self._flight, flight
+                if flight:
+                    self._commit(flight)
+            except BaseException as error:
+                self._fail([plan] + [f.plan for f in (flight, self._flight) if f], error)
+                if not isinstance(error, Exception):
+                    raise  # Ctrl-C is for the whole program
+                return True
+        return bool(plan or flight)
+
+    def _run(self, plan: Plan, began: float) -> Flight:
+        """Turn a plan into one lazy graph, sampling included, and start it."""
+        planned = self.clock()
+        slots, tokens, reads = [], [], []
+        for chunk in plan.chunks:
+            x = self._prefill(chunk)  # (1, C, D)
+            if chunk.emits:
+                last = chunk.stop - chunk.start - 1
+                slots.append(chunk.slot)
+                tokens.append(greedy(self.model.head(x[:, last])))  # (1, V) -> (1,)
+                reads.append(x)
+        if plan.decodes:
+            x, rows = self._decode(plan.decodes)  # (B, 1, D), and the row of each member
+            slots += [member.slot for member in plan.decodes]
+            tokens.append(greedy(self.model.head(x[:, 0]))[mx.array(rows)])  # (B, V) -> (members,)
+            reads.append(x)
+        emitted = self._newest
+        if slots:
+            emitted[mx.array(slots)] = mx.concatenate(tokens)
+        self._newest = mx.maximum(emitted, 0)  # -1 marks a failure, and is no token to go on with
+        # A chunk that emits nothing has no reader: asking for the last layer's slab runs it, and all layers before.
+        reads += [self.slab.k[-1], self.slab.v[-1]]
+        if self._flight:
+            # subtle: an array is written in place only if nothing else holds its memory, and a started step holds
+            # all it has yet to read. Start N+1 too early, and every layer of the slab is copied. So wait until N has
+            # read the last of it; what remains of N, the head and the sampling, is time enough to get N+1 going.
+            mx.eval(self._flight.reads)
+            self._flight.reads = ()
+        mx.async_eval(reads)
+        mx.async_eval(emitted, self._newest)
+        return Flight(plan, emitted, tuple(reads), planned - began, self.clock() - planned)
+
+    def _prefill(self, chunk: Chunk) -> mx.array:  # -> (1, C, D)
+        """One chunk of a prompt, padded to C tokens so that the device always sees the same shape.
+
+        The padding's keys land in rows that the sequence has yet to reach, and it overwrites them when it does.
+        """
+        C, prompt = self.sched.chunk, chunk.request.prompt
+        ids = [*prompt[chunk.start : chunk.stop], *[0] * (C - (chunk.stop - chunk.start))]
+        reach = self.slab.reach(chunk.start + C)
+        window = Window(self.slab, [chunk.slot], [chunk.start], C, reach, [len(prompt)])
+        return forward(self.model, mx.array([ids]), window)
+
+    def _decode(self, members: Sequence[Decode]) -> tuple[mx.array, list[int]]:  # -> (B, 1, D), row of each member
+        """One token for each member. Exact: every slot is a row, idle ones too, so that the shape never changes.
+
+        A matrix product of another shape adds its numbers in another order, and rounding makes that show: compact
+        rows give equal tokens, constant rows give equal bits.
+        """
+        at = {member.slot: member.position for member in members}
+        slots = list(range(self.slab.slots)) if self.exact else list(at)
+        starts = [at.get(slot, self.slab.spare) for slot in slots]
+        while not self.exact and len(slots) & (len(slots) - 1):  # compact: a power of two, so that shapes are few
+            slots.append(slots[0])
+            starts.append(self.slab.spare)
+        lengths = [at.get(slot, 0) + 1 for slot in slots]
+        window = Window(self.slab, slots, starts, 1, self.slab.reach(max(at.values()) + 1), lengths)
+        ids = self._newest[mx.array(slots)][:, None]  # (B, 1): on the device, read by nobody yet
+        return forward(self.model, ids, window), [slots.index(member.slot) for member in members]
+
+    def _commit(self, flight: Flight) -> None:
+        """Read what a step sampled, hand it to its owners, and let go of those who end."""
+        began = self.clock()
+        mx.eval(flight.tokens)  # the only place where Python waits for the device
+        values, read = flight.tokens.tolist(), self.clock()
+        tokens = [values[member.slot] for member in flight.plan.emitters]
+        with self._state:
+            for request in self.sched.commit(flight.plan, tokens, self._accept, read):
+                self._handles.pop(request.id, None)
+            self._record(flight, began, read)
+            self._state.notify_all()
+
+    def _accept(self, request: Request, token: int) -> str | None:
+        """Deliver one token. Whatever goes wrong here is this request's own failure."""
+        handle = self._handles[request.id]
+        if token < 0:
+            self.slab.scrub(request.slot)
+        try:
+            self._output_tokens += 1
+            return handle._accept(token, self.text.end_tokens, self.clock())
+        except Exception as error:
+            handle.error = f"{type(error).__name__}: {error}"
+            return "error"
+
+    def _record(self, flight: Flight, began: float, read: float) -> None:
+        plan = flight.plan
+        self._steps.append(
+            StepView(
+                plan.step,
+                admitted=tuple((r.slot, r.id) for r in plan.admitted),
+                prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
+                decode=tuple((d.slot, d.request.id) for d in plan.decodes),
+                plan_s=flight.plan_s,
+                build_s=flight.build_s,
+                wait_s=read - began,
+                commit_s=self.clock() - read,
+            )
+        )
+
+    def _fail(self, plans: list[Plan | None], error: BaseException) -> None:
+        """A step raised. All who were in it end with the error; nobody else does, and the engine goes on."""
+        message = f"{type(error).__name__}: {error}"
+        with self._state:
+            for plan in filter(None, plans):
+                for member in (*plan.chunks, *plan.decodes):
+                    self._end(member.request, "error", message)
+            for request in self.sched.running.values():
+                request.prefilled = 0  # its rows go with the slab; it has emitted nothing, so it starts over
+        self._reset_device()
+
+    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+        with self._state:
+            if handle := self._handles.pop(request.id, None):
+                handle.error = error
+                self.sched.finish(request, reason, self.clock())
+                self._state.notify_all()
+
+    # --- what everybody may call, from any thread
+
+    def submit(self, prompt: str | Sequence[int], sampling: Sampling | None = None) -> Handle:
+        """Put a prompt in line: a text, or token ids as they are. Never blocks; QueueFull if the line is full."""
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
+        ids = self._ids(prompt)
+        with self._state:
+            if self._closed:
+                raise RuntimeError("the engine is closed; load another")
+            request = Request(self._next_id, ids, sampling.max_tokens, self.clock())
+            self.sched.submit(request)
+            self._next_id += 1
+            handle = self._handles[request.id] = Handle(self, request, sampling)
+            self._state.notify_all()
+        return handle
+
+    def _ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is empty; give at least one token")
+            prompt = self.text.encode(prompt)
+        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
+            raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+        if not prompt:
+            raise ValueError("the prompt is empty; give at least one token")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < self.model.config.V:  # MLX would read whatever lies there
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.model.config.V}")
+        return tuple(prompt)
+
+    def generate(self, prompts: Sequence[str | Sequence[int]], sampling: Sampling | None = None) -> list[Result]:
+        """All prompts at once; the results in the prompts' order."""
+        handles: list[Handle] = []
+        try:
+            for prompt in prompts:
+                handles.append(self.submit(prompt, sampling))
+            return [handle.result() for handle in handles]
+        finally:
+            for handle in handles:  # if one could not be submitted or waiting was interrupted; else this does nothing
+                handle.cancel()
+
+    def _cancel(self, request: Request) -> None:
+        self._end(request, "cancelled")
+
+    @contextmanager
+    def serving(self) -> Iterator[Engine]:
+        """Inside this block a thread steps the engine whenever there is work, and sleeps when there is none."""
+        with self._state:
+            if self._closed or self._thread:
+                raise RuntimeError("the engine is closed" if self._closed else "the engine is serving already")
+            self._stopping = False
+            self._thread = threading.Thread(target=self._serve, name="nanobatch", daemon=True)
+            self._thread.start()
+        try:
+            yield self
+        finally:
+            self._stop_thread()
+
+    def _serve(self) -> None:
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._stopping or self._has_work())
+                if self._stopping:
+                    return
+            self.step()
+
+    def _has_work(self) -> bool:
+        return bool(self.sched.waiting or self.sched.running or self._flight)
+
+    def _stop_thread(self) -> None:
+        with self._state:
+            thread, self._stopping = self._thread, True
+            self._state.notify_all()
+        if thread and thread is not threading.current_thread():
+            thread.join()
+        with self._state:
+            self._thread = None
+            self._state.notify_all()
+
+    def _wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Until `ready()`: asleep while a thread serves, else by stepping the engine. False if time runs out."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._state:
+                left = deadline - time.monotonic()
+                if self._thread:
+                    self._state.wait_for(lambda: ready() or not self._thread, None if timeout is None else left)
+                if ready():
+                    return True
+                if left <= 0:
+                    return False
+            if not self._thread:
+                self.step()
+
+    def snapshot(self) -> Snapshot:
+        """What the engine is doing now."""
+        with self._state:
+            now = self.clock()
+            return Snapshot(
+                policy=self.sched.policy,
+                slots=tuple(self._slot_view(slot, owner) for slot, owner in enumerate(self.sched.owners)),
+                queue=tuple((r.id, now - r.arrived) for r in self.sched.waiting.values()),
+                submitted=self.sched.submitted,
+                finished=self.sched.finished,
+                output_tokens=self._output_tokens,
+                steps=tuple(self._steps),
+            )
+
+    @staticmethod
+    def _slot_view(slot: int, owner: Request | None) -> SlotView:
+        if owner is None:
+            return SlotView(slot, "free", None, 0, 0, 0)
+        used = owner.prefilled + max(0, owner.committed - 1)  # the newest token's key and value are not there yet
+        return SlotView(slot, owner.phase, owner.id, used, len(owner.prompt), owner.committed)
+
+    def check(self) -> None:
+        """Assert the invariants of scheduler and slab. The tests do so after every step."""
+        with self._state:
+            self.sched.check()
+            self.slab.check()
+            assert self._handles.keys() == self.sched.running.keys() | self.sched.waiting.keys()
+
+    def close(self) -> None:
+        """End every open request as cancelled, and leave the device idle. Closing twice does nothing."""
+        with self._state:
+            self._closed = True
+            for handle in list(self._handles.values()):
+                handle.cancel()
+        self._stop_thread()
+        with device():
+            self._flight = None
+            mx.synchronize(_stream[0])
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+def greedy(logits: mx.array) -> mx.array:  # (B, V) -> (B,), int32
+    """The most likely token of each row; -1 where the winner is not finite (argmax would not complain)."""
+    tokens = mx.argmax(logits, axis=-1)
+    best = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return mx.where(mx.isfinite(best), tokens.astype(mx.int32), -1)
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("nanobatch.py", description="Run prompts through a Llama model, all at once.")
+    parser.add_argument("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
+    parser.add_argument("--prompt", action="append", help="what to complete; may be repeated; - reads standard input")
+    parser.add_argument("--max-tokens", type=int, default=128, help="longest answer in tokens (default: 128)")
+    parser.add_argument("--slots", type=int, help="sequences that run at once (default: one for each prompt, up to 8)")
+    parser.add_argument("--max-len", type=int, help="length of a slot, prompt and answer together (default: 1024)")
+    parser.add_argument("--policy", default="continuous", help="continuous, static or serial")
+    parser.add_argument("--compact", action="store_true", help="leave idle rows out: faster, equal tokens, other bits")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Stream the answers in the prompts' order, while all of them run. 2 if the input was at fault."""
+    args = parse_arguments(arguments)
+    try:
+        prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt or ["-"]]
+        slots = min(len(prompts), 8) if args.slots is None else args.slots
+        sampling = Sampling(max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
+        options = {"slots": slots, "max_len": args.max_len, "policy": args.policy, "exact": not args.compact}
+        with Engine.load(args.model, **options) as engine:
+            handles = [engine.submit(prompt, sampling) for prompt in prompts]
+            with engine.serving():
+                for handle, prompt in zip(handles, prompts, strict=True):
+                    show(handle, prompt)
+    except (ValueError, QueueFull) as error:
+        print(f"nanobatch: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
+
+
+def show(handle: Handle, prompt: str) -> None:
+    """One answer as it comes, and one line of figures under it."""
+    print(f"--- {handle.id + 1}: {' '.join(prompt.split())[:100]}")
+    for piece in handle:
+        print(piece, end="", flush=True)
+    result = handle.result()
+    m = result.metrics
+    ttft = "-" if m.ttft_s is None else f"{m.ttft_s * 1000:.0f} ms"
+    rate = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f} tokens/s"
+    print(f"\n    [{result.finish_reason}: {m.output_tokens} tokens, TTFT {ttft}, {rate}]", flush=True)
+    if result.error:
+        print(f"nanobatch: request {handle.id + 1}: {result.error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Decides who runs next. Knows requests, slots and a budget; knows no model, no array and no clock.
+
+The problem. A device is fast when it works on many sequences at once, but requests arrive when they please, and their
+answers end when they please. *Static* batching waits for a full batch and then for its slowest member. *Continuous*
+batching decides anew in every step: whoever has ended leaves, whoever waits takes the free slot, and a long prompt is
+cut into chunks so that those who are already decoding never wait for more than a chunk of it.
+
+    step | slot 0    slot 1         P  prefill: a chunk of the prompt goes into the slab
+       1 | A:P       B:P            d  decode: one row, one new token
+       2 | A:d       B:d
+       3 | A:d       B:d            <- A ends here
+       4 | C:P       B:d            <- C is admitted in mid-decode of B
+
+One turn of the wheel is plan -> run -> commit. `plan` answers with a frozen `Plan`; the engine runs it on the device;
+`commit` takes the sampled tokens. The engine may plan step N+1 before it has committed step N (run-ahead), so a
+request carries two numbers that are never confused: what is *planned*, and what is *committed*. An end is therefore
+seen one step late, and the token of such a *ghost* row is dropped.
+
+The invariants, which `check` asserts:
+    a slot has one owner or none; a waiting request has no slot
+    0 <= committed <= planned <= max_tokens; planned is at most two steps ahead
+    requests are admitted in the order in which they came, and each ends exactly once
+
+Where next: `nanobatch.py`, `Engine.step`, which runs the plans; `tests/test_sched.py`, which prints timelines.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+POLICIES = ("continuous", "static", "serial")
+
+
+class QueueFull(RuntimeError):
+    """The waiting line has reached its limit. Raised at once; nothing else is disturbed."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One prompt on its way through the engine."""
+
+    id: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrived: float
+    slot: int | None = None
+    prefilled: int = 0  # prompt tokens that planned steps write into the slab
+    planned: int = 0  # output tokens that planned steps sample
+    committed: int = 0  # output tokens that have been read back
+    admitted: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    finish_reason: str | None = None  # "stop" | "length" | "cancelled" | "error"
+
+    @property
+    def phase(self) -> str:
+        if self.finish_reason is not None:
+            return "done"
+        if self.slot is None:
+            return "queued"
+        return "prefill" if self.prefilled < len(self.prompt) else "decode"
+
+
+class Chunk(NamedTuple):
+    """A piece of a prompt, prompt[start:stop], to be written into the slot's rows start..stop."""
+
+    request: Request
+    slot: int
+    start: int
+    stop: int
+
+    @property
+    def emits(self) -> bool:
+        """Only the last chunk of a prompt yields a token: the one that follows the prompt."""
+        return self.stop == len(self.request.prompt)
+
+
+class Decode(NamedTuple):
+    """One step of one answer: the newest token goes into row `position`, and the next token comes out.
+
+    The newest token is known, even emitted, but its key and value are not in the slab yet: this step writes them.
+    """
+
+    request: Request
+    slot: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step does. It names requests and slots as they were when it was made, and never changes."""
+
+    step: int
+    admitted: tuple[Request, ...]
+    chunks: tuple[Chunk, ...]
+    decodes: tuple[Decode, ...]
+
+    @property
+    def emitters(self) -> tuple[Chunk | Decode, ...]:
+        """The members of this step that yield a token each."""
+        return tuple(chunk for chunk in self.chunks if chunk.emits) + self.decodes
+
+
+class Scheduler:
+    def __init__(
+        self,
+        slots: int,
+        max_len: int,
+        *,
+        chunk: int = 64,
+        budget: int = 128,
+        policy: str = "continuous",
+        max_queue: int = 10_000,
+    ):
+        if policy not in POLICIES:
+            raise ValueError(f"policy = {policy!r}; choose one of {', '.join(POLICIES)}")
+        for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("max_queue", max_queue)):
+            if value < 1:
+                raise ValueError(f"{name} = {value}, but it must be at least 1")
+        self.max_len, self.chunk, self.budget = max_len, chunk, budget
+        self.policy, self.max_queue = policy, max_queue
+        self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id: first come first served, any may leave
+        self.running: dict[int, Request] = {}  # by id, in the order of admission
+        self.free: list[int] = list(range(slots))  # the slot that was freed longest ago stands first
+        self.owners: list[Request | None] = [None] * slots
+        self.steps = self.submitted = self.finished = 0
+
+    def submit(self, request: Request) -> None:
+        """Put a request in line. Its worst case must fit a slot, so that nothing running is ever evicted."""
+        need = len(request.prompt) + request.max_tokens
+        if not request.prompt or request.max_tokens < 1:
+            raise ValueError("a request needs at least one prompt token and one output token")
+        if need > self.max_len:
+            raise ValueError(
+                f"prompt of {len(request.prompt)} tokens + max_tokens {request.max_tokens} = {need}, "
+                f"but a slot holds {self.max_len}"
+            )
+        if len(self.waiting) >= self.max_queue:
+            raise QueueFull(f"{len(self.waiting)} requests are waiting, and max_queue is {self.max_queue}; try later")
+        self.submitted += 1
+        self.waiting[request.id] = request
+
+    def plan(self, now: float) -> Plan | None:
+        """Decide the next step, or None if there is nothing to do. Touches no array and waits for nothing."""
+        admitted = self._admit(now)
+        decodes = tuple(
+            Decode(r, r.slot, len(r.prompt) + r.planned - 1)
+            for r in self.running.values()
+            if r.phase == "decode" and r.planned < r.max_tokens
+        )
+        chunks = tuple(self._chunks(self.budget - len(decodes)))
+        if not (chunks or decodes):
+            return None
+        self.steps += 1
+        plan = Plan(self.steps, admitted, chunks, decodes)
+        for member in plan.emitters:
+            member.request.planned += 1
+        return plan
+
+    def _admit(self, now: float) -> tuple[Request, ...]:
+        """Give free slots to those who wait, oldest first. The policies differ in these three lines alone."""
+        room = {
+            "continuous": len(self.free),  # whenever a slot is free
+            "static": 0 if self.running else len(self.free),  # a batch at a time: when the last one has drained
+            "serial": 0 if self.running else 1,  # one at a time
+        }[self.policy]
+        admitted = []
+        while self.waiting and len(admitted) < room:
+            _, request = self.waiting.popitem(last=False)
+            request.slot, request.admitted = self.free.pop(0), now
+            self.owners[request.slot] = self.running[request.id] = request
+            admitted.append(request)
+        return tuple(admitted)
+
+    def _chunks(self, budget: int):
+        """Cut prompts into chunks, oldest first, until the step's budget of tokens is spent.
+
+        A decoding row costs one token and goes first; a chunk costs its full width even when the prompt ends inside
+        it, because the device computes the padding too. The first chunk is free of the budget: however many rows
+        decode, a prompt moves on in every step. So nobody starves, and no step grows beyond budget + chunk.
+        """
+        spent = 0
+        for request in self.running.values():
+            while request.phase == "prefill" and (spent == 0 or spent + self.chunk <= budget):
+                start, stop = request.prefilled, min(request.prefilled + self.chunk, len(request.prompt))
+                request.prefilled = stop
+                spent += self.chunk
+                yield Chunk(request, request.slot, start, stop)
+
+    def commit(
+        self, plan: Plan, tokens: Sequence[int], accept: Callable[[Request, int], str | None], now: float
+    ) -> list[Request]:
+        """Hand each emitter its token and free the slots of those that end; answers with the ended.
+
+        `accept(request, token)` delivers the token and says why the answer ends there, or None if it goes on.
+        Results belong to requests, not to slots: a slot may have a new owner by the time its token is read.
+        """
+        ended = []
+        for member, token in zip(plan.emitters, tokens, strict=True):
+            request = member.request
+            if request.finish_reason is not None:
+                continue  # a ghost: it ended after this step had been planned
+            request.committed += 1
+            if request.first_token is None:
+                request.first_token = now
+            reason = accept(request, token)
+            if reason is None and request.committed == request.max_tokens:
+                reason = "length"
+            if reason is not None:
+                self.finish(request, reason, now)
+                ended.append(request)
+        return ended
+
+    def finish(self, request: Request, reason: str, now: float) -> None:
+        """End a request in whatever phase it is; its slot is free for the next plan. A second end changes nothing.
+
+        A step that is still in flight may write a ghost's row into that slot. This is harmless: the device runs in
+        order, so whatever the next owner writes comes later, and it reads no row that it has not written.
+        """
+        if request.finish_reason is not None:
+            return
+        request.finish_reason, request.ended = reason, now
+        self.finished += 1
+        if request.slot is None:
+            del self.waiting[request.id]
+        else:
+            del self.running[request.id]
+            self.owners[request.slot] = None
+            self.free.append(request.slot)
+
+    def check(self) -> None:
+        """Assert every invariant of this file."""
+        held = [r.slot for r in self.running.values()]
+        assert sorted(held + self.free) == list(range(len(self.owners))), (held, self.free)
+        for slot, owner in enumerate(self.owners):
+            assert (owner is None) == (slot in self.free), (slot, owner)
+            assert owner is None or (owner.slot == slot and owner.id in self.running), (slot, owner)
+        for r in self.running.values():
+            assert r.finish_reason is None and r.admitted is not None, r
+            assert 0 <= r.prefilled <= len(r.prompt), r
+            assert 0 <= r.committed <= r.planned <= min(r.max_tokens, r.committed + 2), r
+            assert r.planned == 0 or r.prefilled == len(r.prompt), r
+        for r in self.waiting.values():
+            assert r.slot is None and r.finish_reason is None and r.planned == 0, r
+        order = [*self.running, *self.waiting]
+        assert order == sorted(order), f"not first come first served: {order}"
+        assert len(self.waiting) <= self.max_queue
+        assert self.submitted == len(self.waiting) + len(self.running) + self.finished

@@ -1,0 +1,142 @@
+"""Random checkpoints, written to disk as Hugging Face and mlx-lm write them, and mlx-lm's answers to them.
+
+Random weights are a sharper test than trained ones, if they are scaled with care. Logits must be *decided*: the best
+token ahead of the second by much more than rounding. And the answer must not be *stuck*: in a tied checkpoint whose
+embedding outweighs its blocks, each token predicts itself for ever, and every engine passes. So the blocks here write
+more into the stream than the embedding does, and the tests count distinct tokens.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import mlx_lm.utils
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from blas import mx
+from checkpoint import Config, read_config
+
+V = 272  # 256 bytes, four special tokens, and some ids that no text has
+BOS, EOS = 256, 257
+
+
+def make_tokenizer() -> Tokenizer:
+    """Every byte is a token: any text survives, and most characters beyond ASCII span several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>", "<|user|>", "<|end|>")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return tokenizer
+
+
+def make_config(**changes) -> dict:
+    """A small Llama's config.json. A change to None removes the field."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": V,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": EOS,
+        **changes,
+    }
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in config.tensors().items():
+        noise = rng.standard_normal(shape, dtype=np.float32)
+        if name.endswith("norm.weight"):
+            weights[name] = 1 + 0.2 * noise
+        elif name.endswith(".bias"):
+            weights[name] = 0.3 * noise
+        elif "embed_tokens" in name:
+            weights[name] = 0.35 * noise
+        else:
+            gain = {"o_proj": 3.0, "down_proj": 4.0, "lm_head": 3.0}.get(name.split(".")[-2], 1.3)
+            weights[name] = gain / np.sqrt(shape[1]) * noise
+    return weights
+
+
+def save(folder: Path, config: dict, weights: dict[str, mx.array], shards: int = 1) -> Path:
+    """Write a checkpoint folder: config, weights in one file or several with an index, and a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    if shards == 1:
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        return folder
+    names, index = sorted(weights), {}
+    for n in range(shards):
+        file = f"model-{n + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: weights[name] for name in names[n::shards]}
+        mx.save_safetensors(str(folder / file), part)
+        index.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def make_checkpoint(
+    folder: Path, seed: int = 0, dtype: mx.Dtype = mx.float32, quantize=None, shards: int = 1, **changes
+) -> Path:
+    """A random checkpoint. `quantize(module)` answers with (bits, group) for the modules to quantize, else None."""
+    config = make_config(**changes)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    arrays = {n: mx.array(w) for n, w in random_weights(read_config(folder, True), seed).items()}
+    packed = {}
+    for name, array in arrays.items():
+        module = name.removesuffix(".weight")
+        settings = quantize(module) if quantize and array.ndim == 2 else None
+        if settings is None:
+            packed[name] = array.astype(dtype)
+            continue
+        bits, group = settings
+        parts = mx.quantize(array.astype(dtype), group_size=group, bits=bits)
+        packed |= dict(zip((name, f"{module}.scales", f"{module}.biases"), parts, strict=True))
+        config.setdefault("quantization", {"bits": bits, "group_size": group})[module] = {
+            "bits": bits,
+            "group_size": group,
+        }
+    return save(folder, config, packed, shards)
+
+
+class Reference:
+    """mlx-lm on the same folder, in float32: the answer that ours is held against."""
+
+    def __init__(self, folder: Path):
+        self.model, _ = mlx_lm.utils.load_model(folder)
+        self.model.set_dtype(mx.float32)
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """(len(tokens), V): what follows each prefix, all in one pass."""
+        return np.array(self.model(mx.array([tokens]))[0])
+
+    def greedy(self, prompt: tuple[int, ...], count: int) -> tuple[list[int], list[float]]:
+        """The greedy continuation, and the margin by which each token won."""
+        cache = make_prompt_cache(self.model)
+        ids, tokens, margins = list(prompt), [], []
+        while len(tokens) < count:
+            logits = np.array(self.model(mx.array([ids]), cache=cache)[0, -1])
+            second, best = np.partition(logits, -2)[-2:]
+            tokens.append(int(logits.argmax()))
+            margins.append(float(best - second))
+            ids = tokens[-1:]
+        return tokens, margins
+
+
+@lru_cache(maxsize=4)
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
