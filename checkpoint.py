@@ -320,7 +320,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     found = sorted(folder.glob("model*.safetensors"))
     if not found:
         raise ModelError(f"{folder} holds no model*.safetensors; only safetensors weights are supported.")
-    return {file: None for file in found}
+    return dict.fromkeys(found)
 
 
 class Weights:

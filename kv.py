@@ -76,7 +76,8 @@ class Window:
         # MLX checks no bounds: a write past the slab would land in somebody else's memory.
         assert len(slots) == len(starts) == len(lengths) and (L == 1 or len(slots) == 1), (slots, starts, L)
         assert all(0 <= slot < slab.slots for slot in slots) and reach <= slab.length, (slots, reach)
-        assert all(0 <= s and s + L <= slab.length or s == slab.spare and L == 1 for s in starts), (starts, L)
+        for start in starts:
+            assert 0 <= start <= slab.length - L or (start, L) == (slab.spare, 1), (start, L)
         self.slab, self.slots, self.starts, self.L, self.reach, self.lengths = slab, slots, starts, L, reach, lengths
         self.B = len(slots)
         self.positions = mx.array(starts)[:, None] + mx.arange(L)  # (B, L)

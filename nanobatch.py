@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,7 +150,7 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
 
 
 class Dense(NamedTuple):
-    """y = x W + b, with W stored (in, out): for one row, x @ W.T over the checkpoint's (out, in) takes twice as long."""
+    """y = x W + b, with W stored (in, out): over the checkpoint's (out, in), one row's x @ W.T takes twice as long."""
 
     weight: mx.array  # (in, out)
     bias: mx.array | None
@@ -410,7 +411,7 @@ class Handle:
         """The text as it comes, in pieces that never hold half a character."""
         seen = 0
         while True:
-            self._engine._wait(lambda: len(self._pieces) > seen or self.finish_reason is not None)
+            self._engine._wait(lambda seen=seen: len(self._pieces) > seen or self.finish_reason is not None)
             if seen == len(self._pieces):
                 return
             yield self._pieces[seen]
@@ -425,7 +426,7 @@ class Handle:
     @property
     def metrics(self) -> Metrics:
         r, times = self._request, self._times
-        gaps = sorted(b - a for a, b in zip(times, times[1:], strict=False))
+        gaps = sorted(b - a for a, b in pairwise(times))
         return Metrics(
             queued_s=None if r.admitted is None else r.admitted - r.arrived,
             ttft_s=None if r.first_token is None else r.first_token - r.arrived,
@@ -526,6 +527,7 @@ class Flight:
     reads: tuple[mx.array, ...]  # once these are there, the step is done with the slab
     plan_s: float
     build_s: float
+    wait_s: float = 0.0
 
 
 class Engine:
@@ -636,11 +638,14 @@ class Engine:
             # subtle: an array is written in place only if nothing else holds its memory, and a started step holds
             # all it has yet to read. Start N+1 too early, and every layer of the slab is copied. So wait until N has
             # read the last of it; what remains of N, the head and the sampling, is time enough to get N+1 going.
+            waiting = self.clock()
             mx.eval(self._flight.reads)
             self._flight.reads = ()
+            self._flight.wait_s = self.clock() - waiting
         mx.async_eval(reads)
         mx.async_eval(emitted, self._newest)
-        return Flight(plan, emitted, tuple(reads), planned - began, self.clock() - planned)
+        build_s = self.clock() - planned - (self._flight.wait_s if self._flight else 0.0)
+        return Flight(plan, emitted, tuple(reads), planned - began, build_s)
 
     def _prefill(self, chunk: Chunk) -> mx.array:  # -> (1, C, D)
         """One chunk of a prompt, padded to C tokens so that the device always sees the same shape.
@@ -704,7 +709,7 @@ class Engine:
                 decode=tuple((d.slot, d.request.id) for d in plan.decodes),
                 plan_s=flight.plan_s,
                 build_s=flight.build_s,
-                wait_s=read - began,
+                wait_s=flight.wait_s + read - began,
                 commit_s=self.clock() - read,
             )
         )

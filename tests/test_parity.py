@@ -1,0 +1,216 @@
+"""Token for token what mlx-lm says, for every configuration that is supported, in random company.
+
+The reference reads the same folder, in float32. A whole answer is checked in one pass: if each of our tokens is what
+mlx-lm finds most likely after the prompt and our tokens before it, then by induction the two answers are the same.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+from checkpoints import Reference, make_checkpoint
+from harness import Tap, random_asks, run_schedule
+
+import nanobatch
+from blas import mx
+from kv import Slab, Window
+from nanobatch import Engine, Model
+from sched import POLICIES
+
+PROMPTS, TOKENS = 16, 32  # of each configuration
+CLOSE = 1e-4  # logits may differ by this much, and where the best two are nearer than this, either may win
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+CONFIGS = {
+    "multi-head attention": {"num_key_value_heads": 4},
+    "grouped queries": {"num_key_value_heads": 2},
+    "multi-query attention": {"num_key_value_heads": 1},
+    "kv heads not named": {"num_key_value_heads": None},
+    "head_dim larger than hidden / heads": {"head_dim": 32},
+    "head_dim smaller than hidden / heads": {"head_dim": 8, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "tied head": {"tie_word_embeddings": True},
+    "attention bias": {"attention_bias": True},
+    "mlp bias": {"mlp_bias": True},
+    "all biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "another rope theta": {"rope_theta": 500000.0},
+    "rope default, named": {"rope_scaling": {"rope_type": "default"}},
+    "rope linear, old spelling": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "rope linear, new spelling": {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+    "rope llama3": {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    "rope llama3 in rope_parameters": {
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3},
+        "reference": {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    },
+    "rope dynamic, within the trained length": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
+    "mistral, window longer than the slot": {"model_type": "mistral", "sliding_window": 512},
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1000000.0},
+    "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True, "sliding_window": 64},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24},
+    "qwen3, rope_parameters": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "float16": {"dtype": mx.float16},
+    "bfloat16 in three shards": {"dtype": mx.bfloat16, "shards": 3},
+    "2 bits": {"quantize": lambda module: (2, 32)},
+    "3 bits": {"quantize": lambda module: (3, 32)},
+    "4 bits": {"quantize": lambda module: (4, 64), "hidden_size": 128, "intermediate_size": 192},
+    "5 bits": {"quantize": lambda module: (5, 32)},
+    "6 bits, tied": {"quantize": lambda module: (6, 32), "tie_word_embeddings": True},
+    "8 bits, sharded": {"quantize": lambda module: (8, 32), "shards": 2},
+    "some layers quantized, each in its way": {
+        "num_hidden_layers": 3,
+        "quantize": lambda module: {"q_proj": (4, 32), "v_proj": (6, 32), "down_proj": (8, 32)}.get(
+            module.split(".")[-1], (4, 64) if "embed" in module or "layers.1.mlp" in module else None
+        ),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+    },
+    "deep and narrow": {"num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64},
+}
+
+
+def compare(engine: Engine, reference: Reference, seed: int, prompts: int = PROMPTS) -> dict:
+    """Drive the engine through a random schedule and hold every token and every logit against the reference."""
+    rng = np.random.default_rng(seed)
+    tap = Tap(engine)
+    handles = run_schedule(engine, random_asks(rng, prompts, longest=140, tokens=TOKENS), rng)
+    assert len(handles) == prompts
+    tokens, ties, furthest, distinct = 0, 0, 0.0, []
+    for handle in handles:
+        assert handle.finish_reason == "length" and len(handle.tokens) == handle.sampling.max_tokens
+        prompt = list(handle._request.prompt)
+        expected = reference.logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]  # (tokens, V)
+        ours = tap.of(handle)
+        for index, token in enumerate(handle.tokens):
+            behind = expected[index].max() - expected[index][token]
+            assert behind < CLOSE, f"request {handle.id}, token {index}: {token} is {behind:.2g} behind mlx-lm's choice"
+            ties += behind > 0
+        furthest = max(furthest, float(np.abs(ours - expected).max()))
+        tokens += len(handle.tokens)
+        if len(handle.tokens) >= 16:
+            distinct.append(len(set(handle.tokens)) / len(handle.tokens))
+    assert furthest < CLOSE, f"logits differ by {furthest:.2g}"
+    assert np.mean(distinct) > 0.3, "the answers are stuck, and prove nothing"
+    return {"tokens": tokens, "ties": int(ties), "largest difference": furthest}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_token_and_logit_is_mlx_lms_in_random_company(name, tmp_path):
+    settings = dict(CONFIGS[name])
+    respelled = settings.pop("reference", None)
+    seed = list(CONFIGS).index(name)
+    folder = make_checkpoint(tmp_path, seed=seed, **settings)
+    options = {
+        "slots": 1 + seed % 8,
+        "policy": POLICIES[seed % 3],
+        "exact": seed % 4 != 3,
+        "run_ahead": seed % 5 != 4,
+        "max_len": 256,
+        "chunk": 32,
+    }
+    with Engine.load(folder, **options) as engine:
+        found = compare(engine, Reference(folder, respelled), seed)
+    print(f"\n{name}: {PROMPTS} prompts, {found}", file=sys.stderr)
+
+
+def test_at_least_five_hundred_prompts_are_compared():
+    assert len(CONFIGS) * PROMPTS >= 500
+
+
+@pytest.mark.parametrize("name", ["4 bits", "6 bits, tied", "some layers quantized, each in its way"])
+def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
+    """What a GPU does, where quantized products are fast: here they are slow, but as right."""
+    folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])
+    with Engine.load(folder, dtype="checkpoint", slots=3, max_len=256, chunk=32) as engine:
+        assert any(isinstance(layer.down, nanobatch.Quantized) for layer in engine.model.layers)
+        compare(engine, Reference(folder), 5, prompts=6)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_that_stays_as_it_is_comes_close(dtype, tmp_path):
+    """Half precision ties often, so tokens may differ; the logits must stay within its rounding."""
+    folder = make_checkpoint(tmp_path, seed=6, dtype=dtype)
+    tokens = np.random.default_rng(6).integers(0, 256, 50).tolist()
+    ours = whole(Model.load(folder, "checkpoint"), tokens, dtype)
+    error = np.abs(ours - Reference(folder).logits(tokens))
+    assert error.mean() < (0.05 if dtype == mx.bfloat16 else 0.01)
+
+
+def whole(model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32) -> np.ndarray:
+    """(len(tokens), V): one pass over everything, in a slab of its own."""
+    c = model.config
+    slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, model.dtype)
+    assert slab.k[0].dtype == dtype
+    window = Window(slab, [0], [0], len(tokens), slab.reach(len(tokens)), [len(tokens)])
+    logits = model.head(nanobatch.forward(model, mx.array([tokens]), window))
+    assert logits.shape == (1, len(tokens), c.V)
+    return np.array(logits[0].astype(mx.float32))
+
+
+def test_dynamic_rope_beyond_the_trained_length_follows_each_requests_own_length(tmp_path):
+    """A prompt turns by its whole length, then each token by its own: the same in company as alone.
+
+    mlx-lm is asked as one would run it by hand: the prompt in one pass, then token by token.
+    """
+    folder = make_checkpoint(
+        tmp_path, seed=7, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=40
+    )
+    reference = Reference(folder)
+    rng = np.random.default_rng(7)
+    asks = random_asks(rng, 24, longest=200, tokens=TOKENS)
+    with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
+        handles = run_schedule(engine, asks, rng)
+    beyond = sum(len(ask.prompt) + ask.max_tokens > 40 for ask in asks)
+    assert beyond >= 6
+    for handle, ask in zip(handles, asks, strict=True):
+        tokens, margins = reference.greedy(ask.prompt, ask.max_tokens)
+        assert min(margins) > CLOSE
+        assert handle.tokens == tokens
+
+
+def test_long_positions_stay_close_too(tmp_path):
+    """Angles grow with the position, and rounding with them."""
+    folder = make_checkpoint(tmp_path, seed=8, rope_scaling={"rope_type": "llama3", **LLAMA3})
+    prompt = np.random.default_rng(8).integers(0, 256, 1900).tolist()
+    with Engine.load(folder, slots=2, max_len=2048, chunk=128) as engine:
+        tap = Tap(engine)
+        handle = engine.submit(prompt, nanobatch.Sampling(max_tokens=16, ignore_eos=True))
+        handle.result()
+        expected = Reference(folder).logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]
+        assert np.abs(tap.of(handle) - expected).max() < CLOSE
+
+
+# --- operators ---------------------------------------------------------------------------------------------------
+
+
+def test_rotate_is_mx_fast_rope_at_every_row_and_position(tmp_path):
+    model = Model.load(make_checkpoint(tmp_path, head_dim=24))
+    rng = np.random.default_rng(0)
+    x = mx.array(rng.standard_normal((5, 6, 1, 24), dtype=np.float32))
+    starts = [0, 1, 31, 100, 200]
+    slab = Slab(1, 5, 2, 256, 24, mx.float32)
+    window = Window(slab, list(range(5)), starts, 1, 256, [s + 1 for s in starts])
+    ours = np.array(nanobatch.rotate(x, *nanobatch.rope_angles(model, window)))
+    for row, start in enumerate(starts):
+        each = mx.fast.rope(x[row : row + 1], 24, traditional=False, base=10000.0, scale=1.0, offset=start)
+        assert np.abs(ours[row] - np.array(each[0])).max() < 2e-6, f"row {row} at {start}"
+
+
+@pytest.mark.parametrize(("H", "Hkv", "L"), [(4, 4, 1), (4, 2, 1), (6, 1, 7), (8, 2, 5)])
+def test_attention_is_mx_fast_scaled_dot_product_attention(H, Hkv, L):
+    rng = np.random.default_rng(1)
+    q, k, v = (
+        mx.array(rng.standard_normal(shape, dtype=np.float32))
+        for shape in ((2, H, L, 16), (2, Hkv, 32, 16), (2, Hkv, 32, 16))
+    )
+    visible = mx.arange(32) <= mx.array([[9], [20]])[:, :, None] + mx.arange(L)[None, :, None]  # (2, L, 32)
+    mask = mx.where(visible, 0.0, -mx.inf)[:, None, None]
+    ours = nanobatch.attention(q, k, v, mask)
+    fast = mx.fast.scaled_dot_product_attention(q, k, v, scale=16**-0.5, mask=mask[:, 0])
+    assert np.abs(np.array(ours) - np.array(fast.transpose(0, 2, 1, 3).reshape(2, L, H * 16))).max() < 1e-5
