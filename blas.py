@@ -58,14 +58,16 @@ def _needs_blas() -> bool:
     """Only MLX's CPU wheel for Linux is slow; a CUDA wheel computes elsewhere."""
     if sys.platform != "linux":
         return False
-    installed = {(d.metadata["Name"] or "").lower() for d in importlib.metadata.distributions()}
-    return not any(name.startswith("mlx-cuda") for name in installed)
+    return not [d for version in (12, 13) for d in importlib.metadata.distributions(name=f"mlx-cuda-{version}")]
 
 
 def preload() -> str:
     """Load the best BLAS there is and answer with its name. Must run before `mlx.core` is imported."""
     choice = os.environ.get("NANOBATCH_BLAS", "")
-    if choice == "off" or "mlx.core" in sys.modules or not _needs_blas():
+    if choice == "off" or not _needs_blas():
+        return "mlx"
+    if "mlx.core" in sys.modules:
+        _advise("import nanobatch before mlx, so that it can put a fast BLAS under it")
         return "mlx"
     if choice:
         if not _load(choice):
@@ -76,12 +78,16 @@ def preload() -> str:
     if _load("libopenblas.so.0"):
         return "openblas"
     mkl = "pip install mkl, or " if platform.machine() == "x86_64" else ""
+    _advise(f"{mkl}apt install libopenblas0-pthread")
+    return "mlx"
+
+
+def _advise(remedy: str) -> None:
     print(
-        f"nanobatch: MLX runs on its slow reference BLAS; {mkl}apt install libopenblas0-pthread, makes it about "
-        "10 times as fast (NANOBATCH_BLAS=off silences this).",
+        f"nanobatch: MLX runs on its slow reference BLAS; {remedy}: about 10 times as fast (NANOBATCH_BLAS=off "
+        "silences this).",
         file=sys.stderr,
     )
-    return "mlx"
 
 
 name = preload()

@@ -581,6 +581,7 @@ class Engine:
             self.slab = Slab(*self._slab_size, self.model.dtype)
             self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token, on the device
             self._flight: Flight | None = None
+            self._dirty: set[int] = set()  # slots that saw a non-finite number, or may have: scrubbed before reuse
 
     # --- plan -> run -> commit
 
@@ -616,6 +617,10 @@ class Engine:
         """Turn a plan into one lazy graph, sampling included, and start it."""
         planned = self.clock()
         slots, tokens, reads = [], [], []
+        for request in plan.admitted:
+            if request.slot in self._dirty:
+                self._dirty.remove(request.slot)
+                self.slab.scrub(request.slot)
         for chunk in plan.chunks:
             x = self._prefill(chunk)  # (1, C, D)
             if chunk.emits:
@@ -682,6 +687,9 @@ class Engine:
         values, read = flight.tokens.tolist(), self.clock()
         tokens = [values[member.slot] for member in flight.plan.emitters]
         with self._state:
+            for member, token in zip(flight.plan.emitters, tokens, strict=True):
+                if token < 0 and self.sched.owners[member.slot] in (member.request, None):
+                    self._dirty.add(member.slot)
             for request in self.sched.commit(flight.plan, tokens, self._accept, read):
                 self._handles.pop(request.id, None)
             self._record(flight, began, read)
@@ -690,8 +698,6 @@ class Engine:
     def _accept(self, request: Request, token: int) -> str | None:
         """Deliver one token. Whatever goes wrong here is this request's own failure."""
         handle = self._handles[request.id]
-        if token < 0:
-            self.slab.scrub(request.slot)
         try:
             self._output_tokens += 1
             return handle._accept(token, self.text.end_tokens, self.clock())
@@ -726,8 +732,11 @@ class Engine:
         self._reset_device()
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+        """End a request from outside a step. Of a prompt that has yielded no token, nobody knows if it is finite."""
         with self._state:
             if handle := self._handles.pop(request.id, None):
+                if request.prefilled and not request.committed:
+                    self._dirty.add(request.slot)
                 handle.error = error
                 self.sched.finish(request, reason, self.clock())
                 self._state.notify_all()

@@ -1,0 +1,214 @@
+"""A request's logits have the same bits alone and in company: whoever its neighbours are, whenever it comes, whatever
+the slot held before. And the bugs that would break this are planted, one by one, to see them caught."""
+
+import os
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from checkpoints import Reference, make_checkpoint
+from harness import Ask, Tap, random_asks, run_schedule
+
+import kv
+from blas import mx
+from nanobatch import Engine, Model, Sampling, Text
+from sched import POLICIES
+
+SCHEDULES = int(os.environ.get("NANOBATCH_EXACT_SCHEDULES", 200))
+SHAPES = [
+    {"num_key_value_heads": 1, "head_dim": 24},
+    {"num_key_value_heads": 4, "hidden_size": 96, "tie_word_embeddings": True},
+    {"num_key_value_heads": 2, "head_dim": 64},
+    {"model_type": "qwen3", "head_dim": 16, "hidden_size": 48},
+]
+
+
+def count_differences(model: Model, text: Text, seed: int) -> tuple[int, int]:
+    """One random schedule; (logit vectors compared, logit vectors whose bits differ from the same request alone)."""
+    rng = np.random.default_rng(seed)
+    options = {
+        "slots": int(rng.integers(1, 8, endpoint=True)),
+        "max_len": 192,
+        "chunk": int(rng.choice([32, 64])),
+        "budget": int(rng.choice([1, 64, 200])),
+    }
+    policy, run_ahead = POLICIES[seed % 3], bool(rng.random() < 0.7)
+    asks = random_asks(rng, 8, longest=120, tokens=16, cancels=0.25)
+    with Engine(model, text, policy=policy, run_ahead=run_ahead, **options) as engine:
+        for array in (*engine.slab.k, *engine.slab.v):  # what an earlier owner might have left
+            array[:] = mx.array(rng.standard_normal(array.shape, dtype=np.float32) * 3)
+        tap = Tap(engine)
+        handles = run_schedule(engine, asks, rng)
+    compared = different = 0
+    with Engine(model, text, **options) as alone:
+        solo_tap = Tap(alone)
+        for handle, ask in zip(handles, asks, strict=True):
+            solo = alone.submit(ask.prompt, ask.sampling())
+            tokens = solo.result().tokens
+            if handle.finish_reason != "cancelled":
+                assert handle.tokens == tokens
+            for index in range(len(handle.tokens)):
+                compared += 1
+                ours, theirs = tap.logits[handle.id, index], solo_tap.logits[solo.id, index]
+                different += ours.tobytes() != theirs.tobytes()
+    return compared, different
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[tuple[Model, Text]]:
+    folders = [make_checkpoint(tmp_path_factory.mktemp("m"), seed=i, **shape) for i, shape in enumerate(SHAPES)]
+    return [(model := Model.load(folder), Text(folder, model.config.V)) for folder in folders]
+
+
+def test_no_schedule_changes_a_single_bit(models):
+    counts = [count_differences(*models[seed % len(models)], seed) for seed in range(SCHEDULES)]
+    compared, different = map(sum, zip(*counts, strict=True))
+    print(f"\n{SCHEDULES} schedules, {compared:,} logit vectors, {different} differ", file=sys.stderr)
+    assert compared > 20 * SCHEDULES
+    assert different == 0
+
+
+def test_compact_rows_give_the_same_tokens(models):
+    """Other shapes, so perhaps other bits; but the choice between tokens is decided by far more than that."""
+    model, text = models[0]
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        asks = random_asks(rng, 8, longest=100, tokens=16, cancels=0.2)
+        answers = []
+        for exact in (True, False):
+            with Engine(model, text, slots=5, max_len=192, chunk=32, exact=exact) as engine:
+                answers.append(run_schedule(engine, asks, np.random.default_rng(seed)))
+        for one, other in zip(*answers, strict=True):
+            shared = min(len(one.tokens), len(other.tokens))
+            assert one.tokens[:shared] == other.tokens[:shared]
+
+
+def test_run_ahead_and_the_plain_loop_give_the_same_tokens(models):
+    model, text = models[1]
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        asks = random_asks(rng, 8, longest=100, tokens=16)
+        answers = []
+        for run_ahead in (True, False):
+            with Engine(model, text, slots=3, max_len=192, chunk=32, run_ahead=run_ahead) as engine:
+                answers.append([h.tokens for h in run_schedule(engine, asks, np.random.default_rng(seed))])
+        assert answers[0] == answers[1]
+
+
+# --- teeth -------------------------------------------------------------------------------------------------------
+
+
+def plant(monkeypatch, bug: str) -> None:
+    init = kv.Window.__init__
+    if bug == "no mask":
+
+        def without_mask(self, *args):
+            init(self, *args)
+            self.mask = mx.zeros_like(self.mask)
+
+        monkeypatch.setattr(kv.Window, "__init__", without_mask)
+    elif bug == "one offset for all rows":
+
+        def shared_offset(self, slab, slots, starts, *rest):
+            init(self, slab, slots, starts, *rest)
+            self.positions = mx.broadcast_to(self.positions[:1], self.positions.shape)
+
+        monkeypatch.setattr(kv.Window, "__init__", shared_offset)
+    elif bug == "a decoding row's position is off by one":
+
+        def off_by_one(self, slab, slots, starts, L, *rest):
+            init(self, slab, slots, starts, L, *rest)
+            self.positions = self.positions + (L == 1)
+
+        monkeypatch.setattr(kv.Window, "__init__", off_by_one)
+    elif bug == "a row lands in its neighbour's slot":
+        write = kv.Window._write
+
+        def misplaced(self, slab, layer, new):
+            if self.B > 1:
+                new = mx.concatenate([new[1:], new[:1]])
+            return write(self, slab, layer, new)
+
+        monkeypatch.setattr(kv.Window, "_write", misplaced)
+    elif bug == "a chunk reads no further than itself":
+        monkeypatch.setattr(kv.Slab, "reach", lambda self, rows: 32)
+    elif bug == "the newest token is a step old":
+        run = Engine._run
+
+        def stale(self, plan, began):
+            newest = mx.array(self._newest)
+            flight = run(self, plan, began)
+            if plan.decodes:
+                self._newest = mx.maximum(newest, 0)
+            return flight
+
+        monkeypatch.setattr(Engine, "_run", stale)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "no mask",
+        "one offset for all rows",
+        "a decoding row's position is off by one",
+        "a row lands in its neighbour's slot",
+        "a chunk reads no further than itself",
+        "the newest token is a step old",
+    ],
+)
+def test_a_planted_bug_is_caught(monkeypatch, tmp_path, bug):
+    """By the reference, by the bits, or by an invariant: ten prompts in company, and no bug gets through."""
+
+    def all_is_well() -> bool:
+        reference = Reference(folder)
+        rng = np.random.default_rng(3)
+        asks = random_asks(rng, 10, longest=100, tokens=16)
+        with Engine.load(folder, slots=4, max_len=192, chunk=32) as engine:
+            for handle, ask in zip(run_schedule(engine, asks, rng), asks, strict=True):
+                if reference.greedy(ask.prompt, ask.max_tokens)[0] != handle.tokens:
+                    return False
+        return True
+
+    folder = make_checkpoint(tmp_path)
+    assert all_is_well()
+    plant(monkeypatch, bug)
+    assert not all_is_well()
+
+
+def poisoned(model: Model, token: int) -> Model:
+    """The same model with an embedding of NaN for one token: whoever says it gets a number that is not finite."""
+    weight = np.array(model.table.weight)
+    weight[:, token] = np.nan
+    return replace(model, table=model.table._replace(weight=mx.array(weight)))
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+@pytest.mark.parametrize("scrubbed", [True, False])
+def test_a_non_finite_row_ends_its_own_request_and_its_slot_is_scrubbed(models, monkeypatch, scrubbed, run_ahead):
+    """0 x NaN is NaN, even where the mask hides it. Without the scrub, the next owner of the slot is poisoned."""
+    model, text = models[0]
+    if not scrubbed:
+        monkeypatch.setattr(kv.Slab, "scrub", lambda self, slot: None)
+    good = Ask([5, 6, 7], 40)  # long enough to read as far as the poisoned row
+    with Engine(poisoned(model, 99), text, slots=2, max_len=192, chunk=32, run_ahead=run_ahead) as engine:
+        alone = engine.submit(good.prompt, good.sampling()).result()
+        neighbour = engine.submit([1, 2, 3], Sampling(max_tokens=20, ignore_eos=True))
+        bad = engine.submit([*range(40), 99, 4], good.sampling())
+        after = engine.submit(good.prompt, good.sampling())
+        assert bad.result().finish_reason == "error" and "finite" in bad.error and bad.tokens == []
+        assert neighbour.result().finish_reason == "length"
+        assert after._request.slot == bad._request.slot
+        assert (after.result().tokens == alone.tokens) == scrubbed
+
+
+def test_a_prompt_cancelled_before_its_first_token_leaves_no_poison(models):
+    """Nobody has looked at its numbers yet, so its slot is scrubbed, too."""
+    model, text = models[0]
+    with Engine(poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1) as engine:
+        alone = engine.submit([5, 6, 7], Sampling(max_tokens=90)).result()
+        bad = engine.submit([99] * 150, Sampling(max_tokens=6))
+        engine.step(), engine.step()
+        assert 0 < bad._request.prefilled < 150
+        bad.cancel()
+        assert engine.submit([5, 6, 7], Sampling(max_tokens=90)).result().tokens == alone.tokens
