@@ -52,6 +52,14 @@ class Slab:
         """How far attention reads so that the first `rows` rows are seen: up to the next bucket, not to the end."""
         return min(self.length, -(-rows // BUCKET) * BUCKET)
 
+    def written(self) -> tuple[mx.array, mx.array]:
+        """Something to wait for: once these views are there, all that has been written so far is.
+
+        subtle: not the arrays themselves. `array[...] = x` changes the Python object, so whoever keeps one and waits
+        for it later waits for what it is by then.
+        """
+        return self.k[-1][:1, :1, :1], self.v[-1][:1, :1, :1]
+
     def scrub(self, slot: int) -> None:
         """Zero a slot that saw a non-finite number."""
         for layer in range(len(self.k)):

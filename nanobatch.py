@@ -624,7 +624,7 @@ class Engine:
         for chunk in plan.chunks:
             x = self._prefill(chunk)  # (1, C, D)
             if not chunk.emits:
-                self._start(self.slab.k[-1], self.slab.v[-1])  # nobody asks for x, so its last layer is never run
+                self._start(*self.slab.written())  # nobody asks for x, so the rest of its last layer is never run
                 continue
             self._start(x)
             last = chunk.stop - chunk.start - 1
@@ -652,7 +652,7 @@ class Engine:
         """
         began = self.clock()
         mx.eval(self._started)
-        self._started = ()  # these may be slab arrays: let go before their memory is to be written
+        self._started = ()  # these may be views of the slab: let go of it before it is to be written
         self._waited += self.clock() - began
         mx.async_eval(results)
         self._started = results
