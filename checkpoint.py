@@ -23,7 +23,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
-FILES = ("*.json", "*.safetensors", "*.jinja")  # what a download fetches; nothing else is ever read
+FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; nothing else is ever read
 DEMO = Path(__file__).resolve().parent / "demo" / "model"
 
 

@@ -81,10 +81,9 @@ def test_a_mistake_gets_its_line_and_exit_code_2(model, arguments, words):
 
 
 def test_ctrl_c_while_it_answers_ends_it_quietly(model):
+    endless = ["--model", model, "--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--ignore-eos"]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "nanobatch.py"), "--model", model, "--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--ignore-eos"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [sys.executable, str(ROOT / "nanobatch.py"), *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     process.stdout.read(40)  # it is answering by now
     process.send_signal(signal.SIGINT)
