@@ -144,6 +144,9 @@ def read_config(folder: Path, has_head: bool) -> Config:
         raise fields.refuse("model_type", family, MODEL_TYPES)
     if get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.refuse("hidden_act", get("hidden_act"), ("silu",))
+    for key in ("quantization", "quantization_config"):
+        if not isinstance(get(key) or {}, dict):
+            raise fields.refuse(key, get(key), ("an object, as MLX writes it",))
     method = (get("quantization_config") or {}).get("quant_method")
     if method is not None and not get("quantization"):
         raise fields.refuse("quant_method", method, ("MLX affine quantization", "float16", "bfloat16", "float32"))
@@ -158,8 +161,8 @@ def read_config(folder: Path, has_head: bool) -> Config:
     if get("head_dim") is None and D % H:
         raise ModelError(f"{path}: hidden_size {D} is no multiple of {H} heads, and head_dim is not given.")
     Dh = fields.number("head_dim", 128 if family == "qwen3" else D // H)
-    if Dh % 2:
-        raise ModelError(f"{path}: head_dim = {Dh} is odd, but rotary positions turn pairs of numbers.")
+    if Dh % 2 or Dh < 4:
+        raise ModelError(f"{path}: head_dim = {Dh}, but rotary positions turn pairs of numbers: even, and at least 4.")
     attention_bias = bool(get("attention_bias", False))
     max_positions = fields.number("max_position_embeddings", 2048)
     return Config(
@@ -185,29 +188,34 @@ def read_config(folder: Path, has_head: bool) -> Config:
 
 def _window(fields: _Fields, family: str) -> int | None:
     """The sliding window, if any layer has one. Each family says it in a way of its own."""
-    raw = fields.values
-    if family in ("qwen2", "qwen3"):
-        slides = bool(raw.get("use_sliding_window", False))
-    elif family == "mistral":
-        slides = raw.get("sliding_window", 4096) is not None
+    raw, layers = fields.values, fields.number("num_hidden_layers")
+    kinds = raw.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
+            raise fields.refuse("layer_types", kinds, ("full_attention", "sliding_attention"))
+        slides = "sliding_attention" in kinds
+    elif family in ("qwen2", "qwen3"):
+        slides = bool(raw.get("use_sliding_window", False)) and layers > fields.number("max_window_layers", 28, least=0)
     else:
-        slides = "sliding_attention" in (raw.get("layer_types") or ())
-    return fields.number("sliding_window", 4096) if slides else None
+        slides = family == "mistral"
+    if not slides or raw.get("sliding_window", 4096) is None:
+        return None
+    return fields.number("sliding_window", 4096)
 
 
 def _rope(fields: _Fields, max_positions: int) -> Rope:
     """Three spellings are about: `rope_scaling` with `type`, with `rope_type`, and `rope_parameters` with all of it."""
     raw = fields.values
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ModelError(f"{fields.path}: rope scaling is {scaling!r} where an object belongs.")
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+        raise ModelError(f"{fields.path}: rope scaling is {scaling!r} where one flat object belongs.")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise fields.refuse("rope type", kind, ROPE_TYPES)
     if raw.get("rope_traditional") or scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1)) != 1:
         raise ModelError(f"{fields.path}: interleaved or partial rotary positions are not supported.")
     inner = _Fields(fields.path, scaling)
-    theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0, float, 0), float, 0)
+    theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0, float, 1), float, 1)
     if kind == "default":
         return Rope(kind, theta)
     factor = inner.number("factor", kind=float, least=1e-6)
@@ -290,6 +298,10 @@ def read_header(path: Path) -> dict[str, dict]:
             file.seek(8)
             header = json.loads(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            for name, entry in entries.items():
+                begin, stop = entry["data_offsets"]
+                if (kind := DTYPES.get(entry["dtype"])) and stop - begin != math.prod(entry["shape"]) * kind.size:
+                    raise ValueError(f"{name}: {stop - begin} bytes for the shape {entry['shape']}")
             end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; download the model again.") from None
@@ -342,6 +354,12 @@ class Weights:
     @property
     def has_head(self) -> bool:
         return "lm_head.weight" in self.entries
+
+    def nbytes(self, config: Config, float32: bool) -> int:
+        """The memory that the model will take: as float32, or as the files have it."""
+        if float32:
+            return sum(4 * math.prod(shape) for shape in config.tensors().values())
+        return sum(math.prod(entry["shape"]) * DTYPES[entry["dtype"]].size for entry in self.entries.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.entries[name]["shape"])
@@ -412,13 +430,3 @@ def quantization(packed: tuple[int, ...], scales: tuple[int, ...], width: int) -
     width 128 in 16 words with 2 scales is 4 bits in groups of 64. Per-layer overrides need no further care.
     """
     return packed[1] * 32 // width, width // scales[1]
-
-
-def end_tokens(folder: Path) -> set[int]:
-    """Every id that ends an answer: the union of config.json and generation_config.json, each an int or a list."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).exists():
-            value = read_json(folder / name).get("eos_token_id")
-            ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return ids

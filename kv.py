@@ -16,9 +16,10 @@ One forward pass looks at the slab through a `Window`: which rows of which slots
 decode step writes one row in every slot (A4, B6); what idle slots write lands in their spare rows, which nobody reads,
 so that the device sees the same shapes whoever is alive. A prefill chunk writes L rows of one slot.
 
-The invariant: a sequence reads row p only if it has itself written row p. So a slot needs no cleaning between owners,
-with one exception: attention multiplies the rows it must not see by zero, and 0 x NaN is NaN. A slot that saw a
-non-finite number is scrubbed before it is used again.
+The invariant: what a sequence computes depends on row p only if it has itself written row p, or had it copied from a
+sequence that begins with the same tokens. So a slot needs no cleaning between owners, with one exception: attention
+multiplies the rows it must not see by zero, and 0 x NaN is NaN. Rows that may hold a non-finite number are scrubbed
+before the next owner comes.
 
 This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which gives the slots away.
 """
@@ -55,16 +56,26 @@ class Slab:
     def written(self) -> tuple[mx.array, mx.array]:
         """Something to wait for: once these views are there, all that has been written so far is.
 
+        (One corner is enough. The last layer's rows are written last, and an array is there as a whole or not at all.)
+
         subtle: not the arrays themselves. `array[...] = x` changes the Python object, so whoever keeps one and waits
         for it later waits for what it is by then.
         """
         return self.k[-1][:1, :1, :1], self.v[-1][:1, :1, :1]
 
-    def scrub(self, slot: int) -> None:
-        """Zero a slot that saw a non-finite number."""
-        for layer in range(len(self.k)):
-            self.k[layer][slot] = 0
-            self.v[layer][slot] = 0
+    def scrub(self, slot: int, start: int, stop: int) -> None:
+        """Zero rows that hold numbers which are not finite, or may."""
+        for slab in (*self.k, *self.v):
+            slab[slot, :, start:stop] = 0
+
+    def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, Hkv, rows, Dh) for each layer's k, then each v
+        """Copies of a slot's first rows. Gathered, because a slice would hold on to the slab that is to be written."""
+        return [mx.take(slab[:, :, :rows], mx.array([slot]), axis=0) for slab in (*self.k, *self.v)]
+
+    def fill(self, slot: int, prefix: list[mx.array]) -> None:
+        """Write what `prefix` took from one slot into another."""
+        for slab, rows in zip((*self.k, *self.v), prefix, strict=True):
+            slab[slot, :, : rows.shape[2]] = rows[0]
 
     def check(self) -> None:
         """Assert that the slab is what it was when it was made."""

@@ -32,21 +32,20 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
-
-import tokenizers
-from tokenizers.decoders import DecodeStream
 
 import checkpoint
 from blas import mx
 from checkpoint import Config, ModelError, Rope, Weights
 from kv import BUCKET, Slab, Window
+from sampling import PENALTY_CONTEXT, Logprobs, Pick, Sampling, choose, fresh_seed
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
+from text import Text, TextStream
 
 __all__ = ["Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot", "forward"]
 
@@ -247,11 +246,42 @@ class Model:
         weights = Weights(folder)
         config = checkpoint.read_config(folder, weights.has_head)
         weights.check_against(config)
+        need, free = weights.nbytes(config, dtype == "float32"), free_memory()
+        if free is not None and need > free:
+            raise ModelError(
+                f"{folder}: {size(need)} of weights, but {size(free)} of memory are free; choose a smaller model."
+            )
         return _Reader(config, weights, float32=dtype == "float32").model()
 
 
 def has_gpu() -> bool:
     return mx.default_device().type == mx.DeviceType.gpu
+
+
+def free_memory() -> int | None:
+    """Bytes that can still be taken, or None if nobody knows. MLX does not raise when memory runs out: it crashes."""
+    if has_gpu():  # of an Apple GPU or a CUDA card, MLX knows the whole and what it has taken itself
+        info = mx.device_info()
+        whole = info.get("max_recommended_working_set_size") or info.get("memory_size")
+        return whole and int(whole) - mx.get_active_memory()
+    if sys.platform != "linux":
+        return None
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError, ValueError):  # a container's own limit, where there is one
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
+
+
+def size(nbytes: float) -> str:
+    """12345678 -> '11.8 MiB'"""
+    for unit in ("bytes", "KiB", "MiB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.1f} GiB"
 
 
 class _Reader:
@@ -272,6 +302,8 @@ class _Reader:
         return model
 
     def layer(self, name: str) -> Layer:
+        if _exiting.is_set():
+            raise RuntimeError("the program is ending")
         norms = [f"{name}self_attn.{part}_norm.weight" for part in "qk"]
         q_norm, k_norm = [self.vector(norm) if self.config.qk_norm else None for norm in norms]
         layer = Layer(
@@ -312,51 +344,7 @@ class _Reader:
         return SideBySide(tuple(parts))
 
 
-# --- text --------------------------------------------------------------------------------------------------------
-
-
-class Text:
-    """Token ids to text and back, with the model's own `tokenizer.json`."""
-
-    def __init__(self, folder: Path, vocabulary: int):
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            raise ModelError(f"{path} is missing; save the model's tokenizer in the fast format (tokenizer.json).")
-        try:
-            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception
-            raise ModelError(f"{path} is not a tokenizer ({error}); download it again.") from None
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        if largest >= vocabulary:
-            raise ModelError(f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}.")
-        self.end_tokens = checkpoint.end_tokens(folder)
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text).ids
-
-
-# --- what is asked for, and what is answered -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How one request wants its tokens chosen, and when it wants to end."""
-
-    max_tokens: int = 128
-    ignore_eos: bool = False
-
-    def __new__(cls, *args, **given):
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ValueError(f"Sampling has no field {name!r}; the fields are {', '.join(known)}")
-        return super().__new__(cls)
-
-    def __post_init__(self):
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens = {self.max_tokens!r}, but it must be a whole number of at least 1")
+# --- what is answered --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -374,25 +362,39 @@ class Metrics:
     output_tokens: int
 
 
+class TokenLogprob(NamedTuple):
+    """What the model thought of a token: its log probability, and the most likely tokens with theirs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True)
 class Result:
     text: str
     tokens: list[int]
     finish_reason: str  # "stop" | "length" | "cancelled" | "error"
     metrics: Metrics
+    logprobs: list[TokenLogprob] | None
     error: str | None
+
+
+Listener = Callable[["Handle", str], None]
 
 
 class Handle:
     """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any thread may."""
 
-    def __init__(self, engine: Engine, request: Request, sampling: Sampling):
+    def __init__(self, engine: Engine, request: Request, sampling: Sampling, listener: Listener | None):
         self.id, self.sampling = request.id, sampling
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
         self.error: str | None = None
-        self._engine, self._request = engine, request
+        self._engine, self._request, self._listener = engine, request, listener
+        self._seed = fresh_seed() if sampling.seed is None else sampling.seed
+        self._ends = sampling.stop_tokens | (frozenset() if sampling.ignore_eos else engine.text.end_tokens)
+        self._stream = TextStream(engine.text.tokenizer, sampling.stop_texts)
         self._pieces: list[str] = []
-        self._stream = DecodeStream(skip_special_tokens=True)
         self._times: list[float] = []
 
     @property
@@ -421,7 +423,8 @@ class Handle:
         """Wait for the end. Raises TimeoutError if it does not come within `timeout` seconds."""
         if not self._engine._wait(lambda: self.finish_reason is not None, timeout):
             raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
-        return Result(self.text, list(self.tokens), self.finish_reason, self.metrics, self.error)
+        logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
+        return Result(self.text, list(self.tokens), self.finish_reason, self.metrics, logprobs, self.error)
 
     @property
     def metrics(self) -> Metrics:
@@ -435,23 +438,34 @@ class Handle:
             itl_p95_s=gaps[math.ceil(0.95 * len(gaps)) - 1] if gaps else None,
             itl_max_s=gaps[-1] if gaps else None,
             prompt_tokens=len(r.prompt),
-            cached_tokens=0,
+            cached_tokens=r.reused,
             output_tokens=len(self.tokens),
         )
 
-    def _accept(self, token: int, ends: set[int], now: float) -> str | None:
+    def _accept(self, token: int, now: float, logprob: TokenLogprob | None) -> str | None:
         """Take a token from commit; says why the answer ends with it, or None."""
         if token < 0:
             self.error = "the model computed a number that is not finite"
             return "error"
         self._times.append(now)
         self.tokens.append(token)
-        if token in ends and not self.sampling.ignore_eos:
+        if logprob is not None:
+            self.logprobs.append(TokenLogprob(logprob.logprob, logprob.top[: self.sampling.logprobs]))
+        if token in self._ends:
             return "stop"
-        piece = self._stream.step(self._engine.text.tokenizer, token)
+        self._show(self._stream.push(token))
+        return "stop" if self._stream.stopped else None
+
+    def _flush(self) -> None:
+        """At the end: the text that was held back."""
+        ended_by_token = self.tokens and self.tokens[-1] in self._ends
+        self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens))
+
+    def _show(self, piece: str) -> None:
         if piece:
             self._pieces.append(piece)
-        return None
+            if self._listener:
+                self._listener(self, piece)
 
 
 @dataclass(frozen=True)
@@ -462,6 +476,8 @@ class SlotView:
     used: int  # rows in the slab
     prompt_tokens: int
     output_tokens: int
+    reused: int  # rows that were taken over from another prompt
+    remembered: int  # rows that a free slot still holds
 
 
 @dataclass(frozen=True)
@@ -499,6 +515,7 @@ class Snapshot:
 _device = threading.RLock()
 _stream: list[mx.Stream] = []
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_exiting = threading.Event()
 
 
 @contextmanager
@@ -512,10 +529,14 @@ def device():
 
 
 @atexit.register
-def _close_all() -> None:
+def _leave() -> None:
     """A process that exits while the device is working hangs or aborts, so nobody may forget to close."""
+    _exiting.set()  # whoever is loading a model gives up at the next layer
     for engine in list(_engines):
         engine.close()
+    _device.acquire()  # and never released: nobody starts anything any more
+    if _stream:
+        mx.synchronize(_stream[0])
 
 
 @dataclass
@@ -524,39 +545,52 @@ class Flight:
 
     plan: Plan
     tokens: mx.array  # (slots,): what each emitter's slot sampled, -1 where its logits were not finite
+    logprobs: list[Logprobs]
     plan_s: float
     build_s: float
     wait_s: float
 
 
 class Engine:
-    """The forward pass, the slab and the scheduler, tied together. `step` is the heart."""
+    """The forward pass, the slab and the scheduler, tied together. `step` is the heart.
+
+    `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; where they are not
+    given they are chosen to fit the memory that is free, and `summary` says what was chosen. `chunk` is the width of a
+    prefill chunk, `budget` how many tokens one step may compute. `exact` keeps the device's shapes constant, so that a
+    request has the same bits in any company; without, idle rows are left out. `reuse` lets prompts that begin alike
+    share rows. `run_ahead` starts a step before the one before has been read.
+    """
 
     def __init__(
         self,
         model: Model,
         text: Text,
         *,
-        slots: int = 8,
+        slots: int | None = None,
         max_len: int | None = None,
         policy: str = "continuous",
         chunk: int = 64,
         budget: int | None = None,
         max_queue: int = 10_000,
         exact: bool = True,
+        reuse: bool = True,
         run_ahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        c = model.config
-        max_len = min(1024, c.max_positions) if max_len is None else max_len
-        budget = 2 * chunk if budget is None else budget
-        self.sched = Scheduler(slots, max_len, chunk=chunk, budget=budget, policy=policy, max_queue=max_queue)
-        if chunk % BUCKET:
+        for name, value in (("slots", slots), ("max_len", max_len), ("budget", budget), ("max_queue", max_queue)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} = {value!r}, but it must be a whole number of at least 1")
+        window = model.config.window
+        if window is not None and max_len is not None and max_len > window:
+            raise ValueError(f"max_len = {max_len}, but this model's attention slides over {window}; choose less")
+        if not isinstance(chunk, int) or chunk < 1 or chunk % BUCKET:
             raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
-        if c.window is not None and max_len > c.window:
-            raise ValueError(f"max_len = {max_len}, but this model's attention slides over {c.window}; choose less")
         self.model, self.text, self.exact, self.run_ahead, self.clock = model, text, exact, run_ahead, clock
-        self._slab_size = (c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh)
+        slots, max_len = self._fit(slots, max_len, chunk)
+        budget = 2 * chunk if budget is None else budget
+        self.sched = Scheduler(
+            slots, max_len, chunk=chunk, budget=budget, policy=policy, max_queue=max_queue, reuse=reuse
+        )
         self._handles: dict[int, Handle] = {}
         self._steps: deque[StepView] = deque(maxlen=256)
         self._output_tokens = self._next_id = 0
@@ -574,14 +608,52 @@ class Engine:
             weights = Model.load(folder, dtype)
         return cls(weights, Text(folder, weights.config.V), **options)
 
+    def _slab_size(self, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
+        """Arguments for `Slab`. A slot is a whole number of chunks long: the last one is padded to its full width."""
+        c = self.model.config
+        return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
+
+    def _fit(self, slots: int | None, max_len: int | None, chunk: int) -> tuple[int, int]:
+        """Slots and their length, so that the slab fits the memory that is free: as asked for, or refused."""
+        c, free = self.model.config, free_memory()
+        some, length = slots or 8, max_len or min(1024, c.max_positions, c.window or 1024)
+
+        def slab(some: int, length: int) -> int:
+            return Slab.nbytes(*self._slab_size(some, length, chunk), self.model.dtype.size)
+
+        room = math.inf if free is None else 0.9 * free
+        while slots is None and some > 1 and slab(some, length) > room:
+            some -= 1
+        while max_len is None and length > chunk and slab(some, length) > room:
+            length //= 2
+        if slab(some, length) > room:
+            fewer = next((n for n in range(some - 1, 0, -1) if slab(n, length) <= room), 0)
+            shorter = next((n for n in range(length // chunk * chunk, 0, -chunk) if slab(some, n) <= room), 0)
+            ways = [f"--slots {fewer}"] * (fewer > 0) + [f"--max-len {shorter}"] * (shorter > 0)
+            raise ValueError(
+                f"{some} slots of {length:,} tokens take {size(slab(some, length))}, but {size(free)} are free; "
+                f"{' or '.join(ways) or 'nothing smaller'} would fit"
+            )
+        self.summary = (
+            f"{c.model_type}, {c.layers} layers; {some} {'slot' if some == 1 else 'slots'} of {length:,} tokens in a "
+            f"slab of {size(slab(some, length))}" + ("" if free is None else f"; {size(free)} of memory are free")
+        )
+        return some, length
+
     def _reset_device(self) -> None:
         """A new slab, and nothing in flight."""
         with device():
-            self.slab = Slab(*self._slab_size, self.model.dtype)
-            self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token, on the device
             self._flight: Flight | None = None
             self._started: tuple[mx.array, ...] = ()  # what the last forward pass to be started yields
-            self._dirty: set[int] = set()  # slots that saw a non-finite number, or may have: scrubbed before reuse
+            self._waited = 0.0
+            self._dirty: dict[int, tuple[int, int]] = {}  # slot -> rows that may hold numbers that are not finite
+            self.slab: Slab | None = None  # let the old one go before a new one is made
+            size = self._slab_size(len(self.sched.owners), self.sched.max_len, self.sched.chunk)
+            self.slab = Slab(*size, self.model.dtype)
+            slots = self.slab.slots
+            self._newest = mx.zeros(slots, mx.int32)  # (slots,): each slot's newest token, on the device
+            # (slots, 20): the tokens before it, for those whose repetitions are penalised; V stands for none
+            self._history = mx.full((slots, PENALTY_CONTEXT), self.model.config.V, mx.int32)
 
     # --- plan -> run -> commit
 
@@ -599,28 +671,36 @@ class Engine:
         with device():
             try:
                 began = self.clock()
-                with self._state:
-                    plan = self.sched.plan(began)
-                flight = self._run(plan, began) if plan else None
+                plan, scrubs = self._plan(began)
+                flight = self._run(plan, scrubs, began) if plan else None
                 if self.run_ahead:
                     flight, self._flight = self._flight, flight
                 if flight:
                     self._commit(flight)
-            except BaseException as error:
-                self._fail([plan] + [f.plan for f in (flight, self._flight) if f], error)
-                if not isinstance(error, Exception):
-                    raise  # Ctrl-C is for the whole program
+            except Exception as error:
+                if plan is None:  # not a step that failed, but the scheduler: nothing can be trusted
+                    self._abandon(error)
+                else:
+                    self._fail(plan, flight, error)
                 return True
+            except BaseException as error:  # Ctrl-C, which may have broken off anything half way
+                self._abandon(error)
+                raise
         return bool(plan or flight)
 
-    def _run(self, plan: Plan, began: float) -> Flight:
+    def _plan(self, now: float) -> tuple[Plan | None, list[tuple[int, int, int]]]:
+        """The scheduler's plan, and the rows to scrub (slot, start, stop) before it runs."""
+        with self._state:
+            plan = self.sched.plan(now)
+            slots = [request.slot for request in plan.admitted] if plan else []
+            return plan, [(slot, *self._dirty.pop(slot)) for slot in slots if slot in self._dirty]
+
+    def _run(self, plan: Plan, scrubs: Iterable[tuple[int, int, int]], began: float) -> Flight:
         """Turn a plan into one lazy graph, sampling included, and start it."""
-        planned, self._waited = self.clock(), 0.0
-        slots, tokens = [], []
-        for request in plan.admitted:
-            if request.slot in self._dirty:
-                self._dirty.remove(request.slot)
-                self.slab.scrub(request.slot)
+        run_began, self._waited = self.clock(), 0.0
+        tokens, logprobs, slots = [], [], []
+        for rows in scrubs:
+            self.slab.scrub(*rows)
         for chunk in plan.chunks:
             x = self._prefill(chunk)  # (1, C, D)
             if not chunk.emits:
@@ -628,19 +708,22 @@ class Engine:
                 continue
             self._start(x)
             last = chunk.stop - chunk.start - 1
-            slots.append(chunk.slot)
-            tokens.append(greedy(self.model.head(x[:, last])))  # (1, V) -> (1,)
+            self._choose(self.model.head(x[:, last]), [self._pick(chunk, 0, 0)], tokens, logprobs, slots)
         if plan.decodes:
             x, rows = self._decode(plan.decodes)  # (B, 1, D), and the row of each member
             self._start(x)
-            slots += [member.slot for member in plan.decodes]
-            tokens.append(greedy(self.model.head(x[:, 0]))[mx.array(rows)])  # (B, V) -> (members,)
-        emitted = self._newest
+            picks = [
+                self._pick(member, row, member.position - len(member.request.prompt) + 1)
+                for member, row in zip(plan.decodes, rows, strict=True)
+            ]
+            self._choose(self.model.head(x[:, 0]), picks, tokens, logprobs, slots)
+        emitted = mx.full(self.slab.slots, -1, mx.int32)
         if slots:
             emitted[mx.array(slots)] = mx.concatenate(tokens)
-        self._newest = mx.maximum(emitted, 0)  # -1 marks a failure, and is no token to go on with
-        mx.async_eval(emitted, self._newest)
-        return Flight(plan, emitted, planned - began, self.clock() - planned - self._waited, self._waited)
+            self._newest = mx.where(emitted >= 0, emitted, self._newest)
+        mx.async_eval(emitted, self._newest, self._history, logprobs)
+        build_s = self.clock() - run_began - self._waited
+        return Flight(plan, emitted, logprobs, run_began - began, build_s, self._waited)
 
     def _start(self, *results: mx.array) -> None:
         """Start a forward pass, as soon as the one before has read the last of the slab.
@@ -663,6 +746,10 @@ class Engine:
         The padding's keys land in rows that the sequence has yet to reach, and it overwrites them when it does.
         """
         C, prompt = self.sched.chunk, chunk.request.prompt
+        if chunk.source is not None:
+            prefix = self.slab.prefix(chunk.source, chunk.start)
+            self._start(*prefix)
+            self.slab.fill(chunk.slot, prefix)
         ids = [*prompt[chunk.start : chunk.stop], *[0] * (C - (chunk.stop - chunk.start))]
         reach = self.slab.reach(chunk.start + C)
         window = Window(self.slab, [chunk.slot], [chunk.start], C, reach, [len(prompt)])
@@ -685,30 +772,78 @@ class Engine:
         ids = self._newest[mx.array(slots)][:, None]  # (B, 1): on the device, read by nobody yet
         return forward(self.model, ids, window), [slots.index(member.slot) for member in members]
 
+    def _pick(self, member: Chunk | Decode, row: int, index: int) -> Pick:
+        """What the sampler needs to know of a member of this step: its token will be the request's index-th."""
+        handle = self._handles.get(member.request.id)  # gone if it was cancelled just now: then anything will do
+        sampling, seed = (handle.sampling, handle._seed) if handle else (Sampling(), 0)
+        if index == 0 and sampling.repetition_penalty != 1:
+            recent = member.request.prompt[-PENALTY_CONTEXT:]
+            none = [self.model.config.V] * (PENALTY_CONTEXT - len(recent))
+            self._history[member.slot] = mx.array([*none, *recent])
+        return Pick(row, member.slot, sampling, seed, index)
+
+    def _choose(self, logits: mx.array, picks: list[Pick], tokens: list, logprobs: list, slots: list) -> None:
+        """Choose from logits (B, V), and add to the step's tokens, log probabilities and slots."""
+        chosen, measured = choose(logits, picks, self._history)
+        tokens.append(chosen)
+        logprobs += measured
+        slots += [pick.slot for pick in picks]
+        penalised = [i for i, pick in enumerate(picks) if pick.sampling.repetition_penalty != 1]
+        if penalised:
+            which = mx.array([picks[i].slot for i in penalised])
+            newest = mx.maximum(chosen[mx.array(penalised)], 0)[:, None]
+            self._history[which] = mx.concatenate([self._history[which][:, 1:], newest], axis=1)
+
     def _commit(self, flight: Flight) -> None:
         """Read what a step sampled, hand it to its owners, and let go of those who end."""
         began = self.clock()
-        mx.eval(flight.tokens)  # the only place where Python waits for the device
+        mx.eval(flight.tokens, flight.logprobs)  # the step is done: here, and in `_start`, Python waits for the device
         values, read = flight.tokens.tolist(), self.clock()
-        tokens = [values[member.slot] for member in flight.plan.emitters]
+        measured = {slot: logprob for part in flight.logprobs for slot, logprob in read_logprobs(part)}
+        members = flight.plan.emitters
+        tokens = [values[member.slot] for member in members]
+        logprobs = {member.request.id: measured.get(member.slot) for member in members}
+
+        def accept(request: Request, token: int) -> str | None:
+            return self._accept(request, token, logprobs[request.id])
+
         with self._state:
-            for member, token in zip(flight.plan.emitters, tokens, strict=True):
-                if token < 0 and self.sched.owners[member.slot] in (member.request, None):
-                    self._dirty.add(member.slot)
-            for request in self.sched.commit(flight.plan, tokens, self._accept, read):
-                self._handles.pop(request.id, None)
+            for request in self.sched.commit(flight.plan, tokens, accept, read):
+                self._retire(request)
             self._record(flight, began, read)
             self._state.notify_all()
 
-    def _accept(self, request: Request, token: int) -> str | None:
+    def _accept(self, request: Request, token: int, logprob: TokenLogprob | None) -> str | None:
         """Deliver one token. Whatever goes wrong here is this request's own failure."""
         handle = self._handles[request.id]
+        self._output_tokens += 1
         try:
-            self._output_tokens += 1
-            return handle._accept(token, self.text.end_tokens, self.clock())
-        except Exception as error:
-            handle.error = f"{type(error).__name__}: {error}"
+            reason = handle._accept(token, self.clock(), logprob)
+            if reason == "stop" or request.committed == request.max_tokens:
+                handle._flush()
+            return reason
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
+            handle.error = describe(error)
             return "error"
+
+    def _retire(self, request: Request) -> None:
+        """Forget a request that has ended. Called under the lock, so before its slot can be given away.
+
+        Rows of it may hold numbers that are not finite, and nobody has looked: after an error, all of them; before its
+        first token, the prompt's; and the ghost's row, if a step that was planned before the end is still in flight.
+        """
+        self._handles.pop(request.id, None)
+        if request.slot is None or not request.prefilled:
+            return
+        seen = len(request.prompt) + request.committed - 1  # rows that a finite token has vouched for
+        if request.finish_reason == "error" or request.committed == 0:
+            seen = 0
+            self.sched.forget(request.slot)
+        if seen == 0 or request.planned > request.committed:
+            chunk = self.sched.chunk  # the padding of the last chunk reaches up to its end
+            self._dirty[request.slot] = seen, -(-(len(request.prompt) + request.planned) // chunk) * chunk
 
     def _record(self, flight: Flight, began: float, read: float) -> None:
         plan = flight.plan
@@ -725,60 +860,108 @@ class Engine:
             )
         )
 
-    def _fail(self, plans: list[Plan | None], error: BaseException) -> None:
+    def _fail(self, plan: Plan, flight: Flight | None, error: Exception) -> None:
         """A step raised. All who were in it end with the error; nobody else does, and the engine goes on."""
-        message = f"{type(error).__name__}: {error}"
+        lost = [plan]
+        if flight is None and self._flight:  # the new step could not be built; the one before may be quite all right
+            flight, self._flight = self._flight, None
+            with suppress(Exception):
+                self._commit(flight)
+                flight = None
+        lost += [f.plan for f in (flight, self._flight) if f]
         with self._state:
-            for plan in filter(None, plans):
-                for member in (*plan.chunks, *plan.decodes):
-                    self._end(member.request, "error", message)
-            for request in self.sched.running.values():
-                request.prefilled = 0  # its rows go with the slab; it has emitted nothing, so it starts over
+            for member in (member for plan in lost for member in (*plan.chunks, *plan.decodes)):
+                self._end(member.request, "error", describe(error))
+            self.sched.start_over()
         self._reset_device()
 
-    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """End a request from outside a step. Of a prompt that has yielded no token, nobody knows if it is finite."""
+    def _abandon(self, error: BaseException | None) -> None:
+        """End everything that is open: cancelled, or with an error. Right whatever state the scheduler is in."""
         with self._state:
-            if handle := self._handles.pop(request.id, None):
-                if request.prefilled and not request.committed:
-                    self._dirty.add(request.slot)
+            reason = "cancelled" if error is None else "error"
+            self.sched.clear(reason, self.clock())
+            for handle in self._handles.values():
+                handle.error = None if error is None else describe(error)
+                handle._request.finish_reason = handle._request.finish_reason or reason
+            self._handles.clear()
+            self._dirty = dict.fromkeys(range(len(self.sched.owners)), (0, self.sched.max_len))
+            self._flight = None
+            self._state.notify_all()
+
+    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+        """End a request from outside a step."""
+        with self._state:
+            if handle := self._handles.get(request.id):
                 handle.error = error
+                with suppress(Exception):
+                    handle._flush()
                 self.sched.finish(request, reason, self.clock())
+                self._retire(request)
                 self._state.notify_all()
 
     # --- what everybody may call, from any thread
 
-    def submit(self, prompt: str | Sequence[int], sampling: Sampling | None = None) -> Handle:
-        """Put a prompt in line: a text, or token ids as they are. Never blocks; QueueFull if the line is full."""
+    def submit(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping],
+        sampling: Sampling | None = None,
+        listener: Listener | None = None,
+    ) -> Handle:
+        """Put a prompt in line: a text, chat messages, or token ids as they are. Never blocks; QueueFull if it is full.
+
+        `listener(handle, piece)` is called with each piece of text, by the thread that steps: it must not wait.
+        """
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
+        self._check_ids(sampling.token_ids())
         ids = self._ids(prompt)
+        room = self.sched.max_len - len(ids)
+        max_tokens = sampling.max_tokens
+        if max_tokens is None:
+            if room < 1:
+                raise ValueError(f"prompt of {len(ids)} tokens leaves no room in a slot of {self.sched.max_len}")
+            max_tokens = room
+        rope = self.model.config.rope
         with self._state:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")
-            request = Request(self._next_id, ids, sampling.max_tokens, self.clock())
-            self.sched.submit(request)
+            request = Request(self._next_id, ids, max_tokens, self.clock())
+            request.shares = rope.type != "dynamic" or len(ids) <= rope.original_length
             self._next_id += 1
-            handle = self._handles[request.id] = Handle(self, request, sampling)
+            handle = self._handles[request.id] = Handle(self, request, sampling, listener)
+            try:
+                self.sched.submit(request)
+            except BaseException:
+                del self._handles[request.id]
+                raise
             self._state.notify_all()
         return handle
 
-    def _ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def _ids(self, prompt: str | Sequence[int] | Sequence[Mapping]) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if not prompt:
                 raise ValueError("the prompt is empty; give at least one token")
             prompt = self.text.encode(prompt)
-        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
-            raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+        elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            prompt = self.text.encode_chat(prompt)
+        elif (
+            not isinstance(prompt, Sequence)
+            or isinstance(prompt, (bytes, bytearray))
+            or not all(type(token) is int for token in prompt)
+        ):
+            raise ValueError(f"a prompt is a text, chat messages or token ids, not {type(prompt).__name__} like this")
         if not prompt:
             raise ValueError("the prompt is empty; give at least one token")
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < self.model.config.V:  # MLX would read whatever lies there
-                raise ValueError(f"token id {token} is outside the vocabulary of {self.model.config.V}")
+        self._check_ids((min(prompt), max(prompt)))
         return tuple(prompt)
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], sampling: Sampling | None = None) -> list[Result]:
+    def _check_ids(self, ids: Iterable[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self.model.config.V:  # MLX would read whatever lies there
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.model.config.V}")
+
+    def generate(self, prompts: Sequence, sampling: Sampling | None = None) -> list[Result]:
         """All prompts at once; the results in the prompts' order."""
         handles: list[Handle] = []
         try:
@@ -799,20 +982,29 @@ class Engine:
             if self._closed or self._thread:
                 raise RuntimeError("the engine is closed" if self._closed else "the engine is serving already")
             self._stopping = False
-            self._thread = threading.Thread(target=self._serve, name="nanobatch", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="nanobatch", daemon=True)
+            thread.start()
+            self._thread = thread
         try:
             yield self
         finally:
             self._stop_thread()
 
     def _serve(self) -> None:
-        while True:
+        try:
+            while True:
+                with self._state:
+                    self._state.wait_for(lambda: self._stopping or self._has_work())
+                    if self._stopping:
+                        return
+                self.step()
+        except BaseException as error:  # not even a new slab could be made: nobody may be left waiting
+            self._abandon(error)
+            raise
+        finally:
             with self._state:
-                self._state.wait_for(lambda: self._stopping or self._has_work())
-                if self._stopping:
-                    return
-            self.step()
+                self._thread = None
+                self._state.notify_all()
 
     def _has_work(self) -> bool:
         return bool(self.sched.waiting or self.sched.running or self._flight)
@@ -823,9 +1015,6 @@ class Engine:
             self._state.notify_all()
         if thread and thread is not threading.current_thread():
             thread.join()
-        with self._state:
-            self._thread = None
-            self._state.notify_all()
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Until `ready()`: asleep while a thread serves, else by stepping the engine. False if time runs out."""
@@ -848,7 +1037,7 @@ class Engine:
             now = self.clock()
             return Snapshot(
                 policy=self.sched.policy,
-                slots=tuple(self._slot_view(slot, owner) for slot, owner in enumerate(self.sched.owners)),
+                slots=tuple(self._slot_view(slot) for slot in range(len(self.sched.owners))),
                 queue=tuple((r.id, now - r.arrived) for r in self.sched.waiting.values()),
                 submitted=self.sched.submitted,
                 finished=self.sched.finished,
@@ -856,12 +1045,12 @@ class Engine:
                 steps=tuple(self._steps),
             )
 
-    @staticmethod
-    def _slot_view(slot: int, owner: Request | None) -> SlotView:
+    def _slot_view(self, slot: int) -> SlotView:
+        owner, memory = self.sched.owners[slot], self.sched.memory[slot]
         if owner is None:
-            return SlotView(slot, "free", None, 0, 0, 0)
+            return SlotView(slot, "free", None, 0, 0, 0, 0, memory.prefilled if memory else 0)
         used = owner.prefilled + max(0, owner.committed - 1)  # the newest token's key and value are not there yet
-        return SlotView(slot, owner.phase, owner.id, used, len(owner.prompt), owner.committed)
+        return SlotView(slot, owner.phase, owner.id, used, len(owner.prompt), owner.committed, owner.reused, 0)
 
     def check(self) -> None:
         """Assert the invariants of scheduler and slab. The tests do so after every step."""
@@ -888,11 +1077,15 @@ class Engine:
         self.close()
 
 
-def greedy(logits: mx.array) -> mx.array:  # (B, V) -> (B,), int32
-    """The most likely token of each row; -1 where the winner is not finite (argmax would not complain)."""
-    tokens = mx.argmax(logits, axis=-1)
-    best = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return mx.where(mx.isfinite(best), tokens.astype(mx.int32), -1)
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def read_logprobs(part: Logprobs) -> Iterator[tuple[int, TokenLogprob]]:
+    """What the device measured for some slots, as plain numbers."""
+    rows = zip(part.slots, part.chosen.tolist(), part.top_ids.tolist(), part.top.tolist(), strict=True)
+    for slot, chosen, ids, values in rows:
+        yield slot, TokenLogprob(chosen, tuple(zip(ids, values, strict=True)))
 
 
 # --- the command line ----------------------------------------------------------------------------------------------

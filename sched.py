@@ -16,6 +16,9 @@ One turn of the wheel is plan -> run -> commit. `plan` answers with a frozen `Pl
 request carries two numbers that are never confused: what is *planned*, and what is *committed*. An end is therefore
 seen one step late, and the token of such a *ghost* row is dropped.
 
+A slot remembers the prompt it was last filled with. A new prompt that begins alike goes on from there, or has the
+common rows copied from whichever slot holds them: that is prefix reuse, and a system prompt is computed once.
+
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
     0 <= committed <= planned <= max_tokens; planned is at most two steps ahead
@@ -27,7 +30,7 @@ Where next: `nanobatch.py`, `Engine.step`, which runs the plans; `tests/test_sch
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,8 +49,10 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     arrived: float
+    shares: bool = True  # may it take over rows that another request has written?
     slot: int | None = None
-    prefilled: int = 0  # prompt tokens that planned steps write into the slab
+    reused: int = 0  # prompt tokens whose rows were taken over
+    prefilled: int = 0  # prompt tokens whose rows are in the slab once all planned steps have run
     planned: int = 0  # output tokens that planned steps sample
     committed: int = 0  # output tokens that have been read back
     admitted: float | None = None
@@ -71,6 +76,7 @@ class Chunk(NamedTuple):
     slot: int
     start: int
     stop: int
+    source: int | None  # before this chunk, rows 0..start are copied from this slot
 
     @property
     def emits(self) -> bool:
@@ -114,6 +120,7 @@ class Scheduler:
         budget: int = 128,
         policy: str = "continuous",
         max_queue: int = 10_000,
+        reuse: bool = True,
     ):
         if policy not in POLICIES:
             raise ValueError(f"policy = {policy!r}; choose one of {', '.join(POLICIES)}")
@@ -121,11 +128,14 @@ class Scheduler:
             if value < 1:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
         self.max_len, self.chunk, self.budget = max_len, chunk, budget
-        self.policy, self.max_queue = policy, max_queue
+        self.policy, self.max_queue, self.reuse = policy, max_queue, reuse
         self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id: first come first served, any may leave
         self.running: dict[int, Request] = {}  # by id, in the order of admission
         self.free: list[int] = list(range(slots))  # the slot that was freed longest ago stands first
         self.owners: list[Request | None] = [None] * slots
+        self.memory: list[Request | None] = [
+            None
+        ] * slots  # whose prompt's rows a slot holds: its owner's, or an earlier
         self.steps = self.submitted = self.finished = 0
 
     def submit(self, request: Request) -> None:
@@ -170,10 +180,30 @@ class Scheduler:
         admitted = []
         while self.waiting and len(admitted) < room:
             _, request = self.waiting.popitem(last=False)
-            request.slot, request.admitted = self.free.pop(0), now
+            source, shared = self._match(request, self.free)
+            request.slot, request.admitted = source if shared else self.free[0], now
+            self.free.remove(request.slot)
             self.owners[request.slot] = self.running[request.id] = request
             admitted.append(request)
         return tuple(admitted)
+
+    def _match(self, request: Request, slots: Iterable[int]) -> tuple[int | None, int]:
+        """The slot that remembers most of this prompt's beginning, and how many tokens of it.
+
+        In whole chunks, so that what follows is cut at the same places as without; and never the whole prompt, since
+        somebody has to compute what its last token yields.
+        """
+        best: tuple[int | None, int] = (None, 0)
+        for slot in slots:
+            other = self.memory[slot]
+            if other is None or not (self.reuse and request.shares and other.shares):
+                continue
+            end, most = 0, min(other.prefilled, len(request.prompt) - 1)
+            while (stop := end + self.chunk) <= most and request.prompt[end:stop] == other.prompt[end:stop]:
+                end = stop
+            if end > best[1]:
+                best = slot, end
+        return best
 
     def _chunks(self, budget: int):
         """Cut prompts into chunks, oldest first, until the step's budget of tokens is spent.
@@ -181,14 +211,24 @@ class Scheduler:
         A decoding row costs one token and goes first; a chunk costs its full width even when the prompt ends inside
         it, because the device computes the padding too. The first chunk is free of the budget: however many rows
         decode, a prompt moves on in every step. So nobody starves, and no step grows beyond budget + chunk.
+
+        Which rows can be taken over is asked when a prompt's turn comes, not when it is admitted: of eight prompts
+        that arrive together and begin alike, the first has written the common part by then.
         """
         spent = 0
         for request in self.running.values():
             while request.phase == "prefill" and (spent == 0 or spent + self.chunk <= budget):
+                source = None
+                if request.prefilled == 0:
+                    source, request.reused = self._match(request, (request.slot, *range(len(self.owners))))
+                    request.prefilled = request.reused
+                    self.memory[request.slot] = request
+                    if source in self.free:  # used just now, so not the next to be overwritten
+                        self.free.append(self.free.pop(self.free.index(source)))
                 start, stop = request.prefilled, min(request.prefilled + self.chunk, len(request.prompt))
                 request.prefilled = stop
                 spent += self.chunk
-                yield Chunk(request, request.slot, start, stop)
+                yield Chunk(request, request.slot, start, stop, None if source == request.slot else source)
 
     def commit(
         self, plan: Plan, tokens: Sequence[int], accept: Callable[[Request, int], str | None], now: float
@@ -231,6 +271,30 @@ class Scheduler:
             self.owners[request.slot] = None
             self.free.append(request.slot)
 
+    def forget(self, slot: int | None = None) -> None:
+        """The rows of this slot, or of all slots, are not to be taken over any more."""
+        for each in range(len(self.memory)) if slot is None else (slot,):
+            self.memory[each] = None
+
+    def start_over(self) -> None:
+        """The slab is lost. Nobody who runs has yielded a token yet, so they prefill again."""
+        self.forget()
+        for request in self.running.values():
+            assert request.planned == 0, request
+            request.prefilled = request.reused = 0
+
+    def clear(self, reason: str, now: float) -> list[Request]:
+        """End everything that is open, and start from nothing. Right even where a step broke off half way."""
+        ended = [r for r in (*self.running.values(), *self.waiting.values()) if r.finish_reason is None]
+        for request in ended:
+            request.finish_reason, request.ended = reason, now
+        self.waiting.clear()
+        self.running.clear()
+        self.free[:] = range(len(self.owners))
+        self.owners[:] = self.memory[:] = [None] * len(self.owners)
+        self.finished = self.submitted
+        return ended
+
     def check(self) -> None:
         """Assert every invariant of this file."""
         held = [r.slot for r in self.running.values()]
@@ -238,9 +302,10 @@ class Scheduler:
         for slot, owner in enumerate(self.owners):
             assert (owner is None) == (slot in self.free), (slot, owner)
             assert owner is None or (owner.slot == slot and owner.id in self.running), (slot, owner)
+            assert owner is None or owner.prefilled == 0 or self.memory[slot] in (owner, None), (slot, owner)
         for r in self.running.values():
             assert r.finish_reason is None and r.admitted is not None, r
-            assert 0 <= r.prefilled <= len(r.prompt), r
+            assert 0 <= r.reused <= r.prefilled <= len(r.prompt) and r.reused % self.chunk == 0, r
             assert 0 <= r.committed <= r.planned <= min(r.max_tokens, r.committed + 2), r
             assert r.planned == 0 or r.prefilled == len(r.prompt), r
         for r in self.waiting.values():

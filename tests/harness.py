@@ -19,9 +19,9 @@ class Tap:
             calls.append(head(x))
             return calls[-1]
 
-        def tapped_run(plan, began):
+        def tapped_run(plan, scrubs, began):
             calls.clear()
-            flight = run(plan, began)
+            flight = run(plan, scrubs, began)
             outputs = [np.array(call) for call in calls]  # one for each chunk that emits, then the decoding rows'
             rows = {slot: row for row, slot in enumerate(dict.fromkeys(d.slot for d in plan.decodes))}
             for member in plan.emitters:

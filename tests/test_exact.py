@@ -136,11 +136,11 @@ def plant(monkeypatch, bug: str) -> None:
     elif bug == "the newest token is a step old":
         run = Engine._run
 
-        def stale(self, plan, began):
+        def stale(self, plan, scrubs, began):
             newest = mx.array(self._newest)
-            flight = run(self, plan, began)
+            flight = run(self, plan, scrubs, began)
             if plan.decodes:
-                self._newest = mx.maximum(newest, 0)
+                self._newest = newest
             return flight
 
         monkeypatch.setattr(Engine, "_run", stale)
@@ -189,7 +189,7 @@ def test_a_non_finite_row_ends_its_own_request_and_its_slot_is_scrubbed(models, 
     """0 x NaN is NaN, even where the mask hides it. Without the scrub, the next owner of the slot is poisoned."""
     model, text = models[0]
     if not scrubbed:
-        monkeypatch.setattr(kv.Slab, "scrub", lambda self, slot: None)
+        monkeypatch.setattr(kv.Slab, "scrub", lambda self, *rows: None)
     good = Ask([5, 6, 7], 40)  # long enough to read as far as the poisoned row
     with Engine(poisoned(model, 99), text, slots=2, max_len=192, chunk=32, run_ahead=run_ahead) as engine:
         alone = engine.submit(good.prompt, good.sampling()).result()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from checkpoints import V, make_checkpoint, make_tokenizer
 
-import checkpoint
+import nanobatch
 from blas import mx
 from checkpoint import ModelError
-from nanobatch import Engine, Model, Sampling
+from nanobatch import Engine, Model, Sampling, Text
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,24 @@ def test_rope_tables_that_old_checkpoints_carry_are_ignored(folder):
     Model.load(folder)
 
 
-def test_end_tokens_are_the_union_of_both_configs(folder):
-    assert checkpoint.end_tokens(folder) == {257}
+def test_end_tokens_are_the_union_of_config_generation_config_and_tokenizer(folder):
+    assert Text(folder, V).end_tokens == {257}
     (folder / "generation_config.json").write_text('{"eos_token_id": [259, 257]}')
-    assert checkpoint.end_tokens(folder) == {257, 259}
+    assert Text(folder, V).end_tokens == {257, 259}
     change_config(folder, eos_token_id=[5])
-    assert checkpoint.end_tokens(folder) == {5, 257, 259}
+    assert Text(folder, V).end_tokens == {5, 257, 259}
+    change_config(folder, eos_token_id=...)
+    (folder / "generation_config.json").unlink()
+    assert Text(folder, V).end_tokens == frozenset()
+    for spelling in ("</s>", {"content": "</s>", "special": True}):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": spelling}))
+        assert Text(folder, V).end_tokens == {257}
+
+
+@pytest.mark.parametrize("value", ["</s>", [[1]], 1.5])
+def test_an_end_token_that_is_no_id(folder, value):
+    change_config(folder, eos_token_id=value)
+    refused(folder, "config.json", "eos_token_id")
 
 
 def test_a_hub_id_loads_from_the_cache_with_the_network_down(whole, tmp_path, monkeypatch):
@@ -247,6 +259,13 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
         ({"rope_scaling": {"type": "longrope"}}, ["longrope"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor"]),
         ({"rope_scaling": "linear"}, ["rope scaling", "linear"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope scaling", "flat"]),
+        ({"rope_theta": 0}, ["rope_theta", "0"]),
+        ({"quantization": [4]}, ["quantization", "object"]),
+        ({"quantization_config": "x"}, ["quantization_config", "object"]),
+        ({"layer_types": 5}, ["layer_types", "full_attention"]),
+        ({"layer_types": ["linear_attention"] * 2}, ["layer_types", "linear_attention"]),
+        ({"head_dim": 2}, ["head_dim", "2"]),
         ({"partial_rotary_factor": 0.5}, ["partial"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "affine"]),
@@ -256,7 +275,7 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
         ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
         ({"num_key_value_heads": 3}, ["4 attention heads", "3"]),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, ["64", "5"]),
-        ({"head_dim": 15}, ["15", "odd"]),
+        ({"head_dim": 15}, ["15", "even"]),
         ({"vocab_size": 100}, ["embed_tokens", "(272, 64)", "(100, 64)"]),
     ],
 )
@@ -276,7 +295,58 @@ def test_a_sliding_window_shorter_than_the_slot(tmp_path):
     folder = make_checkpoint(tmp_path, model_type="mistral", sliding_window=100)
     with pytest.raises(ValueError, match=r"128.*100"):
         Engine.load(folder, max_len=128)
-    Engine.load(folder, max_len=100, slots=1).close()
+    with Engine.load(folder, slots=1) as engine:  # not asked for a length, it takes one that fits
+        assert engine.sched.max_len == 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "window"),
+    [
+        ({"model_type": "llama", "sliding_window": 64}, None),
+        ({"model_type": "llama", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "mistral", "sliding_window": None}, 4096),  # None leaves the field out
+        ({"model_type": "qwen2", "sliding_window": 64}, None),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None),  # from layer 28 on
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
+        ({"model_type": "qwen3", "head_dim": 16, "sliding_window": 64}, None),
+    ],
+)
+def test_each_familys_way_to_say_whether_attention_slides(tmp_path, settings, window):
+    assert Model.load(make_checkpoint(tmp_path, **settings)).config.window == window
+
+
+def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):
+    change_config(
+        folder,
+        rope_scaling={"type": "linear", "factor": 3.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+    )
+    assert Model.load(folder).config.rope.type == "linear"
+
+
+def test_a_header_whose_bytes_do_not_fit_its_shapes(folder):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"shape":[64]', b'"shape":[63]', 1))
+    assert path.read_bytes() != data
+    refused(folder, "model.safetensors", "header", "63")
+
+
+def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
+    monkeypatch.setattr(nanobatch, "free_memory", lambda: 100_000)
+    refused(whole, "weights", "KiB")
+    model = None
+    monkeypatch.setattr(nanobatch, "free_memory", lambda: 10_000_000)
+    model, text = Model.load(whole), Text(whole, V)
+    with pytest.raises(ValueError, match=r"64 slots of 2,048.*--slots \d+ or --max-len \d+"):
+        Engine(model, text, slots=64, max_len=2048)
+    with Engine(model, text) as engine:  # not asked for a size, it takes one that fits
+        assert len(engine.sched.owners) >= 1 and "10" not in engine.summary.split(";")[0]
+        assert "slots of 1,024 tokens" in engine.summary and "9.54 MiB" in engine.summary
+    monkeypatch.setattr(nanobatch, "free_memory", lambda: 1_000_000)
+    with Engine(model, text) as engine:
+        assert engine.slab.k[0].nbytes * 4 <= 900_000
 
 
 def test_an_unknown_dtype_is_refused(whole):

@@ -1,0 +1,258 @@
+"""What a request asks for, and how its tokens are chosen from the logits.
+
+The problem. Requests in one batch want different things: this one greedy, that one at temperature 0.8 with a seed, a
+third never to say a certain word. Running a sampler of its own for each row would cost a device round trip per row, and
+sharing one sampler gives seven requests what the eighth asked for.
+
+So rows are sorted into groups by the *kind* of work they need, and each group is chosen in one go, every setting a
+column of numbers beside its row. A greedy row pays for an argmax and nothing else.
+
+The invariant: what a row gets depends on its own logits, settings, seed and position. A row's group depends on nothing
+but itself, and no operation here mixes rows. Noise is one number per token, drawn by hashing (seed, position): no
+generator has a state that neighbours could advance.
+
+The order, which is mlx-lm's: logit_bias, repetition_penalty; then (logprobs are taken here); top_p, min_p, top_k, each
+on the probabilities at temperature 1; last the temperature, among what is left.
+
+Where next: `Engine._run` in `nanobatch.py`, which calls `choose`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+from blas import mx
+
+PENALTY_CONTEXT = 20  # repetition_penalty looks at this many tokens, of prompt and answer alike
+SHORT_LIST = 64  # top_k up to this is chosen from a short list; beyond, and for top_p alone, all of V is sorted
+MOST_LOGPROBS = 100
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request wants its tokens chosen, and when its answer ends. The default is greedy."""
+
+    max_tokens: int | None = 128  # None: to the end of the slot
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # the most likely tokens that together reach this probability; 1 keeps all
+    top_k: int = 0  # the k most likely tokens; 0 keeps all
+    min_p: float = 0.0  # tokens at least this fraction as likely as the most likely one; 0 keeps all
+    seed: int | None = None  # None: other tokens each time
+    stop: str | int | Sequence[str | int] = ()  # texts and token ids that end the answer, and are not part of its text
+    repetition_penalty: float = 1.0  # recent tokens' logits are divided (or, if negative, multiplied) by this
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to these tokens' logits
+    logprobs: int | None = None  # the chosen token's log probability, and those of the n most likely
+    ignore_eos: bool = False  # go on after the model's own end token
+
+    def __new__(cls, *args, **given):
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"Sampling has no field {name!r}; the fields are {', '.join(known)}")
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        if self.max_tokens is not None:
+            self._check("max_tokens", int, 1)
+        self._check("temperature", float, 0)
+        self._check("top_p", float, 0, 1)
+        if self.top_p == 0:
+            raise ValueError("top_p = 0 keeps no token; it must be above 0 and at most 1")
+        self._check("top_k", int, 0)
+        self._check("min_p", float, 0, 1)
+        if self.seed is not None:
+            self._check("seed", int, -(2**63), 2**64 - 1)
+        self._check("repetition_penalty", float, 1e-3, 1e3)
+        if self.logprobs is not None:
+            self._check("logprobs", int, 0, MOST_LOGPROBS)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos = {self.ignore_eos!r}, but it must be True or False")
+        self._check_stop()
+        self._check_bias()
+
+    def _check(self, name: str, kind: type, least: float, most: float = math.inf) -> None:
+        value = getattr(self, name)
+        number = (int, float) if kind is float else int
+        what = "a number" if kind is float else "a whole number"
+        limits = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+        if isinstance(value, bool) or not isinstance(value, number) or not least <= value <= most or value == math.inf:
+            raise ValueError(f"{name} = {value!r}, but it must be {what} {limits}")
+
+    def _check_stop(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, (str, int)) else self.stop
+        if not isinstance(stops, Sequence):
+            raise ValueError(f"stop = {self.stop!r}, but it must be texts or token ids")
+        for stop in stops:
+            if isinstance(stop, bool) or not isinstance(stop, (str, int)) or stop == "":
+                raise ValueError(f"stop holds {stop!r}, but it must be texts that are not empty, or token ids")
+        object.__setattr__(self, "stop", tuple(stops))
+
+    def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias = {self.logit_bias!r}, but it must be a mapping of token ids to numbers")
+        for token, bias in self.logit_bias.items():
+            if type(token) is not int or isinstance(bias, bool) or not isinstance(bias, (int, float)):
+                raise ValueError(f"logit_bias holds {token!r}: {bias!r}, but it must map token ids to numbers")
+            if not math.isfinite(bias):
+                raise ValueError(f"logit_bias for token {token} is {bias}, but it must be finite (-1000 forbids)")
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        return tuple(stop for stop in self.stop if isinstance(stop, str))
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        return frozenset(stop for stop in self.stop if isinstance(stop, int))
+
+    def token_ids(self) -> list[int]:
+        """Every token id that these settings name, to be held against the vocabulary."""
+        return [*self.stop_tokens, *self.logit_bias]
+
+    @property
+    def group(self) -> str:
+        """The kind of work a row needs. It depends on the row's own settings alone."""
+        edited = self.logit_bias or self.repetition_penalty != 1 or self.logprobs is not None
+        if self.temperature == 0:
+            return "edited" if edited else "greedy"
+        if 0 < self.top_k <= SHORT_LIST:
+            return "short list"
+        return "sorted" if self.top_k or self.top_p < 1 or self.min_p > 0 else "open"
+
+
+class Pick(NamedTuple):
+    """One row that wants a token: its row in the logits, its slot, and what its request asks for."""
+
+    row: int
+    slot: int
+    sampling: Sampling
+    seed: int
+    index: int  # this will be the request's index-th token, from 0
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities for some slots, still on the device."""
+
+    slots: list[int]
+    chosen: mx.array  # (n,)
+    top_ids: mx.array  # (n, most), the most likely first
+    top: mx.array  # (n, most)
+
+
+def choose(logits: mx.array, picks: list[Pick], history: mx.array) -> tuple[mx.array, list[Logprobs]]:
+    """A token for each pick: logits (B, V) -> (picks,) int32, -1 where the logits were not finite.
+
+    `history` (slots, PENALTY_CONTEXT) holds each slot's recent tokens, V where there were none.
+    """
+    groups: dict[str, list[int]] = {}
+    for place, pick in enumerate(picks):
+        groups.setdefault(pick.sampling.group, []).append(place)
+    tokens, order, logprobs = [], [], []
+    for group, places in groups.items():
+        members = [picks[place] for place in places]
+        rows = mx.array([pick.row for pick in members])
+        if group == "greedy":
+            chosen = mx.argmax(logits, axis=-1)[rows]
+        else:
+            x = edit(logits[rows].astype(mx.float32), members, history)  # (n, V)
+            chosen = mx.argmax(x, axis=-1) if group == "edited" else draw(x, members, group)
+            logprobs += measure(x, members, chosen)
+        value = logits[rows, chosen]  # NaN goes through argmax and sort without a word: look
+        tokens.append(mx.where(mx.isfinite(value), chosen.astype(mx.int32), -1))
+        order += places
+    together = mx.concatenate(tokens)
+    if order != sorted(order):
+        together = together[mx.array([order.index(place) for place in range(len(picks))])]
+    return together, logprobs
+
+
+def edit(x: mx.array, picks: list[Pick], history: mx.array) -> mx.array:  # (n, V) -> (n, V)
+    """logit_bias, then repetition_penalty."""
+    biases = [(i, token, bias) for i, pick in enumerate(picks) for token, bias in pick.sampling.logit_bias.items()]
+    if biases:
+        rows, tokens, values = zip(*biases, strict=True)
+        x = x.at[mx.array(rows), mx.array(tokens)].add(mx.array(values, dtype=x.dtype))
+    if any(pick.sampling.repetition_penalty != 1 for pick in picks):
+        n, V = x.shape
+        recent = mx.zeros((n, V + 1), mx.bool_)  # one column more, for the places in the history that are empty
+        recent[mx.arange(n)[:, None], history[mx.array([pick.slot for pick in picks])]] = True
+        penalty = column([pick.sampling.repetition_penalty for pick in picks])
+        x = mx.where(recent[:, :V], mx.where(x < 0, x * penalty, x / penalty), x)
+    return x
+
+
+def draw(x: mx.array, picks: list[Pick], group: str) -> mx.array:  # (n, V) -> (n,)
+    """Filter, then take the token at which the running sum of the weights passes u times the whole.
+
+    weights  | 0.5      | 0.3   | 0.2 |        u = 0.6 falls into the second
+    sums     0         0.5     0.8    1
+    """
+    settings = [pick.sampling for pick in picks]
+    if group == "open":
+        ids = None
+        kept = x
+    else:
+        most = SHORT_LIST if group == "short list" and x.shape[-1] > SHORT_LIST else x.shape[-1]
+        ids = mx.argpartition(-x, kth=most - 1, axis=-1)[:, :most] if most < x.shape[-1] else None
+        short = x if ids is None else mx.take_along_axis(x, ids, axis=-1)
+        order = mx.argsort(-short, axis=-1)
+        ids = order if ids is None else mx.take_along_axis(ids, order, axis=-1)  # (n, most), the likeliest first
+        kept = mx.take_along_axis(short, order, axis=-1)
+        keep = mx.arange(most) < column([s.top_k or most for s in settings])
+        if any(s.top_p < 1 for s in settings):
+            p = mx.exp(kept - mx.logsumexp(x, axis=-1, keepdims=True))
+            above = mx.cumsum(p, axis=-1, inclusive=False)  # the probability of all that are likelier
+            keep &= (above < column([s.top_p for s in settings])) | (column([s.top_p for s in settings]) == 1)
+        if any(s.min_p > 0 for s in settings):
+            keep &= kept - kept[:, :1] >= column([math.log(s.min_p) if s.min_p else -math.inf for s in settings])
+        kept = mx.where(keep, kept, -mx.inf)
+    best = kept.max(axis=-1, keepdims=True)
+    weights = mx.exp((kept - best) / column([s.temperature for s in settings]))
+    sums = mx.cumsum(weights, axis=-1)
+    u = column([uniform(pick.seed, pick.index) for pick in picks])
+    place = (sums <= u * sums[:, -1:]).sum(axis=-1, keepdims=True)
+    place = mx.minimum(place, kept.shape[-1] - 1)  # only NaN gets that far
+    return (place if ids is None else mx.take_along_axis(ids, place, axis=-1))[:, 0]
+
+
+def measure(x: mx.array, picks: list[Pick], chosen: mx.array) -> list[Logprobs]:
+    """The log probabilities that some picks want to know, at temperature 1 and before any filter."""
+    wanted = [i for i, pick in enumerate(picks) if pick.sampling.logprobs is not None]
+    if not wanted:
+        return []
+    some, ids = x[mx.array(wanted)], chosen[mx.array(wanted)]
+    logprobs = some - mx.logsumexp(some, axis=-1, keepdims=True)  # (n, V)
+    most = min(max(picks[i].sampling.logprobs for i in wanted), x.shape[-1])
+    top_ids = mx.argsort(-logprobs, axis=-1)[:, :most]
+    return [
+        Logprobs(
+            [picks[i].slot for i in wanted],
+            mx.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0],
+            top_ids,
+            mx.take_along_axis(logprobs, top_ids, axis=-1),
+        )
+    ]
+
+
+def column(values: list[float]) -> mx.array:  # (n, 1)
+    return mx.array(values, dtype=mx.float32)[:, None]
+
+
+def uniform(seed: int, index: int) -> float:
+    """The index-th number of a seed's own sequence, between 0 and 1 and never either: a hash, so it has no state.
+
+    22 bits, so that u times a float32 sum is always below the sum.
+    """
+    x = (seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) % 2**64
+    for _ in range(2):  # splitmix64's finisher: every bit of the input reaches every bit of the output
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+        x ^= x >> 31
+    return ((x >> 42) + 0.5) / 2**22
+
+
+def fresh_seed() -> int:
+    return random.SystemRandom().getrandbits(64)

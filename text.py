@@ -1,0 +1,177 @@
+"""Text to token ids and back: the tokenizer, the chat template, and the stream that a listener sees.
+
+The problem. Tokens are not characters. One emoji may take four tokens, a stop string may begin in the middle of one
+token and end in another, and a model that speaks in turns wants its prompts wrapped exactly as in its training.
+
+What this file keeps. The pieces of a `TextStream` join to the decoded whole, no piece ends within a character, and no
+part of a stop string gets out. The cost of a token does not depend on how long the answer is already.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from checkpoint import ModelError, read_json
+
+
+class Text:
+    """A model's tokenizer, chat template and end tokens."""
+
+    def __init__(self, folder: Path, vocabulary: int):
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise ModelError(f"{path} is missing; save the model's tokenizer in the fast format (tokenizer.json).")
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises a bare Exception
+            raise ModelError(f"{path} is not a tokenizer ({error}); download it again.") from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= vocabulary:
+            raise ModelError(f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}.")
+        self.folder = folder
+        config = folder / "tokenizer_config.json"
+        self.config = read_json(config) if config.exists() else {}
+        self.end_tokens = self._end_tokens()
+
+    def _end_tokens(self) -> frozenset[int]:
+        """Every id that ends an answer: the union of config, generation config and tokenizer, each an int or a list."""
+        ids: set[int] = set()
+        for name in ("config.json", "generation_config.json"):
+            path = self.folder / name
+            value = read_json(path).get("eos_token_id") if path.exists() else None
+            for token in value if isinstance(value, list) else [] if value is None else [value]:
+                if type(token) is not int:
+                    raise ModelError(f"{path}: eos_token_id = {value!r}, but it must be a token id or a list of them.")
+                ids.add(token)
+        token = self.tokenizer.token_to_id(self.special("eos_token")) if self.special("eos_token") else None
+        return frozenset(ids if token is None else ids | {token})
+
+    def special(self, name: str) -> str:
+        """`bos_token` or `eos_token` as the tokenizer's config spells it; empty if it has none."""
+        value = self.config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        return value if isinstance(value, str) else ""
+
+    def encode(self, text: str) -> list[int]:
+        """A plain text, with the BOS that the tokenizer adds by itself: one, even if the text has it already."""
+        ids = self.tokenizer.encode(text).ids
+        bos = self.tokenizer.token_to_id(self.special("bos_token")) if self.special("bos_token") else None
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation, through the model's own template. What the template writes is all: no BOS is added to it."""
+        return self.tokenizer.encode(self.render(messages), add_special_tokens=False).ids
+
+    @property
+    def has_template(self) -> bool:
+        return self._source is not None
+
+    @cached_property
+    def _source(self) -> str | None:
+        """The template's text: a file of its own, or in the config, alone or as one of several with names."""
+        path = self.folder / "chat_template.jinja"
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+        source = self.config.get("chat_template")
+        if isinstance(source, list):
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            source = named.get("default", next(iter(named.values()), None))
+        return source if isinstance(source, str) else None
+
+    @cached_property
+    def _template(self):
+        """Compiled as Hugging Face compiles it, in a sandbox: a template comes with the weights, from anywhere."""
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str):
+            raise jinja2.TemplateError(message)
+
+        def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        try:
+            return environment.from_string(self._source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template in {self.folder} is broken ({error}); give plain text.") from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text that the template makes of a conversation, up to where the assistant is to speak."""
+        import jinja2
+
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f"a chat message is {message!r}, but it must be a mapping with a role and a content")
+        if not self.has_template:
+            raise ValueError("this model has no chat template; give it a plain text")
+        specials = {name: self.special(name) for name in self.config if name.endswith("_token") and self.special(name)}
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **specials
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from None
+
+
+class TextStream:
+    """The text of one answer as it grows: `push` tokens, get pieces; `finish` gives what was held back."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, stops: Sequence[str] = ()):
+        self._tokenizer, self._stops = tokenizer, stops
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._held = ""  # decoded, but it may be the beginning of a stop string
+        self._decoded = 0  # characters that the decoder has yielded
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that can be shown now, perhaps none. After it, `stopped` tells whether a stop string came."""
+        return self._release(self._decoder.step(self._tokenizer, token) or "")
+
+    def _release(self, piece: str) -> str:
+        self._decoded += len(piece)
+        text = self._held + piece
+        found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:  # the one that is complete first, however the text was cut into tokens
+            self.stopped, self._held = True, ""
+            return text[: min(found)[1]]
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self, tokens: list[int]) -> str:
+        """What is left at the end: what might have become a stop string, and the tokens of a broken character.
+
+        The decoder waits for the rest of a character that never comes. The decoded whole shows it as U+FFFD.
+        """
+        if self.stopped:
+            return ""
+        whole = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        shown = self._release(whole[self._decoded :])
+        held, self._held = self._held, ""
+        return shown + held
+
+
+def overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that `stop` begins with, short of all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[len(text) - length :]):
+            return length
+    return 0
