@@ -670,6 +670,8 @@ class Engine:
         plan = flight = None
         with device():
             try:
+                if self.slab is None:  # after a failure there was not enough memory for a new one: try again
+                    self._reset_device()
                 began = self.clock()
                 plan, scrubs = self._plan(began)
                 flight = self._run(plan, scrubs, began) if plan else None
@@ -1093,35 +1095,53 @@ def read_logprobs(part: Logprobs) -> Iterator[tuple[int, TokenLogprob]]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("nanobatch.py", description="Run prompts through a Llama model, all at once.")
-    parser.add_argument("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
-    parser.add_argument("--prompt", action="append", help="what to complete; may be repeated; - reads standard input")
-    parser.add_argument("--max-tokens", type=int, default=128, help="longest answer in tokens (default: 128)")
-    parser.add_argument("--slots", type=int, help="sequences that run at once (default: one for each prompt, up to 8)")
-    parser.add_argument("--max-len", type=int, help="length of a slot, prompt and answer together (default: 1024)")
-    parser.add_argument("--policy", default="continuous", help="continuous, static or serial")
-    parser.add_argument("--compact", action="store_true", help="leave idle rows out: faster, equal tokens, other bits")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    add = parser.add_argument
+    add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
+    add("--prompt", action="append", help="what to answer; may be repeated; - reads standard input")
+    add("--raw", action="store_true", help="take prompts as plain text, even if the model has a chat template")
+    add("--max-tokens", type=int, help="longest answer in tokens (default: to the end of the slot)")
+    add("--slots", type=int, help="sequences that run at once (default: one for each prompt, up to 8)")
+    add("--max-len", type=int, help="length of a slot, prompt and answer together (default: 1024, or what fits)")
+    add("--policy", default="continuous", help="continuous, static or serial")
+    add("--compact", action="store_true", help="leave idle rows out: faster, equal tokens, other bits")
+    add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    add("--top-p", type=float, default=1.0, help="keep the likeliest tokens that reach this probability together")
+    add("--top-k", type=int, default=0, help="keep the k likeliest tokens")
+    add("--min-p", type=float, default=0.0, help="keep tokens at least this fraction as likely as the likeliest")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1, recent tokens become less likely")
+    add("--seed", type=int, help="the same seed gives the same tokens")
+    add("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
+    add("--ignore-eos", action="store_true", help="go on after the model's end token")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Stream the answers in the prompts' order, while all of them run. 2 if the input was at fault."""
     args = parse_arguments(arguments)
+    handles: list[Handle] = []
     try:
         prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt or ["-"]]
         slots = min(len(prompts), 8) if args.slots is None else args.slots
-        sampling = Sampling(max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
+        settings = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
+        sampling = Sampling(**{name: getattr(args, name) for name in settings}, ignore_eos=args.ignore_eos)
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy, "exact": not args.compact}
         with Engine.load(args.model, **options) as engine:
-            handles = [engine.submit(prompt, sampling) for prompt in prompts]
+            chat = engine.text.has_template and not args.raw
+            for prompt in prompts:
+                asked = [{"role": "user", "content": prompt}] if chat and prompt else prompt
+                handles.append(engine.submit(asked, sampling))
+            print(f"nanobatch: {engine.summary}", file=sys.stderr)
             with engine.serving():
                 for handle, prompt in zip(handles, prompts, strict=True):
                     show(handle, prompt)
-    except (ValueError, QueueFull) as error:
+    except (ValueError, QueueFull, UnicodeDecodeError) as error:
         print(f"nanobatch: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        sys.stdout = None  # so that Python does not try to flush it at exit
+        return 141
     return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
 
 

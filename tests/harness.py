@@ -53,13 +53,22 @@ class Ask:
         return Sampling(max_tokens=self.max_tokens, ignore_eos=True)
 
 
-def random_asks(rng: np.random.Generator, count: int, longest: int, tokens: int, cancels: float = 0.0) -> list[Ask]:
-    """Prompts of 1 to `longest` tokens, half of them short, with answers of 1 to `tokens`."""
-    asks = []
+def random_asks(
+    rng: np.random.Generator, count: int, longest: int, tokens: int, cancels: float = 0.0, alike: float = 0.0
+) -> list[Ask]:
+    """Prompts of 1 to `longest` tokens, half of them short, with answers of 1 to `tokens`.
+
+    Of all prompts, a share `alike` begins with the same tokens, some of them or all.
+    """
+    asks, opening = [], rng.integers(0, 256, longest).tolist()
     for _ in range(count):
         length = int(rng.integers(1, longest if rng.random() < 0.5 else min(longest, 12), endpoint=True))
+        prompt = rng.integers(0, 256, length).tolist()
+        if rng.random() < alike:
+            common = int(rng.integers(1, longest, endpoint=True))
+            prompt = (opening[:common] + prompt)[:longest]
         cancel = int(rng.integers(0, 20)) if rng.random() < cancels else None
-        asks.append(Ask(rng.integers(0, 256, length).tolist(), int(rng.integers(1, tokens, endpoint=True)), cancel))
+        asks.append(Ask(prompt, int(rng.integers(1, tokens, endpoint=True)), cancel))
     return asks
 
 

@@ -1,6 +1,7 @@
 """The command line, run as a user runs it: a process, its two streams, and its exit code."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,8 +31,9 @@ def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.Comp
 
 
 def lines(stream: bytes) -> list[str]:
-    """What was said, without the advice about a missing BLAS."""
-    return [line for line in stream.decode(errors="replace").splitlines() if "reference BLAS" not in line]
+    """What was said, without the advice about a missing BLAS and the line about slots and memory."""
+    text = stream.decode(errors="replace").splitlines()
+    return [line for line in text if "reference BLAS" not in line and " of memory are free" not in line]
 
 
 def test_prompts_run_at_once_and_each_answer_comes_with_its_figures(model):
@@ -46,6 +48,39 @@ def test_a_dash_reads_the_prompt_from_standard_input(model):
     given = run("--model", model, "--prompt", "a question", "--max-tokens", "8", "--ignore-eos")
     piped = run("--model", model, "--prompt", "-", "--max-tokens", "8", "--ignore-eos", stdin="a question")
     assert answer(piped) == answer(given) != []
+
+
+def test_a_seed_makes_an_answer_repeat_and_a_stop_text_ends_it(model):
+    arguments = ["--model", model, "--prompt", "one", "--max-tokens", "30", "--ignore-eos", "--temperature", "1"]
+    first = run(*arguments, "--seed", "1")
+    assert answer(run(*arguments, "--seed", "1")) == answer(first) != answer(run(*arguments, "--seed", "2"))
+    text = "\n".join(answer(first))
+    stop = next(char for char in text[5:] if char.isalnum())
+    ended = run(*arguments, "--seed", "1", "--stop", stop)
+    assert "\n".join(answer(ended)) == text[: text.index(stop)] and b"[stop: " in ended.stdout
+
+
+def test_a_chat_model_gets_its_prompts_through_its_template_unless_told_not_to(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("<|user|>{{ messages[0].content }}<|end|>")
+    arguments = ["--prompt", "one", "--max-tokens", "8", "--ignore-eos"]
+    plain = answer(run("--model", model, *arguments))
+    assert answer(run("--model", str(folder), *arguments)) != plain
+    assert answer(run("--model", str(folder), *arguments, "--raw")) == plain
+
+
+def test_the_chosen_slots_and_memory_are_said(model):
+    done = run("--model", model, "--prompt", "x", "--max-tokens", "1")
+    assert "nanobatch: llama, 2 layers; 1 slot of 1,024 tokens in a slab of 520 KiB; " in done.stderr.decode()
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(model):
+    command = [sys.executable, str(ROOT / "nanobatch.py"), "--model", model, "--prompt", "x", "--ignore-eos"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(20)
+    process.stdout.close()
+    stderr = process.stderr.read()
+    assert process.wait(30) == 141 and b"Traceback" not in stderr and b"BrokenPipe" not in stderr
 
 
 def answer(done: subprocess.CompletedProcess) -> list[str]:
@@ -67,6 +102,15 @@ def test_no_option_changes_the_answer(model, option):
         (["--max-tokens", "2000"], "slot holds"),
         (["--slots", "0"], "slots = 0"),
         (["--max-len", "-1"], "max_len = -1"),
+        (["--max-len", "999999999"], "--max-len"),
+        (["--temperature", "-1"], "temperature = -1"),
+        (["--temperature", "nan"], "temperature = nan"),
+        (["--top-p", "0"], "top_p = 0"),
+        (["--top-p", "1.5"], "top_p = 1.5"),
+        (["--top-k", "-1"], "top_k = -1"),
+        (["--min-p", "2"], "min_p = 2"),
+        (["--repetition-penalty", "0"], "repetition_penalty = 0"),
+        (["--stop", ""], "stop holds ''"),
         (["--policy", "magic"], "magic"),
         (["--max-tokens", "many"], "many"),
         (["--magic"], "--magic"),
@@ -80,16 +124,17 @@ def test_a_mistake_gets_its_line_and_exit_code_2(model, arguments, words):
     assert len(said) == 1 or said[0].startswith("usage:"), said
 
 
-def test_ctrl_c_while_it_answers_ends_it_quietly(model):
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_while_it_answers_ends_it_quietly_and_at_once(model, sent, code):
     endless = ["--model", model, "--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--ignore-eos"]
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "nanobatch.py"), *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     process.stdout.read(40)  # it is answering by now
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     began = time.monotonic()
     _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130 and time.monotonic() - began < 3
+    assert process.returncode == code and time.monotonic() - began < 3
     assert b"Traceback" not in stderr
 
 

@@ -1,5 +1,6 @@
 """A request's logits have the same bits alone and in company: whoever its neighbours are, whenever it comes, whatever
-the slot held before. And the bugs that would break this are planted, one by one, to see them caught."""
+the slot held before, and whether its prompt's beginning was computed or taken over from another. And the bugs that
+would break this are planted, one by one, to see them caught."""
 
 import os
 import sys
@@ -13,7 +14,7 @@ from harness import Ask, Tap, random_asks, run_schedule
 import kv
 from blas import mx
 from nanobatch import Engine, Model, Sampling, Text
-from sched import POLICIES
+from sched import POLICIES, Scheduler
 
 SCHEDULES = int(os.environ.get("NANOBATCH_EXACT_SCHEDULES", 200))
 SHAPES = [
@@ -24,8 +25,9 @@ SHAPES = [
 ]
 
 
-def count_differences(model: Model, text: Text, seed: int) -> tuple[int, int]:
-    """One random schedule; (logit vectors compared, logit vectors whose bits differ from the same request alone)."""
+def count_differences(model: Model, text: Text, seed: int) -> tuple[int, int, int]:
+    """One random schedule: logit vectors compared with the same request's alone, those that differ in a bit, and
+    prompt tokens whose rows were taken over from another slot."""
     rng = np.random.default_rng(seed)
     options = {
         "slots": int(rng.integers(1, 8, endpoint=True)),
@@ -34,25 +36,27 @@ def count_differences(model: Model, text: Text, seed: int) -> tuple[int, int]:
         "budget": int(rng.choice([1, 64, 200])),
     }
     policy, run_ahead = POLICIES[seed % 3], bool(rng.random() < 0.7)
-    asks = random_asks(rng, 8, longest=120, tokens=16, cancels=0.25)
+    asks = random_asks(rng, 8, longest=120, tokens=16, cancels=0.25, alike=0.6)
     with Engine(model, text, policy=policy, run_ahead=run_ahead, **options) as engine:
         for array in (*engine.slab.k, *engine.slab.v):  # what an earlier owner might have left
             array[:] = mx.array(rng.standard_normal(array.shape, dtype=np.float32) * 3)
         tap = Tap(engine)
         handles = run_schedule(engine, asks, rng)
-    compared = different = 0
-    with Engine(model, text, **options) as alone:
+    compared = different = reused = 0
+    with Engine(model, text, reuse=False, **options) as alone:
         solo_tap = Tap(alone)
         for handle, ask in zip(handles, asks, strict=True):
             solo = alone.submit(ask.prompt, ask.sampling())
             tokens = solo.result().tokens
             if handle.finish_reason != "cancelled":
                 assert handle.tokens == tokens
+            reused += handle.metrics.cached_tokens
+            assert solo.metrics.cached_tokens == 0
             for index in range(len(handle.tokens)):
                 compared += 1
                 ours, theirs = tap.logits[handle.id, index], solo_tap.logits[solo.id, index]
                 different += ours.tobytes() != theirs.tobytes()
-    return compared, different
+    return compared, different, reused
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +67,10 @@ def models(tmp_path_factory) -> list[tuple[Model, Text]]:
 
 def test_no_schedule_changes_a_single_bit(models):
     counts = [count_differences(*models[seed % len(models)], seed) for seed in range(SCHEDULES)]
-    compared, different = map(sum, zip(*counts, strict=True))
-    print(f"\n{SCHEDULES} schedules, {compared:,} logit vectors, {different} differ", file=sys.stderr)
-    assert compared > 20 * SCHEDULES
+    compared, different, reused = map(sum, zip(*counts, strict=True))
+    summary = f"{SCHEDULES} schedules, {compared:,} logit vectors, {reused:,} prompt tokens reused, {different} differ"
+    print(f"\n{summary}", file=sys.stderr)
+    assert compared > 20 * SCHEDULES and reused > 32 * SCHEDULES
     assert different == 0
 
 
@@ -133,6 +138,24 @@ def plant(monkeypatch, bug: str) -> None:
         monkeypatch.setattr(kv.Window, "_write", misplaced)
     elif bug == "a chunk reads no further than itself":
         monkeypatch.setattr(kv.Slab, "reach", lambda self, rows: 32)
+    elif bug == "a prefix is matched one token too long":
+        match = Scheduler._match
+
+        def blurred(request):  # as if the last token of each chunk went unread
+            return request and replace(request, prompt=tuple(t * (i % 32 != 31) for i, t in enumerate(request.prompt)))
+
+        def too_long(self, request, slots):
+            memory, self.memory = self.memory, [blurred(other) for other in self.memory]
+            try:
+                return match(self, blurred(request), slots)
+            finally:
+                self.memory = memory
+
+        monkeypatch.setattr(Scheduler, "_match", too_long)
+    elif bug == "a prefix is copied before it is written":
+        monkeypatch.setattr(
+            kv.Slab, "prefix", lambda self, slot, rows: [slab[-1:, :, :rows] * 0 for slab in (*self.k, *self.v)]
+        )
     elif bug == "the newest token is a step old":
         run = Engine._run
 
@@ -155,6 +178,8 @@ def plant(monkeypatch, bug: str) -> None:
         "a row lands in its neighbour's slot",
         "a chunk reads no further than itself",
         "the newest token is a step old",
+        "a prefix is matched one token too long",
+        "a prefix is copied before it is written",
     ],
 )
 def test_a_planted_bug_is_caught(monkeypatch, tmp_path, bug):
@@ -163,7 +188,9 @@ def test_a_planted_bug_is_caught(monkeypatch, tmp_path, bug):
     def all_is_well() -> bool:
         reference = Reference(folder)
         rng = np.random.default_rng(3)
-        asks = random_asks(rng, 10, longest=100, tokens=16)
+        asks = random_asks(rng, 10, longest=100, tokens=16, alike=0.3)
+        opening = rng.integers(0, 256, 100).tolist()
+        asks += [Ask(opening[:n] + opening[n + 1 :], 16) for n in (99, 98, 63, 63)]  # the same, but for one token
         with Engine.load(folder, slots=4, max_len=192, chunk=32) as engine:
             for handle, ask in zip(run_schedule(engine, asks, rng), asks, strict=True):
                 if reference.greedy(ask.prompt, ask.max_tokens)[0] != handle.tokens:

@@ -1,0 +1,239 @@
+"""Every request ends, exactly once, with a reason, whatever breaks; and what breaks is nobody else's affair."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import soak
+from checkpoints import make_checkpoint
+from test_exact import poisoned
+
+import nanobatch
+import sched
+from blas import mx
+from nanobatch import Engine, Model, Sampling, Text
+
+ROOT = Path(__file__).parent.parent
+LONG = Sampling(max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> tuple[Model, Text]:
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), seed=1)
+    return Model.load(folder), Text(folder, 272)
+
+
+@pytest.fixture
+def engine(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        yield engine
+
+
+def test_a_short_soak_of_random_requests_cancels_and_bad_input(parts):
+    """The long one: python tests/soak.py --requests 10000"""
+    report = soak.soak(*parts, requests=400, seed=1)
+    assert report.ended == 400 - report.refused and report.refused > 5
+    assert report.cancelled > 60 and report.compared > 150 and report.wrong == 0
+
+
+# --- listeners ---------------------------------------------------------------------------------------------------
+
+
+def test_a_listener_hears_every_piece_and_may_cancel_and_submit(engine):
+    heard, more = [], []
+
+    def listener(handle, piece):
+        heard.append(piece)
+        if len(heard) == 3:
+            more.append(engine.submit([5], LONG))
+            handle.cancel()
+
+    result = engine.submit([1, 2], LONG, listener).result()
+    assert "".join(heard) == result.text and result.finish_reason == "cancelled"
+    assert more[0].result().finish_reason == "length"
+    engine.check()
+
+
+def test_a_listener_that_raises_ends_its_own_request_alone(engine):
+    expected = engine.submit([1, 2], LONG).result().tokens
+
+    def broken(handle, piece):
+        raise ValueError("I do not want to hear it")
+
+    good, bad = engine.submit([1, 2], LONG), engine.submit([1, 2], LONG, broken)
+    assert bad.result().finish_reason == "error" and "do not want" in bad.error
+    assert good.result().tokens == expected
+
+
+# --- what raises -------------------------------------------------------------------------------------------------
+
+CALLS = [
+    "forward",
+    "choose",
+    "Engine._start",
+    "Engine._prefill",
+    "Engine._decode",
+    "Slab.reach",
+    "mx.eval",
+    "mx.async_eval",
+]
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+@pytest.mark.parametrize("target", CALLS)
+def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request_is_right(
+    parts, monkeypatch, target, run_ahead
+):
+    owner, _, name = target.rpartition(".")
+    owner = {"": nanobatch, "Engine": Engine, "Slab": nanobatch.Slab, "mx": mx}[owner]
+    real = getattr(owner, name)
+    failures = 0
+    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine, engine.serving():
+        expected = engine.submit([4, 5], LONG).result(timeout=10).tokens
+        for fails_at in range(12):
+            calls = iter(range(10**6))
+
+            def failing(*args, calls=calls, fails_at=fails_at, **options):
+                if next(calls) == fails_at:
+                    raise RuntimeError("the device is on fire")
+                return real(*args, **options)
+
+            monkeypatch.setattr(owner, name, failing)
+            handles = [engine.submit([n] * 20 * n, Sampling(max_tokens=4, ignore_eos=True)) for n in (1, 2, 3)]
+            results = [handle.result(timeout=2) for handle in handles]
+            monkeypatch.setattr(owner, name, real)
+            failed = [result for result in results if result.finish_reason == "error"]
+            failures += len(failed)
+            assert all("the device is on fire" in result.error for result in failed)
+            assert all(result.finish_reason in ("error", "length") for result in results)
+            assert engine.submit([4, 5], LONG).result(timeout=10).tokens == expected
+    assert failures >= 5
+
+
+def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_its_way(parts, monkeypatch):
+    """A's third and last token is in flight when the step after it, which holds B alone, cannot be built."""
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        expected = engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True)).result().tokens
+        a = engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True))
+        b = engine.submit([3, 4], LONG)
+        while a._request.planned < 3:
+            engine.step()
+        assert len(a.tokens) < 3
+        monkeypatch.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+        engine.step()
+        assert a.result(timeout=1).tokens == expected and a.finish_reason == "length"
+        assert b.finish_reason == "error" and "ZeroDivisionError" in b.error
+
+
+def test_if_not_even_a_new_slab_can_be_made_nobody_is_left_waiting(engine, monkeypatch):
+    """The serving thread dies of it. Whoever waits hears of it, and later, with memory again, all is well."""
+    expected = engine.submit([4, 5], LONG).result().tokens
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with engine.serving():
+        with monkeypatch.context() as broken:
+            broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+            broken.setattr(nanobatch, "Slab", lambda *args: (_ for _ in ()).throw(MemoryError("no room")))
+            handles = [engine.submit([4, 5], LONG) for _ in range(5)]
+            assert all(handle.result(timeout=2).finish_reason == "error" for handle in handles)
+        assert engine.submit([4, 5], LONG).result(timeout=5).tokens == expected
+    engine.check()
+
+
+def interrupt(function, at: int) -> bool:
+    """Raise KeyboardInterrupt at the `at`-th line of ours that a function runs; False if it ends before that."""
+    files, lines = {nanobatch.__file__, sched.__file__}, iter(range(10**9))
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line" and next(lines) == at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_ctrl_c_at_any_line_of_a_step_leaves_nobody_waiting_and_the_engine_usable(parts, run_ahead):
+    """Three requests on two slots: admissions, prefill, decode and ends, broken off at one line after another."""
+    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
+        expected = engine.submit([4, 5], LONG).result().tokens
+        interrupted = 0
+        for at in range(0, 2_400, 13):
+            handles = [engine.submit([n] * 30 * n, Sampling(max_tokens=3, ignore_eos=True)) for n in (1, 2, 3)]
+            interrupted += interrupt(lambda: [engine.step() for _ in range(9)], at)
+            reasons = {handle.result(timeout=5).finish_reason for handle in handles}
+            assert reasons <= {"length", "error"}, f"line {at}"
+            engine.check()
+        assert interrupted > 100
+        assert engine.submit([4, 5], LONG).result().tokens == expected
+
+
+# --- numbers that are not finite ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends_by", ["stop", "cancel"])
+def test_a_ghosts_poison_does_not_reach_the_slots_next_owner(parts, ends_by):
+    """A ends while a step is in flight that carries its ghost, and the ghost's row is NaN. B gets the slot."""
+    model, text = parts
+    with Engine(model, text, slots=1, max_len=128, chunk=32) as engine:
+        first = engine.submit([7] * 40, LONG).result().tokens[0]
+        alone = engine.submit([3, 4], Sampling(max_tokens=60, ignore_eos=True)).result().tokens
+    bad = poisoned(model, first)  # as soon as it has said its first token, its next row is NaN
+    with Engine(bad, text, slots=1, max_len=128, chunk=32) as engine:
+        settings = Sampling(max_tokens=20, stop=[first]) if ends_by == "stop" else LONG
+        a = engine.submit([7] * 40, settings)
+        while not a.tokens:
+            engine.step()
+        a.cancel()
+        b = engine.submit([3, 4], Sampling(max_tokens=60, ignore_eos=True))
+        b.result()
+        said = alone[: alone.index(first) + 1] if first in alone else alone
+        assert b.tokens == said, "the next owner was poisoned"
+
+
+def test_a_cancel_between_plan_and_run_still_leaves_a_clean_slot(parts):
+    """The chunk that is about to run writes poison after the cancel: the next owner's scrub comes later still."""
+    model, text = parts
+    good = Sampling(max_tokens=60, ignore_eos=True)
+    with Engine(poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1, run_ahead=False) as engine:
+        alone = engine.submit([5, 6, 7], good).result().tokens
+        bad = engine.submit([99] * 100, good)
+        run = engine._run
+
+        def cancel_first(*args):
+            bad.cancel()
+            engine._run = run
+            return run(*args)
+
+        engine._run = cancel_first
+        engine.step()
+        assert engine.submit([5, 6, 7], good).result().tokens == alone
+
+
+# --- the end of the program --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
+def test_a_process_that_ends_while_a_thread_loads_a_model_ends_cleanly(tmp_path_factory, delay):
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("load"), hidden_size=512, intermediate_size=2048, num_hidden_layers=12
+    )
+    code = f"""
+import sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
+from nanobatch import Engine
+threading.Thread(target=Engine.load, args=({str(folder)!r},), daemon=True).start()
+time.sleep({delay})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
+    assert done.returncode == 0, done.stderr
