@@ -7,7 +7,7 @@ applies.
 
 The way out. A dynamic linker binds a symbol such as `cblas_sgemm` to the first library that offers it. A BLAS that is
 loaded *before* `mlx.core`, with its symbols made global, therefore takes the place of the slow one. So this module
-must come first: `kv.py` and `nanobatch.py` import `mx` from here, and nobody else has to think of it.
+must come first: every file of ours takes its `mx` from here, and nobody else has to think of it.
 
     NANOBATCH_BLAS=off          leave MLX as it is, and say nothing
     NANOBATCH_BLAS=/path/lib.so take this library

@@ -9,6 +9,8 @@ many people wants many sequences in every step: that is batching. This file hold
 
 Read it in this order: the forward pass below (one page, everything a Llama does), then `kv.py` (where keys and values
 live), `sched.py` (who runs next), and back here for `Engine.step`, which ties them together: plan -> run -> commit.
+Then, as you like: `sampling.py` (how a token is chosen), `text.py` (tokens to text), `checkpoint.py` (what is in a
+model folder, and what can be wrong with it), `blas.py` (why MLX is fast on a Linux CPU here).
 
 The glossary, used everywhere in this project:
 
@@ -17,6 +19,10 @@ The glossary, used everywhere in this project:
     S    length of a slot of the slab                 Hkv  key and value heads; G = H / Hkv queries share one
     V    vocabulary                                   Dh   size of one head
     T    how far attention reads (`reach`)            C    width of a prefill chunk
+
+    slot     a sequence's place in the slab           ghost   a row of a step that was planned before anybody knew
+    prefill  the prompt goes into the slot, in chunks         that its request had ended: it runs, and is dropped
+    decode   one new token for a row
 
 The invariant: what a request is answered depends on its prompt, its `Sampling` and the model. Not on its neighbours,
 its slot, or the moment it came.
@@ -126,7 +132,10 @@ def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (
 
 
 def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
-    """How far each of a head's Dh/2 planes turns from one position to the next: 1, ..., down to nearly 1 / theta.
+    """How far each of a head's Dh/2 planes turns from one position to the next.
+
+    Plane i turns by theta ** (-2 i / Dh): the first by 1, so it tells neighbours apart, the last by nearly 1 / theta,
+    so it takes tens of thousands of positions for one turn, and tells far from near.
 
     A model is stretched beyond the length it was trained for by turning its planes more slowly. `linear` slows all of
     them (in `rope_angles`, by dividing the positions). `llama3` slows the slow ones only, because the fast ones tell
@@ -141,6 +150,7 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     periods = theta ** (mx.arange(0, Dh, 2) / Dh)  # positions for one radian
     turns = rope.original_length / (2 * mx.pi * periods)  # full turns within the trained length
     # Fewer turns than low_freq_factor: slowed by the whole factor. More than high_freq_factor: not at all.
+    # In between, the frequency is a mixture of the two, here written for its reciprocal as mlx-lm computes it.
     keep = mx.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
     return 1 / (periods / ((1 - keep) / rope.factor + keep))
 
@@ -470,6 +480,8 @@ class Handle:
 
 @dataclass(frozen=True)
 class SlotView:
+    """One slot at one moment."""
+
     slot: int
     phase: str  # "free" | "prefill" | "decode"
     request: int | None

@@ -48,7 +48,7 @@ class Sampling:
     logprobs: int | None = None  # the chosen token's log probability, and those of the n most likely
     ignore_eos: bool = False  # go on after the model's own end token
 
-    def __new__(cls, *args, **given):
+    def __new__(cls, *args, **given):  # only to make a ValueError, with a remedy, of Python's TypeError
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
