@@ -37,6 +37,7 @@ import sys
 import threading
 import time
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -244,24 +245,7 @@ class Model:
 
     @staticmethod
     def load(folder: Path, dtype: str = "auto") -> Model:
-        """`dtype` is "float32", "checkpoint" (as the files have it), or "auto": float32 on a CPU, else the files'.
-
-        On a CPU only float32 matrix products are fast, the others are 10 to 50 times slower; so there weights become
-        float32 at load, quantized ones too.
-        """
-        if dtype not in ("auto", "float32", "checkpoint"):
-            raise ValueError(f"dtype = {dtype!r}; choose auto, float32 or checkpoint")
-        if dtype == "auto":
-            dtype = "checkpoint" if has_gpu() else "float32"
-        weights = Weights(folder)
-        config = checkpoint.read_config(folder, weights.has_head)
-        weights.check_against(config)
-        need, free = weights.nbytes(config, dtype == "float32"), free_memory()
-        if free is not None and need > free:
-            raise ModelError(
-                f"{folder}: {size(need)} of weights, but {size(free)} of memory are free; choose a smaller model."
-            )
-        return _Reader(config, weights, float32=dtype == "float32").model()
+        return ModelReader(folder, dtype).read()
 
 
 def has_gpu() -> bool:
@@ -294,14 +278,35 @@ def size(nbytes: float) -> str:
     return f"{nbytes:,.1f} GiB"
 
 
-class _Reader:
-    """Takes a checkpoint's tensors one by one and gives them the shape that `forward` wants."""
+class ModelReader:
+    """Takes a checkpoint's tensors one by one and gives them the shape that `forward` wants.
 
-    def __init__(self, config: Config, weights: Weights, float32: bool):
-        self.config, self.weights, self.float32 = config, weights, float32
-        self.shapes = config.tensors()
+    `dtype` is "float32", "checkpoint" (as the files have it), or "auto": float32 on a CPU, else the files'. On a CPU
+    only float32 matrix products are fast, the others are 10 to 50 times slower; quantized ones become float32, too.
+    Names, shapes and memory are checked at once; nothing is read before `read`.
+    """
 
-    def model(self) -> Model:
+    def __init__(self, folder: Path, dtype: str = "auto"):
+        if dtype not in ("auto", "float32", "checkpoint"):
+            raise ValueError(f"dtype = {dtype!r}; choose auto, float32 or checkpoint")
+        self.float32 = dtype == "float32" or (dtype == "auto" and not has_gpu())
+        self.weights = Weights(folder)
+        self.config = checkpoint.read_config(folder, self.weights.has_head)
+        self.weights.check_against(self.config)
+        self.shapes = self.config.tensors()
+        self.nbytes, free = self.weights.nbytes(self.config, self.float32), free_memory()
+        if free is not None and self.nbytes > free:
+            raise ModelError(
+                f"{folder}: {size(self.nbytes)} of weights, but {size(free)} of memory are free; "
+                "choose a smaller model."
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number of the activations, and so of the slab."""
+        return 4 if self.float32 else checkpoint.DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
+
+    def read(self) -> Model:
         c = self.config
         # One layer at a time, evaluated at once: else the files' copy and ours would stand in memory together.
         layers = [self.layer(f"model.layers.{i}.") for i in range(c.layers)]
@@ -589,16 +594,10 @@ class Engine:
         run_ahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        for name, value in (("slots", slots), ("max_len", max_len), ("budget", budget), ("max_queue", max_queue)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} = {value!r}, but it must be a whole number of at least 1")
-        window = model.config.window
-        if window is not None and max_len is not None and max_len > window:
-            raise ValueError(f"max_len = {max_len}, but this model's attention slides over {window}; choose less")
-        if not isinstance(chunk, int) or chunk < 1 or chunk % BUCKET:
-            raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
+        for name, value in (("budget", budget), ("max_queue", max_queue)):
+            check_count(name, value)
         self.model, self.text, self.exact, self.run_ahead, self.clock = model, text, exact, run_ahead, clock
-        slots, max_len = self._fit(slots, max_len, chunk)
+        slots, max_len, self.summary = fit(model.config, model.dtype.size, free_memory(), slots, max_len, chunk)
         budget = 2 * chunk if budget is None else budget
         self.sched = Scheduler(
             slots, max_len, chunk=chunk, budget=budget, policy=policy, max_queue=max_queue, reuse=reuse
@@ -617,40 +616,13 @@ class Engine:
         """An engine for a folder, a hub id, or "demo". Options are those of `Engine`."""
         folder = checkpoint.find(str(model))
         with device():
-            weights = Model.load(folder, dtype)
-        return cls(weights, Text(folder, weights.config.V), **options)
-
-    def _slab_size(self, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
-        """Arguments for `Slab`. A slot is a whole number of chunks long: the last one is padded to its full width."""
-        c = self.model.config
-        return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
-
-    def _fit(self, slots: int | None, max_len: int | None, chunk: int) -> tuple[int, int]:
-        """Slots and their length, so that the slab fits the memory that is free: as asked for, or refused."""
-        c, free = self.model.config, free_memory()
-        some, length = slots or 8, max_len or min(1024, c.max_positions, c.window or 1024)
-
-        def slab(some: int, length: int) -> int:
-            return Slab.nbytes(*self._slab_size(some, length, chunk), self.model.dtype.size)
-
-        room = math.inf if free is None else 0.9 * free
-        while slots is None and some > 1 and slab(some, length) > room:
-            some -= 1
-        while max_len is None and length > chunk and slab(some, length) > room:
-            length //= 2
-        if slab(some, length) > room:
-            fewer = next((n for n in range(some - 1, 0, -1) if slab(n, length) <= room), 0)
-            shorter = next((n for n in range(length // chunk * chunk, 0, -chunk) if slab(some, n) <= room), 0)
-            ways = [f"--slots {fewer}"] * (fewer > 0) + [f"--max-len {shorter}"] * (shorter > 0)
-            raise ValueError(
-                f"{some} slots of {length:,} tokens take {size(slab(some, length))}, but {size(free)} are free; "
-                f"{' or '.join(ways) or 'nothing smaller'} would fit"
-            )
-        self.summary = (
-            f"{c.model_type}, {c.layers} layers; {some} {'slot' if some == 1 else 'slots'} of {length:,} tokens in a "
-            f"slab of {size(slab(some, length))}" + ("" if free is None else f"; {size(free)} of memory are free")
-        )
-        return some, length
+            reader = ModelReader(folder, dtype)
+            text = Text(folder, reader.config.V)
+            free = free_memory()  # a slab that will not fit is refused now, not when the weights have been read
+            room = None if free is None else free - reader.nbytes
+            fit(reader.config, reader.itemsize, room, *(options.get(name) for name in ("slots", "max_len", "chunk")))
+            weights = reader.read()
+        return cls(weights, text, **options)
 
     def _reset_device(self) -> None:
         """A new slab, and nothing in flight."""
@@ -660,8 +632,8 @@ class Engine:
             self._waited = 0.0
             self._dirty: dict[int, tuple[int, int]] = {}  # slot -> rows that may hold numbers that are not finite
             self.slab: Slab | None = None  # let the old one go before a new one is made
-            size = self._slab_size(len(self.sched.owners), self.sched.max_len, self.sched.chunk)
-            self.slab = Slab(*size, self.model.dtype)
+            sizes = slab_sizes(self.model.config, len(self.sched.owners), self.sched.max_len, self.sched.chunk)
+            self.slab = Slab(*sizes, self.model.dtype)
             slots = self.slab.slots
             self._newest = mx.zeros(slots, mx.int32)  # (slots,): each slot's newest token, on the device
             # (slots, 20): the tokens before it, for those whose repetitions are penalised; V stands for none
@@ -1089,6 +1061,60 @@ class Engine:
 
     def __exit__(self, *exception) -> None:
         self.close()
+
+
+def check_count(name: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name} = {value!r}, but it must be a whole number of at least 1")
+
+
+def slab_sizes(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
+    """Arguments for `Slab`. A slot is a whole number of chunks long: the last one is padded to its full width."""
+    return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
+
+
+def fit(
+    c: Config, itemsize: int, free: int | None, slots: int | None, max_len: int | None, chunk: int | None
+) -> tuple[int, int, str]:
+    """Slots, their length, and a line about them: as asked for, or chosen to fit the memory, or refused."""
+    chunk = 64 if chunk is None else chunk
+    check_count("slots", slots), check_count("max_len", max_len), check_count("chunk", chunk)
+    if chunk % BUCKET:
+        raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
+    if c.window is not None and max_len is not None and max_len > c.window:
+        raise ValueError(f"max_len = {max_len}, but this model's attention slides over {c.window}; choose less")
+    some, length = slots or 8, max_len or min(1024, c.max_positions, c.window or 1024)
+    room = math.inf if free is None else 0.9 * free
+
+    def slab(some: int, length: int) -> int:
+        return Slab.nbytes(*slab_sizes(c, some, length, chunk), itemsize)
+
+    def fewer() -> int:
+        return most(some, lambda n: slab(n, length) <= room)
+
+    def shorter() -> int:
+        return chunk * most(length // chunk, lambda n: slab(some, n * chunk) <= room)
+
+    if slots is None:
+        some = max(1, fewer())
+    if max_len is None and slab(some, length) > room:
+        length = max(chunk, shorter())
+    if slab(some, length) > room:
+        ways = [f"--slots {fewer()}"] * (fewer() > 0) + [f"--max-len {shorter()}"] * (shorter() > 0)
+        raise ValueError(
+            f"{some} slots of {length:,} tokens take {size(slab(some, length))}, but {size(max(0, free))} are free; "
+            f"{' or '.join(ways) or 'nothing smaller'} would fit"
+        )
+    line = (
+        f"{c.model_type}, {c.layers} layers; {some} {'slot' if some == 1 else 'slots'} of {length:,} tokens in a slab "
+        f"of {size(slab(some, length))}" + ("" if free is None else f"; {size(free)} of memory are free")
+    )
+    return some, length, line
+
+
+def most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest n up to `limit` that fits, 0 if not even 1 does. Whatever is smaller than what fits, fits."""
+    return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
 
 
 def describe(error: BaseException) -> str:

@@ -64,13 +64,20 @@ class Text:
 
     def encode(self, text: str) -> list[int]:
         """A plain text, with the BOS that the tokenizer adds by itself: one, even if the text has it already."""
-        ids = self.tokenizer.encode(text).ids
+        ids = self._ids(text, True)
         bos = self.tokenizer.token_to_id(self.special("bos_token")) if self.special("bos_token") else None
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation, through the model's own template. What the template writes is all: no BOS is added to it."""
-        return self.tokenizer.encode(self.render(messages), add_special_tokens=False).ids
+        return self._ids(self.render(messages), False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half a surrogate pair: bytes that were no UTF-8, read as text
+            raise ValueError(f"the prompt is no valid text at character {error.start}; give UTF-8") from None
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     @property
     def has_template(self) -> bool:

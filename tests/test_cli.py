@@ -124,6 +124,37 @@ def test_a_mistake_gets_its_line_and_exit_code_2(model, arguments, words):
     assert len(said) == 1 or said[0].startswith("usage:"), said
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", None, "config.json is missing"),
+        ("config.json", b"{", "not JSON"),
+        ("config.json", b'{"model_type": "gpt2"}', "Supported: llama, mistral, qwen2, qwen3"),
+        ("model.safetensors", None, "model*.safetensors"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        ("model.safetensors", b"<!DOCTYPE html>", "HTML"),
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("tokenizer.json", b"[]", "not a tokenizer"),
+    ],
+)
+def test_a_broken_model_gets_its_line_and_exit_code_2(model, tmp_path, file, content, words):
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+    done = run("--model", str(folder), "--prompt", "x")
+    assert done.returncode == 2 and len(lines(done.stderr)) == 1 and words in lines(done.stderr)[0]
+
+
+def test_a_hub_id_that_is_not_here_while_the_network_is_down(tmp_path):
+    done = run("--model", "some/one", "--prompt", "x", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert done.returncode == 2 and len(lines(done.stderr)) == 1 and "check the network" in lines(done.stderr)[0]
+
+
+def test_a_prompt_that_is_no_text_gets_its_line(model):
+    command = [sys.executable, str(ROOT / "nanobatch.py"), "--model", model, "--prompt", "-"]
+    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=60)
+    assert done.returncode == 2 and len(lines(done.stderr)) == 1
+
+
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_signal_while_it_answers_ends_it_quietly_and_at_once(model, sent, code):
     endless = ["--model", model, "--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--ignore-eos"]
