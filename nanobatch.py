@@ -826,7 +826,7 @@ class Engine:
         seen = len(request.prompt) + request.committed - 1  # rows that a finite token has vouched for
         if request.finish_reason == "error" or request.committed == 0:
             seen = 0
-            self.sched.forget(request.slot)
+            self.sched.memory[request.slot] = None  # and nobody may take them over
         if seen == 0 or request.planned > request.committed:
             chunk = self.sched.chunk  # the padding of the last chunk reaches up to its end
             self._dirty[request.slot] = seen, -(-(len(request.prompt) + request.planned) // chunk) * chunk

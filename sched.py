@@ -133,9 +133,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}  # by id, in the order of admission
         self.free: list[int] = list(range(slots))  # the slot that was freed longest ago stands first
         self.owners: list[Request | None] = [None] * slots
-        self.memory: list[Request | None] = [
-            None
-        ] * slots  # whose prompt's rows a slot holds: its owner's, or an earlier
+        self.memory: list[Request | None] = [None] * slots  # whose prompt a slot holds
         self.steps = self.submitted = self.finished = 0
 
     def submit(self, request: Request) -> None:
@@ -258,7 +256,7 @@ class Scheduler:
         """End a request in whatever phase it is; its slot is free for the next plan. A second end changes nothing.
 
         A step that is still in flight may write a ghost's row into that slot. This is harmless: the device runs in
-        order, so whatever the next owner writes comes later, and it reads no row that it has not written.
+        order, so whatever the next owner writes comes later, and it depends on no row that it has not written.
         """
         if request.finish_reason is not None:
             return
@@ -271,14 +269,9 @@ class Scheduler:
             self.owners[request.slot] = None
             self.free.append(request.slot)
 
-    def forget(self, slot: int | None = None) -> None:
-        """The rows of this slot, or of all slots, are not to be taken over any more."""
-        for each in range(len(self.memory)) if slot is None else (slot,):
-            self.memory[each] = None
-
     def start_over(self) -> None:
-        """The slab is lost. Nobody who runs has yielded a token yet, so they prefill again."""
-        self.forget()
+        """The slab is lost. Nobody who still runs has yielded a token yet, so they prefill again."""
+        self.memory[:] = [None] * len(self.memory)
         for request in self.running.values():
             assert request.planned == 0, request
             request.prefilled = request.reused = 0
