@@ -1169,6 +1169,8 @@ def main(arguments: list[str] | None = None) -> int:
                 asked = [{"role": "user", "content": prompt}] if chat and prompt else prompt
                 handles.append(engine.submit(asked, sampling))
             print(f"nanobatch: {engine.summary}", file=sys.stderr)
+            if not engine.text.has_template and not args.raw:
+                print("nanobatch: this model has no chat template; prompts are taken as plain text", file=sys.stderr)
             with engine.serving():
                 for handle, prompt in zip(handles, prompts, strict=True):
                     show(handle, prompt)
