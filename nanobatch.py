@@ -52,7 +52,7 @@ from checkpoint import Config, ModelError, Rope, Weights
 from kv import BUCKET, Slab, Window
 from sampling import PENALTY_CONTEXT, Logprobs, Pick, Sampling, choose, fresh_seed
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
-from text import Text, TextStream
+from text import Text
 
 __all__ = ["Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot", "forward"]
 
@@ -160,23 +160,33 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
 
 
 class Dense(NamedTuple):
-    """y = x W + b, with W stored (in, out): over the checkpoint's (out, in), one row's x @ W.T takes twice as long."""
+    """y = x W + b, with W stored (in, out): over the checkpoint's (out, in), one row's x @ W.T takes twice as long.
 
-    weight: mx.array  # (in, out)
-    bias: mx.array | None
+    W is widened with zeros to a multiple of 16 columns. A BLAS computes columns and rows in blocks, and where neither
+    comes out even, OpenBLAS adds the last rows' numbers up in another order: a slot's bits would depend on its number.
+    """
+
+    weight: mx.array  # (in, out up to a multiple of 16)
+    bias: mx.array | None  # (out,)
+    out: int
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
         y = x @ self.weight
+        if y.shape[-1] != self.out:
+            y = y[..., : self.out]
         return y if self.bias is None else y + self.bias
 
     @staticmethod
-    def fused(parts: list[Dense]) -> Dense:
-        """One matrix whose output is the parts' outputs side by side: the input is read once, and one product runs."""
-        bias = None
-        if any(part.bias is not None for part in parts):
-            zeros = (mx.zeros(part.weight.shape[1], part.weight.dtype) for part in parts)
-            bias = mx.concatenate([z if part.bias is None else part.bias for part, z in zip(parts, zeros, strict=True)])
-        return Dense(mx.concatenate([part.weight for part in parts], axis=1), bias)
+    def of(parts: list[tuple[mx.array, mx.array | None]]) -> Dense:
+        """From the checkpoint's weights (out, in) and biases: one matrix that yields all their outputs side by side.
+
+        So the input is read once, and one product runs instead of three.
+        """
+        weight = mx.concatenate([weight for weight, _ in parts]) if len(parts) > 1 else parts[0][0]
+        out, bias = weight.shape[0], None
+        if any(b is not None for _, b in parts):
+            bias = mx.concatenate([mx.zeros(w.shape[0], w.dtype) if b is None else b for w, b in parts])
+        return Dense(mx.contiguous(mx.pad(weight, [(0, -out % 16), (0, 0)]).T), bias, out)
 
     def rows(self, ids: mx.array) -> mx.array:  # (B, L) -> (B, L, in)
         """As an embedding: column `id` of the (D, V) matrix, so that a tied head and its table are one array."""
@@ -323,12 +333,12 @@ class ModelReader:
         q_norm, k_norm = [self.vector(norm) if self.config.qk_norm else None for norm in norms]
         layer = Layer(
             attn_norm=self.vector(f"{name}input_layernorm.weight"),
-            qkv=self.fused(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
+            qkv=self.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
             q_norm=q_norm,
             k_norm=k_norm,
             o=self.linear(f"{name}self_attn.o_proj"),
             mlp_norm=self.vector(f"{name}post_attention_layernorm.weight"),
-            gate_up=self.fused(f"{name}mlp.gate_proj", f"{name}mlp.up_proj"),
+            gate_up=self.linear(f"{name}mlp.gate_proj", f"{name}mlp.up_proj"),
             down=self.linear(f"{name}mlp.down_proj"),
         )
         mx.eval(layer)
@@ -338,7 +348,16 @@ class ModelReader:
         vector = self.weights.take(name)
         return vector.astype(mx.float32) if self.float32 else vector
 
-    def linear(self, module: str) -> Dense | Quantized:
+    def linear(self, *modules: str) -> Dense | Quantized | SideBySide:
+        """One projection, or several of the same input as one."""
+        parts = [self.part(module) for module in modules]
+        if all(isinstance(part, tuple) and not isinstance(part, Quantized) for part in parts):
+            return Dense.of(parts)
+        parts = [part if isinstance(part, Quantized) else Dense.of([part]) for part in parts]
+        return parts[0] if len(parts) == 1 else SideBySide(tuple(parts))
+
+    def part(self, module: str) -> Quantized | tuple[mx.array, mx.array | None]:
+        """A module as the checkpoint has it: quantized, or its weight (out, in) and bias."""
         has = self.weights.entries
         bias = self.vector(f"{module}.bias") if f"{module}.bias" in has else None
         weight = self.weights.take(f"{module}.weight")  # (out, in), or packed
@@ -348,15 +367,7 @@ class ModelReader:
             if not self.float32:
                 return Quantized(weight, scales, offsets, bias, bits, group)
             weight = mx.dequantize(weight, scales, offsets, group_size=group, bits=bits)
-        if self.float32:
-            weight = weight.astype(mx.float32)
-        return Dense(mx.contiguous(weight.T), bias)
-
-    def fused(self, *modules: str) -> Dense | SideBySide:
-        parts = [self.linear(module) for module in modules]
-        if all(isinstance(part, Dense) for part in parts):
-            return Dense.fused(parts)
-        return SideBySide(tuple(parts))
+        return (weight.astype(mx.float32) if self.float32 else weight), bias
 
 
 # --- what is answered --------------------------------------------------------------------------------------------
@@ -408,7 +419,7 @@ class Handle:
         self._engine, self._request, self._listener = engine, request, listener
         self._seed = fresh_seed() if sampling.seed is None else sampling.seed
         self._ends = sampling.stop_tokens | (frozenset() if sampling.ignore_eos else engine.text.end_tokens)
-        self._stream = TextStream(engine.text.tokenizer, sampling.stop_texts)
+        self._stream = engine.text.stream(sampling.stop_texts)
         self._pieces: list[str] = []
         self._times: list[float] = []
 

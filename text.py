@@ -14,10 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from checkpoint import ModelError, read_json
 
@@ -38,9 +37,10 @@ class Text:
         largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= vocabulary:
             raise ModelError(f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}.")
-        self.folder = folder
+        self.folder, self._silent = folder, special_ids(self.tokenizer)
         config = folder / "tokenizer_config.json"
-        self.config = read_json(config) if config.exists() else {}
+        older = folder / "special_tokens_map.json"
+        self.config = (read_json(older) if older.exists() else {}) | (read_json(config) if config.exists() else {})
         self.end_tokens = self._end_tokens()
 
     def _end_tokens(self) -> frozenset[int]:
@@ -61,6 +61,9 @@ class Text:
         value = self.config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         return value if isinstance(value, str) else ""
+
+    def stream(self, stops: Sequence[str]) -> TextStream:
+        return TextStream(self.tokenizer, stops, self._silent)
 
     def encode(self, text: str) -> list[int]:
         """A plain text, with the BOS that the tokenizer adds by itself: one, even if the text has it already."""
@@ -98,8 +101,19 @@ class Text:
     @cached_property
     def _template(self):
         """Compiled as Hugging Face compiles it, in a sandbox: a template comes with the weights, from anywhere."""
-        import jinja2
+        import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Generation(jinja2.ext.Extension):
+            """{% generation %} marks what the assistant said, for those who train. Here it is what it encloses."""
+
+            tags: ClassVar = {"generation"}
+
+            def parse(self, parser):
+                line = next(parser.stream).lineno
+                return jinja2.nodes.Scope(
+                    parser.parse_statements(["name:endgeneration"], drop_needle=True), lineno=line
+                )
 
         def raise_exception(message: str):
             raise jinja2.TemplateError(message)
@@ -110,7 +124,7 @@ class Text:
             )
 
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
         )
         environment.filters["tojson"] = tojson
         environment.globals["raise_exception"] = raise_exception
@@ -122,35 +136,83 @@ class Text:
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text that the template makes of a conversation, up to where the assistant is to speak."""
-        import jinja2
-
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(f"a chat message is {message!r}, but it must be a mapping with a role and a content")
         if not self.has_template:
             raise ValueError("this model has no chat template; give it a plain text")
         specials = {name: self.special(name) for name in self.config if name.endswith("_token") and self.special(name)}
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        template = self._template
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **specials
+            return template.render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **specials
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program of somebody else's: anything can come out of it
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
 
 class TextStream:
-    """The text of one answer as it grows: `push` tokens, get pieces; `finish` gives what was held back."""
+    """The text of one answer as it grows: `push` tokens, get pieces; `finish` gives what was held back.
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, stops: Sequence[str] = ()):
+    Each token is decoded behind the few before it, because a decoder may put or drop a space between two tokens; what
+    it yields beyond theirs is new. Three kinds of tokens wait:
+
+        b"\\xf0\\x9f"  bytes that end within a character: until it is complete, or broken for good
+        <0xF0>       byte tokens, as tokenizers made from SentencePiece have them: one broken byte in a run of them
+                     spoils how the whole run decodes, so the run waits for its end
+        "Hel"        text that a stop string may begin with: until it is clear whether it does
+
+    (`tokenizers` has a DecodeStream, which knows the first kind. The second makes it show text that the whole does not
+    have, or raise.)
+    """
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, stops: Sequence[str] = (), silent: frozenset[int] | None = None
+    ):
+        """`silent` are the special tokens' ids, for those who have asked the tokenizer already."""
         self._tokenizer, self._stops = tokenizer, stops
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        self._held = ""  # decoded, but it may be the beginning of a stop string
-        self._decoded = 0  # characters that the decoder has yielded
+        self._silent = special_ids(tokenizer) if silent is None else silent
+        self._falls_back = tokenizer.token_to_id("<0x00>") is not None
+        self._context: list[int] = []  # the last tokens whose text is out
+        self._waiting: list[int] = []  # tokens whose text is not
+        self._held = ""  # text that is out of the decoder, but may be the beginning of a stop string
+        self._decoded = 0  # how many characters are out of the decoder
         self.stopped = False
 
     def push(self, token: int) -> str:
         """The text that can be shown now, perhaps none. After it, `stopped` tells whether a stop string came."""
-        return self._release(self._decoder.step(self._tokenizer, token) or "")
+        name = self._tokenizer.id_to_token(token)
+        if name is None or token in self._silent:
+            return ""
+        self._waiting.append(token)
+        if self._falls_back:
+            count = 0 if len(name) == 6 and name.startswith("<0x") else len(self._waiting)
+        else:
+            count = self._complete()
+        if count == 0:
+            return ""
+        done, self._waiting = self._waiting[:count], self._waiting[count:]
+        piece = self._decode(self._context + done)[len(self._decode(self._context)) :]
+        self._context = done[-1:] if self._falls_back else done[-4:]
+        return self._release(piece)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _complete(self) -> int:
+        """How many of the waiting tokens end at a character's end: all of them, or all but the last one's bytes.
+
+        A character has at most four bytes. Where the text can be cut without changing it, what stands before the cut
+        stays as it is, broken or not, whatever follows.
+        """
+        text = self._decode(self._waiting)
+        if not text.endswith("\ufffd"):
+            return len(self._waiting)
+        for count in range(len(self._waiting) - 1, max(len(self._waiting) - 5, 0), -1):
+            if self._decode(self._waiting[:count]) + self._decode(self._waiting[count:]) == text:
+                return count
+        return 0
 
     def _release(self, piece: str) -> str:
         self._decoded += len(piece)
@@ -164,16 +226,16 @@ class TextStream:
         return text[: len(text) - keep]
 
     def finish(self, tokens: list[int]) -> str:
-        """What is left at the end: what might have become a stop string, and the tokens of a broken character.
-
-        The decoder waits for the rest of a character that never comes. The decoded whole shows it as U+FFFD.
-        """
+        """What is left at the end: what might have become a stop string, and bytes of a character that never came."""
         if self.stopped:
             return ""
-        whole = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        shown = self._release(whole[self._decoded :])
+        shown = self._release(self._decode(tokens)[self._decoded :])
         held, self._held = self._held, ""
         return shown + held
+
+
+def special_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
+    return frozenset(token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special)
 
 
 def overlap(text: str, stop: str) -> int:

@@ -22,6 +22,8 @@ SHAPES = [
     {"num_key_value_heads": 4, "hidden_size": 96, "tie_word_embeddings": True},
     {"num_key_value_heads": 2, "head_dim": 64},
     {"model_type": "qwen3", "head_dim": 16, "hidden_size": 48},
+    # Widths that are no multiple of anything, where a BLAS treats the last rows and columns of a product differently.
+    {"num_key_value_heads": 1, "head_dim": 12, "hidden_size": 36, "intermediate_size": 33, "vocab_size": 275},
 ]
 
 

@@ -163,7 +163,7 @@ def test_dynamic_rope_beyond_the_trained_length_follows_each_requests_own_length
     )
     reference = Reference(folder)
     rng = np.random.default_rng(7)
-    asks = random_asks(rng, 24, longest=200, tokens=TOKENS)
+    asks = random_asks(rng, 40, longest=200, tokens=TOKENS)
     with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
         handles = run_schedule(engine, asks, rng)
     beyond = sum(len(ask.prompt) + ask.max_tokens > 40 for ask in asks)

@@ -1,0 +1,439 @@
+"""Conversations through a model's own template: the prompt that `transformers` would make of them, and no way out.
+
+The templates here are written in the manner of those that models are published with, down to their whitespace control.
+A prompt that differs by one space from the training is answered worse, and nothing says why. So texts and ids are held
+against `transformers`, and none of it may touch the network.
+"""
+
+import datetime
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from checkpoints import BOS, make_tokenizer
+from tokenizers import AddedToken, processors
+
+from checkpoint import ModelError
+from nanobatch import Text
+
+LLAMA2 = """\
+{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
+{% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
+{% for message in turns %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% if loop.first and system is not false %}\
+{% set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + message['content'] %}\
+{% else %}{% set content = message['content'] %}{% endif %}\
+{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
+{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}\
+{% endfor %}"""
+
+LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+CHATML = """\
+{% if not messages[0].role == 'system' %}{{ '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{% endif %}
+{% for message in messages %}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{% endfor %}
+{% if add_generation_prompt %}
+    {{ '<|im_start|>assistant\\n' }}
+{% endif %}
+"""
+
+MISTRAL = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('After the optional system message, conversation roles must alternate user/assistant') }}
+    {%- endif %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- else %}
+        {{- " " + message["content"] | trim + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+ZEPHYR = """\
+{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+
+EVERYTHING = """\
+{#- A comment, and all that a template may use. -#}
+{%- macro wrap(role, text) -%}
+    <|im_start|>{{ role }}
+{{ text }}<|im_end|>
+{%- endmacro -%}
+{%- set state = namespace(count=0, last=none, roles=[]) -%}
+{{ bos_token }}Today is {{ strftime_now('%d %b %Y') }}.
+  {% for message in messages %}
+    {%- if message.role == 'tool' %}{% continue %}{% endif %}
+    {%- if state.count >= 4 %}{{ ' ...' }}{% break %}{% endif %}
+    {%- set state.count = state.count + 1 %}
+    {%- set state.last = message.role %}
+    {%- set state.roles = state.roles + [message['role'] | upper] %}
+    {{+ wrap(message.role, message.content | trim) }}
+    {{- message | tojson }}
+    {{- message | tojson(indent=2) }}
+    {{- {'é': message.content, 'a': [1, none, true, '<&>\\u2028']} | tojson(sort_keys=true, separators=(',', ':')) }}
+    {{- message.content | tojson(ensure_ascii=true) }}
+  {% endfor %}
+{{ state.roles | join(', ') }}, {{ state.count }} turns, the last by {{ state.last }}
+{% if tools is none %}without tools{% else %}with tools{% endif %}
+{% if documents is none %}without documents{% endif %}
+{% if cls_token is defined %}{{ cls_token }}{% else %}no cls{% endif %}
+{{ unk_token is defined }} {{ pad_token }} {{ add_bos_token is defined }}
+{% for key, value in (messages | first).items() | sort %}{{ key }}={{ value | string | length }};{% endfor %}
+
+{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list | length }}
+{{- '\\n<|im_start|>assistant\\n' if add_generation_prompt }}
+"""
+
+TEMPLATES = {
+    "llama 2": LLAMA2,
+    "llama 3": LLAMA3,
+    "chatml": CHATML,
+    "mistral": MISTRAL,
+    "zephyr": ZEPHYR,
+    "everything": EVERYTHING,
+}
+WRITES_BOS = ("llama 3", "mistral", "everything")  # llama 2 writes one for each turn of the user
+
+
+def turns(*contents: str, system: str | None = None) -> list[dict]:
+    """A conversation: user and assistant in turn."""
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return head + [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+
+
+CONVERSATIONS = {
+    "one turn": turns("Hello!"),
+    "with a system prompt": turns("Hello!", system="You answer in one word."),
+    "three turns": turns("What is 1 + 1?", "2", "And 2 + 2?"),
+    "five turns and a system prompt": turns("a", "b", "c", "d", "e", system="Be terse."),
+    "unicode": turns("Grüße 👩‍👩‍👧, 中文？", "🇩🇪 e\u0301 \u2028", "क्षि\u00a0\ufffd", system="ÄÖÜ \U0001d518"),
+    "spaces at both ends": turns("  two before, one after ", "\n\tan answer \n", " ", system="  \n system \n "),
+    "empty": turns("", "", "", system=""),
+    "quotes, braces and markup": turns("{{ 1 + 1 }} {% raw %} \"'\\ <b>&amp;</b>", "{# #}", "</script>\r\n\r"),
+    "special tokens that the user types": turns("<s> </s> <|im_end|> [INST]", "<|eot_id|>", "<s>"),
+    "ends with the assistant": turns("Hello!", "Hi."),
+    "other fields": [{"role": "user", "content": "Hi", "name": "Ann", "n": 1.5, "tags": ["x", {"y": None}]}],
+}
+PLACES = ("a file", "the config", "the config's list")
+every_template = pytest.mark.parametrize("name", TEMPLATES)
+every_conversation = pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """A template is on the disk, with the model. Neither we nor the reference may look for it elsewhere."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a test touched the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def make_model(
+    folder: Path, template=None, place: str = "the config", adds_bos: bool = True, as_dict: bool = False, **config
+) -> Text:
+    """What of a model folder concerns its text. `as_dict` spells the special tokens as older configs do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    more = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in more])
+    if not adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config |= {"unk_token": None, "add_bos_token": adds_bos}
+    for name, token in (("bos_token", "<s>"), ("eos_token", "</s>"), ("pad_token", "</s>")):
+        config[name] = (
+            {"__type": "AddedToken", "content": token, "lstrip": False, "special": True} if as_dict else token
+        )
+    if place == "a file" and template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    elif place == "the config" and template is not None:
+        config["chat_template"] = template
+    elif template is not None:
+        others = [{"name": "rag", "template": "documents"}, {"name": "tool_use", "template": "tools"}]
+        config["chat_template"] = [others[0], {"name": "default", "template": template}, others[1]]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Text(folder, tokenizer.get_vocab_size())
+
+
+def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
+    """What `transformers` makes of the same folder and the same messages."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
+    return text, list(ids if isinstance(ids, list) else ids["input_ids"])
+
+
+# --- against transformers ----------------------------------------------------------------------------------------
+
+
+@every_conversation
+@every_template
+def test_a_conversation_is_the_text_and_the_ids_that_transformers_makes_of_it(tmp_path, name, messages):
+    """Whitespace control, filters that escape HTML, variables that are missing: each differs by a character or two."""
+    text = make_model(tmp_path, TEMPLATES[name])
+    before = json.dumps(messages)
+    assert (text.render(messages), text.encode_chat(messages)) == reference(tmp_path, messages)
+    assert len(text.render(messages)) > 8 and json.dumps(messages) == before
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("as_dict", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+@every_template
+def test_a_template_is_found_in_each_of_its_three_places(tmp_path, name, place, as_dict, adds_bos):
+    """Models are published with the template in a file, in the config, or there as one of several with names."""
+    text = make_model(tmp_path, TEMPLATES[name], place, adds_bos, as_dict)
+    messages = CONVERSATIONS["five turns and a system prompt"]
+    rendered = text.render(messages)
+    assert (rendered, text.encode_chat(messages)) == reference(tmp_path, messages)
+    assert text.has_template and "Be terse." in rendered
+    assert ("</s>" in rendered) == (name in ("llama 2", "mistral", "zephyr", "everything"))
+
+
+def test_a_template_in_a_file_wins_over_one_in_the_config(tmp_path):
+    """A model saved again by a newer library may have both, and the config's is the old one."""
+    text = make_model(tmp_path, "old", chat_template="old")
+    (tmp_path / "chat_template.jinja").write_text("new {{ messages[0].content }}")
+    text = Text(tmp_path, 300)
+    assert text.render(turns("x")) == reference(tmp_path, turns("x"))[0] == "new x"
+
+
+def test_special_tokens_are_found_in_the_file_that_older_models_have_for_them(tmp_path):
+    """Else `bos_token` is nothing in the template, and the prompt has no BOS at all."""
+    make_model(tmp_path, LLAMA3)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": LLAMA3}))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
+    )
+    text = Text(tmp_path, 300)
+    assert (text.render(turns("x")), text.encode_chat(turns("x"))) == reference(tmp_path, turns("x"))
+    assert text.encode_chat(turns("x")).count(BOS) == 1
+
+
+def test_the_date_is_that_of_today(tmp_path):
+    text = make_model(tmp_path, "{{ strftime_now('%Y-%m-%d') }}")
+    days = [str(datetime.date.today()), text.render(turns("x")), str(datetime.date.today())]
+    assert days[1] in (days[0], days[2])
+
+
+def test_a_field_that_is_null_is_one_that_is_missing(tmp_path):
+    """OpenAI's clients send `content: null` along with tool calls. The word "None" is not what the assistant said."""
+    messages = [*turns("Hi"), {"role": "assistant", "content": None}, *turns("And?")]
+    text = make_model(tmp_path, CHATML.replace("message.content", "(message.content or '')"))
+    assert text.render(messages) == reference(tmp_path, messages)[0]
+    text = make_model(tmp_path / "2", "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
+    assert text.render(messages) == reference(tmp_path / "2", messages)[0] == "user:Hi;assistant:;user:And?;"
+
+
+def test_the_tag_that_marks_the_assistants_part_is_understood(tmp_path):
+    """`{% generation %}` is a tag of Hugging Face's own: it marks what is trained on, and writes nothing itself."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}\n  {% generation %}\n{{ m.content }}{% endgeneration %}"
+        "\n{% else %}{{ m.content }}|{% endif %}{% endfor %}"
+    )
+    text = make_model(tmp_path, source)
+    assert text.render(turns("a", "b", "c")) == reference(tmp_path, turns("a", "b", "c"))[0]
+
+
+# --- BOS ---------------------------------------------------------------------------------------------------------
+
+
+@every_conversation
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("name", WRITES_BOS)
+def test_a_template_that_writes_bos_gives_one_even_if_the_tokenizer_adds_one(tmp_path, name, adds_bos, messages):
+    """A template's BOS and the tokenizer's make two, which is how a good model turns into a worse one in silence."""
+    ids = make_model(tmp_path, TEMPLATES[name], adds_bos=adds_bos).encode_chat(messages)
+    typed = sum(message["content"].count("<s>") for message in messages)
+    assert ids[0] == BOS and (ids.count(BOS) == 1 or typed)
+    assert ids[1] != BOS
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("name", ["chatml", "zephyr"])
+def test_a_template_that_writes_no_bos_gives_none(tmp_path, name, adds_bos):
+    """What the template writes is all: so it was in training, and so `transformers` does it."""
+    text = make_model(tmp_path, TEMPLATES[name], adds_bos=adds_bos)
+    assert BOS not in text.encode_chat(turns("Hello!", "Hi.", "Bye."))
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_llama_2_writes_one_bos_for_each_turn_of_the_user(tmp_path, adds_bos):
+    text = make_model(tmp_path, LLAMA2, adds_bos=adds_bos)
+    for count in (1, 2, 3):
+        messages = turns(*["x"] * (2 * count - 1))
+        assert text.encode_chat(messages).count(BOS) == text.render(messages).count("<s>") == count
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+def refusal(text: Text, messages, kind: type = ValueError) -> str:
+    """The one line with which a conversation is refused, by `render` and `encode_chat` alike."""
+    with pytest.raises(kind) as caught:
+        text.render(messages)
+    with pytest.raises(kind):
+        text.encode_chat(messages)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("template", [None, [], [{"name": "x"}], 17, {"default": "x"}])
+def test_a_model_without_a_template_refuses_a_conversation(tmp_path, template):
+    text = make_model(tmp_path, template)
+    assert not text.has_template
+    assert "no chat template" in refusal(text, turns("Hi"))
+    assert text.encode("Hi") == [BOS, *make_tokenizer().encode("Hi", add_special_tokens=False).ids]
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "words"),
+    [
+        ("llama 2", turns("a", "b")[::-1], "Roles must alternate"),
+        ("llama 2", turns("a") * 2, "Roles must alternate"),
+        ("mistral", turns("a", "b")[::-1], "conversation roles must alternate"),
+        ("mistral", [*turns("a", "b"), *turns("c", system="late")], "conversation roles must alternate"),
+    ],
+)
+def test_what_a_template_raises_is_what_the_caller_reads(tmp_path, name, messages, words):
+    assert words in refusal(make_model(tmp_path, TEMPLATES[name]), messages)
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ messages", "{% for m in messages %}", "x\n\n{% nonsense %}\ny", "{{ x | nonsense }}"]
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_template_with_a_syntax_error_is_a_broken_model_and_names_its_folder(tmp_path, place, source):
+    """The model is wrong and not the conversation: who asked cannot mend it, and must learn which model it is."""
+    text = make_model(tmp_path / "the-model", source, place)
+    message = refusal(text, turns("Hi"), ModelError)
+    assert "the-model" in message
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        ["Hi"],
+        [None],
+        [17],
+        [["user", "Hi"]],
+        [{}],
+        [{"content": "Hi"}],
+        [{"role": None, "content": "Hi"}],
+        [{"role": 1, "content": "Hi"}],
+        [*turns("Hi"), ("role", "user")],
+        "Hi",
+    ],
+)
+def test_messages_that_are_no_mappings_with_a_role_are_refused(tmp_path, messages):
+    assert "role" in refusal(make_model(tmp_path, CHATML), messages)
+
+
+@pytest.mark.parametrize("name", ["llama 2", "chatml", "mistral", "everything"])
+def test_a_message_without_content_is_refused_where_the_template_needs_it(tmp_path, name):
+    refusal(make_model(tmp_path, TEMPLATES[name]), [{"role": "user"}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 // 0 }}",
+        "{{ range(10 ** 6) | list }}",
+        "{{ '{nothing}'.format() }}",
+        "{{ '{0} {1}'.format(1) }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ messages.content.content }}",
+        "{{ 1 + 'a' }}",
+        "{{ strftime_now(1) }}",
+        "{{ messages | tojson(indent=messages) }}",
+        "{{ nothing() }}",
+        "{% include 'x' %}",
+    ],
+)
+def test_whatever_goes_wrong_in_a_template_is_a_refusal(tmp_path, source):
+    """A caller catches ValueError. Anything else from a template that came with the weights would end a server."""
+    refusal(make_model(tmp_path, source), turns("Hi"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ messages['__class__']['__base__'] }}",
+        "{{ ('' | attr('__class__')).__mro__ }}",
+        "{{ lipsum.__globals__['os'].popen('true').read() }}",
+        "{{ raise_exception.__globals__['__builtins__'] }}",
+        "{{ strftime_now.__globals__.json }}",
+        "{{ strftime_now.__code__.co_filename }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ '{x.__class__.__mro__}'.format_map({'x': ''}) }}",
+        "{{ ('{0.__class__.__mro__}' | attr('format'))('') }}",
+        "{{ (messages | map(attribute='__class__') | list)[0].mro() }}",
+        "{% set f = '{0.__class__.__mro__}'.format %}{{ f('') }}",
+        "{% set _ = messages.append(1) %}",
+        "{% set _ = messages[0].update({'role': 'x'}) %}",
+        "{% set _ = messages[0].pop('role') %}",
+    ],
+)
+def test_a_template_cannot_get_out_of_its_sandbox(tmp_path, source):
+    """Templates come with weights, from anywhere: rendering one must not be running its author's program."""
+    messages = turns("Hi")
+    message = refusal(make_model(tmp_path, source), messages)
+    assert "<class" not in message and "/" not in message.replace(str(tmp_path), "")
+    assert messages == turns("Hi")
+
+
+@pytest.mark.parametrize("attribute", ["__class__", "__init__", "__dict__", "__globals__", "__subclasses__", "_x"])
+@pytest.mark.parametrize("what", ["''", "messages", "raise_exception", "strftime_now", "range", "self"])
+def test_an_attribute_of_pythons_own_is_nothing_in_a_template(tmp_path, what, attribute):
+    text = make_model(tmp_path, f"[{{{{ {what}.{attribute} }}}}{{{{ {what}['{attribute}'] }}}}]")
+    try:
+        assert text.render(turns("Hi")) == "[]"
+    except ValueError as error:
+        assert "<" not in str(error)

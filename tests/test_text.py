@@ -1,0 +1,402 @@
+"""Tokens to text: the stream joins to the whole, shows no half character, keeps stop strings in, and stays cheap."""
+
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from functools import cache
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+from checkpoints import BOS, make_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from nanobatch import Text
+from text import TextStream
+
+BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
+ALPHABETS = (
+    "abcdefghij KLMNOP  0123456789.,;!?'\"-_/\\{}\n\t",
+    "etaoin shrdlu ",
+    "中文字符很多，这里是一些。日本語のテキスト한국어",
+    "éàüßñçøæÞŁžαβγδЖдиשלוםمرحباไทยမြန်မာ▁\u00a0\u200b",
+    ("e\u0301", "a\u0308\u0323", "n\u0303", "क्षि", "\u0301", "각"),
+    ("😀", "👍🏽", "👩‍👩‍👧‍👦", "🏳️‍🌈", "🇩🇪", "🇯🇵", "1️⃣", "𝔘", "𓀀", "\u200d", "\ufe0f"),
+    (BROKEN, BROKEN * 2, "�a", "\x00", "\x7f"),
+    "".join(map(chr, range(0x4E00, 0x9FFF, 5))),
+    "".join(map(chr, range(0x1F300, 0x1F650))),
+)
+
+
+def random_text(rng: random.Random, longest: int = 24) -> str:
+    """Characters from one to three alphabets: runs of the same kind, and kinds in turn."""
+    alphabets = rng.sample(ALPHABETS, rng.randint(1, 3))
+    return "".join(rng.choice(rng.choice(alphabets)) for _ in range(rng.randint(1, longest)))
+
+
+def corpus() -> list[str]:
+    rng = random.Random(0)
+    return [random_text(rng) for _ in range(2000)]
+
+
+def byte_bpe() -> Tokenizer:
+    """Byte-level BPE with merges, as Llama 3 and Qwen have it: a token may end in the middle of a character."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = [AddedToken(t, special=True) for t in ("<s>", "</s>")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=alphabet, special_tokens=specials, show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    return tokenizer
+
+
+def sentencepiece() -> Tokenizer:
+    """BPE over characters as Llama 2 has it: '▁' for a space, and characters it does not know as one token a byte."""
+    normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizer
+    counts = Counter(char for text in corpus() for char in text if char not in f"{BROKEN}\n")
+    known = sorted(counts, key=lambda char: (-counts[char], char))[
+        :110
+    ]  # the trainer's own limit breaks ties by chance
+    trainer = trainers.BpeTrainer(vocab_size=250, max_token_length=8, show_progress=False)
+    trained.train_from_iterator(["".join(char for char in text if char in known) for text in corpus()], trainer)
+    model = json.loads(trained.to_str())["model"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
+    vocab = {piece: n for n, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    return tokenizer
+
+
+TOKENIZERS = {"bytes": cache(make_tokenizer), "byte BPE": cache(byte_bpe), "sentencepiece": cache(sentencepiece)}
+every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
+
+
+def stream(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[str], str]:
+    """The pieces that pushing each id gave, and what was held back to the end."""
+    text = TextStream(tokenizer)
+    pieces = [text.push(token) for token in ids]
+    return pieces, text.finish(ids)
+
+
+# --- pieces and the whole ----------------------------------------------------------------------------------------
+
+
+def test_the_tokenizers_here_are_the_sharp_ones():
+    """With tokens that end within a character, and tokens of several: else the tests below would show nothing."""
+    rng = random.Random(1)
+    texts = [random_text(rng) for _ in range(300)]
+    for name, make in TOKENIZERS.items():
+        tokenizer = make()
+        ids = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False).ids]
+        singles = [tokenizer.decode([token]) for token in ids]
+        assert sum(BROKEN in single for single in singles) > 1000, name
+        assert name == "bytes" or sum(len(single) > 1 and BROKEN not in single for single in singles) > 300, name
+        assert name != "byte BPE" or sum(len(single) > 1 and BROKEN in single for single in singles) > 100
+
+
+@pytest.mark.parametrize(("name", "count"), [("bytes", 3000), ("byte BPE", 3500), ("sentencepiece", 3500)])
+def test_over_ten_thousand_random_texts_pieces_join_to_the_whole_and_none_ends_within_a_character(name, count):
+    """Decoding token by token shows U+FFFD for each half of a character, and loses the spaces of SentencePiece."""
+    tokenizer, rng, done = TOKENIZERS[name](), random.Random(2), 0
+    for _ in range(count):
+        text = random_text(rng)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        assert whole == text.replace("▁", " " if name == "sentencepiece" else "▁")  # what we are compared with is sound
+        pieces, rest = stream(tokenizer, ids)
+        assert "".join(pieces) + rest == whole, (text, pieces, rest)
+        assert BROKEN in text or not any(BROKEN in piece for piece in pieces), (text, pieces)
+        done += 1
+    assert done == count
+
+
+@every_tokenizer
+def test_text_is_shown_with_the_token_that_completes_it(name):
+    """Holding all back to the end would join to the whole, too."""
+    tokenizer, rng, shown = TOKENIZERS[name](), random.Random(3), 0
+    for _ in range(300):
+        text = "".join(rng.choice("etaoinshrd" if name == "sentencepiece" else "etaé中😀\n ") for _ in range(30))
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        whole = TextStream(tokenizer)
+        joined = ""
+        for n, token in enumerate(ids, start=1):
+            joined += whole.push(token)
+            decoded = tokenizer.decode(ids[:n])
+            assert joined == decoded or decoded.endswith(BROKEN)
+            shown += joined == decoded
+        assert joined == text and whole.finish(ids) == ""
+    assert shown > 3000
+
+
+@every_tokenizer
+def test_tokens_drawn_at_random_join_to_the_whole_decode_wherever_they_are_cut(name):
+    """A model may say anything, at high temperature: bytes that are no UTF-8 may neither raise nor get lost."""
+    tokenizer, rng = TOKENIZERS[name](), random.Random(4)
+    size = tokenizer.get_vocab_size() + 8  # an embedding is often padded beyond the ids that mean something
+    byte_ids = range(3, 259) if name == "sentencepiece" else range(256)
+    wrong, broken = [], 0
+    for _ in range(2000):
+        ids = [rng.choice(byte_ids) if rng.random() < 0.7 else rng.randrange(size) for _ in range(rng.randint(1, 12))]
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        broken += BROKEN in whole
+        try:
+            pieces, rest = stream(tokenizer, ids)
+        except Exception as error:
+            wrong.append((ids, str(error)))
+            continue
+        if "".join(pieces) + rest != whole:
+            wrong.append((ids, pieces, rest, whole))
+    assert broken > 1000
+    assert not wrong, f"{len(wrong)} of 2000; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
+
+
+@every_tokenizer
+def test_a_text_cut_off_within_a_character_joins_to_the_whole_decode(name):
+    """An answer that ends at max_tokens may end anywhere: after every token of every text."""
+    tokenizer, rng, cuts, wrong = TOKENIZERS[name](), random.Random(5), 0, []
+    for _ in range(300):
+        ids = tokenizer.encode(random_text(rng, 10), add_special_tokens=False).ids
+        for end in range(len(ids) + 1):
+            pieces, rest = stream(tokenizer, ids[:end])
+            whole = tokenizer.decode(ids[:end], skip_special_tokens=True)
+            cuts += 1
+            if "".join(pieces) + rest != whole:
+                wrong.append((ids[:end], pieces, rest, whole))
+    assert cuts > 1500
+    assert not wrong, f"{len(wrong)} of {cuts}; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
+
+
+@every_tokenizer
+def test_special_tokens_stay_out_of_the_text_even_within_a_character(name):
+    """With ignore_eos an answer goes on after `</s>`, and its text must not say so."""
+    tokenizer, rng, put = TOKENIZERS[name](), random.Random(6), 0
+    specials = [tokenizer.token_to_id(token) for token in ("<s>", "</s>")]
+    for _ in range(500):
+        ids = tokenizer.encode(random_text(rng), add_special_tokens=False).ids
+        whole = tokenizer.decode(ids)
+        for _ in range(rng.randint(1, 4)):
+            ids.insert(rng.randint(0, len(ids)), rng.choice(specials))
+            put += 1
+        pieces, rest = stream(tokenizer, ids)
+        assert "".join(pieces) + rest == whole
+    assert put > 1000
+
+
+# --- stop strings ------------------------------------------------------------------------------------------------
+
+
+def expected(text: str, stops: list[str]) -> tuple[str, bool, int]:
+    """What is to be shown, whether a stop string came, and how many characters it took to see it. By brute force."""
+    for end in range(1, len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):  # of those that are complete here, the one that begins first
+            if text[:end].endswith(stop):
+                return text[: end - len(stop)], True, end
+    return text, False, len(text)
+
+
+def byte_names() -> list[str]:
+    """Byte -> the character that stands for it in a byte-level vocabulary."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(rest)) for byte in range(256)]
+
+
+class Pieces:
+    """A tokenizer in which every stretch of the bytes of one text is a token, so that it can be cut anywhere."""
+
+    def __init__(self, text: str):
+        names = "".join(byte_names()[byte] for byte in text.encode())
+        self.length = len(names)
+        spans = [(start, end) for start in range(self.length) for end in range(start + 1, self.length + 1)]
+        vocab = {piece: n for n, piece in enumerate(sorted({names[start:end] for start, end in spans}))}
+        self.ids = {(start, end): vocab[names[start:end]] for start, end in spans}
+        self.tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=names[0]))
+        self.tokenizer.decoder = decoders.ByteLevel()
+
+    def cut(self, places: tuple[int, ...]) -> list[int]:
+        return [self.ids[span] for span in pairwise((0, *places, self.length))]
+
+
+def random_stops(rng: random.Random, text: str, alphabet: str) -> list[str]:
+    """One to four stop strings: parts of the text, parts with an end that does not come, and others."""
+    stops = []
+    for _ in range(rng.randint(1, 4)):
+        start, length = rng.randrange(len(text)), rng.randint(1, 5)
+        part = text[start : start + length]
+        other = "".join(rng.choice(alphabet) for _ in range(length))
+        stops.append(rng.choice((part, part + rng.choice(alphabet), other + rng.choice(alphabet) * 2)))
+    return stops
+
+
+def all_cuts(rng: random.Random, length: int) -> list[tuple[int, ...]]:
+    """Every way to cut a short text into tokens; for a longer one, every place alone, all together, and some more."""
+    places = range(1, length)
+    if length <= 7:
+        return [cut for count in range(length) for cut in combinations(places, count)]
+    some = [tuple(sorted(rng.sample(places, rng.randint(2, length - 2)))) for _ in range(30)]
+    return [(), *((place,) for place in places), tuple(places), *some]
+
+
+def test_a_stop_string_cut_into_tokens_at_every_place_ends_the_text_before_it_and_never_leaks():
+    """One looked for in each piece alone is missed if it spans two; one that is waited for too late has been shown."""
+    rng, wrong = random.Random(7), []
+    cases = stopped_cases = cut_stops = 0
+    for _ in range(400):
+        alphabet = rng.choice(("ab", "abc", "a\n ", "aé", "é中", "a😀", "🇩🇪👩", "ab<|>"))
+        text = "".join(rng.choice(alphabet) for _ in range(rng.randint(2, 10)))
+        stops = random_stops(rng, text, alphabet)
+        shown, stops_here, end = expected(text, stops)
+        begin, end = len(shown.encode()), len(text[:end].encode())
+        whole_characters = {len(text[:n].encode()) for n in range(len(text) + 1)}
+        pieces = Pieces(text)
+        for cut in all_cuts(rng, pieces.length):
+            stream, ids, out, seen = TextStream(pieces.tokenizer, stops), pieces.cut(cut), [], 0
+            for token, place in zip(ids, (*cut, pieces.length), strict=True):
+                out.append(stream.push(token))
+                seen = place
+                if stream.stopped:
+                    break
+            in_time = next(place for place in (*cut, pieces.length) if place >= end and place in whole_characters)
+            late = stops_here and not (stream.stopped and seen <= in_time)
+            out.append(stream.finish(ids))
+            if late or "".join(out) != shown or stream.stopped != stops_here:
+                wrong.append((text, stops, cut, out, shown))
+            cases += 1
+            stopped_cases += stops_here
+            cut_stops += stops_here and any(begin < place < end for place in cut)
+    assert cases > 10_000 and stopped_cases > 8_000 and cases - stopped_cases > 2_000 and cut_stops > 5_000
+    assert not wrong, f"{len(wrong)} of {cases}; the first: {wrong[0]}"
+
+
+@every_tokenizer
+def test_stop_strings_in_the_tokens_of_a_real_tokenizer_end_the_text_before_them(name):
+    """Where merges, spaces and byte tokens decide what a token is."""
+    tokenizer, rng, stopped, wrong = TOKENIZERS[name](), random.Random(8), 0, []
+    for _ in range(1000):
+        text = random_text(rng)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        whole = tokenizer.decode(ids)
+        stops = random_stops(rng, whole, text)
+        shown, stops_here, _ = expected(whole, stops)
+        stream, out = TextStream(tokenizer, stops), []
+        for token in ids:
+            out.append(stream.push(token))
+            if stream.stopped:
+                break
+        out.append(stream.finish(ids))
+        if "".join(out) != shown or stream.stopped != stops_here:
+            wrong.append((text, stops, out, shown))
+        stopped += stops_here
+    assert 300 < stopped < 900
+    assert not wrong, f"{len(wrong)} of 1000; the first: {wrong[0]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown"),
+    [
+        ("say END now", ["END"], "say "),
+        ("ababac", ["abac"], "ab"),  # what looked like the stop string was one character of it too early
+        ("xabcx", ["abcx", "bc"], "xa"),  # the one that is complete first, though it begins later
+        ("xabcx", ["bc", "abc"], "x"),  # complete at once: the one that begins first
+        ("aaaa", ["aaa"], ""),
+        ("the en", ["end"], "the en"),  # no stop string after all
+        ("\n\n", ["\n\n"], ""),
+        ("a👍🏽b", ["🏽"], "a👍"),
+    ],
+)
+def test_stop_strings_worked_out_by_hand(text, stops, shown):
+    """The cases above are held against a reference; these hold the reference."""
+    assert expected(text, stops)[:2] == (shown, text != shown)
+    pieces = Pieces(text)
+    stream, ids = TextStream(pieces.tokenizer, stops), pieces.cut(tuple(range(1, pieces.length)))
+    out = []
+    for token in ids:
+        out.append(stream.push(token))
+        if stream.stopped:
+            break
+    assert "".join(out) + stream.finish(ids) == shown and stream.stopped == (text != shown)
+
+
+# --- cost --------------------------------------------------------------------------------------------------------
+
+ENDLESS = {
+    "text": "The quick brown fox, 中文 and 😀.\n",
+    "text with a stop string that is always about to come": "a",
+    "lines": "\n",
+    "special tokens": "</s>",
+    "broken characters": b"\xff",
+}
+
+
+def endless_ids(name: str, kind: str) -> list[int]:
+    tokenizer, text = TOKENIZERS[name](), ENDLESS[kind]
+    if isinstance(text, bytes):
+        return [tokenizer.token_to_id("<0xFF>" if name == "sentencepiece" else byte_names()[text[0]])]
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+@every_tokenizer
+def test_a_token_costs_the_same_late_in_an_answer_as_at_its_start(name, kind):
+    """A stream that decodes all again for each token makes long answers quadratic. Old and new are timed in turn."""
+    tokenizer, ids = TOKENIZERS[name](), endless_ids(name, kind)
+    stops = ["a" * 40 + "b"]
+    many = 1_500 if kind in ("special tokens", "broken characters") else 20_000
+    old, times = TextStream(tokenizer, stops), {"old": [], "new": []}
+    for n in range(many):
+        old.push(ids[n % len(ids)])
+    for _ in range(8):
+        new = TextStream(tokenizer, stops)
+        for n in range(50):
+            for age, stream in (("old", old), ("new", new)):
+                start = time.perf_counter()
+                stream.push(ids[(n + many * (age == "old")) % len(ids)])
+                times[age].append(time.perf_counter() - start)
+    assert statistics.median(times["old"]) < 8 * statistics.median(times["new"])
+
+
+# --- BOS ---------------------------------------------------------------------------------------------------------
+
+
+def make_text(folder: Path, adds_bos: bool, **config) -> Text:
+    tokenizer = make_tokenizer()
+    if not adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Text(folder, tokenizer.get_vocab_size())
+
+
+@pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "lstrip": False, "__type": "AddedToken"}])
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("begins_with_bos", [True, False])
+def test_a_prompt_has_bos_once_if_the_tokenizer_adds_it_or_the_text_has_it(tmp_path, begins_with_bos, adds_bos, bos):
+    """A text copied from a rendered template begins with `<s>`. Two of them are a prompt that no model was trained on.
+
+    Where neither adds it, there is none: a model such as Qwen was trained without.
+    """
+    text = make_text(tmp_path, adds_bos, bos_token=bos)
+    ids = text.encode("<s>Hé" if begins_with_bos else "Hé")
+    assert ids.count(BOS) == (begins_with_bos or adds_bos)
+    assert ids[ids.count(BOS) :] == make_tokenizer().encode("Hé", add_special_tokens=False).ids
+    assert len(text.encode("")) == adds_bos and text.encode("<s>") == [BOS]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_only_a_bos_at_the_start_is_one_too_many(tmp_path, adds_bos):
+    """What stands within a text is its author's: a few-shot prompt may begin each example with `<s>`."""
+    text = make_text(tmp_path, adds_bos, bos_token="<s>")
+    assert text.encode("a<s>b<s><s>").count(BOS) == 3 + adds_bos
+    assert make_text(tmp_path, adds_bos).encode("<s><s>a").count(BOS) == 2 + adds_bos  # none named, none removed
