@@ -106,7 +106,7 @@ def read_json(path: Path) -> dict:
         raise ModelError(f"{path} cannot be read ({error}); download it again.") from None
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is {_what_is(text.encode()) or f'not JSON ({error})'}; download it again.") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again.")
@@ -124,8 +124,8 @@ class _Fields:
         value = default if value is None else value
         if value is None:
             raise ModelError(f"{self.path} lacks {key!r}; download it again.")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ModelError(f"{self.path}: {key} = {value!r} is not a number.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 2**62:
+            raise ModelError(f"{self.path}: {key} = {str(value)[:40]} is not a number, or not one that can be.")
         if value != kind(value) or value < least:
             raise ModelError(f"{self.path}: {key} = {value!r}, but it must be {kind.__name__} and at least {least}.")
         return kind(value)
@@ -236,10 +236,14 @@ def _rope(fields: _Fields, max_positions: int) -> Rope:
 
 def find(model: str) -> Path:
     """The folder of a model: "demo", a path, or a hub id such as `mlx-community/Llama-3.2-1B-Instruct-4bit`."""
-    path = DEMO if model == "demo" else Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    try:
+        path = DEMO if model == "demo" else Path(model).expanduser()
+        if path.is_dir():
+            return path
+        exists = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a name no file can have, or nobody's home
+        raise ModelError(f"{model[:80]!r} is no folder ({error.args[-1]}); name one, or a hub id.") from None
+    if exists:
         raise ModelError(f"{path} is a file; name the folder that holds config.json.")
     if model == "demo":
         raise ModelError(f"{path} is missing; the demo model comes with the checkout. Name a model of your own.")
@@ -302,10 +306,15 @@ def read_header(path: Path) -> dict[str, dict]:
                 begin, stop = entry["data_offsets"]
                 if (kind := DTYPES.get(entry["dtype"])) and stop - begin != math.prod(entry["shape"]) * kind.size:
                     raise ValueError(f"{name}: {stop - begin} bytes for the shape {entry['shape']}")
-            end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            end = 0
+            for begin, stop in sorted(entry["data_offsets"] for entry in entries.values()):
+                if begin != end or stop < begin:
+                    raise ValueError(f"data at {begin}, where {end} is next")
+                end = stop
+            end += 8 + length
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; download the model again.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path} has a broken header ({error}); download it again.") from None
@@ -324,7 +333,9 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
         if not isinstance(places, dict) or not places:
             raise ModelError(f"{index} has no weight_map; download it again.")
         for tensor, file in places.items():
-            files.setdefault(folder / str(file), set()).add(tensor)
+            if not isinstance(file, str) or Path(file).name != file or len(file) > 200:
+                raise ModelError(f"{index}: {tensor} is said to be in {str(file)[:80]!r}; download it again.")
+            files.setdefault(folder / file, set()).add(tensor)
         for file in files:
             if not file.exists():
                 raise ModelError(f"{file} is missing, but {index.name} names it; download the model again.")
@@ -349,6 +360,8 @@ class Weights:
                 if entry.get("dtype") not in DTYPES:
                     raise ModelError(f"{path}: {name} is {entry.get('dtype')!r}. Supported: {', '.join(DTYPES)}.")
                 self.entries[name], self.files[name] = entry, path
+        if not self.entries:
+            raise ModelError(f"{folder}: its weight files hold no tensors; download the model again.")
         self._lazy: dict[Path, dict[str, mx.array]] = {}
 
     @property
@@ -366,12 +379,14 @@ class Weights:
 
     def check_against(self, config: Config) -> None:
         """Every tensor that the config implies is there in its shape, and no other."""
+        folder = next(iter(self.files.values())).parent
+        last = f"model.layers.{config.layers - 1}.input_layernorm.weight"
+        if last not in self.entries:  # asked first, lest a config with a million layers takes a minute to refuse
+            raise ModelError(f"{folder} lacks the tensor {last}; download it again.")
         expected = config.tensors()
         for name, shape in expected.items():
             if name not in self.entries:
-                raise ModelError(
-                    f"{next(iter(self.files.values())).parent} lacks the tensor {name}; download it again."
-                )
+                raise ModelError(f"{folder} lacks the tensor {name}; download it again.")
             module = name.removesuffix(".weight")
             if f"{module}.scales" in self.entries:
                 self._check_quantized(module, shape)
@@ -410,7 +425,10 @@ class Weights:
         """One tensor, read now, with its numbers checked. Taken once: its memory is the caller's from here on."""
         path = self.files[name]
         if path not in self._lazy:
-            self._lazy[path] = mx.load(str(path))
+            try:
+                self._lazy[path] = mx.load(str(path))
+            except RuntimeError as error:
+                raise ModelError(f"{path} cannot be read ({error}); download it again.") from None
         array = self._lazy[path].pop(name)
         # One pass tells all: the largest magnitude is NaN or inf if any number is, and 0 if all of them are.
         # (Packed integers, biases and quantization offsets may well be all zero.)

@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import math
+import os
 import sys
 import threading
 import time
@@ -482,15 +483,15 @@ class Handle:
         self._show(self._stream.push(token))
         return "stop" if self._stream.stopped else None
 
-    def _flush(self) -> None:
-        """At the end: the text that was held back."""
+    def _flush(self, tell: bool = True) -> None:
+        """At the end: the text that was held back. The listener is told if it is a step that ends the answer."""
         ended_by_token = self.tokens and self.tokens[-1] in self._ends
-        self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens))
+        self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens), tell)
 
-    def _show(self, piece: str) -> None:
+    def _show(self, piece: str, tell: bool = True) -> None:
         if piece:
             self._pieces.append(piece)
-            if self._listener:
+            if tell and self._listener:
                 self._listener(self, piece)
 
 
@@ -674,15 +675,11 @@ class Engine:
                     flight, self._flight = self._flight, flight
                 if flight:
                     self._commit(flight)
-            except Exception as error:
-                if plan is None:  # not a step that failed, but the scheduler: nothing can be trusted
-                    self._abandon(error)
-                else:
-                    self._fail(plan, flight, error)
+            except BaseException as error:
+                self._recover(plan, flight, error)
+                if not isinstance(error, Exception):
+                    raise  # Ctrl-C is for the whole program
                 return True
-            except BaseException as error:  # Ctrl-C, which may have broken off anything half way
-                self._abandon(error)
-                raise
         return bool(plan or flight)
 
     def _plan(self, now: float) -> tuple[Plan | None, list[tuple[int, int, int]]]:
@@ -819,9 +816,9 @@ class Engine:
             if reason == "stop" or request.committed == request.max_tokens:
                 handle._flush()
             return reason
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
+        except BaseException as error:  # a panic in the tokenizer's Rust is no Exception, nor is a listener's sys.exit
             handle.error = describe(error)
             return "error"
 
@@ -857,9 +854,20 @@ class Engine:
             )
         )
 
-    def _fail(self, plan: Plan, flight: Flight | None, error: Exception) -> None:
+    def _recover(self, plan: Plan | None, flight: Flight | None, error: BaseException) -> None:
+        """After an exception in a step: end as few as possible, and all if nothing can be trusted."""
+        if not isinstance(error, Exception) or not (plan or flight):  # Ctrl-C at any line, or a fault of the scheduler
+            self._abandon(error)
+            return
+        try:
+            self._fail(plan, flight, error)
+        except BaseException as worse:  # no memory for a new slab, or Ctrl-C now
+            self._abandon(worse)
+            raise
+
+    def _fail(self, plan: Plan | None, flight: Flight | None, error: Exception) -> None:
         """A step raised. All who were in it end with the error; nobody else does, and the engine goes on."""
-        lost = [plan]
+        lost = [plan] if plan else []
         if flight is None and self._flight:  # the new step could not be built; the one before may be quite all right
             flight, self._flight = self._flight, None
             with suppress(Exception):
@@ -881,20 +889,27 @@ class Engine:
                 handle.error = None if error is None else describe(error)
                 handle._request.finish_reason = handle._request.finish_reason or reason
             self._handles.clear()
-            self._dirty = dict.fromkeys(range(len(self.sched.owners)), (0, self.sched.max_len))
+            rows = slab_sizes(self.model.config, 1, self.sched.max_len, self.sched.chunk)[3]
+            self._dirty = dict.fromkeys(range(len(self.sched.owners)), (0, rows))
             self._flight = None
             self._state.notify_all()
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """End a request from outside a step."""
+        """End a request from outside a step, in whatever thread: so its listener is not called."""
         with self._state:
-            if handle := self._handles.get(request.id):
+            handle = self._handles.get(request.id)
+            if handle is None:
+                return
+            try:
                 handle.error = error
                 with suppress(Exception):
-                    handle._flush()
+                    handle._flush(tell=False)
                 self.sched.finish(request, reason, self.clock())
                 self._retire(request)
                 self._state.notify_all()
+            except BaseException as interrupt:  # Ctrl-C half way
+                self._abandon(interrupt)
+                raise
 
     # --- what everybody may call, from any thread
 
@@ -926,11 +941,15 @@ class Engine:
             request = Request(self._next_id, ids, max_tokens, self.clock())
             request.shares = rope.type != "dynamic" or len(ids) <= rope.original_length
             self._next_id += 1
-            handle = self._handles[request.id] = Handle(self, request, sampling, listener)
+            handle = Handle(self, request, sampling, listener)
             try:
+                self._handles[request.id] = handle
                 self.sched.submit(request)
-            except BaseException:
+            except Exception:  # it does not fit, or the line is full
                 del self._handles[request.id]
+                raise
+            except BaseException as interrupt:  # Ctrl-C half way
+                self._abandon(interrupt)
                 raise
             self._state.notify_all()
         return handle
@@ -994,10 +1013,10 @@ class Engine:
                     self._state.wait_for(lambda: self._stopping or self._has_work())
                     if self._stopping:
                         return
-                self.step()
-        except BaseException as error:  # not even a new slab could be made: nobody may be left waiting
-            self._abandon(error)
-            raise
+                # What step lets through (not even a new slab could be made) has ended all there was. Go on: this
+                # thread must not die while somebody may come and wait for it.
+                with suppress(BaseException):
+                    self.step()
         finally:
             with self._state:
                 self._thread = None
@@ -1020,7 +1039,8 @@ class Engine:
             with self._state:
                 left = deadline - time.monotonic()
                 if self._thread:
-                    self._state.wait_for(lambda: ready() or not self._thread, None if timeout is None else left)
+                    patience = min(left, threading.TIMEOUT_MAX)
+                    self._state.wait_for(lambda: ready() or not self._thread, patience)
                 if ready():
                     return True
                 if left <= 0:
@@ -1075,8 +1095,8 @@ class Engine:
 
 
 def check_count(name: str, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name} = {value!r}, but it must be a whole number of at least 1")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
+        raise ValueError(f"{name} = {value!r}, but it must be a whole number of at least 1 and below 2^31")
 
 
 def slab_sizes(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
@@ -1168,8 +1188,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Stream the answers in the prompts' order, while all of them run. 2 if the input was at fault."""
     args = parse_arguments(arguments)
     handles: list[Handle] = []
+    if sys.stdin is None:  # closed by the caller: then the first file to be opened would pass for standard input
+        os.open(os.devnull, os.O_RDONLY)
     try:
-        prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt or ["-"]]
+        stdin = sys.stdin.read() if sys.stdin and "-" in (args.prompt or ["-"]) else ""
+        prompts = [stdin if prompt == "-" else prompt for prompt in args.prompt or ["-"]]
         slots = min(len(prompts), 8) if args.slots is None else args.slots
         settings = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop")
         sampling = Sampling(**{name: getattr(args, name) for name in settings}, ignore_eos=args.ignore_eos)
@@ -1193,6 +1216,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         sys.stdout = None  # so that Python does not try to flush it at exit
         return 141
+    except OSError as error:  # a full disk
+        sys.stdout = None
+        print(f"nanobatch: the answer cannot be written: {error}", file=sys.stderr)
+        return 1
     return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
 
 

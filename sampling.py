@@ -23,6 +23,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import NamedTuple
 
 from blas import mx
@@ -58,7 +59,7 @@ class Sampling:
     def __post_init__(self):
         if self.max_tokens is not None:
             self._check("max_tokens", int, 1)
-        self._check("temperature", float, 0)
+        self._check("temperature", float, 0, 1e6)
         self._check("top_p", float, 0, 1)
         if self.top_p == 0:
             raise ValueError("top_p = 0 keeps no token; it must be above 0 and at most 1")
@@ -81,6 +82,7 @@ class Sampling:
         limits = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
         if isinstance(value, bool) or not isinstance(value, number) or not least <= value <= most or value == math.inf:
             raise ValueError(f"{name} = {value!r}, but it must be {what} {limits}")
+        object.__setattr__(self, name, kind(value))
 
     def _check_stop(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, (str, int)) else self.stop
@@ -97,8 +99,12 @@ class Sampling:
         for token, bias in self.logit_bias.items():
             if type(token) is not int or isinstance(bias, bool) or not isinstance(bias, (int, float)):
                 raise ValueError(f"logit_bias holds {token!r}: {bias!r}, but it must map token ids to numbers")
-            if not math.isfinite(bias):
-                raise ValueError(f"logit_bias for token {token} is {bias}, but it must be finite (-1000 forbids)")
+            if not -1e9 <= bias <= 1e9:
+                raise ValueError(
+                    f"logit_bias for token {token} is {str(bias)[:12]}, but it must be within 1e9 (-1000 forbids)"
+                )
+        # A copy: what has been checked must not change any more.
+        object.__setattr__(self, "logit_bias", MappingProxyType({t: float(b) for t, b in self.logit_bias.items()}))
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -201,7 +207,7 @@ def draw(x: mx.array, picks: list[Pick], group: str) -> mx.array:  # (n, V) -> (
         order = mx.argsort(-short, axis=-1)
         ids = order if ids is None else mx.take_along_axis(ids, order, axis=-1)  # (n, most), the likeliest first
         kept = mx.take_along_axis(short, order, axis=-1)
-        keep = mx.arange(most) < column([s.top_k or most for s in settings])
+        keep = mx.arange(most) < column([min(s.top_k or most, most) for s in settings])
         if any(s.top_p < 1 for s in settings):
             p = mx.exp(kept - mx.logsumexp(x, axis=-1, keepdims=True))
             above = mx.cumsum(p, axis=-1, inclusive=False)  # the probability of all that are likelier
@@ -210,7 +216,7 @@ def draw(x: mx.array, picks: list[Pick], group: str) -> mx.array:  # (n, V) -> (
             keep &= kept - kept[:, :1] >= column([math.log(s.min_p) if s.min_p else -math.inf for s in settings])
         kept = mx.where(keep, kept, -mx.inf)
     best = kept.max(axis=-1, keepdims=True)
-    weights = mx.exp((kept - best) / column([s.temperature for s in settings]))
+    weights = mx.exp((kept - best) / column([max(s.temperature, 1e-6) for s in settings]))
     sums = mx.cumsum(weights, axis=-1)
     u = column([uniform(pick.seed, pick.index) for pick in picks])
     place = (sums <= u * sums[:, -1:]).sum(axis=-1, keepdims=True)

@@ -90,7 +90,7 @@ class Text:
     def _source(self) -> str | None:
         """The template's text: a file of its own, or in the config, alone or as one of several with names."""
         path = self.folder / "chat_template.jinja"
-        if path.exists():
+        if path.is_file():
             return path.read_text(encoding="utf-8")
         source = self.config.get("chat_template")
         if isinstance(source, list):
@@ -149,7 +149,7 @@ class Text:
                 messages=messages, add_generation_prompt=True, tools=None, documents=None, **specials
             )
         except Exception as error:  # a template is a program of somebody else's: anything can come out of it
-            raise ValueError(f"the chat template refuses these messages: {error}") from None
+            raise ValueError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from None
 
 
 class TextStream:

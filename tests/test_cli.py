@@ -103,6 +103,10 @@ def test_no_option_changes_the_answer(model, option):
         (["--max-tokens", "2000"], "slot holds"),
         (["--slots", "0"], "slots = 0"),
         (["--max-len", "-1"], "max_len = -1"),
+        (["--max-len", "1" + "0" * 23], "max_len = 1"),
+        (["--slots", "1" + "0" * 19], "slots = 1"),
+        (["--model", "x" * 400], "xxx"),
+        (["--model", "~nobody/x"], "~nobody/x"),
         (["--max-len", "999999999"], "--max-len"),
         (["--temperature", "-1"], "temperature = -1"),
         (["--temperature", "nan"], "temperature = nan"),
@@ -134,6 +138,9 @@ def test_a_mistake_gets_its_line_and_exit_code_2(model, arguments, words):
         ("model.safetensors", None, "model*.safetensors"),
         ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         ("model.safetensors", b"<!DOCTYPE html>", "HTML"),
+        ("config.json", b"[" * 100_000, "config.json"),
+        ("config.json", b'{"model_type": "llama", "hidden_size": 1' + b"0" * 400 + b"}", "hidden_size"),
+        ("model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "no tensors"),
         ("tokenizer.json", None, "tokenizer.json is missing"),
         ("tokenizer.json", b"[]", "not a tokenizer"),
     ],
@@ -143,6 +150,15 @@ def test_a_broken_model_gets_its_line_and_exit_code_2(model, tmp_path, file, con
     (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
     done = run("--model", str(folder), "--prompt", "x")
     assert done.returncode == 2 and len(lines(done.stderr)) == 1 and words in lines(done.stderr)[0]
+
+
+def test_no_standard_input_and_a_full_disk_get_their_line(model):
+    command = f"{sys.executable} {ROOT}/nanobatch.py --model {model} --max-tokens 4"
+    done = subprocess.run(f"{command} <&-", shell=True, capture_output=True, timeout=60)
+    assert done.returncode == 2 and "empty" in lines(done.stderr)[-1]
+    if Path("/dev/full").exists():
+        done = subprocess.run(f"{command} --prompt x >/dev/full", shell=True, capture_output=True, timeout=60)
+        assert done.returncode == 1 and "cannot be written" in lines(done.stderr)[-1]
 
 
 def test_a_hub_id_that_is_not_here_while_the_network_is_down(tmp_path):

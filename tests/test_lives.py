@@ -237,3 +237,114 @@ time.sleep({delay})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# --- found by trying to break it ---------------------------------------------------------------------------------
+
+
+def test_a_listener_that_closes_while_others_cancel_and_close_hangs_nobody(parts):
+    """A listener runs under the engine's lock, in the thread that steps, and never in a thread that cancels."""
+    for _ in range(5):
+        engine = Engine(*parts, slots=2, max_len=128, chunk=32)
+        with engine.serving():
+            seen = []
+
+            def listener(handle, piece, engine=engine, seen=seen):
+                seen.append(threading.current_thread().name)
+                if len(seen) == 5:
+                    engine.close()
+
+            # A stop text whose beginning comes often, so that there is always something held back to be flushed.
+            handles = [
+                engine.submit([n, 2], Sampling(max_tokens=100, stop=["\ufffdnever"]), listener) for n in range(3)
+            ]
+            others = [threading.Thread(target=handle.cancel) for handle in handles[1:]]
+            others.append(threading.Thread(target=engine.close))
+            [thread.start() for thread in others]
+            [thread.join(5) for thread in others]
+            assert not any(thread.is_alive() for thread in others)
+            assert all(handle.result(timeout=5).finish_reason for handle in handles)
+        assert set(seen) <= {"nanobatch"}
+
+
+def test_a_listener_that_exits_the_program_ends_its_own_request_and_the_thread_serves_on(engine):
+    with engine.serving():
+        expected = engine.submit([1, 2], LONG).result(timeout=5).tokens
+        bad = engine.submit([1, 2], LONG, lambda handle, piece: sys.exit(3))
+        good = engine.submit([1, 2], LONG)
+        assert bad.result(timeout=5).finish_reason == "error" and good.result(timeout=5).tokens == expected
+        heard = threading.Event()
+        engine.submit([1, 2], LONG, lambda handle, piece: heard.set())
+        assert heard.wait(5), "nobody serves any more"
+
+
+@pytest.mark.parametrize("policy", sched.POLICIES)
+def test_a_failing_last_read_ends_nobody_who_was_still_in_line(parts, monkeypatch, policy):
+    with Engine(*parts, slots=1, max_len=128, chunk=32, policy=policy) as engine:
+        expected = engine.submit([4, 5], LONG).result().tokens
+        a, b = engine.submit([1, 2], Sampling(max_tokens=2, ignore_eos=True)), engine.submit([4, 5], LONG)
+        while a._request.planned < 2:
+            engine.step()
+        monkeypatch.setattr(engine, "_commit", lambda flight: 1 / 0)
+        engine.step()
+        monkeypatch.undo()
+        assert a.finish_reason == "error" and b.result(timeout=5).tokens == expected
+
+
+@pytest.mark.parametrize("what", ["submit", "cancel"])
+def test_ctrl_c_at_any_line_of_submit_and_cancel_leaks_no_slot(parts, what):
+    with Engine(*parts, slots=1, max_len=128, chunk=32) as engine:
+        expected = engine.submit([4, 5], LONG).result().tokens
+        for at in range(60):
+            handle = engine.submit([1, 2], LONG)
+            engine.step()
+            interrupt(handle.cancel if what == "cancel" else lambda: engine.submit([7, 8], LONG), at)
+            engine.check()
+            handle.result(timeout=5)
+            assert engine.submit([4, 5], LONG).result(timeout=5).tokens == expected, f"line {at}"
+
+
+def test_poison_in_the_padding_of_an_interrupted_prompt_is_scrubbed_too(parts):
+    """max_len is no multiple of the chunk: the padding reaches beyond it, up to the end of the slab."""
+    model, text = parts
+    good = Sampling(max_tokens=95, ignore_eos=True)
+    with Engine(poisoned(model, 99), text, slots=1, max_len=100, chunk=64, run_ahead=False) as engine:
+        alone = engine.submit([5, 6, 7], good).result().tokens
+        bad = engine.submit([99] * 90, Sampling(max_tokens=5))
+        commit, engine._commit = engine._commit, lambda flight: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        engine._commit = commit
+        assert bad.finish_reason == "error"
+        assert engine.submit([5, 6, 7], good).result().tokens == alone
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1.0, "top_k": 2**63},
+        {"temperature": 10**6},
+        {"temperature": 1e-46},
+        {"logit_bias": {5: 10**9}},
+    ],
+)
+def test_settings_at_their_limits_disturb_nobody(engine, settings):
+    expected = engine.submit([1, 2], LONG).result().tokens
+    odd, good = engine.submit([1, 2], Sampling(max_tokens=9, **settings)), engine.submit([1, 2], LONG)
+    assert odd.result().finish_reason in ("length", "stop") and good.result().tokens == expected
+    if settings == {"temperature": 1e-46}:
+        assert odd.tokens == expected[: len(odd.tokens)]
+
+
+def test_what_was_checked_at_submit_cannot_be_changed_after(engine):
+    bias = {5: 1.0}
+    sampling = Sampling(logit_bias=bias)
+    bias[100_000] = 1.0
+    assert dict(sampling.logit_bias) == {5: 1.0}
+    with pytest.raises(TypeError):
+        sampling.logit_bias[100_000] = 1.0
+
+
+def test_result_may_wait_for_ever(engine):
+    with engine.serving():
+        assert engine.submit([1], LONG).result(timeout=float("inf")).finish_reason == "length"

@@ -147,6 +147,8 @@ def test_a_hub_id_that_is_not_cached_while_the_network_is_down(tmp_path, monkeyp
 def test_a_config_for_more_or_fewer_layers_than_there_are(folder):
     change_config(folder, num_hidden_layers=3)
     refused(folder, "lacks", "model.layers.2")
+    change_config(folder, num_hidden_layers=3_000_000)
+    refused(folder, "lacks", "model.layers.2999999")
     change_config(folder, num_hidden_layers=1)
     refused(folder, "model.layers.1", "no place")
 
@@ -170,6 +172,9 @@ def test_a_missing_shard_and_an_index_that_lies(sharded, tmp_path):
     refused(folder, "stale")
     index.write_text("{}")
     refused(folder, "weight_map")
+    for place in ("../elsewhere.safetensors", "x" * 300, 7):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": place}}))
+        refused(folder, "model.norm.weight", str(place)[:20])
 
 
 @pytest.mark.parametrize(

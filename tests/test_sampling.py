@@ -212,7 +212,7 @@ def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("temperature", value) for value in (-0.1, math.nan, math.inf, "hot", True)],
+        *[("temperature", value) for value in (-0.1, math.nan, math.inf, 2**63, "hot", True)],
         *[("top_p", value) for value in (0, 0.0, -1, 1.01, math.nan, None)],
         *[("top_k", value) for value in (-1, 1.5, "all", True)],
         *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
@@ -221,7 +221,10 @@ def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
         *[("logprobs", value) for value in (-1, 101, 1.0, True)],
         *[("max_tokens", value) for value in (0, -1, 2.0, "9", True)],
         *[("stop", value) for value in ("", ["a", ""], [1.5], [None], 2.5, True)],
-        *[("logit_bias", value) for value in ([1], {"a": 1}, {1: "b"}, {1: math.nan}, {1: math.inf}, {True: 1})],
+        *[
+            ("logit_bias", value)
+            for value in ([1], {"a": 1}, {1: "b"}, {1: math.nan}, {1: math.inf}, {1: 10**400}, {True: 1})
+        ],
         ("ignore_eos", 1),
     ],
 )
