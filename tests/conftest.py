@@ -1,5 +1,25 @@
+"""What many tests share: a small random model, and an engine on it."""
+
 import blas  # first, as in a program of ours: what imports MLX before it would leave the tests on the slow BLAS
+
+# isort: split
+import pytest
+from checkpoints import make_checkpoint
+
+from nanobatch import Engine, Model, Text
 
 
 def pytest_report_header() -> str:
     return f"BLAS under MLX: {blas.name}"
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory) -> tuple[Model, Text]:
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), seed=1)
+    return Model.load(folder), Text(folder, 272)
+
+
+@pytest.fixture
+def engine(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        yield engine

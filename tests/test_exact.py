@@ -38,7 +38,7 @@ def count_differences(model: Model, text: Text, seed: int) -> tuple[int, int, in
         "budget": int(rng.choice([1, 64, 200])),
     }
     policy, run_ahead = POLICIES[seed % 3], bool(rng.random() < 0.7)
-    asks = random_asks(rng, 8, longest=120, tokens=16, cancels=0.25, alike=0.6)
+    asks = random_asks(rng, 6, longest=120, tokens=12, cancels=0.25, alike=0.6)
     with Engine(model, text, policy=policy, run_ahead=run_ahead, **options) as engine:
         for array in (*engine.slab.k, *engine.slab.v):  # what an earlier owner might have left
             array[:] = mx.array(rng.standard_normal(array.shape, dtype=np.float32) * 3)
@@ -72,7 +72,7 @@ def test_no_schedule_changes_a_single_bit(models):
     compared, different, reused = map(sum, zip(*counts, strict=True))
     summary = f"{SCHEDULES} schedules, {compared:,} logit vectors, {reused:,} prompt tokens reused, {different} differ"
     print(f"\n{summary}", file=sys.stderr)
-    assert compared > 20 * SCHEDULES and reused > 32 * SCHEDULES
+    assert compared > 15 * SCHEDULES and reused > 20 * SCHEDULES
     assert different == 0
 
 

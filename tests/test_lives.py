@@ -13,22 +13,10 @@ from test_exact import poisoned
 import nanobatch
 import sched
 from blas import mx
-from nanobatch import Engine, Model, Sampling, Text
+from nanobatch import Engine, Sampling
 
 ROOT = Path(__file__).parent.parent
 LONG = Sampling(max_tokens=30, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory) -> tuple[Model, Text]:
-    folder = make_checkpoint(tmp_path_factory.mktemp("model"), seed=1)
-    return Model.load(folder), Text(folder, 272)
-
-
-@pytest.fixture
-def engine(parts):
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        yield engine
 
 
 def test_a_short_soak_of_random_requests_cancels_and_bad_input(parts):

@@ -5,15 +5,9 @@ import pytest
 from checkpoints import make_checkpoint
 
 from blas import mx
-from nanobatch import Engine, Model, Sampling, Text
+from nanobatch import Engine, Sampling
 
 SHORT = Sampling(max_tokens=4, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory) -> tuple[Model, Text]:
-    folder = make_checkpoint(tmp_path_factory.mktemp("model"), seed=3)
-    return Model.load(folder), Text(folder, 272)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
