@@ -1,0 +1,314 @@
+"""Train the demo model: a tokenizer and a small Llama, on a plain CPU, in an afternoon at most.
+
+    pip install -e '.[cpu,train]' && python demo/train.py
+
+What happens. The tokenizer is trained on a sample of the corpus. Then the corpus flows by once, never repeated: batches
+of conversations of similar length, each beginning at position 0, and the model is asked for what the assistant says and
+for nothing else. Every so often a checkpoint is written to `demo/run/`, from which the same command goes on, and the
+engine itself takes a small exam on it. At the end the model is saved to `demo/model/` in float16.
+
+Why transformers' own Llama and `save_pretrained`: the result is a checkpoint like any other. Nothing else in this
+project needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenizers
+import torch
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import corpus
+
+HERE = Path(__file__).resolve().parent
+MODEL, RUN = HERE / "model", HERE / "run"
+
+VOCABULARY = 1536
+LENGTH = 1024  # the longest conversation, and the most positions that the model knows
+POOL = 1024  # conversations that are sorted by length together
+START, SYSTEM, USER, ASSISTANT, END = "<|start|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+
+# Words with the space before them, marks, and every digit and every space run on its own: so numbers are made of
+# digits wherever they stand.
+PIECES = r" ?\p{L}+| ?\p{N}|'\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ["system", "user", "assistant"] %}
+        {{- raise_exception("the roles are system, user and assistant, not " + message.role) }}
+    {%- endif %}
+    {{- "<|" + message.role + "|>" + message.content | trim + "<|end|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|assistant|>" }}
+{%- endif %}
+"""
+
+
+# --- the tokenizer -------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer() -> tokenizers.Tokenizer:
+    """Byte-level BPE: any text survives, and what the corpus says often becomes one token."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True) for token in (START, SYSTEM, USER, ASSISTANT, END)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sample = itertools.islice(corpus.conversations("tokenizer"), 20_000)
+    texts = (message["content"].replace(corpus.CUT, " ") for talk in sample for message in talk.messages)
+    tokenizer.train_from_iterator(texts, trainer)
+    start = tokenizer.token_to_id(START)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, start)])
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=START,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
+        model_max_length=LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(folder)
+
+
+# --- batches -------------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """Conversations as token ids, each with a flag: is this one for the model to say?"""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        self.tokenizer = tokenizer
+        self.start, self.end = tokenizer.token_to_id(START), tokenizer.token_to_id(END)
+        self.role = {role: tokenizer.token_to_id(f"<|{role}|>") for role in ("system", "user", "assistant")}
+
+    def ids(self, text: str) -> list[int]:
+        """Piece by piece where the corpus says `CUT`. Whole pieces are all the tokenizer sees of a text."""
+        pieces = self.tokenizer.encode_batch(text.split(corpus.CUT), add_special_tokens=False)
+        return [id for piece in pieces for id in piece.ids]
+
+    def encode(self, talk: corpus.Conversation) -> list[tuple[int, bool]]:
+        tokens = [(self.start, False)]
+        if talk.plain:  # no template: the question, if there is one, then the answer on a line of its own
+            *asked, answer = (message["content"] for message in talk.messages)
+            tokens += [(id, False) for text in asked for id in self.ids(text)]
+            tokens += [(id, True) for id in self.ids("\n" + answer if asked else answer)]
+            return [*tokens, (self.end, True)]
+        for message in talk.messages:
+            said = message["role"] == "assistant"
+            tokens.append((self.role[message["role"]], False))
+            tokens += [(id, said) for id in self.ids(message["content"])]
+            tokens.append((self.end, said))
+        return tokens
+
+
+def pools(encoder: Encoder, batch_tokens: int, first: int) -> Iterator[tuple[int, list[list]]]:
+    """Pool after pool of batches, from number `first` on. Within a batch, lengths are alike: little is padding."""
+    for n in itertools.count(first):
+        talks = itertools.islice(corpus.conversations(f"pool {n}"), POOL)
+        rows = sorted((row for row in map(encoder.encode, talks) if len(row) <= LENGTH), key=len)
+        batches, batch = [], []
+        for row in rows:
+            if batch and len(row) * (len(batch) + 1) > batch_tokens:
+                batches.append(batch)
+                batch = []
+            batch.append(row)
+        batches.append(batch)
+        random.Random(n).shuffle(batches)
+        yield n, batches
+
+
+def tensors(batch: list[list[tuple[int, bool]]], end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, labels), both (B, L), padded at the right; -100 is what the loss leaves out."""
+    L = max(map(len, batch))
+    ids = torch.tensor([[id for id, _ in row] + [end] * (L - len(row)) for row in batch])
+    labels = torch.tensor([[id if said else -100 for id, said in row] + [-100] * (L - len(row)) for row in batch])
+    return ids, labels
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def make_model(encoder: Encoder, vocabulary: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=encoder.start,
+        eos_token_id=encoder.end,
+        pad_token_id=encoder.end,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+
+
+def rate(seen: int, total: int, peak: float) -> float:
+    """Up over the first hundredth, then down along a cosine to a fiftieth of the peak."""
+    done = min(seen / total, 1.0)
+    if done < 0.01:
+        return peak * (done / 0.01 + 0.01)
+    return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (done - 0.01) / 0.99)))
+
+
+def save_model(model: LlamaForCausalLM, tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
+    """In float16: half the bytes, and finer steps than bfloat16 for numbers of this size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    half = LlamaForCausalLM(model.config)
+    half.load_state_dict(model.state_dict())
+    half = half.to(torch.float16)
+    half.generation_config = GenerationConfig(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.pad_token_id,
+        do_sample=False,
+    )
+    half.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def keep_freed_memory() -> None:
+    """glibc gives each large tensor back to the kernel, which then clears the same pages again: half of the time."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        trim_threshold, mmap_threshold = -1, -3
+        libc.mallopt(mmap_threshold, 32 << 20)  # the largest that it takes
+        libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+class Log:
+    """Lines for people on the screen, the same as JSON in a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __call__(self, **figures) -> None:
+        print("  ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(figures) + "\n")
+
+
+def exam(folder: Path) -> dict[str, float]:
+    """The engine's own scores, from a process of its own."""
+    command = [sys.executable, str(HERE / "eval.py"), "--model", str(folder), "--prompts", "24", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return {"exam failed": done.stderr.strip()[-200:]}
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the demo model. Stopped, it goes on where it was.")
+    parser.add_argument("--tokens", type=float, default=45e6, help="tokens to train on (default 45e6)")
+    parser.add_argument("--batch", type=int, default=4096, help="tokens in a batch (default 4096)")
+    parser.add_argument("--rate", type=float, default=2.5e-3, help="the highest learning rate (default 2.5e-3)")
+    parser.add_argument("--exam", type=float, default=8e6, help="tokens between two small exams (default 8e6)")
+    args = parser.parse_args()
+
+    keep_freed_memory()
+    RUN.mkdir(exist_ok=True)
+    log = Log(RUN / "log.jsonl")
+    path = RUN / "tokenizer.json"
+    if not path.exists():
+        train_tokenizer().save(str(path))
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    encoder = Encoder(tokenizer)
+
+    torch.manual_seed(0)
+    model = make_model(encoder, tokenizer.get_vocab_size())
+    optimizer = make_optimizer(model)
+    state = {"pool": 0, "tokens": 0, "examined": 0, "seconds": 0.0}
+    checkpoint = RUN / "checkpoint.pt"
+    if checkpoint.exists():
+        saved = torch.load(checkpoint)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        state = saved["state"]
+    size = sum(p.numel() for p in model.parameters())
+    log(parameters=size, vocabulary=tokenizer.get_vocab_size(), goes_on_at=state["tokens"], **vars(args))
+
+    for n, batches in pools(encoder, args.batch, state["pool"]):
+        losses, began, here = [], time.monotonic(), 0
+        for batch in batches:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(state["tokens"], args.tokens, args.rate)
+            ids, labels = tensors(batch, encoder.end)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=labels).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            here += sum(map(len, batch))
+            state["tokens"] += sum(map(len, batch))
+        state["pool"], seconds = n + 1, time.monotonic() - began
+        state["seconds"] += seconds
+        left = max(args.tokens - state["tokens"], 0)
+        log(
+            pool=n,
+            tokens=f"{state['tokens'] / 1e6:.2f}M",
+            loss=round(sum(losses) / len(losses), 4),
+            rate=float(f"{optimizer.param_groups[0]['lr']:.2e}"),
+            tokens_per_s=round(here / seconds),
+            minutes=round(state["seconds"] / 60, 1),
+            minutes_left=round(left / here * seconds / 60),
+        )
+        finished = state["tokens"] >= args.tokens
+        due = state["tokens"] - state["examined"] >= args.exam
+        if n % 10 == 9 or due or finished:
+            if due:
+                state["examined"] = state["tokens"]
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}
+            torch.save(saved, checkpoint.with_suffix(".new"))
+            checkpoint.with_suffix(".new").rename(checkpoint)  # so that there is a whole one at any moment
+        if finished:
+            save_model(model, tokenizer, MODEL)
+            log(saved=str(MODEL.relative_to(HERE.parent)), minutes=round(state["seconds"] / 60, 1))
+            break
+        if due:
+            save_model(model, tokenizer, RUN / "model")
+            log(exam=exam(RUN / "model"))
+
+
+if __name__ == "__main__":
+    main()
