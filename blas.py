@@ -54,6 +54,17 @@ def _load_mkl() -> bool:
     return _load(tbb, mkl[-1])
 
 
+def _load_openblas() -> bool:
+    """The system's OpenBLAS. It picks its kernels by the processor's name, and takes one that is younger than itself
+    for an old one without AVX-512. Those kernels are slower, and they add a row's numbers in an order that depends on
+    where in the matrix the row stands: a slot's number would show in its bits."""
+    cpu = Path("/proc/cpuinfo")
+    flags = set(cpu.read_text().partition("flags")[2].partition("\n")[0].split()) if cpu.exists() else set()
+    if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"} <= flags:
+        os.environ["OPENBLAS_CORETYPE"] = "SkylakeX"
+    return _load("libopenblas.so.0")
+
+
 def _needs_blas() -> bool:
     """Only MLX's CPU wheel for Linux is slow; a CUDA wheel computes elsewhere."""
     if sys.platform != "linux":
@@ -75,7 +86,7 @@ def preload() -> str:
         return choice
     if _load_mkl():
         return "mkl"
-    if _load("libopenblas.so.0"):
+    if _load_openblas():
         return "openblas"
     mkl = "pip install mkl, or " if platform.machine() == "x86_64" else ""
     _advise(f"{mkl}apt install libopenblas0-pthread")

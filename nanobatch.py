@@ -53,7 +53,7 @@ from checkpoint import Config, ModelError, Rope, Weights
 from kv import BUCKET, Slab, Window
 from sampling import PENALTY_CONTEXT, Logprobs, Pick, Sampling, choose, fresh_seed
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
-from text import Text
+from text import Text, printable
 
 __all__ = ["Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot", "forward"]
 
@@ -517,6 +517,13 @@ class StepView:
     admitted: tuple[tuple[int, int], ...]  # (slot, request)
     prefill: tuple[tuple[int, int, int, int], ...]  # (slot, request, start, stop): which piece of which prompt
     decode: tuple[tuple[int, int], ...]  # (slot, request)
+    held: tuple[tuple[int, int], ...]  # (slot, request): in a slot, but the budget ended before its next chunk
+    ghosts: tuple[int, ...]  # slots whose request had ended before this step: their tokens were dropped
+    waiting: int  # requests left in line
+    policy: str  # the one that the step was planned under
+    tokens: int  # that were delivered
+    began: float  # on the engine's clock: planned
+    ended: float  # committed
     plan_s: float
     build_s: float  # building the graph and starting it
     wait_s: float  # waiting for the device
@@ -575,6 +582,7 @@ class Flight:
     plan: Plan
     tokens: mx.array  # (slots,): what each emitter's slot sampled, -1 where its logits were not finite
     logprobs: list[Logprobs]
+    began: float
     plan_s: float
     build_s: float
     wait_s: float
@@ -624,16 +632,23 @@ class Engine:
         _engines.add(self)
 
     @classmethod
-    def load(cls, model: str | Path = "demo", *, dtype: str = "auto", **options) -> Engine:
-        """An engine for a folder, a hub id, or "demo". Options are those of `Engine`."""
+    def load(
+        cls, model: str | Path = "demo", *, dtype: str = "auto", report: Callable[[str], None] | None = None, **options
+    ) -> Engine:
+        """An engine for a folder, a hub id, or "demo". Options are those of `Engine`; `report` is told what is done."""
+        report = report or (lambda stage: None)
+        report(f"finding {model}")
         folder = checkpoint.find(str(model))
         with device():
             reader = ModelReader(folder, dtype)
             text = Text(folder, reader.config.V)
             free = free_memory()  # a slab that will not fit is refused now, not when the weights have been read
             room = None if free is None else free - reader.nbytes
-            fit(reader.config, reader.itemsize, room, *(options.get(name) for name in ("slots", "max_len", "chunk")))
+            sizes = (options.get(name) for name in ("slots", "max_len", "chunk"))
+            *_, slab = fit(reader.config, reader.itemsize, room, *sizes)
+            report(f"reading {size(reader.nbytes)} of weights from {folder.name}")
             weights = reader.read()
+        report(f"allocating the slab: {slab}")
         return cls(weights, text, **options)
 
     def _reset_device(self) -> None:
@@ -717,7 +732,7 @@ class Engine:
             self._newest = mx.where(emitted >= 0, emitted, self._newest)
         mx.async_eval(emitted, self._newest, self._history, logprobs)
         build_s = self.clock() - run_began - self._waited
-        return Flight(plan, emitted, logprobs, run_began - began, build_s, self._waited)
+        return Flight(plan, emitted, logprobs, began, run_began - began, build_s, self._waited)
 
     def _start(self, *results: mx.array) -> None:
         """Start a forward pass, as soon as the one before has read the last of the slab.
@@ -802,9 +817,10 @@ class Engine:
             return self._accept(request, token, logprobs[request.id])
 
         with self._state:
+            ghosts = tuple(member.slot for member in members if member.request.finish_reason is not None)
             for request in self.sched.commit(flight.plan, tokens, accept, read):
                 self._retire(request)
-            self._record(flight, began, read)
+            self._record(flight, ghosts, began, read)
             self._state.notify_all()
 
     def _accept(self, request: Request, token: int, logprob: TokenLogprob | None) -> str | None:
@@ -839,18 +855,25 @@ class Engine:
             chunk = self.sched.chunk  # the padding of the last chunk reaches up to its end
             self._dirty[request.slot] = seen, -(-(len(request.prompt) + request.planned) // chunk) * chunk
 
-    def _record(self, flight: Flight, began: float, read: float) -> None:
-        plan = flight.plan
+    def _record(self, flight: Flight, ghosts: tuple[int, ...], began: float, read: float) -> None:
+        plan, ended = flight.plan, self.clock()
         self._steps.append(
             StepView(
                 plan.step,
                 admitted=tuple((r.slot, r.id) for r in plan.admitted),
                 prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
                 decode=tuple((d.slot, d.request.id) for d in plan.decodes),
+                held=tuple((r.slot, r.id) for r in plan.held),
+                ghosts=ghosts,
+                waiting=plan.waiting,
+                policy=plan.policy,
+                tokens=len(plan.emitters) - len(ghosts),
+                began=flight.began,
+                ended=ended,
                 plan_s=flight.plan_s,
                 build_s=flight.build_s,
                 wait_s=flight.wait_s + read - began,
-                commit_s=self.clock() - read,
+                commit_s=ended - read,
             )
         )
 
@@ -1209,7 +1232,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for handle, prompt in zip(handles, prompts, strict=True):
                     show(handle, prompt)
     except (ValueError, QueueFull, UnicodeDecodeError) as error:
-        print(f"nanobatch: {error}", file=sys.stderr)
+        print(f"nanobatch: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -1225,16 +1248,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def show(handle: Handle, prompt: str) -> None:
     """One answer as it comes, and one line of figures under it."""
-    print(f"--- {handle.id + 1}: {' '.join(prompt.split())[:100]}")
+    print(f"--- {handle.id + 1}: {printable(' '.join(prompt.split()))[:100]}")
     for piece in handle:
-        print(piece, end="", flush=True)
+        print(printable(piece), end="", flush=True)
     result = handle.result()
     m = result.metrics
     ttft = "-" if m.ttft_s is None else f"{m.ttft_s * 1000:.0f} ms"
     rate = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f} tokens/s"
     print(f"\n    [{result.finish_reason}: {m.output_tokens} tokens, TTFT {ttft}, {rate}]", flush=True)
     if result.error:
-        print(f"nanobatch: request {handle.id + 1}: {result.error}", file=sys.stderr)
+        print(f"nanobatch: request {handle.id + 1}: {printable(result.error)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

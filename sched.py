@@ -103,6 +103,9 @@ class Plan:
     admitted: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
     decodes: tuple[Decode, ...]
+    held: tuple[Request, ...]  # they have a slot, but the budget ended before their next chunk
+    waiting: int  # how many are left in line
+    policy: str  # the one that it was made under
 
     @property
     def emitters(self) -> tuple[Chunk | Decode, ...]:
@@ -163,7 +166,9 @@ class Scheduler:
         if not (chunks or decodes):
             return None
         self.steps += 1
-        plan = Plan(self.steps, admitted, chunks, decodes)
+        moved = {member.request.id for member in (*chunks, *decodes)}
+        held = tuple(r for r in self.running.values() if r.phase == "prefill" and r.id not in moved)
+        plan = Plan(self.steps, admitted, chunks, decodes, held, len(self.waiting), self.policy)
         for member in plan.emitters:
             member.request.planned += 1
         return plan

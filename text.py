@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,15 @@ from typing import Any, ClassVar
 import tokenizers
 
 from checkpoint import ModelError, read_json
+
+# What a terminal obeys instead of showing it: C0 and C1 control characters, but for the tab and the newline, and the
+# marks that turn the direction of writing.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Prompts and answers come from anywhere, and none may move the cursor or set the title of who reads them."""
+    return CONTROLS.sub("", text)
 
 
 class Text:

@@ -1,11 +1,11 @@
 """What the README promises is there."""
 
 import re
+import shlex
 from pathlib import Path
 
-from checkpoints import make_checkpoint
-
 import nanobatch
+import tui
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -29,9 +29,23 @@ def test_every_flag_in_the_readme_is_understood():
         nanobatch.parse_arguments([flag, "1"])
 
 
-def test_the_readmes_python_runs_as_printed(tmp_path, capsys):
+def test_every_command_for_the_screen_in_the_readme_is_understood():
+    commands = re.findall(r"python tui\.py([^\n`]*)", README)
+    assert len(commands) >= 3
+    for command in commands:
+        tui.parse_arguments(shlex.split(command))
+
+
+def test_every_picture_in_the_readme_is_there_and_shows_text():
+    pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
+    assert len(pictures) >= 2
+    for picture in pictures:
+        assert "decode" in (ROOT / picture).read_text()
+
+
+def test_the_readmes_python_runs_as_printed(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(code.replace("path/to/model", str(make_checkpoint(tmp_path))), {})
+    exec(code, {})
     assert "ttft_s" in capsys.readouterr().out
 
 

@@ -1,0 +1,81 @@
+"""What does the screen cost the engine? Tokens a second without it and with it, in turn, in one process.
+
+    python tests/cost.py [--model M] [--size 120x40] [--rounds 5]
+
+The same burst runs with nobody looking, then with the screen open in a pseudo-terminal of that size, again and again;
+the medians are compared, so that a noisy machine is noisy for both.
+"""
+
+import argparse
+import asyncio
+import fcntl
+import os
+import pty
+import statistics
+import struct
+import sys
+import termios
+import threading
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import tui
+
+
+async def rounds(app: tui.Screen, asks: list[tui.Ask], count: int) -> tuple[list[float], list[float]]:
+    """Tokens a second of each burst: while the screen looks, and while it does not."""
+    looking, alone = [], []
+    look, room, state = app.look, app.session.room, app.state
+    await app.until(lambda: state.view.stage == "ready")
+    for i in range(2 * count):
+        app.look = look if i % 2 else lambda: None
+        began, before = room.clock(), room.engine.snapshot().output_tokens
+        room.fire(asks)
+        while not (room.view.heard == room.posted and not room.view.busy):
+            await asyncio.sleep(0.01)
+        ended = max(request.ended for request in room.view.requests)
+        rate = (room.engine.snapshot().output_tokens - before) / (ended - began)
+        (looking if i % 2 else alone).append(rate)
+    return looking, alone
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--size", default="120x40")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    width, height = map(int, args.size.split("x"))
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(master, 65536), b"")], daemon=True).start()
+    terminal = os.fdopen(slave, "w")
+    stdin, out = os.dup(0), sys.stdout
+    os.dup2(slave, 0)
+    sys.__stdin__ = sys.stdin = os.fdopen(os.dup(slave), "r")
+    sys.__stderr__ = terminal
+    room = tui.EngineRoom(partial(tui.load_engine, tui.parse_arguments(["--model", args.model])))
+    state = tui.State(args.model)
+    app, result = tui.Screen(tui.Session(room, state)), []
+    asks = app.session.asks(48)
+
+    async def measure() -> None:
+        app.set_interval(0.1, lambda: app.look())
+        result.extend(await rounds(app, asks, args.rounds))
+        app.exit()
+
+    app.LOOKS = 3600  # the interval above looks, or does not
+    app.call_later(lambda: app.run_worker(measure()))
+    room.start()
+    app.run()
+    room.stop(10)
+    os.dup2(stdin, 0)
+    looking, alone = map(statistics.median, result)
+    print(f"{args.size}: {alone:,.0f} tokens/s alone, {looking:,.0f} with the screen: {looking / alone:.1%}", file=out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""The whole program in a real terminal: a pseudo-terminal, what a user types, and what such a terminal would show."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from rich.cells import cell_len
+
+ROOT = Path(__file__).parent.parent
+# What the screen sends: cursor moves, colours, modes; then everything else that would be obeyed instead of shown.
+MOVE = re.compile(r"\x1b\[(\d*);?(\d*)H")
+OTHER = re.compile(
+    r"\x1b\[[0-9;?<>=$!]*[a-zA-Z~]|\x1b[=>c78]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1bP[^\x1b]*\x1b\\|\x1b."
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("terminal"), seed=1))
+
+
+class Terminal:
+    """A program in a terminal of so many characters, and the picture there."""
+
+    def __init__(self, *arguments: str, size: tuple[int, int] = (100, 30), **environment: str):
+        self.width, self.height = size
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", self.height, self.width, 0, 0))
+        self.before = termios.tcgetattr(slave)
+        self.slave = slave
+        env = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | environment
+        command = [sys.executable, str(ROOT / "tui.py"), *arguments]
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd="/")
+        self.raw = b""
+        self.rows = [[" "] * self.width for _ in range(self.height)]
+        self.x = self.y = self._drawn = 0
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+    def read(self, wait: float) -> None:
+        while select.select([self.master], [], [], wait)[0]:
+            self.raw += os.read(self.master, 65536)
+            wait = 0
+
+    def text(self) -> str:
+        self._draw()
+        return "\n".join("".join(row).rstrip() for row in self.rows)
+
+    def _draw(self) -> None:
+        """Obey the moves, skip the colours, write the rest: all that Textual needs of a terminal."""
+        data = self.raw.decode(errors="replace")
+        end = max(data.rfind("\x1b", 0, len(data)), 0) if "\x1b" in data[-40:] else len(data)
+        i = self._drawn
+        while i < end:
+            if match := MOVE.match(data, i):
+                self.y, self.x = int(match[1] or 1) - 1, int(match[2] or 1) - 1
+                i = match.end()
+            elif match := OTHER.match(data, i):
+                if match[0] == "\x1b[2J":
+                    self.rows = [[" "] * self.width for _ in range(self.height)]
+                i = match.end()
+            else:
+                self._put(data[i])
+                i += 1
+        self._drawn = i
+
+    def _put(self, char: str) -> None:
+        if char == "\n":
+            self.y += 1
+        elif char == "\r":
+            self.x = 0
+        elif char >= " " and self.y < self.height and self.x < self.width:
+            self.rows[self.y][self.x] = char
+            for extra in range(1, cell_len(char)):
+                if self.x + extra < self.width:
+                    self.rows[self.y][self.x + extra] = ""
+            self.x += cell_len(char)
+
+    def type(self, keys: str) -> None:
+        os.write(self.master, keys.encode())
+
+    def sees(self, *parts: str, timeout: float = 30) -> None:
+        deadline = time.monotonic() + timeout
+        while not all(part in self.text() for part in parts):
+            assert time.monotonic() < deadline, f"{parts} not seen in {timeout} s:\n{self.text()}"
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
+            self.read(0.05)
+
+    def ends(self, code: int, within: float = 10) -> None:
+        """It ends, in time, and leaves the terminal as it was."""
+        began = time.monotonic()
+        while self.process.poll() is None:
+            assert time.monotonic() - began < within, self.text()
+            self.read(0.02)
+        self.read(0.05)
+        assert self.process.returncode == code, self.raw[-2000:].decode(errors="replace")
+        tail = self.raw.decode(errors="replace")
+        entered, left = tail.rfind("\x1b[?1049h"), tail.rfind("\x1b[?1049l")
+        assert entered < left, "the alternate screen is still on"
+        assert tail.rfind("\x1b[?25l") < tail.rfind("\x1b[?25h"), "the cursor is hidden"
+        for mode in (1000, 1003, 1006, 2004):
+            assert tail.rfind(f"\x1b[?{mode}h") < tail.rfind(f"\x1b[?{mode}l"), f"mode {mode} is still on"
+        assert termios.tcgetattr(self.slave)[:4] == self.before[:4], "the terminal's settings have changed"
+        assert not re.sub(r"\s", "", OTHER.sub("", tail[left:])), f"rubbish after the end: {tail[left:]!r}"
+
+
+def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and_quits(model, tmp_path):
+    trace = tmp_path / "trace.json"
+    with Terminal("--model", model, "--max-len", "256", "--trace", str(trace)) as terminal:
+        terminal.sees("Slots", "Timeline", "idle", "Tell me a story about a fox.")
+        terminal.type("iquiz: xbrpc?q\r")  # the letters of keys
+        terminal.sees("1 done", "quiz: xbrpc?q")
+        terminal.type("/set burst=12\r")
+        terminal.sees("are fired like this")
+        terminal.type("b")
+        terminal.sees("13 done", "idle")
+        terminal.type("p")
+        terminal.sees("idle  static")
+        terminal.type("<<b")  # slowly, so that there is somebody to cancel
+        terminal.sees("running", "blocked", "the batch must drain first")
+        terminal.type("x")
+        terminal.sees("cancelled")
+        terminal.type("X>>")
+        terminal.sees("25 done", "idle")
+        terminal.type("r")
+        terminal.sees("Race", "static, measured", "continuous, measured", "makespan", " takes ")
+        terminal.type("\x1b")
+        terminal.sees("49 done", "idle  static", "Slots")
+        terminal.type("c")
+        terminal.sees("Compare", "simulated", "measured")
+        terminal.type("q")
+        terminal.ends(0, within=3)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"r2 decode", "blocked", "plan", "run", "commit"} <= {event["name"] for event in events}
+
+
+def test_the_first_frame_comes_before_mlx_and_q_leaves_at_once_even_then(model):
+    with Terminal("--model", model) as terminal:
+        terminal.sees("watch an LLM serving engine work")
+        first = time.monotonic() - terminal.began
+        terminal.type("q")
+        terminal.ends(0, within=3)
+    assert first < 3, first  # 0.4 s on a machine with nothing else to do
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)])
+def test_a_signal_restores_the_terminal(model, number, code):
+    with Terminal("--model", model, "--script", "burst24") as terminal:
+        terminal.sees("Slots")
+        terminal.process.send_signal(number)
+        terminal.ends(code, within=3)
+
+
+def test_a_broken_model_says_what_helps_and_the_screen_can_be_left(tmp_path):
+    folder = make_checkpoint(tmp_path / "broken", seed=1)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with Terminal("--model", str(folder), size=(80, 24)) as terminal:
+        terminal.sees("is cut off", "q quits")
+        terminal.type("\x03")
+        terminal.ends(0, within=3)
+
+
+def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("first prompt\nsecond prompt\n")
+    command = [sys.executable, str(ROOT / "tui.py"), "--model", model, "--max-len", "128", "--slots", "2"]
+    done = subprocess.run([*command, "--prompts", str(prompts)], input=b"", capture_output=True, timeout=60, cwd="/")
+    lines = done.stdout.decode().splitlines()
+    assert done.returncode == 0, done.stderr
+    assert any("r1 waits: first prompt" in line for line in lines)
+    assert any("r2 is admitted to slot 1" in line for line in lines)
+    assert sum(" ends (" in line for line in lines) == 2
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(lines))
+    typed = b"hello\n/set max=5\nyou\n/race 4\n"
+    done = subprocess.run([*command], input=typed, capture_output=True, timeout=60, cwd="/")
+    text = done.stdout.decode()
+    assert done.returncode == 0 and "r1 waits: hello" in text and "r2 ends (length): 5 tokens" in text
+    assert "static, measured: makespan" in text and "continuous, measured: makespan" in text
+
+
+def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
+    picture = tmp_path / "picture.svg"
+    command = [sys.executable, str(ROOT / "tui.py"), "--model", model, "--script", "light static pause burst24 step60"]
+    options = ["--screenshot", str(picture), "--size", "120x40"]
+    done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, cwd="/")
+    assert done.returncode == 0, done.stderr
+    text = re.sub("<[^>]*>", "", picture.read_text()).replace("&#160;", " ").replace("\xa0", " ")
+    assert "step 60" in text and "paused" in text and "blocked" in text
+
+
+def test_the_command_line_of_the_engine_shows_no_escape_sequence_either(model):
+    evil = "\x1b]0;title\x07 \x9b31m red \u202e"
+    command = [sys.executable, str(ROOT / "nanobatch.py"), "--model", model, "--prompt", evil, "--max-tokens", "200"]
+    done = subprocess.run([*command, "--ignore-eos"], capture_output=True, timeout=60, cwd="/")
+    said = (done.stdout + done.stderr).decode()
+    assert done.returncode == 0 and "red" in said and len(said) > 200
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", said)

@@ -1,0 +1,992 @@
+"""The screen: drawn from canned data, driven by key and mouse, with an engine of words and a clock that ticks as told.
+
+Pictures are compared as plain text with `golden/*.txt`; after a change that is meant, run the tests with
+NANOBATCH_GOLDEN=write and look at the difference.
+"""
+
+import asyncio
+import json
+import os
+import re
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from textual import events
+from textual.color import Color
+from textual.geometry import Region
+from textual.theme import BUILTIN_THEMES
+from words import Clock, WordEngine
+
+import tui
+from tui import BLOCKED, DECODE, EMPTY, HELD, PREFILL, EngineRoom, Screen, Session, Settings, State
+
+SIZES = ((80, 24), (120, 40), (200, 50))
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class Stage:
+    """A session on an engine of words that nobody steps but the test."""
+
+    def __init__(self, prompts=tui.BURST, **options):
+        self.time = Clock()
+        self.room = EngineRoom(lambda report, clock: self._load(report, clock, options), period=0.0)
+        self.room.clock = tui.Stopwatch(self.time)
+        self.state = State("words", settings=Settings(burst=12), prompts=prompts)
+        self.session = Session(self.room, self.state)
+
+    def _load(self, report, clock, options):
+        for stage in ("starting", "reading 12 MiB of weights", "allocating the slab: 8 slots"):
+            report(stage)
+        return WordEngine(clock, self.time, **options)
+
+    @property
+    def engine(self) -> WordEngine:
+        return self.room.engine
+
+    def load(self) -> "Stage":
+        self.room.load()
+        self.session.look()
+        return self
+
+    def turns(self, count: int = 1) -> "Stage":
+        for _ in range(count):
+            self.room.turn()
+            self.session.look()
+        return self
+
+    def finish(self) -> "Stage":
+        """Until nothing is left to do."""
+        for _ in range(5000):
+            time.sleep(self.room.turn() or 0)
+            self.session.look()
+            if self.session.settled:
+                return self
+        raise AssertionError("this never ends")
+
+    def cells(self, slot: int) -> str:
+        return "".join(tui.GLYPHS[column.cells[slot].kind] for column in self.state.history)
+
+
+@pytest.fixture(autouse=True)
+def fast_keys(monkeypatch):
+    """Textual waits 50 ms after each key of several, until nothing moves. Here it waits once, after the last."""
+
+    async def go_on(*times: float) -> None:
+        await asyncio.sleep(0.002)
+
+    monkeypatch.setattr("textual.app.wait_for_idle", go_on)
+
+
+class Show:
+    """The same behind a screen."""
+
+    def __init__(self, pilot, stage: Stage):
+        self.pilot, self.stage, self.app = pilot, stage, pilot.app
+
+    async def turns(self, count: int = 1) -> None:
+        """The screen looks once: what it looked like in between nobody has seen."""
+        for _ in range(count):
+            self.stage.room.turn()
+            self.stage.session.look()
+        self.stage.room.publish()
+        self.app.look()
+        self.app.paint()
+        await self.pilot.pause()
+
+    async def press(self, *keys: str, turns: int = 1) -> None:
+        await self.pilot.press(*keys)
+        await self.turns(turns)
+
+    async def sees(self, part: str) -> None:
+        """Wait until it is on the screen."""
+        for _ in range(200):
+            if part in self.text():
+                return
+            await self.pilot.pause(0.01)
+        raise AssertionError(f"{part!r} is not on the screen:\n{self.text()}")
+
+    def text(self) -> str:
+        """What is on the screen, as plain text."""
+        lines = self.app.screen._compositor.render_strips()
+        return "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
+
+
+def show(scenario, stage: Stage | None = None, size: tuple[int, int] = (80, 24), load: bool = True) -> Stage:
+    """Run `scenario(show)` on a screen of this size."""
+    stage = stage or Stage()
+
+    async def main() -> None:
+        app = Screen(stage.session)
+        app.LOOKS = 3600  # the test looks
+        async with app.run_test(size=size, notifications=True) as pilot:
+            it = Show(pilot, stage)
+            if load:
+                stage.room.load()
+                app.look()
+            await pilot.pause()
+            await scenario(it)
+
+    asyncio.run(main())
+    return stage
+
+
+def plain(lines: list[tui.Line]) -> list[str]:
+    return ["".join(segment.text for segment in line) for line in lines]
+
+
+def like_golden(name: str, text: str) -> None:
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("NANOBATCH_GOLDEN") == "write":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text + "\n")
+    assert text + "\n" == path.read_text(), f"{path.name} differs; NANOBATCH_GOLDEN=write if it is meant"
+
+
+# --- pictures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(60, 20), *SIZES], ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize("policy", ["continuous", "static"])
+def test_the_main_screen_in_mid_burst_is_as_drawn(size, policy):
+    async def scenario(it):
+        it.stage.session.obey("/burst 20")
+        await it.turns(70)
+        like_golden(f"{policy}-{size[0]}x{size[1]}", it.text())
+
+    show(scenario, Stage(policy=policy), size)
+
+
+@pytest.mark.parametrize("size", [(60, 20), *SIZES], ids=lambda size: "x".join(map(str, size)))
+def test_the_comparison_is_as_drawn(size):
+    async def scenario(it):
+        it.stage.session.obey("/burst 20")
+        it.stage.finish()
+        await it.press("c")
+        like_golden(f"compare-{size[0]}x{size[1]}", it.text())
+
+    show(scenario, Stage(), size)
+
+
+@pytest.mark.parametrize("lower", tui.LOWER)
+def test_each_pane_of_a_small_screen_is_as_drawn(lower):
+    async def scenario(it):
+        it.stage.session.obey("/burst 12")
+        await it.turns(40)
+        while it.stage.state.lower != lower:
+            await it.press("v", turns=0)
+        await it.turns(0)
+        like_golden(f"pane-{lower}-80x24", it.text())
+
+    show(scenario)
+
+
+def test_loading_tells_its_stages_and_what_a_library_prints():
+    async def scenario(it):
+        assert "starting" in it.text()
+        it.stage.room._report("finding owner/name")
+        it.app.look()
+        it.app.post_message(events.Print("\rmodel: 41%|████ | 12.3M/30.1M [00:04<00:06, 2.9MB/s]", True))
+        await it.pilot.pause()
+        assert "… finding owner/name" in it.text() and "12.3M/30.1M" in it.text() and "2.9MB/s" in it.text()
+        assert "Slots" not in it.text()
+        it.stage.room.load()
+        it.app.look()
+        await it.pilot.pause()
+        assert "Slots" in it.text() and "finding" not in it.text()
+        assert it.app.query_one(tui.Prompt).value == tui.BURST[0][0]
+
+    show(scenario, load=False)
+
+
+def test_an_engine_that_does_not_start_says_why_and_the_screen_can_be_left():
+    stage = Stage()
+    stage.room._load = lambda report, clock: (report("finding x"), 1 / 0)
+
+    async def scenario(it):
+        stage.room._load = lambda report, clock: exec("raise ValueError('x is cut off; download it again \\x1b[31m')")
+        stage.room.load()
+        it.app.look()
+        await it.pilot.pause()
+        assert "x is cut off; download it again ␛[31m" in it.text()
+        await it.pilot.press("b", "p", "c", "enter", "x", "q")
+        assert it.app.return_code == 0
+
+    show(scenario, stage, load=False)
+
+
+@pytest.mark.parametrize("width", range(60, 230, 17))
+@pytest.mark.parametrize("slots", [1, 3, 8, 40])
+def test_panes_never_overlap_nor_leave_the_screen(width, slots):
+    seen = 0
+    for height in range(20, 70, 3):
+        for lower in tui.LOWER:
+            places = tui.arrange(width, height, slots, lower)
+            assert {"status", "slots", "prompt", "keys"} <= places.keys()
+            assert lower in places or lower in ("charts", "streams", "timeline") or width >= 110, (lower, places.keys())
+            for name, region in places.items():
+                assert Region(0, 0, width, height).contains_region(region), (name, region)
+                assert region.width > 1 and region.height > 0, (name, region)
+                for other, its in places.items():
+                    assert other == name or not region.overlaps(its), (name, other)
+                seen += 1
+    assert seen > 500
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 40])
+def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
+    """A line that is cut would tell a lie: 179 of 1799."""
+    stage = Stage(slots=slots, policy="static").load()
+    stage.session.obey("/burst 30")
+    stage.session.obey(
+        '"日本語のテキスト 👩‍👩‍👧 [/foo] and_a_very_long_word_that_has_no_blank_in_it_at_all_and_goes_on_for_ever"'
+    )
+    panes = {name: getattr(tui, f"draw_{name}") for name in ("status", "slots", "timeline", "batch", "ttft", "rate")}
+    panes |= {name: getattr(tui, f"draw_{name}") for name in ("streams", "step", "done", "keys", "help", "requests")}
+    drawn = 0
+    for _ in range(5):
+        stage.turns(40)
+        for width, height in ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50)):
+            for name, region in tui.arrange(width, height, slots, "timeline").items():
+                if name in panes:
+                    check_lines(name, panes[name](stage.state, tui.DARK, region.width, region.height), region)
+                    drawn += 1
+            for name in ("help", "requests"):
+                region = Region(0, 0, width, 10_000)
+                check_lines(name, panes[name](stage.state, tui.DARK, width, height), region)
+        if sum(request.output_tokens > 0 for request in stage.state.view.requests) < 2:
+            continue  # with one slot, the first is still alone
+        stage.session.obey("/compare")
+        for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
+            lines = tui.draw_contest(stage.state, tui.DARK, width, height)
+            check_lines("contest", lines, Region(0, 0, width, height))
+    assert drawn > 100
+
+
+def check_lines(name: str, lines: list[tui.Line], region: Region) -> None:
+    assert len(lines) <= region.height, (name, region)
+    for line in plain(lines):
+        assert cell_len(line) <= region.width, (name, region, line)
+
+
+def test_below_60x20_there_is_a_plain_line_and_every_size_survives():
+    async def scenario(it):
+        it.stage.session.obey("/burst 20")
+        for size in ((59, 24), (80, 19), (10, 3), (1, 1), (60, 20), (200, 60), (79, 24), (110, 34), (300, 20)):
+            await it.pilot.resize_terminal(*size)
+            await it.turns(2)
+            text = it.text()
+            assert ("60×20" in text) == (size[0] < 60 or size[1] < 20) or size[0] < 10, (size, text)
+        for sheet in ("question_mark", "f", "c"):
+            await it.press(sheet)
+            for size in ((10, 3), (60, 20), (200, 60)):
+                await it.pilot.resize_terminal(*size)
+            await it.press("escape")
+        assert it.app.is_running
+
+    show(scenario)
+
+
+# --- what the pictures teach ---------------------------------------------------------------------------------------
+
+
+def test_static_leaves_slots_blocked_while_somebody_waits_and_continuous_never_does():
+    history = {}
+    for policy in ("continuous", "static"):
+        stage = Stage(policy=policy).load()
+        stage.session.obey("/burst 20")
+        history[policy] = stage.finish().state.history
+    blocked = {p: sum(c.kind == BLOCKED for column in h for c in column.cells) for p, h in history.items()}
+    assert blocked["continuous"] == 0 < 100 < blocked["static"]
+    assert tui.useful_of(history["continuous"]) > tui.useful_of(history["static"]) > 10
+
+
+def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
+    stage = Stage(slots=2).load()
+    stage.session.obey("a" * 40)  # three chunks of 16, two in a step
+    stage.session.obey("b" * 10)
+    stage.finish()
+    assert stage.cells(0).startswith("▒▒██")
+    assert stage.cells(1).startswith("┈▒██")
+    lines = plain(tui.draw_timeline(stage.state, tui.DARK, 60, 4))
+    assert lines[1].startswith("  0 1▒██") or lines[1].startswith("  0 1█"), lines
+    assert "prefill" in lines[0] and "useful" in lines[0]
+
+
+def test_merged_columns_lose_no_prefill_and_no_work():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.finish()
+    for zoom in (2, 4, 8):
+        merged = stage.state.columns(zoom)
+        assert sum(column.steps for column in merged) == len(stage.state.history)
+        assert tui.useful_of(merged) == pytest.approx(tui.useful_of(stage.state.history))
+        assert sum(c.tokens for c in merged) == sum(c.tokens for c in stage.state.history)
+        for i, column in enumerate(merged):
+            for slot in range(8):
+                kinds = {c.cells[slot].kind for c in stage.state.history[i * zoom : (i + 1) * zoom]}
+                assert (column.cells[slot].kind == PREFILL) == (PREFILL in kinds)
+
+
+def test_why_somebody_waits_is_told():
+    stage = Stage(policy="static").load()
+    stage.session.obey("/burst 20")
+    stage.turns(2)
+    assert "every slot is taken" in plain(tui.draw_slots(stage.state, tui.DARK, 80, 11))[-1]
+    stage.turns(60)
+    lines = plain(tui.draw_slots(stage.state, tui.DARK, 80, 11))
+    assert "the batch must drain first" in lines[-1] and any("blocked" in line for line in lines)
+
+
+def test_a_slots_bar_tells_reused_prefill_decode_and_remembered_rows():
+    stage = Stage(slots=1).load()
+    stage.session.obey("/set max=60")
+    stage.session.obey("a" * 64)
+    stage.finish()
+    (line,) = plain(tui.draw_slots(stage.state, tui.DARK, 80, 4))[2:3]
+    assert "░░░" in line and "free" in line and "64/256" in line
+    stage.session.obey("a" * 64 + "b" * 60)
+    stage.turns(20)
+    (line,) = plain(tui.draw_slots(stage.state, tui.DARK, 80, 4))[2:3]
+    bar = re.sub(r"(.)\1*", r"\1", re.search("[▓▒█░·]+", line)[0])
+    assert bar == "▓▒█·", line
+
+
+def test_the_ttft_histogram_counts_every_request_once_and_tells_the_policies_apart():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.finish()
+    stage.session.obey("/policy static")
+    stage.session.obey("/burst 20")
+    stage.finish()
+    lines = plain(tui.draw_ttft(stage.state, tui.DARK, 50, 9))
+    assert sum(int(line.split()[-1]) for line in lines[1:]) == 40
+    assert all(" ms " in line for line in lines[1:])
+    assert "█" in "".join(lines[1:]) and "▒" in "".join(lines[1:]) and "static" in lines[0]
+
+
+def test_the_rate_is_what_the_steps_delivered():
+    stage = Stage().load()
+    stage.session.obey("/burst 8")
+    stage.finish()
+    history = stage.state.history
+    assert stage.state.delivered(history[-1].ended + 1e-9) == sum(c.tokens for c in history) == stage.state.tokens[-1]
+    assert stage.state.delivered(history[0].began) == 0
+    middle = history[20]
+    assert stage.state.tokens[19] <= stage.state.delivered(middle.ended - 1e-6) <= stage.state.tokens[20]
+
+
+def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
+    stage = Stage(slots=2).load()
+    for letter in "abc":
+        stage.session.obey(letter * 20)
+    stage.turns(2)
+    text = "\n".join(plain(tui.draw_step(stage.state, tui.DARK, 70, 14)))
+    assert "r1 → slot 0, r2 → slot 1" in text
+    assert "r1 tokens 0–16 → slot 0, r1 tokens 16–20 → slot 0" in text
+    assert "20 prefill + 0 decode = 20 in one step" in text
+    assert "r2: the budget left no room" in text
+    assert re.search(r"time +[\d.]+ ms = plan 0.20 \+ run [\d.]+ \+ commit 0.80", text)
+
+
+# --- comparing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["continuous", "static", "serial"])
+def test_a_replay_under_the_same_policy_is_what_happened(policy):
+    """A decode step takes 10 ms here, a chunk 5: on that clock the replay is the run, cell for cell."""
+    stage = Stage(policy=policy).load()
+    stage.engine.sched.reuse = False
+    stage.session.obey("/burst 20")
+    stage.turns(30)
+    for prompt in ("late", "later"):
+        stage.session.obey(prompt)
+    stage.finish()
+    view = stage.state.view
+    requests = sorted(view.requests, key=lambda r: r.id)
+    run = tui.replay(view, requests, policy, stage.state.steps[0].began, (0.01, 0.005))
+    assert [column.cells for column in run.columns] == [column.cells for column in stage.state.history]
+    assert run.makespan == pytest.approx(stage.state.history[-1].ended - requests[0].arrived)
+    assert run.ttfts == pytest.approx([r.ttft_s for r in requests])
+
+
+def test_comparing_shows_that_static_takes_longer_and_says_that_it_is_simulated():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.finish()
+    assert stage.session.obey("/compare") == ""
+    real, rival = stage.state.contest.runs
+    assert (real.policy, real.how, rival.policy, rival.how) == ("continuous", "measured", "static", "simulated")
+    assert rival.makespan > 1.2 * real.makespan and tui.useful_of(rival.columns) < tui.useful_of(real.columns)
+    assert rival.ttft_mean > real.ttft_mean
+    assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in real.columns) > 500
+    text = "\n".join(plain(tui.draw_contest(stage.state, tui.DARK, 100, 30)))
+    assert "static, simulated" in text and "continuous, measured" in text and "makespan" in text and "TTFT p95" in text
+
+
+def test_there_is_nothing_to_compare_before_two_requests_ran_together():
+    stage = Stage().load()
+    with pytest.raises(ValueError, match="nothing has run yet"):
+        stage.session.obey("/compare")
+    stage.session.obey("alone")
+    stage.finish()
+    with pytest.raises(ValueError, match="one request alone"):
+        stage.session.obey("/compare")
+
+
+def test_a_race_runs_the_same_burst_under_both_policies_and_restores_everything():
+    stage = Stage(policy="serial").load()
+    stage.session.obey("somebody who is served first")
+    stage.session.obey("/race 20")
+    stage.finish()
+    static, continuous = stage.state.view.legs
+    assert (static.policy, continuous.policy) == ("static", "continuous")
+    assert len(static.requests) == len(continuous.requests) == 20 and 1 not in static.requests
+    contest = tui.race(stage.state)
+    slow, fast = contest.runs
+    assert slow.how == fast.how == "measured" and slow.makespan > 1.2 * fast.makespan > 0
+    assert sum(c.tokens for c in slow.columns) == sum(c.tokens for c in fast.columns)
+    assert "continuous takes" in tui.verdict(contest.runs)
+    assert {cell.request for column in slow.columns for cell in column.cells} >= set(range(1, 21))
+    assert stage.engine.sched.policy == stage.state.view.policy == "serial" and stage.engine.sched.reuse
+    assert all(
+        step.policy == "static" for step in stage.state.steps if static.first_step <= step.step <= static.last_step
+    )
+
+
+def test_cancelling_everything_ends_a_race():
+    stage = Stage().load()
+    stage.session.obey("/race 20")
+    stage.turns(30)
+    assert stage.state.view.racing
+    stage.session.obey("/cancel all")
+    stage.finish()
+    assert not stage.state.view.racing and stage.engine.sched.policy == "continuous" and stage.engine.sched.reuse
+    assert {r.reason for r in stage.state.view.requests} == {"cancelled", "length"}
+
+
+# --- the engine room -------------------------------------------------------------------------------------------------
+
+
+def test_a_switch_of_policy_drains_the_slots_first():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(20)
+    running = set(stage.engine.sched.running)
+    stage.session.obey("/policy serial")
+    stage.turns()
+    assert stage.state.view.switching_to == "serial" and stage.state.view.policy == "continuous"
+    while stage.state.view.switching_to:
+        assert set(stage.engine.sched.running) <= running
+        stage.turns()
+    stage.turns(3)
+    assert stage.state.view.policy == "serial" and len(stage.engine.sched.running) == 1
+    stage.finish()
+
+
+def test_a_pause_stops_the_engine_and_the_clocks_and_a_step_is_one_step():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(20)
+    stage.session.obey("/pause")
+    stage.turns()
+    before = stage.state.view, len(stage.state.history)
+    stage.time.now += 100  # somebody looks for a while
+    stage.turns(5)
+    assert len(stage.state.history) == before[1] and stage.state.view.now == before[0].now
+    for i in range(1, 4):
+        stage.session.obey("/step")
+        stage.turns(2)
+        assert len(stage.state.history) == before[1] + i
+    stage.session.obey("/resume")
+    stage.finish()
+    assert all(r.ttft_s < 5 for r in stage.state.view.requests)
+
+
+def test_the_first_step_by_hand_is_one_step_although_the_engine_runs_ahead():
+    stage = Stage().load()
+    stage.session.obey("/pause")
+    stage.session.obey("/burst 3")
+    stage.session.obey("/step")
+    stage.turns(3)
+    assert [column.step for column in stage.state.history] == [1]
+
+
+def test_slow_motion_stops_the_clock_between_steps():
+    stage = Stage().load()
+    stage.session.obey("/pace 1000")
+    stage.session.obey("/burst 3")
+    stage.finish()
+    stepped = sum(step.ended - step.began for step in stage.state.steps)
+    assert stage.state.view.now <= stepped + 0.1
+
+
+def test_a_steady_load_comes_at_its_rate_and_stops():
+    stage = Stage().load()
+    stage.session.obey("/load 5")
+    stage.room.turn()
+    for _ in range(400):  # 20 seconds
+        stage.time.now += 0.05
+        stage.turns()
+    assert 60 < len(stage.engine.handles) < 140
+    stage.session.obey("/load off")
+    stage.turns()
+    count = len(stage.engine.handles)
+    stage.time.now += 100
+    stage.turns(10)
+    assert len(stage.engine.handles) == count and count > 0
+
+
+def test_a_failing_step_is_told_and_the_next_request_is_served():
+    async def scenario(it):
+        it.stage.session.obey("one")
+        await it.turns(5)
+        it.stage.engine.fail = RuntimeError("the device is on fire [/b]")
+        await it.turns(2)
+        await it.sees("is on fire [/b]")
+        it.stage.session.obey("two")
+        await it.turns(280)
+        assert [r.reason for r in it.stage.state.ended] == ["length", "error"]
+
+    show(scenario, size=(120, 40))
+
+
+def test_what_cannot_be_fired_comes_back_into_the_prompt_box():
+    async def scenario(it):
+        await it.press("i", *"xyz", turns=0)
+        it.app.query_one(tui.Prompt).value = "x" * 300
+        await it.press("enter", turns=2)
+        assert it.app.query_one(tui.Prompt).value == "x" * 300
+        await it.sees("but a slot holds 256")
+
+    show(scenario, size=(120, 40))
+
+
+def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
+    evil = '"\x1b]0;title\x07 \x1b[31mred\x9b2J [/foo] [b]x[/b] \u202eabc \r\x08 \x00"'
+
+    async def scenario(it):
+        it.stage.session.obey(evil)
+        it.stage.engine and it.stage.room.turn()
+        it.stage.engine.handles[1]._request.max_tokens = 30
+        it.stage.room._fault("fault " + evil)
+        await it.turns(60)
+        texts = [it.text()]
+        await it.press("f")
+        texts.append(it.text())
+        it.app.post_message(events.Paste(evil))
+        await it.press("escape")
+        await it.pilot.pause()
+        it.app.post_message(events.Paste(evil))
+        await it.pilot.pause()
+        texts.append(it.text())
+        for text in texts:
+            assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text), repr(text)
+        assert "[/foo]" in texts[0] and "␛[31m" in texts[0]
+
+    show(scenario, Stage(prompts=tui.BURST), size=(120, 40))
+
+
+# --- keys and mouse ------------------------------------------------------------------------------------------------
+
+at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+
+
+@at_every_size
+def test_a_prompt_is_typed_with_the_letters_of_keys_and_answered(size):
+    async def scenario(it):
+        await it.press("i", *"quiz", "space", *"xbrpcq", "enter")
+        assert it.stage.engine.handles[1]._prompt == "quiz xbrpcq"
+        await it.turns(280)
+        assert it.stage.state.ended[0].text.startswith("once upon a time")
+        assert "1 done" in it.text()
+        if size[0] > 80:
+            assert "once upon a time" in it.text()
+
+    show(scenario, size=size)
+
+
+def test_a_prompt_may_begin_with_a_letter_that_is_no_key_and_enter_fires_the_example():
+    async def scenario(it):
+        await it.press("enter", turns=2)
+        assert it.stage.engine.handles[1]._prompt == tui.BURST[0][0]
+        await it.press("W", *"hy", "question_mark", "enter", turns=2)
+        assert it.stage.engine.handles[2]._prompt == "Why?"
+        await it.press("enter", *"again", "enter", turns=2)
+        assert it.stage.engine.handles[3]._prompt == "again"
+        await it.press("i", "up", "up", "enter", turns=2)
+        assert it.stage.engine.handles[4]._prompt == "Why?"
+        await it.press("i", *"draft", "escape", "b", turns=2)
+        assert len(it.stage.engine.handles) == 4 + 12 and it.app.query_one(tui.Prompt).value == "draft"
+
+    show(scenario)
+
+
+def test_commands_are_obeyed_and_a_wrong_one_comes_back_with_a_message():
+    async def scenario(it):
+        await it.press("slash", *"set", "space", *"temp=0.5", "space", *"max=7", "space", *"seed=3", "enter")
+        assert it.stage.state.settings == Settings(0.5, 7, 3, burst=12)
+        assert "temp 0.5 · max 7 tok · seed 3" in it.text()
+        await it.press("slash", *"burst", "space", "0", "enter")
+        await it.sees("from 1 to 1,000")
+        assert it.app.query_one(tui.Prompt).value == "/burst 0"
+        await it.press("ctrl+u", *"/nonsense", "enter")
+        await it.sees("no command")
+        await it.press("escape", "c", "i")  # a key that asks for what cannot be is told so, too
+        await it.sees("nothing has run yet")
+        await it.press("ctrl+u", *"//5", "enter", turns=2)
+        assert it.stage.engine.handles[1]._prompt == "/5"
+        assert it.stage.engine.handles[1]._request.max_tokens == 7
+
+    show(scenario, size=(120, 40))
+
+
+@at_every_size
+def test_b_fires_a_burst_and_x_cancels_the_selected_and_X_all(size):
+    async def scenario(it):
+        await it.press("b", turns=5)
+        assert len(it.stage.engine.handles) == 12 and "queue 4" in it.text()
+        await it.press("down", "down", "x", turns=2)
+        assert it.stage.state.selected == 2
+        assert [r.id for r in it.stage.state.ended if r.reason == "cancelled"] == [3]
+        await it.press("X", turns=2)
+        assert len(it.stage.state.ended) == 12 and not it.stage.state.view.busy
+        await it.press("up", "up", "up", "x", turns=2)
+        await it.sees("slot 7 is free")
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_space_pauses_s_steps_and_the_pace_changes(size):
+    async def scenario(it):
+        await it.press("b", turns=10)
+        await it.press("space")
+        steps = len(it.stage.state.history)
+        assert "paused" in it.text()
+        await it.press("s", turns=3)
+        assert len(it.stage.state.history) == steps + 1
+        await it.press("space", turns=5)
+        assert len(it.stage.state.history) == steps + 6 and "running" in it.text()
+        await it.press("less_than_sign")
+        assert it.stage.state.view.pace == 100 and "100 steps/s" in it.text()
+        await it.press("greater_than_sign")
+        assert it.stage.state.view.pace == 0
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_p_switches_the_policy_and_the_load_can_be_changed_live(size):
+    async def scenario(it):
+        await it.press("p")
+        assert it.stage.state.view.policy == "static" and "static" in it.text()
+        await it.press("l")
+        assert it.stage.state.view.load == 2
+        await it.press("plus")
+        assert it.stage.state.view.load == 4
+        await it.press("minus", "minus")
+        assert it.stage.state.view.load == 1
+        await it.press("l")
+        assert it.stage.state.view.load == 0
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_the_cursor_goes_back_in_time_and_shows_that_step(size):
+    async def scenario(it):
+        await it.press("b", turns=400)
+        await it.press("z", turns=0)  # one step a column
+        newest = it.stage.state.history[-1].step
+        await it.press("left", "left", turns=0)
+        assert it.stage.state.cursor == it.stage.state.step.step == newest - 1 and f"step {newest - 1:,} " in it.text()
+        await it.press("pageup", "left", turns=0)
+        assert it.stage.state.step.step == newest - 42
+        await it.press("home", turns=0)
+        assert it.stage.state.step.step == 1 and "▲ step 1" in it.text()
+        while it.stage.state.lower != "step" and size[0] < 110:
+            await it.press("v", turns=0)
+        assert "Step 1 " in it.text() and "r1 → slot 0" in it.text()
+        await it.press("end")
+        assert it.stage.state.cursor is None
+        for zoom in (2, 4, 8, None):
+            await it.press("z", turns=0)
+            assert it.stage.state.zoom == zoom
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_requests_that_have_ended_can_be_read_and_copied(size):
+    async def scenario(it):
+        await it.press("f")
+        assert "Nothing has ended yet" in it.text()
+        await it.press("escape", "b", turns=400)
+        assert len(it.stage.state.ended) == 12
+        await it.press("f")
+        newest = it.stage.state.ended[0]
+        assert f"r{newest.id}" in it.text() and "once upon" in it.text() and "TTFT" in it.text()
+        await it.press("down", "y")
+        chosen = it.stage.state.ended[1]
+        assert it.app.clipboard == chosen.text and chosen.prompt[:20] in it.text()
+        await it.press("escape", "y")
+        assert it.app.clipboard == it.stage.state.owner(0).text
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_r_races_and_shows_it_live(size):
+    async def scenario(it):
+        await it.press("r", turns=30)
+        assert "Race" in it.text() and "running …" in it.text()
+        it.stage.finish()
+        await it.turns()
+        it.app.paint()
+        await it.pilot.pause()
+        assert "continuous takes" in it.text() and "static" in it.text()
+        await it.press("escape", turns=0)
+        await it.sees(f"{2 * 12} done")
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_help_names_every_key_and_the_words(size):
+    async def scenario(it):
+        await it.press("question_mark")
+        seen = it.text()
+        for _ in range(5):
+            await it.press("pagedown")
+            seen += it.text()
+        for key in tui.KEYS:
+            assert key.help[:40] in seen, key
+        for word in ("slot", "prefill", "decode", "waiting"):
+            assert word in seen
+        await it.press("escape")
+        assert "Slots" in it.text()
+
+    show(scenario, size=size)
+
+
+def test_every_key_of_the_footer_can_be_clicked_even_while_typing():
+    async def scenario(it):
+        for typing in (False, True):
+            if typing:
+                await it.press("i")
+            await it.pilot.pause()
+            line = it.text().splitlines()[-1]
+            before = len(it.stage.engine.handles)
+            await it.pilot.click("#keys", offset=(line.index("b Burst") + 2, 0))
+            await it.turns()
+            assert len(it.stage.engine.handles) == before + 12
+            await it.pilot.click("#keys", offset=(line.index("? Help"), 0))
+            await it.turns()
+            assert "Help" in it.text().splitlines()[0]
+            await it.press("escape")
+            await it.press("escape")
+
+    show(scenario, size=(120, 40))
+
+
+def test_slots_and_columns_can_be_clicked_and_the_wheel_scrolls():
+    async def scenario(it):
+        await it.press("b", turns=60)
+        await it.pilot.click("#slots", offset=(5, 2 + 4))
+        assert it.stage.state.selected == 4
+        await it.pilot.click("#timeline", offset=(4 + 10, 3))
+        zoom = it.stage.state.zoom_for(76)
+        assert it.stage.state.cursor == it.stage.state.history[10 * zoom].step
+        await it.press("end")
+        timeline = it.app.query_one("#timeline")
+        timeline.post_message(events.MouseScrollUp(timeline, 5, 5, 0, -1, 0, False, False, False))
+        await it.pilot.pause()
+        assert it.stage.state.cursor is not None
+
+    show(scenario)
+
+
+def test_every_action_is_in_the_command_palette():
+    async def scenario(it):
+        titles = [command.title for command in it.app.get_system_commands(it.app.screen)]
+        assert all(any(title.startswith(key.label) for title in titles) for key in tui.KEYS)
+        await it.press("ctrl+p")
+        assert it.app.screen is not it.app.screen_stack[0]
+        await it.press("escape")
+
+    show(scenario)
+
+
+STATES = ("idle", "busy", "paused", "help", "contest", "requests", "loading")
+
+
+@pytest.mark.parametrize(
+    "key, state",
+    [*(("q", state) for state in STATES), *((f"ctrl+{key}", s) for key in "cq" for s in ("idle", "help", "loading"))],
+)
+def test_the_screen_can_be_left_in_every_state(key, state):
+    async def scenario(it):
+        keys = {"busy": ["b"], "paused": ["b", "space"], "help": ["question_mark"], "contest": ["r"], "requests": ["f"]}
+        if state != "loading":
+            await it.press(*keys.get(state, []), turns=3)
+        await it.pilot.press(key)
+        assert it.app.return_code == 0 and it.app._exit
+
+    show(scenario, load=state != "loading")
+
+
+# --- colours ---------------------------------------------------------------------------------------------------------
+
+
+def contrast(a: Color, b: Color) -> float:
+    """As the web's accessibility guidelines define it: 1 is none, 21 is black on white, 4.5 is easy to read."""
+
+    def light(color: Color) -> float:
+        parts = [x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in color.normalized]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    return (max(light(a), light(b)) + 0.05) / (min(light(a), light(b)) + 0.05)
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN_THEMES))
+def test_words_can_be_read_in_every_theme(name):
+    p = tui.Palette.of(BUILTIN_THEMES[name])
+    for ink, back, least in ((p.text, p.back, 5), (p.text, p.bar, 5), (p.muted, p.back, 3.5), (p.accent, p.bar, 3.5)):
+        assert contrast(Color.parse(ink), Color.parse(back)) >= least - 0.1, (name, ink, back)
+    assert contrast(Color.parse(p.bad), Color.parse(p.back)) >= 3.4
+    for hue in tui.HUES:
+        assert contrast(Color.parse(tui.ink_on(hue)), Color.parse(hue)) > 4.4
+
+
+def test_d_changes_between_dark_and_light_and_everything_follows():
+    async def scenario(it):
+        dark = it.app.palette
+        await it.press("d")
+        await it.pilot.pause()
+        assert it.app.palette != dark and Color.parse(it.app.palette.back).brightness > 0.7
+        await it.press("d")
+        assert it.app.palette == dark
+
+    show(scenario)
+
+
+def test_without_colour_textures_tell_the_phases_apart(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    async def scenario(it):
+        await it.press("b", turns=60)
+        await it.pilot.pause()
+        for line in it.app.screen._compositor.render_strips():
+            for segment in line:
+                for color in (segment.style.color, segment.style.bgcolor):
+                    assert color is None or color.triplet is None or len(set(color.triplet)) == 1, segment
+        assert {"▒", "█", "╳"} <= set(it.text())
+        assert len({tui.GLYPHS[kind] for kind in (PREFILL, DECODE, HELD, BLOCKED, EMPTY)}) == 5
+
+    show(scenario, Stage(policy="static"))
+
+
+# --- the command line, the log, the trace --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--slots", "0"],
+        ["--slots", "many"],
+        ["--max-len", "-3"],
+        ["--policy", "fastest"],
+        ["--prompts", "/nowhere/at/all"],
+        ["--seed", "x"],
+        ["--model", "/nowhere/at/all"],
+        ["--model", ""],
+        ["--script", "dance"],
+        ["--size", "80"],
+        ["--trace", "/nowhere/at/all.json"],
+        ["--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_gets_one_line_and_exit_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        tui.parse_arguments(arguments)
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.out == ""
+    assert said.err.startswith("nanobatch: ") and said.err.count("\n") == 1
+
+
+def test_right_options_are_taken(tmp_path):
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    args = tui.parse_arguments(["--slots", "3", "--seed", "0", "--prompts", str(tmp_path / "p.txt"), "--size", "80x24"])
+    assert (args.slots, args.seed, args.asks, args.size) == (3, 0, ["one", "two"], (80, 24))
+
+
+def test_a_plain_log_has_a_line_for_each_event():
+    stage = Stage(slots=2, policy="static")
+    lines: list[str] = []
+    log = tui.PlainLog(stage.session, lines.append)
+    log.look()
+    stage.room.load()
+    log.look()
+    for order in ('"hello"', "third", "/nonsense", "second"):
+        log.obey(order)
+    for _ in range(400):
+        stage.room.turn()
+        log.look()
+    log.obey("/race 6")
+    while not stage.session.settled:
+        stage.room.turn()
+        log.look()
+    text = "\n".join(lines)
+    for part in (
+        "loading: starting",
+        "policy static",
+        'r1 waits: "hello"',
+        "r1 is admitted to slot 0 in step 1",
+        "r1 has its first token after",
+        "r1 ends (length): 240 tokens, TTFT ",
+        ": hello",
+        "no command",
+        "static, measured: makespan",
+        "continuous takes",
+    ):
+        assert part in text, part
+    times = [float(line.split()[0]) for line in lines if re.match(r" +[\d.]+ s ", line)]
+    assert len(times) > 20
+
+
+def test_a_trace_holds_every_request_and_every_step():
+    stage = Stage(policy="static").load()
+    stage.session.obey("/burst 12")
+    stage.finish()
+    trace = json.loads(json.dumps(tui.trace_events(stage.state.steps, stage.state.history)))
+    spans = [event for event in trace if event["ph"] == "X"]
+    names = {event["name"] for event in spans}
+    assert all(f"r{i} decode" in names for i in range(1, 13)) and "blocked" in names
+    assert sum(event["name"] == "run" for event in spans) == len(stage.state.steps)
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    for slot in range(8):
+        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == (1, slot))
+        assert all(b[0] >= a[1] - 0.2 for a, b in pairwise(mine))
+
+
+def test_only_what_has_changed_is_painted():
+    async def scenario(it):
+        await it.press("b", turns=30)
+        painted = []
+        for pane in it.app.query(tui.Pane):
+            refresh = pane.refresh
+            pane.refresh = lambda *a, pane=pane, refresh=refresh, **k: (
+                painted.append((pane.id, len(a))),
+                refresh(*a, **k),
+            )
+        it.app.look()
+        it.app.paint()
+        assert painted == []
+        await it.turns(1)
+        assert {"slots", "timeline"} <= {name for name, _ in painted} and "settings" not in dict(painted)
+
+    show(scenario)
