@@ -554,14 +554,15 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _exiting = threading.Event()
 
 
-@contextmanager
-def device():
-    """Everything that touches an `mx.array` happens inside this block."""
-    with _device:
-        if not _stream:
-            _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
-        with mx.stream(_stream[0]):
-            yield
+def stream() -> mx.StreamContext:
+    """`with _device, stream():` stands around everything that touches an `mx.array`.
+
+    subtle: two context managers written in C, not one made of a generator. Ctrl-C comes between two lines of Python,
+    so also in a generator that is about to release the lock, and the lock would stay held for good.
+    """
+    if not _stream:
+        _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
+    return mx.stream(_stream[0])
 
 
 @atexit.register
@@ -639,7 +640,7 @@ class Engine:
         report = report or (lambda stage: None)
         report(f"finding {model}")
         folder = checkpoint.find(str(model))
-        with device():
+        with _device, stream():
             reader = ModelReader(folder, dtype)
             text = Text(folder, reader.config.V)
             free = free_memory()  # a slab that will not fit is refused now, not when the weights have been read
@@ -653,7 +654,7 @@ class Engine:
 
     def _reset_device(self) -> None:
         """A new slab, and nothing in flight."""
-        with device():
+        with _device, stream():
             self._flight: Flight | None = None
             self._started: tuple[mx.array, ...] = ()  # what the last forward pass to be started yields
             self._waited = 0.0
@@ -679,7 +680,7 @@ class Engine:
                                            ^ N's tokens are read here, and N+1 already runs
         """
         plan = flight = None
-        with device():
+        with _device, stream():
             try:
                 if self.slab is None:  # after a failure there was not enough memory for a new one: try again
                     self._reset_device()
@@ -1106,7 +1107,7 @@ class Engine:
             for handle in list(self._handles.values()):
                 handle.cancel()
         self._stop_thread()
-        with device():
+        with _device, stream():
             self._flight = None
             mx.synchronize(_stream[0])
 

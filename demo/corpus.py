@@ -527,17 +527,17 @@ def elsewhere(rng: random.Random) -> Task:
 
 # name -> (how to make one, share of the questions)
 SKILLS: dict[str, tuple[Callable[[random.Random], Task], float]] = {
-    "story": (story, 5),
-    "counting": (counting, 7),
-    "alphabet": (alphabet, 2),
+    "story": (story, 30),
+    "counting": (counting, 8),
+    "alphabet": (alphabet, 3),
     "calendar": (calendar, 4),
-    "spelling": (spelling, 24),
-    "reversing": (reversing, 14),
+    "spelling": (spelling, 12),
+    "reversing": (reversing, 9),
     "repeating": (repeating, 8),
-    "adding": (adding, 8),
-    "membership": (membership, 44),
-    "facts": (facts, 5),
-    "elsewhere": (elsewhere, 1),
+    "adding": (adding, 9),
+    "membership": (membership, 14),
+    "facts": (facts, 8),
+    "elsewhere": (elsewhere, 2),
 }
 
 

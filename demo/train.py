@@ -176,6 +176,19 @@ def make_model(encoder: Encoder, vocabulary: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def start_from(folder: Path) -> tuple[LlamaForCausalLM, tokenizers.Tokenizer]:
+    """A model that has learnt already, and what its token ids mean."""
+    model = LlamaForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).train()
+    return model, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def precision():
+    """bfloat16 where the processor multiplies it in hardware (twice as fast), and where it would be emulated, not."""
+    cpu = Path("/proc/cpuinfo")
+    fast = cpu.exists() and " avx512bw " in cpu.read_text()
+    return torch.autocast("cpu", torch.bfloat16, enabled=fast)
+
+
 def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -241,20 +254,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=45e6, help="tokens to train on (default 45e6)")
     parser.add_argument("--batch", type=int, default=4096, help="tokens in a batch (default 4096)")
     parser.add_argument("--rate", type=float, default=2.5e-3, help="the highest learning rate (default 2.5e-3)")
+    parser.add_argument("--start", type=Path, help="go on from the model in this folder, with another --rate or corpus")
     parser.add_argument("--exam", type=float, default=8e6, help="tokens between two small exams (default 8e6)")
     args = parser.parse_args()
 
     keep_freed_memory()
     RUN.mkdir(exist_ok=True)
     log = Log(RUN / "log.jsonl")
-    path = RUN / "tokenizer.json"
-    if not path.exists():
-        train_tokenizer().save(str(path))
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    encoder = Encoder(tokenizer)
-
     torch.manual_seed(0)
-    model = make_model(encoder, tokenizer.get_vocab_size())
+    if args.start:
+        model, tokenizer = start_from(args.start)
+        encoder = Encoder(tokenizer)
+    else:
+        path = RUN / "tokenizer.json"
+        if not path.exists():
+            train_tokenizer().save(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        encoder = Encoder(tokenizer)
+        model = make_model(encoder, tokenizer.get_vocab_size())
     optimizer = make_optimizer(model)
     state = {"pool": 0, "tokens": 0, "examined": 0, "seconds": 0.0}
     checkpoint = RUN / "checkpoint.pt"
@@ -264,7 +281,7 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]
     size = sum(p.numel() for p in model.parameters())
-    log(parameters=size, vocabulary=tokenizer.get_vocab_size(), goes_on_at=state["tokens"], **vars(args))
+    log(parameters=size, vocabulary=tokenizer.get_vocab_size(), goes_on_at=state["tokens"], **{k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()})
 
     for n, batches in pools(encoder, args.batch, state["pool"]):
         losses, began, here = [], time.monotonic(), 0
@@ -272,7 +289,7 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = rate(state["tokens"], args.tokens, args.rate)
             ids, labels = tensors(batch, encoder.end)
-            with torch.autocast("cpu", torch.bfloat16):
+            with precision():
                 loss = model(input_ids=ids, labels=labels).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
