@@ -55,14 +55,17 @@ def _load_mkl() -> bool:
 
 
 def _load_openblas() -> bool:
-    """The system's OpenBLAS. It picks its kernels by the processor's name, and takes one that is younger than itself
-    for an old one without AVX-512. Those kernels are slower, and they add a row's numbers in an order that depends on
-    where in the matrix the row stands: a slot's number would show in its bits."""
-    cpu = Path("/proc/cpuinfo")
-    flags = set(cpu.read_text().partition("flags")[2].partition("\n")[0].split()) if cpu.exists() else set()
-    if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"} <= flags:
+    """The system's OpenBLAS. It picks its kernels by the processor's name, and takes a processor that is younger than
+    itself for an old one: so name the kernels that use AVX-512 where there is AVX-512."""
+    if _has_avx512():
         os.environ["OPENBLAS_CORETYPE"] = "SkylakeX"
     return _load("libopenblas.so.0")
+
+
+def _has_avx512() -> bool:
+    cpu = Path("/proc/cpuinfo")
+    flags = set(cpu.read_text().partition("flags")[2].partition("\n")[0].split()) if cpu.exists() else set()
+    return {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"} <= flags
 
 
 def _needs_blas() -> bool:
@@ -103,6 +106,10 @@ def _advise(remedy: str) -> None:
 
 name = preload()
 
+# How many rows of a product get the same bits wherever they stand in it; None: all of them, however many. OpenBLAS's
+# older kernels add a row's numbers up in an order that depends on the row's place, but not within eight rows.
+alike = 8 if "openblas" in name and not _has_avx512() else None
+
 try:
     import mlx.core as mx
 except ImportError as error:
@@ -113,4 +120,4 @@ except ImportError as error:
         )
     raise
 
-__all__ = ["mx", "name"]
+__all__ = ["alike", "mx", "name"]

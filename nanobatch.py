@@ -47,6 +47,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import blas
 import checkpoint
 from blas import mx
 from checkpoint import Config, ModelError, Rope, Weights
@@ -69,7 +70,7 @@ def forward(model: Model, ids: mx.array, window: Window) -> mx.array:  # ids (B,
     """
     c = model.config
     B, L = ids.shape
-    cos, sin = rope_angles(model, window)  # (B, 1, L, Dh/2) each
+    cos, sin = rope_angles(model, window)  # (B, 1, L, Dh) each
     x = model.embed(ids)  # (B, L, D)
     for index, layer in enumerate(model.layers):
         # Attention: every token asks (q) all tokens up to itself what they have to say (k: to whom, v: what).
@@ -88,7 +89,7 @@ def forward(model: Model, ids: mx.array, window: Window) -> mx.array:  # ids (B,
         # The MLP: each token by itself.
         h = rms_norm(x, layer.mlp_norm, c.norm_eps)
         gate, up = mx.split(layer.gate_up(h), 2, axis=-1)  # (B, L, hidden) each
-        x = x + layer.down(gate * mx.sigmoid(gate) * up)
+        x = x + layer.down(silu(gate) * up)
     return rms_norm(x, model.norm, c.norm_eps)
 
 
@@ -97,14 +98,19 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:  # (..., D)
     return mx.fast.rms_norm(x, weight, eps)
 
 
+def silu(x: mx.array) -> mx.array:
+    """x / (1 + e^-x), the curve between 0 and x. On a CPU MLX takes 8 ns for a power, and 20 for a sigmoid."""
+    return x / (1 + mx.power(1 / math.e, x))
+
+
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
     """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by its position.
 
     Two turned vectors' dot product depends on the difference of their angles alone, so attention sees how far apart
-    two tokens are, and never where they stand.
+    two tokens are, and never where they stand. (a, b) becomes (a cos - b sin, b cos + a sin); the minus is in `sin`.
     """
     a, b = mx.split(x, 2, axis=-1)
-    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:
@@ -122,15 +128,16 @@ def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array
     return (weights @ v).reshape(B, H, L, Dh).transpose(0, 2, 1, 3).reshape(B, L, H * Dh)
 
 
-def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh/2) each
-    """cos and sin of each row's positions times each pair's frequency; every layer uses the same."""
+def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh) each
+    """cos and sin of each row's positions times each plane's frequency, once for both numbers that are turned in it."""
     rope, Dh = model.config.rope, model.config.Dh
     frequencies = model.frequencies  # (Dh/2,)
     if rope.type == "dynamic" and max(window.lengths) > rope.original_length:
         frequencies = mx.stack([rope_frequencies(rope, Dh, n) for n in window.lengths])[:, None]  # (B, 1, Dh/2)
     positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
     angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
-    return mx.cos(angles), mx.sin(angles)
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    return mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
 
 
 def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
@@ -172,7 +179,7 @@ class Dense(NamedTuple):
     out: int
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
-        y = x @ self.weight
+        y = product(x, self.weight)
         if y.shape[-1] != self.out:
             y = y[..., : self.out]
         return y if self.bias is None else y + self.bias
@@ -192,6 +199,15 @@ class Dense(NamedTuple):
     def rows(self, ids: mx.array) -> mx.array:  # (B, L) -> (B, L, in)
         """As an embedding: column `id` of the (D, V) matrix, so that a tied head and its table are one array."""
         return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)
+
+
+def product(x: mx.array, weight: mx.array) -> mx.array:  # (B, ..., in) -> (B, ..., out)
+    """x @ weight, in blocks of rows where the BLAS would let a row's place show in its bits (`blas.alike`)."""
+    B, block = x.shape[0], blas.alike
+    if block is None or B <= 4 or B == block:
+        return x @ weight
+    x = mx.pad(x, [(0, -B % block), *[(0, 0)] * (x.ndim - 1)])
+    return mx.concatenate([x[row : row + block] @ weight for row in range(0, B, block)])[:B]
 
 
 class Quantized(NamedTuple):
