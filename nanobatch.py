@@ -767,11 +767,11 @@ class Engine:
         self._started = results
 
     def _prefill(self, chunk: Chunk) -> mx.array:  # -> (1, C, D)
-        """One chunk of a prompt, padded to C tokens so that the device always sees the same shape.
+        """One chunk of a prompt, padded to C tokens. C depends on the prompt alone: the same shapes in any company.
 
         The padding's keys land in rows that the sequence has yet to reach, and it overwrites them when it does.
         """
-        C, prompt = self.sched.chunk, chunk.request.prompt
+        C, prompt = chunk.width, chunk.request.prompt
         if chunk.source is not None:
             prefix = self.slab.prefix(chunk.source, chunk.start)
             self._start(*prefix)

@@ -1,9 +1,10 @@
 """Decides who runs next. Knows requests, slots and a budget; knows no model, no array and no clock.
 
 The problem. A device is fast when it works on many sequences at once, but requests arrive when they please, and their
-answers end when they please. *Static* batching waits for a full batch and then for its slowest member. *Continuous*
-batching decides anew in every step: whoever has ended leaves, whoever waits takes the free slot, and a long prompt is
-cut into chunks so that those who are already decoding never wait for more than a chunk of it.
+answers end when they please. *Serial* serving takes one after the other. *Static* batching takes whoever waits, up to
+its slots, and then waits for the slowest of them before it takes anybody else. *Continuous* batching decides anew in
+every step: whoever has ended leaves, whoever waits takes the free slot, and a long prompt is cut into chunks, so that
+those who are already decoding never wait for more than a chunk of it.
 
     step | slot 0    slot 1         P  prefill: a chunk of the prompt goes into the slab
        1 | A:P       B:P            d  decode: one row, one new token
@@ -14,7 +15,7 @@ cut into chunks so that those who are already decoding never wait for more than 
 One turn of the wheel is plan -> run -> commit. `plan` answers with a frozen `Plan`; the engine runs it on the device;
 `commit` takes the sampled tokens. The engine may plan step N+1 before it has committed step N (run-ahead), so a
 request carries two numbers that are never confused: what is *planned*, and what is *committed*. An end is therefore
-seen one step late, and the token of such a *ghost* row is dropped.
+seen one step late (but for max_tokens, which is known before), and the token of such a *ghost* row is dropped.
 
 A slot remembers the prompt it was last filled with. A new prompt that begins alike goes on from there, or has the
 common rows copied from whichever slot holds them: that is prefix reuse, and a system prompt is computed once.
@@ -35,6 +36,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 POLICIES = ("continuous", "static", "serial")
+PADDING = 16  # a chunk is as wide as a multiple of this many tokens, so that the device sees few shapes
 
 
 class QueueFull(RuntimeError):
@@ -76,6 +78,7 @@ class Chunk(NamedTuple):
     slot: int
     start: int
     stop: int
+    width: int  # stop - start, and the padding: what the device computes
     source: int | None  # before this chunk, rows 0..start are copied from this slot
 
     @property
@@ -211,27 +214,29 @@ class Scheduler:
     def _chunks(self, budget: int):
         """Cut prompts into chunks, oldest first, until the step's budget of tokens is spent.
 
-        A decoding row costs one token and goes first; a chunk costs its full width even when the prompt ends inside
-        it, because the device computes the padding too. The first chunk is free of the budget: however many rows
-        decode, a prompt moves on in every step. So nobody starves, and no step grows beyond budget + chunk.
+        A decoding row costs one token and goes first; a chunk costs its width. The first chunk is free of the budget:
+        however many rows decode, a prompt moves on in every step. So nobody starves, and no step grows beyond
+        budget + chunk. With a budget of two chunks, a step takes two while nobody decodes, and one while anybody does.
 
         Which rows can be taken over is asked when a prompt's turn comes, not when it is admitted: of eight prompts
         that arrive together and begin alike, the first has written the common part by then.
         """
         spent = 0
         for request in self.running.values():
-            while request.phase == "prefill" and (spent == 0 or spent + self.chunk <= budget):
-                source = None
-                if request.prefilled == 0:
-                    source, request.reused = self._match(request, (request.slot, *range(len(self.owners))))
-                    request.prefilled = request.reused
-                    self.memory[request.slot] = request
+            while request.phase == "prefill":
+                source, start = request.slot, request.prefilled
+                if fresh := start == 0:  # its own slot is asked first: what it holds need not be copied
+                    source, start = self._match(request, (request.slot, *range(len(self.owners))))
+                width = min(self.chunk, -(-(len(request.prompt) - start) // PADDING) * PADDING)
+                if spent and spent + width > budget:
+                    return  # and whoever came later does not overtake
+                if fresh:
+                    request.reused, self.memory[request.slot] = start, request
                     if source in self.free:  # used just now, so not the next to be overwritten
                         self.free.append(self.free.pop(self.free.index(source)))
-                start, stop = request.prefilled, min(request.prefilled + self.chunk, len(request.prompt))
-                request.prefilled = stop
-                spent += self.chunk
-                yield Chunk(request, request.slot, start, stop, None if source == request.slot else source)
+                spent += width
+                stop = request.prefilled = min(start + self.chunk, len(request.prompt))
+                yield Chunk(request, request.slot, start, stop, width, None if source == request.slot else source)
 
     def commit(
         self, plan: Plan, tokens: Sequence[int], accept: Callable[[Request, int], str | None], now: float
@@ -275,7 +280,8 @@ class Scheduler:
             self.free.append(request.slot)
 
     def start_over(self) -> None:
-        """The slab is lost. Nobody who still runs has yielded a token yet, so they prefill again."""
+        """The slab is lost. Nobody who still runs has yielded a token yet (whoever has was in the step that failed, and ended with it),
+        so they prefill again."""
         self.memory[:] = [None] * len(self.memory)
         for request in self.running.values():
             assert request.planned == 0, request
