@@ -100,7 +100,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:  # (..., D)
 
 def silu(x: mx.array) -> mx.array:
     """x / (1 + e^-x), the curve between 0 and x. On a CPU MLX takes 8 ns for a power, and 20 for a sigmoid."""
-    return x / (1 + mx.power(1 / math.e, x))
+    return x / (mx.power(math.exp(-1), x) + 1)
 
 
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
@@ -204,7 +204,7 @@ class Dense(NamedTuple):
 def product(x: mx.array, weight: mx.array) -> mx.array:  # (B, ..., in) -> (B, ..., out)
     """x @ weight, in blocks of rows where the BLAS would let a row's place show in its bits (`blas.alike`)."""
     B, block = x.shape[0], blas.alike
-    if block is None or B <= 4 or B == block:
+    if block is None or B <= 4 or block == B:
         return x @ weight
     x = mx.pad(x, [(0, -B % block), *[(0, 0)] * (x.ndim - 1)])
     return mx.concatenate([x[row : row + block] @ weight for row in range(0, B, block)])[:B]

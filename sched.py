@@ -280,8 +280,8 @@ class Scheduler:
             self.free.append(request.slot)
 
     def start_over(self) -> None:
-        """The slab is lost. Nobody who still runs has yielded a token yet (whoever has was in the step that failed, and ended with it),
-        so they prefill again."""
+        """The slab is lost. Who had yielded a token was in the step that failed, and ended with it; the others prefill
+        again."""
         self.memory[:] = [None] * len(self.memory)
         for request in self.running.values():
             assert request.planned == 0, request

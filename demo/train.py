@@ -281,7 +281,8 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]
     size = sum(p.numel() for p in model.parameters())
-    log(parameters=size, vocabulary=tokenizer.get_vocab_size(), goes_on_at=state["tokens"], **{k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()})
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    log(parameters=size, vocabulary=tokenizer.get_vocab_size(), goes_on_at=state["tokens"], **options)
 
     for n, batches in pools(encoder, args.batch, state["pool"]):
         losses, began, here = [], time.monotonic(), 0
