@@ -19,7 +19,7 @@ so that the device sees the same shapes whoever is alive. A prefill chunk writes
 The invariant: what a sequence computes depends on row p only if it has itself written row p, or had it copied from a
 sequence that begins with the same tokens. So a slot needs no cleaning between owners, with one exception: attention
 multiplies the rows it must not see by zero, and 0 x NaN is NaN. Rows that may hold a non-finite number are scrubbed
-before the next owner comes.
+before the next owner comes. A neighbour's NaN does no harm: a sequence reads its own slot and no other.
 
 This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which gives the slots away.
 """
@@ -58,8 +58,8 @@ class Slab:
 
         (One corner is enough. The last layer's rows are written last, and an array is there as a whole or not at all.)
 
-        subtle: not the arrays themselves. `array[...] = x` changes the Python object, so whoever keeps one and waits
-        for it later waits for what it is by then.
+        subtle: not the arrays themselves. `array[...] = x` gives the name to a new node (see `append`), so whoever
+        keeps the name and waits for it later waits for what it stands for by then.
         """
         return self.k[-1][:1, :1, :1], self.v[-1][:1, :1, :1]
 
@@ -86,8 +86,8 @@ class Slab:
 class Window:
     """The rows of the slab that one forward pass writes, and those it reads.
 
-    `slots` names the B slots, `starts` the first row that each of them writes (a Python int: an `mx.array` that is
-    changed with += would change under whoever else holds it), L how many rows, `reach` how many rows are read.
+    `slots` names the B slots, `starts` the first row that each of them writes (a Python int: `+=` on an `mx.array`
+    changes it for whoever else holds it), L how many rows, `reach` how many rows are read.
     `lengths` are the lengths of the B sequences that the rows belong to, for models whose positions depend on them.
     """
 
@@ -108,8 +108,9 @@ class Window:
     def append(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         """Write k and v, both (B, Hkv, L, Dh), and answer with all that is visible: (B, Hkv, reach, Dh) each.
 
-        MLX arrays are values: an assignment makes a new array. It reuses the old memory, without copying the slab,
-        if and only if nothing else refers to the old array any more. So the slab is held here and nowhere else, and
+        subtle: an `mx.array` is a name for a node of the graph. `a[i] = x` makes a new node, and the name stands for it
+        from then on, for all who share the name. The new node takes over the old one's memory, without copying the
+        slab, if and only if nobody else holds the old node any more. So the slab is held here and nowhere else, and
         `Engine` takes care that no step which still reads it is in flight.
         """
         return self._write(self.slab.k, layer, k), self._write(self.slab.v, layer, v)

@@ -20,9 +20,11 @@ The glossary, used everywhere in this project:
     V    vocabulary                                   Dh   size of one head
     T    how far attention reads (`reach`)            C    width of a prefill chunk
 
-    slot     a sequence's place in the slab           ghost   a row of a step that was planned before anybody knew
-    prefill  the prompt goes into the slot, in chunks         that its request had ended: it runs, and is dropped
-    decode   one new token for a row
+    slot     a sequence's place in the slab: S places for a token's key and value
+    row      in a forward pass, one of the B sequences; in a slot, one of the S places
+    prefill  the prompt goes into the slot, in chunks
+    decode   one new token for a sequence
+    ghost    a member of a step that was planned before anybody knew that its request had ended: it runs, and is dropped
 
 The invariant: what a request is answered depends on its prompt, its `Sampling` and the model. Not on its neighbours,
 its slot, or the moment it came.
@@ -71,7 +73,7 @@ def forward(model: Model, ids: mx.array, window: Window) -> mx.array:  # ids (B,
     c = model.config
     B, L = ids.shape
     cos, sin = rope_angles(model, window)  # (B, 1, L, Dh) each
-    x = model.embed(ids)  # (B, L, D)
+    x = model.table.rows(ids)  # (B, L, D)
     for index, layer in enumerate(model.layers):
         # Attention: every token asks (q) all tokens up to itself what they have to say (k: to whom, v: what).
         h = rms_norm(x, layer.attn_norm, c.norm_eps)
@@ -267,9 +269,6 @@ class Model:
     def dtype(self) -> mx.Dtype:
         return self.norm.dtype
 
-    def embed(self, ids: mx.array) -> mx.array:  # (B, L) -> (B, L, D)
-        return self.table.rows(ids)
-
     @staticmethod
     def load(folder: Path, dtype: str = "auto") -> Model:
         return ModelReader(folder, dtype).read()
@@ -368,7 +367,7 @@ class ModelReader:
     def linear(self, *modules: str) -> Dense | Quantized | SideBySide:
         """One projection, or several of the same input as one."""
         parts = [self.part(module) for module in modules]
-        if all(isinstance(part, tuple) and not isinstance(part, Quantized) for part in parts):
+        if not any(isinstance(part, Quantized) for part in parts):
             return Dense.of(parts)
         parts = [part if isinstance(part, Quantized) else Dense.of([part]) for part in parts]
         return parts[0] if len(parts) == 1 else SideBySide(tuple(parts))
@@ -436,7 +435,7 @@ class Handle:
         self._engine, self._request, self._listener = engine, request, listener
         self._seed = fresh_seed() if sampling.seed is None else sampling.seed
         self._ends = sampling.stop_tokens | (frozenset() if sampling.ignore_eos else engine.text.end_tokens)
-        self._stream = engine.text.stream(sampling.stop_texts)
+        self._text = engine.text.stream(sampling.stop_texts)
         self._pieces: list[str] = []
         self._times: list[float] = []
 
@@ -496,13 +495,13 @@ class Handle:
             self.logprobs.append(TokenLogprob(logprob.logprob, logprob.top[: self.sampling.logprobs]))
         if token in self._ends:
             return "stop"
-        self._show(self._stream.push(token))
-        return "stop" if self._stream.stopped else None
+        self._show(self._text.push(token))
+        return "stop" if self._text.stopped else None
 
     def _flush(self, tell: bool = True) -> None:
         """At the end: the text that was held back. The listener is told if it is a step that ends the answer."""
         ended_by_token = self.tokens and self.tokens[-1] in self._ends
-        self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens), tell)
+        self._show(self._text.finish(self.tokens[:-1] if ended_by_token else self.tokens), tell)
 
     def _show(self, piece: str, tell: bool = True) -> None:
         if piece:
@@ -564,14 +563,14 @@ class Snapshot:
 # One device, one stream, one thread at a time. MLX binds ordinary streams to the thread that made them; this one may
 # be used from any thread, as long as a lock sees to it that there is one at a time. So an engine can be loaded in one
 # thread, stepped in another, and no thread is left behind.
-_device = threading.RLock()
+_device_lock = threading.RLock()
 _stream: list[mx.Stream] = []
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _exiting = threading.Event()
 
 
-def stream() -> mx.StreamContext:
-    """`with _device, stream():` stands around everything that touches an `mx.array`.
+def device_stream() -> mx.StreamContext:
+    """`with _device_lock, device_stream():` stands around everything that touches an `mx.array`.
 
     subtle: two context managers written in C, not one made of a generator. Ctrl-C comes between two lines of Python,
     so also in a generator that is about to release the lock, and the lock would stay held for good.
@@ -587,7 +586,7 @@ def _leave() -> None:
     _exiting.set()  # whoever is loading a model gives up at the next layer
     for engine in list(_engines):
         engine.close()
-    _device.acquire()  # and never released: nobody starts anything any more
+    _device_lock.acquire()  # and never released: nobody starts anything any more
     if _stream:
         mx.synchronize(_stream[0])
 
@@ -656,7 +655,7 @@ class Engine:
         report = report or (lambda stage: None)
         report(f"finding {model}")
         folder = checkpoint.find(str(model))
-        with _device, stream():
+        with _device_lock, device_stream():
             reader = ModelReader(folder, dtype)
             text = Text(folder, reader.config.V)
             free = free_memory()  # a slab that will not fit is refused now, not when the weights have been read
@@ -670,7 +669,7 @@ class Engine:
 
     def _reset_device(self) -> None:
         """A new slab, and nothing in flight."""
-        with _device, stream():
+        with _device_lock, device_stream():
             self._flight: Flight | None = None
             self._started: tuple[mx.array, ...] = ()  # what the last forward pass to be started yields
             self._waited = 0.0
@@ -694,9 +693,13 @@ class Engine:
             device   |   run N             |   run N+1           |   run N+2
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
                                            ^ N's tokens are read here, and N+1 already runs
+
+        What goes wrong ends as few as possible. A token that is not finite, a listener or a tokenizer that raises ends
+        its own request (`_accept`). A step that raises ends those who were in it (`_fail`): the others prefill again.
+        Ctrl-C, or a device that gives no new slab, ends all (`_abandon`), and still the engine can be used.
         """
         plan = flight = None
-        with _device, stream():
+        with _device_lock, device_stream():
             try:
                 if self.slab is None:  # after a failure there was not enough memory for a new one: try again
                     self._reset_device()
@@ -704,7 +707,7 @@ class Engine:
                 plan, scrubs = self._plan(began)
                 flight = self._run(plan, scrubs, began) if plan else None
                 if self.run_ahead:
-                    flight, self._flight = self._flight, flight
+                    flight, self._flight = self._flight, flight  # commit the one before; the new one stays in flight
                 if flight:
                     self._commit(flight)
             except BaseException as error:
@@ -724,7 +727,7 @@ class Engine:
     def _run(self, plan: Plan, scrubs: Iterable[tuple[int, int, int]], began: float) -> Flight:
         """Turn a plan into one lazy graph, sampling included, and start it."""
         run_began, self._waited = self.clock(), 0.0
-        tokens, logprobs, slots = [], [], []
+        chosen = []
         for rows in scrubs:
             self.slab.scrub(*rows)
         for chunk in plan.chunks:
@@ -734,7 +737,7 @@ class Engine:
                 continue
             self._start(x)
             last = chunk.stop - chunk.start - 1
-            self._choose(self.model.head(x[:, last]), [self._pick(chunk, 0, 0)], tokens, logprobs, slots)
+            chosen.append(self._choose(self.model.head(x[:, last]), [self._pick(chunk, 0, 0)]))
         if plan.decodes:
             x, rows = self._decode(plan.decodes)  # (B, 1, D), and the row of each member
             self._start(x)
@@ -742,10 +745,13 @@ class Engine:
                 self._pick(member, row, member.position - len(member.request.prompt) + 1)
                 for member, row in zip(plan.decodes, rows, strict=True)
             ]
-            self._choose(self.model.head(x[:, 0]), picks, tokens, logprobs, slots)
+            chosen.append(self._choose(self.model.head(x[:, 0]), picks))
         emitted = mx.full(self.slab.slots, -1, mx.int32)
-        if slots:
-            emitted[mx.array(slots)] = mx.concatenate(tokens)
+        logprobs = []
+        for slots, tokens, measured in chosen:
+            emitted[slots] = tokens
+            logprobs += measured
+        if chosen:
             self._newest = mx.where(emitted >= 0, emitted, self._newest)
         mx.async_eval(emitted, self._newest, self._history, logprobs)
         build_s = self.clock() - run_began - self._waited
@@ -785,7 +791,9 @@ class Engine:
         """One token for each member. Exact: every slot is a row, idle ones too, so that the shape never changes.
 
         A matrix product of another shape adds its numbers in another order, and rounding makes that show: compact
-        rows give equal tokens, constant rows give equal bits.
+        rows give equal tokens, constant rows give equal bits. One shape does change with the company: how far
+        attention reads. Past a row's own length that adds weights of exactly 0, and in whole buckets the numbers before
+        are added in the same order (tests/test_exact.py counts the bits that differ, over random companies: none).
         """
         at = {member.slot: member.position for member in members}
         slots = list(range(self.slab.slots)) if self.exact else list(at)
@@ -808,17 +816,15 @@ class Engine:
             self._history[member.slot] = mx.array([*none, *recent])
         return Pick(row, member.slot, sampling, seed, index)
 
-    def _choose(self, logits: mx.array, picks: list[Pick], tokens: list, logprobs: list, slots: list) -> None:
-        """Choose from logits (B, V), and add to the step's tokens, log probabilities and slots."""
-        chosen, measured = choose(logits, picks, self._history)
-        tokens.append(chosen)
-        logprobs += measured
-        slots += [pick.slot for pick in picks]
+    def _choose(self, logits: mx.array, picks: list[Pick]) -> tuple[mx.array, mx.array, list[Logprobs]]:
+        """Choose from logits (B, V): the slots of the picks, their tokens, and the log probabilities asked for."""
+        tokens, measured = choose(logits, picks, self._history)
         penalised = [i for i, pick in enumerate(picks) if pick.sampling.repetition_penalty != 1]
         if penalised:
             which = mx.array([picks[i].slot for i in penalised])
-            newest = mx.maximum(chosen[mx.array(penalised)], 0)[:, None]
+            newest = mx.maximum(tokens[mx.array(penalised)], 0)[:, None]
             self._history[which] = mx.concatenate([self._history[which][:, 1:], newest], axis=1)
+        return mx.array([pick.slot for pick in picks]), tokens, measured
 
     def _commit(self, flight: Flight) -> None:
         """Read what a step sampled, hand it to its owners, and let go of those who end."""
@@ -1123,7 +1129,7 @@ class Engine:
             for handle in list(self._handles.values()):
                 handle.cancel()
         self._stop_thread()
-        with _device, stream():
+        with _device_lock, device_stream():
             self._flight = None
             mx.synchronize(_stream[0])
 
@@ -1149,7 +1155,8 @@ def fit(
 ) -> tuple[int, int, str]:
     """Slots, their length, and a line about them: as asked for, or chosen to fit the memory, or refused."""
     chunk = 64 if chunk is None else chunk
-    check_count("slots", slots), check_count("max_len", max_len), check_count("chunk", chunk)
+    for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk)):
+        check_count(name, value)
     if chunk % BUCKET:
         raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
     if c.window is not None and max_len is not None and max_len > c.window:
@@ -1171,7 +1178,7 @@ def fit(
     if max_len is None and slab(some, length) > room:
         length = max(chunk, shorter())
     if slab(some, length) > room:
-        ways = [f"--slots {fewer()}"] * (fewer() > 0) + [f"--max-len {shorter()}"] * (shorter() > 0)
+        ways = [f"{flag} {most}" for flag, most in (("--slots", fewer()), ("--max-len", shorter())) if most]
         raise ValueError(
             f"{some} slots of {length:,} tokens take {size(slab(some, length))}, but {size(max(0, free))} are free; "
             f"{' or '.join(ways) or 'nothing smaller'} would fit"

@@ -265,7 +265,7 @@ def test_a_detokenizer_that_raises_ends_its_own_request_alone(engine):
         def push(self, token):
             raise Panic("no such character")
 
-    bad._stream = Broken()
+    bad._text = Broken()
     assert bad.result().finish_reason == "error" and "no such character" in bad.error
     assert good.result().tokens == expected
 
