@@ -192,9 +192,11 @@ class Dense(NamedTuple):
 
     W is widened with zeros to a multiple of 16 columns. A BLAS computes columns and rows in blocks, and where neither
     comes out even, OpenBLAS adds the last rows' numbers up in another order: a slot's bits would depend on its number.
+    And to no multiple of 1,024: rows that lie a multiple of 4 KiB apart compete for the same few places in the
+    processor's cache. With 49,168 columns instead of 49,152, the head of a 135M model took 11 ms instead of 40 (MKL).
     """
 
-    weight: mx.array  # (in, out up to a multiple of 16)
+    weight: mx.array  # (in, out and a few more)
     bias: mx.array | None  # (out,)
     out: int
 
@@ -214,7 +216,10 @@ class Dense(NamedTuple):
         out, bias = weight.shape[0], None
         if any(b is not None for _, b in parts):
             bias = mx.concatenate([mx.zeros(w.shape[0], w.dtype) if b is None else b for w, b in parts])
-        return Dense(mx.contiguous(mx.pad(weight, [(0, -out % 16), (0, 0)]).T), bias, out)
+        more = -out % 16
+        if (out + more) % 1024 == 0:
+            more += 16
+        return Dense(mx.contiguous(mx.pad(weight, [(0, more), (0, 0)]).T), bias, out)
 
     def rows(self, ids: mx.array) -> mx.array:  # (B, L) -> (B, L, in)
         """As an embedding: column `id` of the (D, V) matrix, so that a tied head and its table are one array."""

@@ -1,0 +1,829 @@
+"""The benchmark: what does nanobatch do in a second, and where does the second go?
+
+The question. An engine has several speeds. Who waits for an answer feels the time to its first token (TTFT) and the
+gaps between the next ones; who pays for the machine counts everybody's tokens. Both depend on how many ask, and when:
+
+    decode    B rows decode, and nothing else happens: how fast is a step?
+    closed    c users, each of whom sends a prompt when the last one's answer has ended: what does a known crowd get?
+    open      prompts come when they please, whoever is still waiting: at which load does the line grow for ever?
+    steps     one decode step taken apart, beside the time that the machine would need at best
+    long      a prompt of 2,000 tokens arrives while seven rows decode: who waits for whom?
+    growth    a longer line, more slots, longer slots, longer prompts: what costs more than it seems to?
+    newcomer  mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends (see `blas.py`)
+
+How a fair answer is made. `--vs mlx-lm` puts the peer beside all that it can do, too: the same weights in the same
+precision on the same BLAS, the same prompts at the same times, greedy, nobody stops early, and one loop (`drive`) that
+talks to both in the same words. Each sample has a process of its own, so nobody inherits another's memory, caches or
+threads, and warms up on a burst of the same shapes. Contestants take turns (A B, B A, A B): a machine that slows down
+slows all. What is shown is the median of the samples, in brackets the lowest and the highest, and the ratio to the
+peer. One thing differs: nanobatch turns its tokens into text on the way, which the peer leaves to whoever calls it.
+
+When a token counts: when the loop holds it as a plain number. An open loop's TTFT begins when the prompt was due, not
+when a busy loop got round to sending it; else a slow engine would make its own examination easier.
+
+    python bench.py                                          about a minute, on the demo model
+    python bench.py --shape 15m --vs mlx-lm --parts decode,closed,open --json run.json --plot run.svg
+    python bench.py --from run.json --plot run.svg           the tables and the picture again; nothing is measured
+
+Read `drive` first, then `Sample`. Where next: `sched.py`, whose three policies `open` tells apart, and `Engine.step` in
+`nanobatch.py`, whose stages `steps` measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import random
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import blas
+from blas import mx
+from checkpoint import find, read_config
+from nanobatch import Engine, QueueFull, Sampling, StepView
+from sched import POLICIES
+
+ROOT = Path(__file__).resolve().parent
+PARTS = {  # what each table says about itself
+    "decode": "all rows decode, and nothing else happens",
+    "closed": "users who send a prompt when the last one's answer has ended",
+    "open": "prompts arrive at random; load 1 is what static batching can do, at load inf all come at once",
+    "steps": "a decode step of nanobatch, and what the machine would need for it at best",
+    "long": "a long prompt arrives while seven rows decode",
+    "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
+    "newcomer": "mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends",
+}
+PEER, NEWCOMER = "mlx-lm", "mlx-lm as installed"
+ROWS = 8  # in the parts that do not vary it
+CROWD, LONGEST = 40, 256  # `open`: so many requests, with answers of 16 to 256 tokens
+PATIENCE_S = 1800  # for one sample
+
+
+# --- times in, figures out: what is reported is computed here, from plain numbers ------------------------------------
+
+
+@dataclass
+class Answer:
+    """One request as its user saw it."""
+
+    sent: float
+    times: list[float] = field(default_factory=list)  # of its tokens
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1e3 * (self.times[0] - self.sent)
+
+    def gaps_ms(self, since: float = -math.inf, until: float = math.inf) -> list[float]:
+        """Times between a token and the next, of those gaps that are not wholly outside."""
+        return [1e3 * (b - a) for a, b in pairwise(self.times) if b > since and a < until]
+
+
+Figures = dict[str, float]  # by name and unit, as the tables have them
+
+
+def rank(values: Iterable[float], share: float) -> float:
+    """The smallest value that at least this share of all do not exceed: rank(range(1, 101), 0.95) is 95."""
+    ordered = sorted(values)
+    return ordered[max(1, math.ceil(share * len(ordered))) - 1]
+
+
+def decode_figures(answers: Sequence[Answer], count: int) -> Figures:
+    """The rate once all rows have their first token, until one of them has `count` more."""
+    began = max(a.times[0] for a in answers)
+    later = [[t for t in a.times if t > began] for a in answers]
+    if not all(later):
+        raise ValueError(f"a row ended before all {len(answers)} had begun; give a longer --output")
+    ended = min(times[:count][-1] for times in later)
+    return {"decode tokens/s": sum(t <= ended for times in later for t in times) / (ended - began)}
+
+
+def open_figures(answers: Sequence[Answer]) -> Figures:
+    began, ended = min(a.sent for a in answers), max(a.times[-1] for a in answers)
+    ttft = [a.ttft_ms for a in answers]
+    return {
+        "total tokens/s": sum(len(a.times) for a in answers) / (ended - began),
+        "TTFT mean ms": statistics.mean(ttft),
+        **{f"TTFT p{p} ms": rank(ttft, p / 100) for p in (50, 95, 99)},
+    }
+
+
+def closed_figures(answers: Sequence[Answer], users: int) -> Figures:
+    """`decode` is what the users see together while their answers run; `total` is less by their waiting."""
+    gaps = [gap for a in answers for gap in a.gaps_ms()]
+    return {
+        "decode tokens/s": users * statistics.mean(1e3 / statistics.mean(a.gaps_ms()) for a in answers),
+        **open_figures(answers),
+        "gap mean ms": statistics.mean(gaps),
+        "gap p95 ms": rank(gaps, 0.95),
+        "gap max ms": max(gaps),
+    }
+
+
+def long_figures(rows: Sequence[Answer], late: Answer, alone: Answer) -> Figures:
+    """The rows' gaps before the late prompt was sent, and from then to its first token."""
+    began = max(a.times[0] for a in rows)
+    calm = statistics.median(gap for a in rows for gap in a.gaps_ms(began, late.sent))
+    rough = rank((gap for a in rows for gap in a.gaps_ms(late.sent, late.times[0])), 0.95)
+    return {
+        "gap undisturbed ms": calm,
+        "gap p95 ms": rough,
+        "gap p95 / undisturbed": rough / calm,
+        "TTFT alone ms": alone.ttft_ms,
+        "TTFT ms": late.ttft_ms,
+        "TTFT / alone": late.ttft_ms / alone.ttft_ms,
+    }
+
+
+def step_figures(steps: Sequence[StepView]) -> Figures:
+    """Medians. With run-ahead the stages of a step overlap those of the next, so a step's own time is its period."""
+    seconds = {
+        "step ms": [b.ended - a.ended for a, b in pairwise(steps)],
+        "plan ms": [s.plan_s for s in steps],
+        "build ms": [s.build_s for s in steps],
+        "wait ms": [s.wait_s for s in steps],
+        "commit ms": [s.commit_s for s in steps],
+        "plan + commit ms": [s.plan_s + s.commit_s for s in steps],
+    }
+    return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+
+
+# --- the contestants, and the loop that drives them ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ask:
+    prompt: list[int]
+    max_tokens: int
+    at: float = 0.0  # when an open loop sends it, in seconds after the start
+    after: int = 0  # and not before all answers that are under way have so many tokens
+
+
+class Nanobatch:
+    def __init__(self, folder: str, name: str, rows: int, max_len: int):
+        _, policy, *compact = name.split()
+        self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy, exact=not compact)
+        self.under_way = {}  # id -> handle, and how many of its tokens have been reported
+
+    def submit(self, ask: Ask) -> int:
+        handle = self.engine.submit(ask.prompt, Sampling(max_tokens=ask.max_tokens, ignore_eos=True))
+        self.under_way[handle.id] = handle, 0
+        return handle.id
+
+    def step(self) -> Iterator[tuple[int, int, bool]]:
+        """Who got how many tokens, and has it ended?"""
+        self.engine.step()
+        for key, (handle, seen) in list(self.under_way.items()):
+            if handle.finish_reason == "error":
+                raise Failure(handle.error)
+            if handle.finish_reason:
+                del self.under_way[key]
+            elif len(handle.tokens) > seen:
+                self.under_way[key] = handle, len(handle.tokens)
+            yield key, len(handle.tokens) - seen, handle.finish_reason is not None
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class MlxLm:
+    """The peer, as good as we can make it. Its batch is as wide as our slots; it prefills as many prompts together as
+    fit, and each in one piece: fewer at a time, or in chunks, gave fewer tokens a second. It is greedy, and on a CPU it
+    computes in float32, as everything else is slow there."""
+
+    def __init__(self, folder: str, rows: int):
+        from mlx_lm.generate import BatchGenerator
+        from mlx_lm.utils import load_model
+
+        model, _ = load_model(Path(folder))
+        if mx.default_device().type == mx.DeviceType.cpu:
+            model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+        self.generator = BatchGenerator(model, completion_batch_size=rows, prefill_batch_size=rows)
+
+    def submit(self, ask: Ask) -> int:
+        return self.generator.insert([ask.prompt], max_tokens=[ask.max_tokens])[0]
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        _, responses = self.generator.next()
+        return [(r.uid, 1, r.finish_reason is not None) for r in responses]
+
+    def close(self) -> None:
+        self.generator.close()
+        mx.synchronize()  # it runs ahead, too, and a process that exits while the device works may hang
+
+
+def drive(
+    contestant: Nanobatch | MlxLm,
+    asks: Iterable[Ask],
+    users: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Answer]:
+    """Send each ask when it is due, and step until all have ended. The answers are in the order of the asks.
+
+    In a closed loop, of that many `users`, an ask is due when a user is idle; in an open one when its time has come.
+    """
+    waiting, answers, under_way, began = deque(asks), [], {}, clock()
+
+    def is_due(ask: Ask, now: float) -> bool:
+        if users is not None:
+            return len(under_way) < users
+        return began + ask.at <= now and all(len(answer.times) >= ask.after for answer in under_way.values())
+
+    while waiting or under_way:
+        now = clock()
+        while waiting and is_due(waiting[0], now):
+            ask = waiting.popleft()
+            answers.append(Answer(now if ask.after or users is not None else began + ask.at))
+            under_way[contestant.submit(ask)] = answers[-1]
+        if not under_way:
+            sleep(max(0.0, began + waiting[0].at - now))
+            continue
+        came = list(contestant.step())
+        now = clock()
+        for key, count, has_ended in came:
+            under_way[key].times += [now] * count
+            if has_ended:
+                del under_way[key]
+    return answers
+
+
+# --- one sample, in a process of its own -----------------------------------------------------------------------------
+
+
+class Spec(NamedTuple):
+    """What one sample measures. It travels to its process as JSON."""
+
+    part: str
+    contestant: str  # "mlx-lm", or "nanobatch", a policy, and perhaps "compact"
+    folder: str
+    vocabulary: int
+    rows: int
+    prompt: int
+    output: int
+    rate: float = math.inf  # open: requests a second
+    late: int = 0  # long: length of the late prompt
+    queue: int = 0  # growth: how many more wait in line
+    length: int = 0  # growth: of a slot; 0 is what the longest prompt and its answer need
+
+    @property
+    def overlap(self) -> int:
+        """So much longer must answers be for all to run at once: ours begin one after the other, a chunk in a step."""
+        return 0 if self.part in ("closed", "open") else self.rows * math.ceil(self.prompt / 64)
+
+
+class Sample:
+    """A contestant, warmed up, and prompts for it: random, so that nobody can reuse what has been computed."""
+
+    def __init__(self, spec: Spec):
+        self.spec, self.random = spec, random.Random(0)
+        if spec.contestant.startswith("nanobatch"):
+            longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
+            self.contestant = Nanobatch(spec.folder, spec.contestant, spec.rows, longest)
+        else:
+            self.contestant = MlxLm(spec.folder, spec.rows)
+        drive(self.contestant, self.asks(spec.rows, output=min(spec.output, 16)))
+        mx.reset_peak_memory()  # what loading took is no matter here
+
+    def asks(self, count: int, prompt: int | None = None, output: int | None = None) -> list[Ask]:
+        """Like the spec's, unless said otherwise."""
+        ids, spec = range(self.spec.vocabulary), self.spec
+        return [Ask(self.random.choices(ids, k=prompt or spec.prompt), output or spec.output) for _ in range(count)]
+
+    def decode(self) -> Figures:
+        spec = self.spec
+        asks = self.asks(spec.rows, output=spec.output + spec.overlap)
+        return decode_figures(drive(self.contestant, asks), spec.output)
+
+    def closed(self) -> Figures:
+        users = self.spec.rows
+        figures = closed_figures(drive(self.contestant, self.asks(4 * users), users), users)
+        return figures | {"peak memory MiB": mx.get_peak_memory() / 2**20}
+
+    def open(self) -> Figures:
+        """A Poisson process: what is between two prompts is exponential, at every rate the same but for its scale."""
+        draw, at, asks = random.Random(1), 0.0, []
+        for length in crowd_lengths(self.spec.output):
+            asks.append(Ask(self.asks(1)[0].prompt, length, at))
+            at += draw.expovariate(1) / self.spec.rate
+        return open_figures(drive(self.contestant, asks))
+
+    def long(self) -> Figures:
+        spec = self.spec
+        for _ in range(2):  # once to warm up
+            (alone,) = drive(self.contestant, self.asks(1, spec.late, 2))
+        rows = self.asks(spec.rows - 1, output=spec.output + spec.overlap)
+        late = Ask(self.asks(1, spec.late)[0].prompt, 2, after=min(32, spec.output // 4))
+        *answers, last = drive(self.contestant, [*rows, late])
+        return long_figures(answers, last, alone)
+
+    def growth(self) -> Figures:
+        figures = step_figures(self.decode_steps())
+        return {name: figures[name] for name in ("step ms", "plan + commit ms")}
+
+    def steps(self) -> Figures:
+        spec, engine = self.spec, self.contestant.engine
+        figures = step_figures(self.decode_steps())
+        handles = [handle for handle, _ in self.contestant.under_way.values()]
+        began = time.perf_counter()  # the text of the same tokens once more, by itself
+        for handle in handles:
+            stream = engine.text.stream(())
+            for token in handle.tokens:
+                stream.push(token)
+        text_ms = 1e3 * (time.perf_counter() - began) / max(len(handle.tokens) for handle in handles)
+        floor = floor_figures(engine, spec.rows, spec.prompt + spec.output // 2)
+        share = {"floor / step": floor["floor ms"] / figures["step ms"]}
+        return figures | {"text, of commit ms": text_ms} | floor | share
+
+    def decode_steps(self) -> list[StepView]:
+        """Steps in which all rows decode and nothing else happens, but that `queue` requests wait."""
+        spec, engine = self.spec, self.contestant.engine
+        for ask in self.asks(spec.rows, output=spec.output + spec.overlap):
+            self.contestant.submit(ask)
+        handles = [handle for handle, _ in self.contestant.under_way.values()]
+        while not all(handle.tokens for handle in handles):
+            engine.step()
+        for ask in self.asks(spec.queue, prompt=1):
+            engine.submit(ask.prompt, Sampling(max_tokens=1))
+        first = engine.snapshot().steps[-1].step + 2  # one more is in flight
+        while not any(handle.finish_reason for handle in handles):
+            engine.step()
+        return [s for s in engine.snapshot().steps if s.step >= first and len(s.decode) == spec.rows and not s.prefill]
+
+
+def crowd_lengths(longest: int) -> list[int]:
+    """How long the answers of an open loop are: the same for everybody."""
+    draw = random.Random(2)
+    return [draw.randint(max(1, longest // 16), longest) for _ in range(CROWD)]
+
+
+def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
+    """What the machine would need at best for a step of so many rows, each `length` tokens long.
+
+    A step reads each weight once, and each row's keys and values, and multiplies what it has read. How fast that goes
+    is measured here and now, on a matrix of the same size: small weights live in the processor's caches, and the rate
+    of the memory would be no floor for them. The longer of the two times is the floor.
+    """
+    from mlx.utils import tree_flatten
+
+    c = engine.model.config
+    cached = 2 * c.layers * rows * length * c.Hkv * c.Dh  # numbers of the slab
+    weights = [a for _, a in tree_flatten((engine.model.layers, engine.model.head)) if isinstance(a, mx.array)]
+    reads = sum(a.nbytes for a in weights) + cached * engine.model.dtype.size
+    # An embedding is looked up, not multiplied with, unless it is the head as well.
+    matrices = [s for name, s in c.tensors().items() if len(s) == 2 and (c.tied or "embed_tokens" not in name)]
+    flops = 2 * rows * sum(map(math.prod, matrices)) + 2 * cached * c.H // c.Hkv
+    bandwidth, thin, square = machine_rates(reads, rows, engine.model.dtype)
+    return {
+        "reading ms": 1e3 * reads / bandwidth,
+        "arithmetic ms": 1e3 * flops / square,
+        "floor ms": 1e3 * max(reads / bandwidth, flops / square),
+        f"arithmetic at {rows} rows' rate ms": 1e3 * flops / thin,
+        "machine GB/s": bandwidth / 1e9,
+        f"machine GFLOP/s at {rows} rows": thin / 1e9,
+        "machine GFLOP/s at 1024 rows": square / 1e9,
+    }
+
+
+def machine_rates(nbytes: int, rows: int, dtype: mx.Dtype) -> tuple[float, float, float]:
+    """Bytes a second through a matrix, FLOP/s of `rows` rows times it, and FLOP/s of two square matrices."""
+    matrix = mx.random.normal((1024, max(64, nbytes // (1024 * dtype.size)))).astype(dtype)
+    one, some, square = (mx.random.normal((n, 1024)).astype(dtype) for n in (1, rows, 1024))
+    mx.eval(matrix, one, some, square)
+
+    def best(compute: Callable[[], mx.array]) -> float:
+        seconds = []
+        for _ in range(20):
+            began = time.perf_counter()
+            mx.eval(compute())
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
+    read = min(best(lambda: one @ matrix), best(lambda: matrix.sum()))
+    return (
+        matrix.nbytes / read,
+        2 * rows * matrix.size / best(lambda: some @ matrix),
+        2 * square.size * 1024 / best(lambda: square @ square),
+    )
+
+
+SAMPLES = {
+    "decode": Sample.decode,
+    "closed": Sample.closed,
+    "open": Sample.open,
+    "steps": Sample.steps,
+    "long": Sample.long,
+    "growth": Sample.growth,
+    "newcomer": Sample.decode,
+}
+
+
+class Failure(RuntimeError):
+    """A sample could not be taken, and whoever asked for it is not to blame."""
+
+
+def take_sample(text: str) -> int:
+    """In the sample's process: print figures, or what is wrong with what was asked for, as one line of JSON."""
+    spec = Spec(**json.loads(text))
+    try:
+        sample = Sample(spec)
+        with closing(sample.contestant):
+            answer = {"figures": SAMPLES[spec.part](sample)}
+    except (ValueError, QueueFull) as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+    return 0
+
+
+def measure(spec: Spec) -> Figures:
+    """One sample in a fresh process, which cannot outlive this call: an interrupted `run` kills it."""
+    command = [sys.executable, str(ROOT / "bench.py"), "--sample", json.dumps(spec._asdict())]
+    environment = os.environ | ({"NANOBATCH_BLAS": "off"} if spec.contestant == NEWCOMER else {})
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        raise Failure(f"a sample took more than {PATIENCE_S} s; choose a smaller model or less --output") from None
+    except (IndexError, ValueError):
+        said = done.stderr.splitlines() or ["it said nothing"]
+        raise Failure(f"a sample's process ended with code {done.returncode}: {said[-1]}") from None
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer["figures"]
+
+
+# --- all samples, in turns -------------------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    """A few lines of a table: what is measured there, and who takes part."""
+
+    x: str  # a word and a number, such as "rows 8"
+    spec: Spec  # but for the contestant
+    contestants: list[str]
+
+
+def make_plan(parts: Sequence[str], rows: Sequence[int], usual: Spec, has_peer: bool) -> list[Cell]:
+    """All cells of these parts. `usual` is what they have in common; its contestant is our own."""
+    ours, peer = usual.contestant, [PEER] * has_peer
+    policies = [ours.replace(ours.split()[1], policy) for policy in reversed(POLICIES)]
+    growth = {
+        "queue": [(n, {"queue": n}) for n in (0, 100, 1_000, 10_000)],
+        "slots": [(n, {"rows": n}) for n in (1, 4, 16, 64)],
+        "slab": [(n, {"rows": 4, "length": n}) for n in (512, 1_024, 4_096, 16_384)],
+        "prompt": [(n, {"rows": 4, "prompt": n}) for n in (64, 256, 1_024)],
+    }
+    changes = {
+        "decode": [(f"rows {n}", {"rows": n}, [ours, *peer]) for n in rows],
+        "closed": [(f"users {n}", {"rows": n}, [ours, *peer]) for n in rows],
+        "open": [(f"load {x}", {"output": LONGEST}, policies + peer) for x in ("inf", 0.4, 0.6, 0.8, 1.0, 1.2)],
+        "steps": [(f"rows {ROWS}", {}, [ours])],
+        "long": [("prompt 2000", {"late": 2000, "output": 256}, [ours, *peer])],
+        "growth": [(f"{word} {n}", change, [ours]) for word, series in growth.items() for n, change in series],
+        "newcomer": [(f"rows {ROWS}", {}, [ours, NEWCOMER])],
+    }
+    return [Cell(x, usual._replace(part=part, **c), who) for part in parts for x, c, who in changes[part]]
+
+
+def take_all(plan: Sequence[Cell], samples: int) -> Iterator[tuple[str, dict | None]]:
+    """Yields what is to be measured next, then its record, and so on."""
+    records = []
+    for cell in plan:
+        for number in range(samples):
+            for name in cell.contestants[:: -1 if number % 2 else 1]:
+                yield f"{cell.spec.part}, {cell.x}, {name}", None
+                spec = cell.spec._replace(contestant=name)
+                if spec.part == "open" and cell.x != "load inf":
+                    spec = spec._replace(rate=float(cell.x.split()[1]) * capacity(records))
+                record = {"part": spec.part, "x": cell.x, "contestant": name, "sample": number}
+                records.append(record | {"figures": measure(spec)})
+                yield "", records[-1]
+
+
+def capacity(records: Sequence[dict]) -> float:
+    """Requests a second that static batching can do: measured when all come at once."""
+    static = [r["figures"] for r in records if r["x"] == "load inf" and "static" in r["contestant"]]
+    return statistics.median(f["total tokens/s"] for f in static) / statistics.mean(crowd_lengths(LONGEST))
+
+
+def describe_machine() -> dict[str, str]:
+    """What the figures depend on."""
+    cpu = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*:\s*(.+)", cpu.read_text()) if cpu.exists() else None
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    installed = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+    return {
+        "processor": model[1] if model else output_of("sysctl -n machdep.cpu.brand_string") or platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "device": str(mx.device_info().get("device_name", "GPU")) if on_gpu else "CPU",
+        "system": f"{platform.system()} {platform.release()}",
+        "load average": f"{os.getloadavg()[0]:.2f}",
+        "Python": platform.python_version(),
+        "mlx": installed["mlx"],
+        "mlx-lm": installed.get("mlx-lm", "none"),
+        "BLAS": blas.name,
+        "commit": output_of("git rev-parse --short HEAD") + " dirty" * bool(output_of("git status --porcelain")),
+    }
+
+
+def output_of(command: str) -> str:
+    try:
+        return subprocess.run(command.split(), capture_output=True, text=True, cwd=ROOT, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+class Summary(NamedTuple):
+    median: float
+    low: float
+    high: float
+
+
+Key = tuple[str, str, str, str]  # part, x, name of the figure, contestant
+
+
+def summarise(records: Iterable[dict]) -> dict[Key, Summary]:
+    samples = defaultdict(list)
+    for r in records:
+        for name, value in r["figures"].items():
+            samples[r["part"], r["x"], name, r["contestant"]].append(value)
+    return {key: Summary(statistics.median(values), min(values), max(values)) for key, values in samples.items()}
+
+
+def compared_with(key: Key, known: Iterable[Key]) -> Key | None:
+    """Whose figure this one is divided by: the peer's, else static batching's; in `growth` the first of its kind's."""
+    part, x, name, _ = key
+    if part == "growth":
+        return next(k for k in known if k[0] == part and k[1].split()[0] == x.split()[0] and k[2] == name)
+    rivals = [k for k in known if k[:3] == key[:3]]
+    return next((k for word in ("mlx-lm", "static") for k in rivals if word in k[3]), None)
+
+
+def cell_text(key: Key, table: dict[Key, Summary]) -> str:
+    """12.3 (11.9–12.8) ×1.25"""
+    if key not in table:
+        return ""
+    figure, other = table[key], compared_with(key, table)
+    low, high = number(figure.low), number(figure.high)
+    spread = f" ({low}–{high})" if low != high else ""
+    ratio = f" ×{figure.median / table[other].median:.2f}" if other not in (None, key) and table[other].median else ""
+    return number(figure.median) + spread + ratio
+
+
+def number(value: float) -> str:
+    """Three digits that count: 1234.5 -> '1,234', 12.345 -> '12.3', 0.012345 -> '0.0123'"""
+    if abs(value) >= 100 or value == 0:
+        return f"{value:,.0f}"
+    return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
+
+
+def show(data: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    console.print(data["command"], "; ".join(f"{name} {value}" for name, value in data["machine"].items()), sep="\n")
+    figures = summarise(data["records"])
+    for part, caption in PARTS.items():
+        keys = [key for key in figures if key[0] == part]
+        if not keys:
+            continue
+        columns = sorted(dict.fromkeys(key[3] for key in keys), key=lambda who: who in (PEER, NEWCOMER))
+        table = Table("", "", *columns)
+        for x in dict.fromkeys(key[1] for key in keys):
+            for name in dict.fromkeys(key[2] for key in keys if key[1] == x):
+                label = x if not table.rows or table.rows[-1].end_section else ""
+                table.add_row(label, name, *(cell_text((part, x, name, who), figures) for who in columns))
+            table.add_section()
+        console.print(f"\n{part}: {caption}", table, sep="\n")
+
+
+COLOURS = {"continuous": "#2f8f5b", "static": "#c27c1a", "serial": "#a3599f", "mlx-lm": "#3d7fc4"}
+GREY = "#7d858d"  # as readable on white as on black
+
+
+def draw(records: Sequence[dict]) -> str:
+    """An SVG with a panel for each part that has a curve. It has no background, so it takes the page's."""
+    curves = defaultdict(lambda: defaultdict(list))
+    for (part, x, name, who), figure in summarise(records).items():
+        if (part, name) in (("decode", "decode tokens/s"), ("open", "TTFT p95 ms")) and x != "load inf":
+            curves[part, f"{name}, by {x.split()[0]}"][who].append((float(x.split()[1]), figure))
+    if not curves:
+        raise ValueError("there is nothing to plot: decode and open can be drawn, and neither has been measured")
+    panels = [panel(title, curves[part, title], part == "open", 430 * i) for i, (part, title) in enumerate(curves)]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {430 * len(panels)} 300" font-size="12" '
+        f'font-family="system-ui, sans-serif" fill="{GREY}">\n' + "\n".join(panels) + "\n</svg>\n"
+    )
+
+
+def panel(title: str, curves: dict[str, list[tuple[float, Summary]]], log: bool, left: int) -> str:
+    """Axes, and a curve of medians for each contestant, with a thick line from the lowest sample to the highest."""
+    xs = sorted({x for curve in curves.values() for x, _ in curve})
+    marks = ticks([value for curve in curves.values() for _, figure in curve for value in figure], log)
+    scale = math.log if log else float
+
+    def across(x: float) -> str:
+        return f"{left + 60 + 340 * (x - xs[0]) / (xs[-1] - xs[0] or 1):.1f}"
+
+    def down(y: float) -> str:
+        return f"{260 - 190 * (scale(y) - scale(marks[0])) / (scale(marks[-1]) - scale(marks[0])):.1f}"
+
+    parts = [f'<text x="{left + 16}" y="18" font-size="14">{title}</text>']
+    for mark in marks:
+        parts.append(f'<path d="M{left + 56} {down(mark)}h348" stroke="{GREY}" stroke-opacity="0.3"/>')
+        parts.append(f'<text x="{left + 50}" y="{down(mark)}" dy="4" text-anchor="end">{mark:,g}</text>')
+    parts += [f'<text x="{across(x)}" y="280" text-anchor="middle">{x:g}</text>' for x in xs]
+    for i, (who, curve) in enumerate(curves.items()):
+        colour = next(value for word, value in COLOURS.items() if word in who)
+        points = " ".join(f"{across(x)},{down(figure.median)}" for x, figure in curve)
+        spreads = "".join(f"M{across(x)} {down(figure.low)}V{down(figure.high)}" for x, figure in curve)
+        parts.append(f'<text x="{left + 16 + 200 * (i % 2)}" y="{36 + 15 * (i // 2)}" fill="{colour}">{who}</text>')
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<path d="{spreads}" stroke="{colour}" stroke-width="6" stroke-linecap="round" opacity="0.6"/>')
+    return "\n".join(parts)
+
+
+def ticks(values: Sequence[float], log: bool) -> list[float]:
+    """Round numbers around the values, from zero or, for a logarithmic axis, powers of ten: 370 -> 0, 100, ... 400"""
+    if log:
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        return [10.0**e for e in range(low, max(high, low + 1) + 1)]
+    tenth = 10 ** math.floor(math.log10(max(values)))
+    step = next(tenth * factor for factor in (0.2, 0.5, 1, 2) if max(values) <= 5 * tenth * factor)
+    return [step * i for i in range(math.ceil(max(values) / step) + 1)]
+
+
+# --- models that nobody has to download ------------------------------------------------------------------------------
+
+SHAPES = {  # width, layers, heads, key and value heads, width of the MLP, vocabulary
+    "15m": (288, 6, 6, 6, 768, 32_000),
+    "smollm2-135m": (576, 30, 9, 3, 1536, 49_152),
+    "llama-1b": (2048, 16, 32, 8, 8192, 128_256),
+}
+FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def make_model(folder: Path, shape: str) -> Path:
+    """Random weights in float32, a tied head, and a tokenizer that has a text for each id, as real ones do."""
+    from tokenizers import Tokenizer, decoders, models
+
+    config = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "tie_word_embeddings": True}
+    config |= {"max_position_embeddings": 4096, **dict(zip((*FIELDS, "vocab_size"), SHAPES[shape], strict=True))}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(models.BPE(vocab={f"Ġ{i}": i for i in range(config["vocab_size"])}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shapes = read_config(folder, has_head=False).tensors()
+    weights = {name: mx.ones(s) if len(s) == 1 else 0.02 * mx.random.normal(s) for name, s in shapes.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    del weights
+    mx.clear_cache()  # the samples want the memory
+    return folder
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        print(f"bench: {' '.join(message.split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def whole(text: str, least: int = 1, most: int = 100_000) -> int:
+    if not re.fullmatch(r"[+-]?\d{1,9}", text.strip()) or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r}, but it must be a whole number from {least} to {most:,}")
+    return int(text)
+
+
+def part_list(text: str) -> list[str]:
+    for part in (parts := text.split(",")):
+        if part not in PARTS:
+            raise argparse.ArgumentTypeError(f"{part!r} is no part; choose among {','.join(PARTS)}")
+    return parts
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser("bench.py", description="Measure nanobatch, and mlx-lm beside it.")
+    add, usual = parser.add_argument, "decode,closed,steps"
+    add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
+    add("--shape", choices=SHAPES, help="random weights of this shape instead, in a temporary folder")
+    add("--vs", choices=[PEER], help="measure the peer, too")
+    add("--parts", type=part_list, default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
+    add("--policy", default="continuous", choices=POLICIES, help="who is admitted when (open has all of them)")
+    add("--compact", action="store_true", help="leave idle rows out: faster, equal tokens, other bits")
+    add("--rows", type=lambda text: [whole(n, 1, 1024) for n in text.split(",")], default="1,4,8,16",
+        help="rows of decode, users of closed (default: 1,4,8,16)")  # fmt: skip
+    add("--prompt", type=whole, default=128, help="tokens of a prompt (default: 128)")
+    add("--output", type=lambda text: whole(text, 2), default=64, help="tokens of an answer (default: 64)")
+    add("--samples", type=whole, default=3, help="processes for each figure (default: 3)")
+    add("--json", metavar="FILE", help="write all that was measured, after each sample")
+    add("--plot", metavar="FILE.svg", help="draw decode and open")
+    add("--from", dest="source", metavar="FILE", help="show what --json has written; measure nothing")
+    add("--sample", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.model is not None and args.shape:
+        parser.error(f"--model {args.model} and --shape {args.shape} exclude each other; give one")
+    if args.plot and not args.source and not {"decode", "open"} & set(args.parts):
+        parser.error("--plot draws decode and open; add one of them to --parts")
+    if (args.vs or "newcomer" in args.parts) and not importlib.util.find_spec("mlx_lm"):
+        parser.error("mlx-lm is not installed; run pip install mlx-lm, or leave out --vs and newcomer")
+    if "newcomer" in args.parts and blas.name == "mlx":
+        parser.error("newcomer needs another BLAS than MLX's own; on Linux without a GPU: pip install mkl")
+    for path in filter(None, (args.json, args.plot)):
+        try:
+            Path(path).open("a").close()
+        except OSError as error:
+            parser.error(f"{path!r} cannot be written ({error.strerror}); name a file in a folder that is there")
+    return args
+
+
+def load_data(path: str) -> dict:
+    """What `--json` has written, or one line about what is wrong with it."""
+    try:
+        data = json.loads(Path(path).read_text())
+        summarise(data["records"])
+        return {"command": str(data["command"]), "machine": dict(data["machine"]), "records": data["records"]}
+    except OSError as error:
+        raise ValueError(f"--from {path!r} cannot be read ({error.strerror}); name what --json has written") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"--from {path!r} holds something else; name what --json has written") from None
+
+
+def measure_all(args: argparse.Namespace) -> dict:
+    """Take all samples, with a progress bar that draws between two of them and never during one."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    data = {"command": shlex.join(["python", "bench.py", *sys.argv[1:]]), "machine": describe_machine(), "records": []}
+    with ExitStack() as stack:
+        if args.shape:
+            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="nanobatch-"))
+            folder = make_model(Path(temporary), args.shape)
+        else:
+            folder = find(args.model or "demo")
+        ours = f"nanobatch {args.policy}" + " compact" * args.compact
+        vocabulary = read_config(folder, has_head=False).V
+        usual = Spec("", ours, str(folder), vocabulary, ROWS, args.prompt, args.output)
+        plan = make_plan(args.parts, args.rows, usual, bool(args.vs))
+        console = Console(stderr=True)
+        bar = Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
+        task = bar.add_task("", total=args.samples * sum(len(cell.contestants) for cell in plan))
+        stack.enter_context(bar)
+        for stage, record in take_all(plan, args.samples):
+            if record is None:
+                bar.update(task, description=stage, refresh=True)
+                continue
+            bar.advance(task)
+            data["records"].append(record)
+            if args.json:  # after each: so it is not lost whatever comes
+                Path(args.json).write_text(json.dumps(data, indent=1))
+    return data
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    if args.sample:
+        return take_sample(args.sample)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception it ends the sample's process, too
+    try:
+        data = load_data(args.source) if args.source else measure_all(args)
+        show(data)
+        if args.plot:
+            Path(args.plot).write_text(draw(data["records"]))
+    except ValueError as error:
+        print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except (Failure, OSError) as error:
+        print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""The benchmark: its figures on times made by hand, its loop on a clock made by hand, and each part once, tiny."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from checkpoints import make_checkpoint
+
+import bench
+from bench import Answer, Ask, Spec
+from nanobatch import StepView
+
+BENCH = Path(__file__).parent.parent / "bench.py"
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory) -> Spec:
+    folder = make_checkpoint(tmp_path_factory.mktemp("bench"), seed=1)
+    return Spec("", "nanobatch continuous", str(folder), 272, rows=2, prompt=8, output=4)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(BENCH), *arguments], capture_output=True, text=True, timeout=60)
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_is_a_value_that_was_measured():
+    assert bench.rank(range(1, 101), 0.95) == 95
+    assert bench.rank([3, 1, 2], 0.5) == 2
+    assert bench.rank([7], 0.99) == 7
+
+
+def test_decoding_is_measured_while_all_rows_decode():
+    """A begins at 1 and B at 3: what A did before 3 is not counted, nor what B does after A's second one more.
+
+    A  1 2 3 4 5        after 3: A at 4 and 5, B at 4 and 5: four tokens in two seconds
+    B      3 4 5 6 7
+    """
+    a, b = Answer(0, [1, 2, 3, 4, 5]), Answer(0, [3, 4, 5, 6, 7])
+    assert bench.decode_figures([a, b], 2) == {"decode tokens/s": 2}
+    assert bench.decode_figures([a, b], 9) == {"decode tokens/s": 2}, "the first end is the end"
+
+
+def test_rows_that_never_decode_together_are_refused():
+    with pytest.raises(ValueError, match="longer --output"):
+        bench.decode_figures([Answer(0, [1, 2]), Answer(0, [3, 4])], 2)
+
+
+def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
+    """Two users, ten tokens: five within 5 s, then five within 5 s, of which the first is waited for 1 s each time."""
+    answers = [Answer(0, [1, 2, 3, 4, 5]), Answer(5, [6, 7, 8, 9, 10])]
+    figures = bench.closed_figures(answers, users=1)
+    assert figures["decode tokens/s"] == 1 and figures["total tokens/s"] == 1
+    assert figures["TTFT mean ms"] == figures["TTFT p99 ms"] == figures["gap max ms"] == 1000
+
+
+def test_the_gaps_of_others_are_told_apart_by_the_moment_when_the_long_prompt_came():
+    """It comes at 4.5 and has its first token at 8.5. The row's gaps are 1 s before, and 1, 3 and 1 s until then."""
+    row = Answer(0, [1, 2, 3, 4, 5, 8, 9, 10])
+    figures = bench.long_figures([row], late=Answer(4.5, [8.5]), alone=Answer(0, [2]))
+    assert figures["gap undisturbed ms"] == 1000 and figures["gap p95 ms"] == 3000
+    assert figures["gap p95 / undisturbed"] == 3 and figures["TTFT / alone"] == 2
+
+
+def test_a_steps_own_time_is_its_period_and_not_the_sum_of_its_stages():
+    def step(number: int) -> StepView:
+        stages = {"plan_s": 0.1, "build_s": 0.4, "wait_s": 0.8, "commit_s": 0.2}
+        return StepView(number, (), (), (), (), (), 0, "", 0, began=number - 0.5, ended=number, **stages)
+
+    figures = bench.step_figures([step(1), step(2), step(3)])
+    assert figures["step ms"] == 1000 and figures["wait ms"] == 800
+    assert figures["plan + commit ms"] == pytest.approx(300)
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+class Clockwork:
+    """A contestant, and its clock: each step takes a second and gives one token to each of the oldest `rows`."""
+
+    def __init__(self, rows: int):
+        self.rows, self.now, self.left = rows, 0.0, {}
+
+    def submit(self, ask: Ask) -> int:
+        self.left[len(self.left)] = ask.max_tokens
+        return len(self.left) - 1
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        self.now += 1
+        came = [key for key, left in self.left.items() if left][: self.rows]
+        for key in came:
+            self.left[key] -= 1
+        return [(key, 1, not self.left[key]) for key in came]
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def drive(self, asks: list[Ask], users: int | None = None) -> list[Answer]:
+        return bench.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
+
+
+def test_a_user_sends_the_next_prompt_when_the_last_answer_has_ended():
+    answers = Clockwork(rows=2).drive([Ask([1], 2)] * 3, users=1)
+    assert [a.sent for a in answers] == [0, 2, 4]
+    assert [a.times for a in answers] == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_in_an_open_loop_waiting_begins_when_the_prompt_was_due():
+    """The second is due at 0.5, in the middle of a step, and the row is taken till 2: it waits since 0.5."""
+    answers = Clockwork(rows=1).drive([Ask([1], 2), Ask([1], 1, at=0.5), Ask([1], 1, at=9)])
+    assert [a.sent for a in answers] == [0, 0.5, 9]
+    assert [a.times for a in answers] == [[1, 2], [3], [10]], "nobody is sent before he is due"
+
+
+def test_a_prompt_can_come_when_the_others_have_got_so_far():
+    rows = [Ask([1], 6), Ask([1], 6)]
+    *_, late = Clockwork(rows=3).drive([*rows, Ask([1], 1, after=3)])
+    assert (late.sent, late.times) == (3, [4])
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def records(part: str, x: str, **rates: float) -> list[dict]:
+    return [
+        {"part": part, "x": x, "contestant": who.replace("_", " "), "sample": 0, "figures": {"decode tokens/s": rate}}
+        for who, rate in rates.items()
+    ]
+
+
+def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_the_peer():
+    samples = [r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)]
+    table = bench.summarise([*samples, *records("decode", "rows 8", **{"mlx-lm": 100})])
+    key = "decode", "rows 8", "decode tokens/s"
+    assert bench.cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150) ×1.10"
+    assert bench.cell_text((*key, "mlx-lm"), table) == "100"
+    assert bench.cell_text((*key, "nobody"), table) == ""
+
+
+def test_growth_is_compared_with_the_first_of_its_kind():
+    lines = [("queue 0", 2), ("queue 100", 3), ("slots 1", 9)]
+    table = bench.summarise(r for x, ms in lines for r in records("growth", x, nanobatch=ms))
+    cells = [bench.cell_text(("growth", x, "decode tokens/s", "nanobatch"), table) for x, _ in lines]
+    assert cells == ["2.00", "3.00 ×1.50", "9.00"]
+
+
+@pytest.mark.parametrize(
+    "value, text", [(1234.5, "1,234"), (12.345, "12.3"), (0.012345, "0.0123"), (0, "0"), (99.96, "100.0")]
+)
+def test_numbers_have_three_digits_that_count(value, text):
+    assert bench.number(value) == text
+
+
+def test_the_marks_of_an_axis_are_round_and_hold_every_value():
+    assert bench.ticks([120, 370], log=False) == [0, 100, 200, 300, 400]
+    assert bench.ticks([1.0], log=False)[-1] >= 1
+    assert bench.ticks([30, 2000], log=True) == [10, 100, 1000, 10000]
+    assert bench.ticks([100], log=True) == [100, 1000]
+
+
+def test_the_order_of_contestants_alternates(spec, monkeypatch):
+    order = []
+    monkeypatch.setattr(bench, "measure", lambda spec: order.append(spec.contestant) or {"total tokens/s": 100})
+    plan = bench.make_plan(["decode"], [8], spec, has_peer=True)
+    assert sum(record is not None for _, record in bench.take_all(plan, samples=3)) == 6
+    assert [who.split()[0] for who in order] == ["nanobatch", "mlx-lm", "mlx-lm", "nanobatch", "nanobatch", "mlx-lm"]
+
+
+def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
+    rates = {}
+    capacity = 200  # tokens a second
+
+    def measure(spec: Spec) -> bench.Figures:
+        rates.setdefault(spec.rate, []).append(spec.contestant)
+        return {"total tokens/s": capacity if "static" in spec.contestant else 999}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    list(bench.take_all(bench.make_plan(["open"], [], spec, has_peer=True), samples=1))
+    mean = sum(bench.crowd_lengths(256)) / bench.CROWD
+    assert list(rates) == pytest.approx([float("inf"), *(load * capacity / mean for load in (0.4, 0.6, 0.8, 1.0, 1.2))])
+    assert all(len(set(who)) == 4 for who in rates.values()), "everybody meets the same arrivals"
+
+
+# --- each part, in small ---------------------------------------------------------------------------------------------
+
+SMALL = {
+    "decode": {},
+    "closed": {},
+    "open": {"rows": 8, "output": 2, "rate": 5000.0},
+    "steps": {"output": 8},
+    "long": {"rows": 3, "output": 24, "late": 100},
+    "growth": {"queue": 20, "length": 96},
+    "newcomer": {},
+}
+
+
+def test_every_part_is_tried_here():
+    assert SMALL.keys() == bench.PARTS.keys() == bench.SAMPLES.keys()
+
+
+@pytest.mark.parametrize(
+    "part, who",
+    [
+        (part, who)
+        for part in SMALL
+        for who in ("nanobatch continuous", "nanobatch static compact", "mlx-lm")
+        if who != "mlx-lm" or part not in ("steps", "growth")  # the peer does not say what its steps consist of
+    ],
+)
+def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
+    sample = bench.Sample(spec._replace(part=part, contestant=who, **SMALL[part]))
+    figures = bench.SAMPLES[part](sample)
+    sample.contestant.close()
+    assert figures and all(value > 0 for value in figures.values()), figures
+
+
+def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
+    data, picture = tmp_path / "run.json", tmp_path / "run.svg"
+    small = ("--model", spec.folder, "--rows", "2", "--prompt", "8", "--output", "4", "--samples", "1")
+    measured = run(*small, "--parts", "decode", "--vs", "mlx-lm", "--json", str(data))
+    assert measured.returncode == 0, measured.stderr
+    shown = run("--from", str(data), "--plot", str(picture))
+    assert (shown.returncode, shown.stdout) == (0, measured.stdout)
+    written = json.loads(data.read_text())
+    assert {"processor", "cores", "mlx", "mlx-lm", "BLAS", "commit"} <= written["machine"].keys()
+    assert {r["contestant"] for r in written["records"]} == {"nanobatch continuous", "mlx-lm"}
+    texts = [element.text for element in ElementTree.parse(picture).findall(".//{*}text")]
+    assert {"decode tokens/s, by rows", "nanobatch continuous", "mlx-lm"} <= set(texts)
+
+
+def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(bench.SHAPES, "tiny", (32, 1, 2, 1, 48, 300))
+    folder = str(bench.make_model(tmp_path, "tiny"))
+    for who in ("nanobatch serial", bench.PEER):
+        sample = bench.Sample(Spec("decode", who, folder, 300, rows=1, prompt=4, output=2))
+        assert sample.decode()["decode tokens/s"] > 0
+        sample.contestant.close()
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--rows", "1,0"], ["--rows", "'0'", "from 1 to 1,024"]),
+        (["--output", "1"], ["--output", "'1'", "from 2 to"]),
+        (["--samples", "many"], ["--samples", "'many'", "whole number"]),
+        (["--parts", "decode,cold"], ["'cold'", "newcomer"]),
+        (["--vs", "vllm"], ["vllm", "mlx-lm"]),
+        (["--shape", "70b"], ["70b", "llama-1b"]),
+        (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
+        (["--json", "/nowhere/run.json"], ["/nowhere/run.json", "cannot be written"]),
+        (["--plot", "x.svg", "--parts", "steps"], ["--plot", "decode and open"]),
+        (["--colour"], ["--colour"]),
+    ],
+)
+def test_a_wrong_option_gets_one_line_and_nothing_is_measured(arguments, words, capsys):
+    with pytest.raises(SystemExit) as exit:
+        bench.main(arguments)
+    line = capsys.readouterr().err
+    assert exit.value.code == 2 and line.count("\n") == 1
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[1, 2]", b'{"records": [{}]}', b"\xff"])
+def test_a_file_that_holds_no_run_gets_one_line(content, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert bench.main(["--from", str(path)]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and str(path) in line and "name what --json has written" in line
+
+
+def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    assert bench.main(["--model", spec.folder + "/config.json"]) == 2
+    assert "is a file" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="would fit"):
+        bench.measure(spec._replace(part="growth", length=2**30))
+
+
+def test_ctrl_c_ends_the_sample_too(spec):
+    """The signal goes to the benchmark alone, as from another program: its child must not be left behind."""
+    command = [sys.executable, str(BENCH), "--model", spec.folder, "--parts", "decode", "--output", "100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.parent.exists():
+        process.kill()
+        pytest.skip("no /proc here")
+    while not (samples := [pid for pid in children.read_text().split() if "--sample" in line_of(pid)]):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert (*process.communicate(timeout=30), process.returncode) == ("", "", 130)
+    assert line_of(samples[0]) == ""
+
+
+def line_of(pid: str) -> str:
+    """A process's command line; empty if it has gone, or is dead and waits for somebody to take note of it."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
