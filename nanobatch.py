@@ -555,7 +555,7 @@ class StepView:
     admitted: tuple[tuple[int, int], ...]  # (slot, request)
     prefill: tuple[tuple[int, int, int, int], ...]  # (slot, request, start, stop): which piece of which prompt
     decode: tuple[tuple[int, int], ...]  # (slot, request)
-    held: tuple[tuple[int, int], ...]  # (slot, request): in a slot, but the budget ended before its next chunk
+    held: tuple[tuple[int, int], ...]  # (slot, request): in a slot, but without a chunk in this step
     ghosts: tuple[int, ...]  # slots whose request had ended before this step: their tokens were dropped
     waiting: int  # requests left in line
     policy: str  # the one that the step was planned under
@@ -657,7 +657,7 @@ class Engine:
             check_count(name, value)
         self.model, self.text, self.exact, self.run_ahead, self.clock = model, text, exact, run_ahead, clock
         slots, max_len, self.summary = fit(model.config, model.dtype.size, free_memory(), slots, max_len, chunk)
-        budget = 2 * chunk if budget is None else budget
+        budget = 4 * chunk if budget is None else budget
         self.sched = Scheduler(
             slots, max_len, chunk=chunk, budget=budget, policy=policy, max_queue=max_queue, reuse=reuse
         )

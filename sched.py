@@ -106,7 +106,7 @@ class Plan:
     admitted: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
     decodes: tuple[Decode, ...]
-    held: tuple[Request, ...]  # they have a slot, but the budget ended before their next chunk
+    held: tuple[Request, ...]  # in a slot, but the budget was spent, or somebody is writing what they share
     waiting: int  # how many are left in line
     policy: str  # the one that it was made under
 
@@ -123,7 +123,7 @@ class Scheduler:
         max_len: int,
         *,
         chunk: int = 64,
-        budget: int = 128,
+        budget: int = 256,
         policy: str = "continuous",
         max_queue: int = 10_000,
         reuse: bool = True,
@@ -201,42 +201,48 @@ class Scheduler:
         """
         best: tuple[int | None, int] = (None, 0)
         for slot in slots:
-            other = self.memory[slot]
-            if other is None or not (self.reuse and request.shares and other.shares):
-                continue
-            end, most = 0, min(other.prefilled, len(request.prompt) - 1)
-            while (stop := end + self.chunk) <= most and request.prompt[end:stop] == other.prompt[end:stop]:
-                end = stop
-            if end > best[1]:
-                best = slot, end
+            other, end = self.memory[slot], best[1]
+            while other and (stop := end + self.chunk) <= other.prefilled and self._alike(request, other, stop):
+                best, end = (slot, stop), stop
         return best
+
+    def _alike(self, request: Request, other: Request, stop: int) -> bool:
+        """Do both prompts begin with the same `stop` tokens, may they share, and does this one go on after them?"""
+        may = self.reuse and request.shares and other.shares and stop < len(request.prompt)
+        return may and request.prompt[:stop] == other.prompt[:stop]
 
     def _chunks(self, budget: int):
         """Cut prompts into chunks, oldest first, until the step's budget of tokens is spent.
 
-        A decoding row costs one token and goes first; a chunk costs its width. The first chunk is free of the budget:
-        however many rows decode, a prompt moves on in every step. So nobody starves, and no step grows beyond
-        budget + chunk. With a budget of two chunks, a step takes two while nobody decodes, and one while anybody does.
+        In each step each slot moves on by one unit: a token of its answer, or a chunk of its prompt. So one long prompt
+        makes its neighbours wait for one chunk at a time; eight short ones share a step. A token costs one, a chunk its
+        width. The first chunk is free of the budget: however many rows decode, somebody's prompt moves on in every
+        step. So nobody starves, and no step grows beyond budget + chunk.
 
-        Which rows can be taken over is asked when a prompt's turn comes, not when it is admitted: of eight prompts
-        that arrive together and begin alike, the first has written the common part by then.
+        Which rows can be taken over is asked when a prompt's turn comes, not when it is admitted, and a prompt whose next
+        chunk somebody else is writing just now lets a step pass: of eight prompts that arrive together and begin alike,
+        the first writes the common part, and seven take it over.
         """
-        spent = 0
+        spent, writing = 0, []
         for request in self.running.values():
-            while request.phase == "prefill":
-                source, start = request.slot, request.prefilled
-                if fresh := start == 0:  # its own slot is asked first: what it holds need not be copied
-                    source, start = self._match(request, (request.slot, *range(len(self.owners))))
-                width = min(self.chunk, -(-(len(request.prompt) - start) // PADDING) * PADDING)
-                if spent and spent + width > budget:
-                    return  # and whoever came later does not overtake
-                if fresh:
-                    request.reused, self.memory[request.slot] = start, request
-                    if source in self.free:  # used just now, so not the next to be overwritten
-                        self.free.append(self.free.pop(self.free.index(source)))
-                spent += width
-                stop = request.prefilled = min(start + self.chunk, len(request.prompt))
-                yield Chunk(request, request.slot, start, stop, width, None if source == request.slot else source)
+            if request.phase != "prefill":
+                continue
+            source, start = request.slot, request.prefilled
+            if first := start == 0:  # its own slot is asked first: what it holds need not be copied
+                source, start = self._match(request, (request.slot, *range(len(self.owners))))
+                if any(self._alike(request, other, start + self.chunk) for other in writing):
+                    continue
+            width = min(self.chunk, -(-(len(request.prompt) - start) // PADDING) * PADDING)
+            if spent and spent + width > budget:
+                return  # and whoever came later does not overtake
+            if first:
+                request.reused, self.memory[request.slot] = start, request
+                if source in self.free:  # used just now, so not the next to be overwritten
+                    self.free.append(self.free.pop(self.free.index(source)))
+            spent += width
+            writing.append(request)
+            stop = request.prefilled = min(start + self.chunk, len(request.prompt))
+            yield Chunk(request, request.slot, start, stop, width, None if source == request.slot else source)
 
     def commit(
         self, plan: Plan, tokens: Sequence[int], accept: Callable[[Request, int], str | None], now: float

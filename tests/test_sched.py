@@ -142,13 +142,17 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it():
     )
 
 
-def test_alone_a_long_prompt_uses_the_whole_budget():
-    story = Story(budget=12)
-    story.submit(18, 1)
+def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
+    """Chunks of 4 and a budget of 8: two chunks a step, of two slots, oldest first, however long a prompt is."""
+    story = Story(slots=3, budget=8, reuse=False)
+    for length in (10, 6, 6):
+        story.submit(length, 1)
     assert story.run() == timeline(
         """
-         1 | A:P A:P A:P
-         2 | A:P A:p
+         1 | A:P B:P
+         2 | A:P B:p
+         3 | A:p C:P
+         4 | C:p
     """.rstrip(" ")
     )
 
