@@ -632,9 +632,10 @@ class Engine:
 
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; where they are not
     given they are chosen to fit the memory that is free, and `summary` says what was chosen. `chunk` is the width of a
-    prefill chunk, `budget` how many tokens one step may compute. `exact` keeps the device's shapes constant, so that a
-    request has the same bits in any company; without, idle rows are left out. `reuse` lets prompts that begin alike
-    share rows. `run_ahead` starts a step before the one before has been read.
+    prefill chunk, `budget` how many tokens one step may compute: by default two chunks, and one for each slot. `exact`
+    keeps the device's shapes constant, so that a request has the same bits in any company; without, idle rows are left
+    out. `reuse` lets prompts that begin alike share rows. `run_ahead` starts a step before the one before has been
+    read.
     """
 
     def __init__(
@@ -657,7 +658,7 @@ class Engine:
             check_count(name, value)
         self.model, self.text, self.exact, self.run_ahead, self.clock = model, text, exact, run_ahead, clock
         slots, max_len, self.summary = fit(model.config, model.dtype.size, free_memory(), slots, max_len, chunk)
-        budget = 4 * chunk if budget is None else budget
+        budget = 2 * chunk + slots if budget is None else budget
         self.sched = Scheduler(
             slots, max_len, chunk=chunk, budget=budget, policy=policy, max_queue=max_queue, reuse=reuse
         )

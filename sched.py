@@ -123,7 +123,7 @@ class Scheduler:
         max_len: int,
         *,
         chunk: int = 64,
-        budget: int = 256,
+        budget: int = 136,
         policy: str = "continuous",
         max_queue: int = 10_000,
         reuse: bool = True,

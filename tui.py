@@ -70,27 +70,34 @@ from textual.widgets import Input
 from sched import POLICIES, Plan, Request, Scheduler
 
 if TYPE_CHECKING:  # importing them for real loads MLX: that is left to the engine room, behind the first frame
-    from nanobatch import Engine, Handle, SlotView, Snapshot, StepView
+    from nanobatch import Engine, Handle, Metrics, SlotView, Snapshot, StepView
 
 # --- the workload ------------------------------------------------------------------------------------------------
 
+# Two prompts that begin alike, and the beginning is longer than a chunk: the second takes its rows over from the first.
+EVENING = (
+    "It is late, and the children are in bed. They have had their supper, they have brushed their teeth, and the lamp "
+    "by the window is still on. They want to hear one more story before they go to sleep, and it should be a story "
+    "with a good end."
+)
+
 # Short answers between long ones: that is where the policies differ. (prompt, longest answer in tokens)
 BURST = (
-    ("Tell me a story about a fox.", 240),
+    ("Tell me a story about a fox and a lantern.", 300),
     ("What is 3 + 4?", 16),
     ("Count from 7 to 19.", 64),
     ("What is a slot?", 48),
     ("Spell the word lantern.", 32),
-    ("Tell me a story about a small boat.", 240),
+    (f"{EVENING} Tell me a story about a cat and a drum.", 300),
     ("Is fox in this list: owl, fox, bee?", 16),
     ("Say the alphabet from f.", 64),
     ("Why batch?", 48),
     ("Reverse the word stone.", 32),
-    ("Tell me a story about a girl and a kite.", 240),
+    ("Tell me a story about a girl and a kite.", 300),
     ("Name the days from Tuesday.", 32),
     ("Repeat: the cat sat on the mat.", 24),
-    ("What is 12 + 9?", 16),
-    ("Tell me a story about a lost hat.", 240),
+    ("What is 12 + 9?", 24),
+    (f"{EVENING} Tell me a story about a fox.", 300),
     ("Count from 30 to 41.", 64),
 )
 
@@ -109,7 +116,7 @@ class Settings:
     """What is fired next is fired like this. `/set` changes it."""
 
     temperature: float = 0.0
-    max_tokens: int = 240
+    max_tokens: int = 300
     seed: int | None = None
     burst: int = 24
     rate: float = 2.0  # of the steady load, requests a second
@@ -162,15 +169,11 @@ class RequestView:
     prompt: str
     policy: str  # the one in force when it came
     arrived: float
-    prompt_tokens: int
+    metrics: Metrics
     ended: float | None = None
     text: str = ""
     reason: str | None = None
     error: str | None = None
-    ttft_s: float | None = None
-    tokens_per_s: float | None = None
-    cached_tokens: int = 0
-    output_tokens: int = 0
 
 
 class Leg(NamedTuple):
@@ -208,6 +211,7 @@ class View:
     pace: int = 0  # steps a second; 0 is full speed
     load: float = 0.0  # requests a second that come by themselves
     engine: Snapshot | None = None
+    planned: int = 0  # steps; the newest of them is still on the device, and in no record yet
     requests: tuple[RequestView, ...] = ()  # oldest first
     racing: bool = False
     legs: tuple[Leg, ...] = ()
@@ -307,7 +311,8 @@ class EngineRoom:
     def publish(self) -> None:
         self._published = time.perf_counter()
         requests = (*self._ended, *(self._look(*entry) for entry in self._open.values()))
-        self._note(now=self.clock(), engine=self.engine.snapshot(), requests=requests, racing=bool(self._race))
+        self._note(now=self.clock(), engine=self.engine.snapshot(), planned=self.engine.sched.steps)
+        self._note(requests=requests, racing=bool(self._race))
         self.view = self._draft
 
     def turn(self) -> float | None:
@@ -363,18 +368,9 @@ class EngineRoom:
         """The request as it is now. Those who still wait have not changed."""
         if not handle.tokens and handle.finish_reason is None:
             return view
-        m = handle.metrics
-        return replace(
-            view,
-            text=clean(handle.text),
-            reason=handle.finish_reason,
-            ended=self.clock() if handle.finish_reason else None,
-            error=clean(handle.error) if handle.error else None,
-            ttft_s=m.ttft_s,
-            tokens_per_s=m.tokens_per_s,
-            cached_tokens=m.cached_tokens,
-            output_tokens=m.output_tokens,
-        )
+        ended = self.clock() if handle.finish_reason else None
+        view = replace(view, text=clean(handle.text), metrics=handle.metrics, reason=handle.finish_reason, ended=ended)
+        return replace(view, error=clean(handle.error)) if handle.error else view
 
     # --- firing and cancelling
 
@@ -386,8 +382,8 @@ class EngineRoom:
             except (ValueError, RuntimeError) as error:  # it does not fit a slot, or the line is full
                 self._fault(f"not fired: {error}", ask.prompt)
                 break
-            size = handle.metrics.prompt_tokens
-            view = RequestView(handle.id, clean(ask.prompt), policy or self._draft.policy, self.clock(), size)
+            policy = policy or self._draft.policy
+            view = RequestView(handle.id, clean(ask.prompt), policy, self.clock(), handle.metrics)
             self._open[handle.id] = handle, view
             fired.append(handle.id)
         return fired
@@ -462,17 +458,16 @@ class EngineRoom:
 
     @wish
     def race(self, asks: Sequence[Ask]) -> None:
-        """Once everything has ended: these asks under static, then again under continuous."""
-        if self._race or self._draft.switching_to:
-            self._fault("wait until the race, or the change of policy, is over")
-            return
-        self._race = asks
-        self._note(legs=(), paused=False, stepping=0)
+        """Once everything has ended: these asks under static, then again under continuous. It ends a pause."""
+        self._note(paused=False, stepping=0)
+        if not self._race:
+            self._race = asks
+            self._note(legs=())
 
     def _run_race(self) -> None:
         """Between two steps, with nobody in the house: one leg is over, and the next begins."""
         sched, legs = self.engine.sched, self._draft.legs
-        if not self._race or sched.running or sched.waiting:
+        if not self._race or sched.running or sched.waiting or self._draft.switching_to:
             return
         if legs:
             legs = (*legs[:-1], legs[-1]._replace(last_step=sched.steps))
@@ -486,9 +481,9 @@ class EngineRoom:
             self._end_race()
 
     def _end_race(self) -> None:
-        if self._race:
-            self._race = ()
-            self.engine.sched.policy, self.engine.sched.reuse = self._draft.policy, True
+        self._race, self.engine.sched.reuse = (), True
+        if not self._draft.switching_to:
+            self.engine.sched.policy = self._draft.policy
 
 
 # --- what the screen knows ---------------------------------------------------------------------------------------
@@ -727,7 +722,7 @@ class Contest:
 
 
 def measured(policy: str, columns: Sequence[Column], requests: Sequence[RequestView], how: str = "measured") -> Run:
-    ttfts = [r.ttft_s for r in requests if r.ttft_s is not None]
+    ttfts = [r.metrics.ttft_s for r in requests if r.metrics.ttft_s is not None]
     return Run(policy, how, columns, min((r.arrived for r in requests), default=0.0), ttfts)
 
 
@@ -741,7 +736,7 @@ def replay(view: View, requests: Sequence[RequestView], policy: str, start: floa
     slots = len(view.engine.slots)
     sched = Scheduler(slots, view.max_len, chunk=view.chunk, budget=view.budget, policy=policy, reuse=False)
     everybody = [
-        Request(r.id, (0,) * max(1, r.prompt_tokens - r.cached_tokens), r.output_tokens, r.arrived) for r in requests
+        Request(r.id, (0,) * max(1, r.metrics.prompt_tokens - r.metrics.cached_tokens), r.metrics.output_tokens, r.arrived) for r in requests
     ]
     coming, now, columns, flight = deque(everybody), start, [], None
     while coming or sched.waiting or sched.running:
@@ -785,7 +780,7 @@ def compare(state: State) -> Contest:
     if not steps:
         raise ValueError("nothing has run yet; b fires a burst")
     seen = {cell.request for column in columns for cell in column.cells}
-    requests = sorted((r for r in state.view.requests if r.id in seen and r.output_tokens), key=lambda r: r.id)
+    requests = sorted((r for r in state.view.requests if r.id in seen and r.metrics.output_tokens), key=lambda r: r.id)
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
     ran, costs = steps[-1].policy, costs_of(steps)
@@ -1081,7 +1076,7 @@ def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, figures: int) 
     pen.put(f"{phase:<8}", p.bad if phase == "blocked" else ink, here, do)
     pen.put(f"r{request.id}" if request else "", ink, here, do).to(18)
     draw_rows(pen, p, slot, view.max_len, bar)
-    ttft, rate = (request.ttft_s, request.tokens_per_s) if request else (None, None)
+    ttft, rate = (request.metrics.ttft_s, request.metrics.tokens_per_s) if request else (None, None)
     used = f"{slot.used or slot.remembered:,}/{view.max_len:,}"
     values = (used, "–" if ttft is None else f"{1000 * ttft:,.0f}", "–" if rate is None else f"{rate:,.0f}")
     right = "".join(f"{value:>{size}}" for value, size in zip(values[:figures], FIGURES, strict=False))
@@ -1230,13 +1225,13 @@ TEXTURES = {
 
 def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How long people waited for their first token: a histogram, a texture for each policy."""
-    requests = [r for r in state.view.requests if r.ttft_s is not None]
+    requests = [r for r in state.view.requests if r.metrics.ttft_s is not None]
     if not requests:
         return [heading(p, width, "TTFT"), Pen().put(" time to first token: nothing yet", p.muted).line]
     used = [policy for policy in POLICIES if any(r.policy == policy for r in requests)]
-    mean = sum(r.ttft_s for r in requests) / len(requests)
+    mean = sum(r.metrics.ttft_s for r in requests) / len(requests)
     lines = [heading(p, width, "TTFT", f"mean {span(mean)}", [(*TEXTURES[policy], policy) for policy in used])]
-    bins = Counter((bisect_left(EDGES, 1000 * r.ttft_s), r.policy) for r in requests)
+    bins = Counter((bisect_left(EDGES, 1000 * r.metrics.ttft_s), r.policy) for r in requests)
     low, high = min(b for b, _ in bins), max(b for b, _ in bins)
     low = max(low, high - height + 2)  # the shortest ones are counted together, where there is no room
     rows: dict[int, Counter] = {b: Counter() for b in range(low, high + 1)}
@@ -1344,8 +1339,8 @@ def draw_request(p: Palette, request: RequestView, width: int, here: bool, index
     pen = Pen().put("▌" if here else " ", p.accent).put(f"r{request.id}", p.text, True, do).to(6)
     pen.put(f"{request.reason:<9}", p.bad if request.reason == "error" else p.muted, do=do)
     if width >= 44:
-        ttft = f"{'  TTFT' if width >= 60 else ''} {span(request.ttft_s):>8}  "
-        pen.put(f"{request.output_tokens:>4} tok{ttft}", p.text, do=do)
+        ttft = f"{'  TTFT' if width >= 60 else ''} {span(request.metrics.ttft_s):>8}  "
+        pen.put(f"{request.metrics.output_tokens:>4} tok{ttft}", p.text, do=do)
     return pen.put(shorten(request.prompt, width - pen.width), p.muted, do=do).line
 
 
@@ -1358,8 +1353,8 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
     r, listed = ended[opened], max(3, min(len(ended), height // 3))
     first = min(max(0, opened - listed // 2), max(0, len(ended) - listed))
     figures = (
-        f"{r.reason}; {r.policy}; {r.prompt_tokens} prompt tokens, {r.cached_tokens} of them reused; "
-        f"{r.output_tokens} new tokens; TTFT {span(r.ttft_s)}; {number(r.tokens_per_s)} tokens/s; "
+        f"{r.reason}; {r.policy}; {r.metrics.prompt_tokens} prompt tokens, {r.metrics.cached_tokens} of them reused; "
+        f"{r.metrics.output_tokens} new tokens; TTFT {span(r.metrics.ttft_s)}; {number(r.metrics.tokens_per_s)} tokens/s; "
         f"in all {span(r.ended - r.arrived)}"
     )
     return [
@@ -2226,12 +2221,12 @@ class PlainLog:
         """What has happened to a request since: (when, what)."""
         if before is None:
             yield r.arrived, f"r{r.id} waits: {shorten(r.prompt, 60)}"
-        if r.ttft_s is not None and (before is None or before.ttft_s is None):
-            yield r.arrived + r.ttft_s, f"r{r.id} has its first token after {span(r.ttft_s)}"
+        if r.metrics.ttft_s is not None and (before is None or before.ttft_s is None):
+            yield r.arrived + r.metrics.ttft_s, f"r{r.id} has its first token after {span(r.metrics.ttft_s)}"
         if r.reason and (before is None or before.reason is None):
-            rate = f", {number(r.tokens_per_s)} tokens/s" if r.tokens_per_s else ""
+            rate = f", {number(r.metrics.tokens_per_s)} tokens/s" if r.metrics.tokens_per_s else ""
             text = " ".join(r.text.split())
-            end = f"{r.output_tokens} tokens, TTFT {span(r.ttft_s)}{rate}: {text}"
+            end = f"{r.metrics.output_tokens} tokens, TTFT {span(r.metrics.ttft_s)}{rate}: {text}"
             yield r.ended, f"r{r.id} ends ({r.reason}): {end}"
 
     def obey(self, line: str) -> None:
@@ -2351,7 +2346,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add("--slots", help="sequences that run at once (default: 8, or what fits)")
-    add("--max-len", help="length of a slot, prompt and answer together (default: 1024, or what fits; demo: 320)")
+    add("--max-len", help="length of a slot, prompt and answer together (default: 1024, or what fits; demo: 400)")
     add("--policy", default="continuous", choices=POLICIES, help="who is admitted when")
     add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one a line")
     add("--seed", help="the same seed gives the same tokens")
@@ -2393,7 +2388,7 @@ def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: 
     from nanobatch import Engine, Sampling
 
     # The demo's answers are short: in shorter slots more can be seen.
-    sizes = {"slots": args.slots, "max_len": args.max_len or (320 if args.model == "demo" else None)}
+    sizes = {"slots": args.slots, "max_len": args.max_len or (400 if args.model == "demo" else None)}
     engine = Engine.load(args.model, report=report, policy=args.policy, clock=clock, **sizes)
     report("warming up")
     engine.generate([[0]], Sampling(max_tokens=2, ignore_eos=True))

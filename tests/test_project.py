@@ -1,9 +1,13 @@
 """What the README promises is there."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
+import pytest
+
+import bench
 import nanobatch
 import tui
 
@@ -15,6 +19,20 @@ def test_every_file_that_the_readme_names_exists():
     names = set(re.findall(r"`((?:tests/)?\w+\.py)`", README))
     assert {"nanobatch.py", "kv.py", "sched.py", "tests/test_parity.py"} <= names
     assert all((ROOT / name).exists() for name in names)
+
+
+def test_the_readme_says_how_long_each_file_is():
+    """Within a tenth, so that not every patch has to count."""
+    counts = re.findall(r"^\| `(\w+\.py)` \| ([\d,]+) \|", README, re.MULTILINE)
+    assert len(counts) >= 8
+    for name, lines in counts:
+        assert len((ROOT / name).read_text().splitlines()) == pytest.approx(int(lines.replace(",", "")), rel=0.1), name
+
+
+def test_every_place_that_answers_a_question_exists():
+    for name in re.findall(r"`((?:Scheduler|Engine|Window)\.\w+)`", README):
+        owner, method = name.split(".")
+        assert any(f"class {owner}" in text and f"def {method}(" in text for text in map(Path.read_text, ROOT.glob("*.py")))
 
 
 def test_every_module_is_in_the_readmes_reading_path():
@@ -34,6 +52,32 @@ def test_every_command_for_the_screen_in_the_readme_is_understood():
     assert len(commands) >= 3
     for command in commands:
         tui.parse_arguments(shlex.split(command))
+
+
+def test_every_command_for_the_benchmark_in_the_readme_is_understood():
+    commands = re.findall(r"python bench\.py([^\n`]*)", README)
+    assert len(commands) >= 3
+    for command in commands:
+        bench.parse_arguments(shlex.split(command.partition("#")[0]))
+
+
+@pytest.mark.parametrize("name", ["bench-15m", "bench-135m"])
+def test_every_speed_in_the_readme_is_in_the_committed_results(name):
+    """A line such as "| 8 rows | 605 | 414 | 1.46 |": ours, mlx-lm's, and the ratio of the two."""
+    table = bench.summarise(json.loads((ROOT / "docs" / f"{name}.json").read_text())["records"])
+    rows = set()
+    for (part, x, who, figure), ours in table.items():
+        peer = table.get((part, x, "mlx-lm", figure))
+        if who == "nanobatch continuous" and peer:
+            count = "".join(filter(str.isdigit, x))
+            rows.add((count, bench.number(ours.median), bench.number(peer.median), f"{ours.median / peer.median:.2f}"))
+    section = README.split(f"docs/{name}.json")[0].rpartition("docs/")[2]
+    printed = re.findall(r"^\| (\d+) \|(.+)\|$", section, re.MULTILINE)
+    assert len(printed) >= 2
+    for count, line in printed:
+        cells = [cell.strip() for cell in line.split("|")]
+        for ours, peer, ratio in zip(*[iter(cells)] * 3, strict=True):
+            assert (count, ours, peer, ratio.strip("×* ")) in rows, (count, ours, peer, ratio)
 
 
 def test_every_picture_in_the_readme_is_there_and_shows_text():
