@@ -219,9 +219,9 @@ class Scheduler:
         width. The first chunk is free of the budget: however many rows decode, somebody's prompt moves on in every
         step. So nobody starves, and no step grows beyond budget + chunk.
 
-        Which rows can be taken over is asked when a prompt's turn comes, not when it is admitted, and a prompt whose next
-        chunk somebody else is writing just now lets a step pass: of eight prompts that arrive together and begin alike,
-        the first writes the common part, and seven take it over.
+        Which rows can be taken over is asked when a prompt's turn comes, not when it is admitted; and whoever needs
+        what somebody else is writing just now lets a step pass. So of eight prompts that arrive together and begin
+        alike, the first writes the common part, and seven take it over.
         """
         spent, writing = 0, []
         for request in self.running.values():
