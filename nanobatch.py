@@ -563,7 +563,9 @@ class StepView:
     began: float  # on the engine's clock: planned
     ended: float  # committed
     plan_s: float
-    build_s: float  # building the graph and starting it
+    # Building the graph and starting it. On a CPU MLX keeps few operations in its line, and whoever hands over the next
+    # one waits: so nearly all of a step's work is waited for in here.
+    build_s: float
     wait_s: float  # waiting for the device
     commit_s: float
 
