@@ -4,11 +4,11 @@ The problem. A serving engine takes hundreds of decisions a second, and its sour
 shows them all: who holds which slot, how far its KV cache is filled, who waits and why, and what every slot did in
 every step. One picture says what batching is about, the timeline, slots x steps (here with two slots, A to D):
 
-    continuous  0 A▒██████C▒████████     ▒ prefill: a chunk of the prompt goes into the slot
-                1 B▒██D▒████████████     █ decode: one more token of the answer
+    continuous  0 ▒A██████▒C████████     ▒ prefill: a chunk of the prompt goes into the slot
+                1 ▒B██▒D████████████     █ decode: one more token of the answer
 
-    static      0 A▒██████C▒████████     ╳ blocked: the slot is empty and somebody waits, but the batch that
-                1 B▒██╳╳╳╳D▒████████       was admitted together has to drain first
+    static      0 ▒A██████▒C████████     ╳ blocked: the slot is empty and somebody waits, but the batch that
+                1 ▒B██╳╳╳╳▒D████████       was admitted together has to drain first
 
 How it hangs together. Three parts, and each knows only the one before:
 
@@ -50,7 +50,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import cycle, groupby, pairwise, zip_longest
 from pathlib import Path
-from string import ascii_letters, digits
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from rich.cells import cell_len, chop_cells, set_cell_size
@@ -67,7 +66,7 @@ from textual.theme import Theme
 from textual.widget import Widget
 from textual.widgets import Input
 
-from sched import POLICIES, Plan, Request, Scheduler
+from sched import PADDING, POLICIES, Plan, Request, Scheduler
 
 if TYPE_CHECKING:  # importing them for real loads MLX: that is left to the engine room, behind the first frame
     from nanobatch import Engine, Handle, Metrics, SlotView, Snapshot, StepView
@@ -83,21 +82,21 @@ EVENING = (
 
 # Short answers between long ones: that is where the policies differ. (prompt, longest answer in tokens)
 BURST = (
-    ("Tell me a story about a fox and a lantern.", 300),
+    ("Tell me a story about a fox and a lantern.", 320),
     ("What is 3 + 4?", 16),
     ("Count from 7 to 19.", 64),
     ("What is a slot?", 48),
     ("Spell the word lantern.", 32),
-    (f"{EVENING} Tell me a story about a cat and a drum.", 300),
-    ("Is fox in this list: owl, fox, bee?", 16),
+    (f"{EVENING} Tell me a long story about a fox.", 320),
+    ("Is fox in this list: owl, fox, bee?", 24),
     ("Say the alphabet from f.", 64),
     ("Why batch?", 48),
     ("Reverse the word stone.", 32),
-    ("Tell me a story about a girl and a kite.", 300),
+    ("Tell me a long story about a girl and a kite.", 320),
     ("Name the days from Tuesday.", 32),
     ("Repeat: the cat sat on the mat.", 24),
     ("What is 12 + 9?", 24),
-    (f"{EVENING} Tell me a story about a fox.", 300),
+    (f"{EVENING} Tell me a story about a cat and a drum.", 320),
     ("Count from 30 to 41.", 64),
 )
 
@@ -116,7 +115,7 @@ class Settings:
     """What is fired next is fired like this. `/set` changes it."""
 
     temperature: float = 0.0
-    max_tokens: int = 300
+    max_tokens: int = 320
     seed: int | None = None
     burst: int = 24
     rate: float = 2.0  # of the steady load, requests a second
@@ -139,7 +138,7 @@ def clean(text: str) -> str:
 
 
 class Stopwatch:
-    """The engine's clock: seconds since the start. It stands still while the engine is paused or slowed down.
+    """The engine's clock: seconds since the start. It stands still while the engine is paused.
 
     So TTFT and tokens/s tell what the engine does, not how long somebody looked at it.
     """
@@ -208,7 +207,6 @@ class View:
     switching_to: str | None = None
     paused: bool = False
     stepping: int = 0  # steps that are still to be run by hand
-    pace: int = 0  # steps a second; 0 is full speed
     load: float = 0.0  # requests a second that come by themselves
     engine: Snapshot | None = None
     planned: int = 0  # steps; the newest of them is still on the device, and in no record yet
@@ -255,7 +253,7 @@ class EngineRoom:
         self._load, self._period, self._published = load, period, 0.0
         self._open: dict[int, tuple[Handle, RequestView]] = {}
         self._ended: deque[RequestView] = deque(maxlen=self.REMEMBERED)
-        self._due = self._next_arrival = 0.0
+        self._next_arrival = 0.0
         self._dice = random.Random(0)
         self._crowd: Sequence[Ask] = ()  # those whom the steady load picks from
         self._race: Sequence[Ask] = ()
@@ -323,13 +321,10 @@ class EngineRoom:
             method(self, *arguments)
             self._note(heard=self._draft.heard + 1)
         now = self._draft
-        halted = now.paused and not now.stepping
-        early = self._due - time.perf_counter() if now.pace and not self._race else 0
-        if halted or early > 0:
+        if now.paused and not now.stepping:
             self.clock.stop()
             self.publish()
-            return None if halted else early
-        self._due = time.perf_counter() + 1 / (now.pace or math.inf)
+            return None
         self.clock.go()
         self._arrive()
         self._run_race()
@@ -433,10 +428,6 @@ class EngineRoom:
     def step(self, count: int) -> None:
         """Run so many steps, and pause."""
         self._note(paused=True, stepping=self._draft.stepping + count)
-
-    @wish
-    def set_pace(self, steps_per_second: int) -> None:
-        self._note(pace=steps_per_second)
 
     # --- policies
 
@@ -596,8 +587,11 @@ class State:
 
     def _add(self, step: StepView, slots: int) -> None:
         cells = cells_of(slots, is_shut(step), step.held, step.prefill, step.decode, step.ghosts)
-        # The engine runs ahead: a step that began after the one before had ended comes after a rest.
-        if self.steps and self.steps[-1].ended < step.began and not self.steps[-1].waiting:
+        # A busy time begins where nobody works who was there before. (To look for a rest is not enough: behind the last
+        # token of one leg of a race its ghost is still in flight when the next leg is fired.)
+        working, before = {cell.request for cell in cells} - {None}, self.steps[-1].began if self.steps else 0.0
+        came = [r.arrived for r in self.view.requests if r.id in working] if len(step.admitted) == len(working) else []
+        if came and min(came) > before:
             self.woke = len(self.steps)
         self.history.append(column(step.step, step.began, step.ended, cells, step.tokens))
         self.tokens.append((self.tokens[-1] if self.tokens else 0) + step.tokens)
@@ -654,7 +648,7 @@ class State:
 
     def move(self, steps: int) -> None:
         """Move the cursor back or forth; beyond the newest step it lets go and follows again."""
-        at = len(self.history) if self.cursor is None else self.index_of(self.cursor)
+        at = len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
         self.look_at(max(0, at + steps))
 
     def look_at(self, index: int) -> None:
@@ -736,7 +730,10 @@ def replay(view: View, requests: Sequence[RequestView], policy: str, start: floa
     slots = len(view.engine.slots)
     sched = Scheduler(slots, view.max_len, chunk=view.chunk, budget=view.budget, policy=policy, reuse=False)
     everybody = [
-        Request(r.id, (0,) * max(1, r.metrics.prompt_tokens - r.metrics.cached_tokens), r.metrics.output_tokens, r.arrived) for r in requests
+        Request(
+            r.id, (0,) * max(1, r.metrics.prompt_tokens - r.metrics.cached_tokens), r.metrics.output_tokens, r.arrived
+        )
+        for r in requests
     ]
     coming, now, columns, flight = deque(everybody), start, [], None
     while coming or sched.waiting or sched.running:
@@ -775,7 +772,10 @@ def seconds(step: StepView) -> float:
 
 
 def compare(state: State) -> Contest:
-    """What just ran, beside its replay under the other policy; ValueError says why there is nothing to compare."""
+    """What just ran, replayed under its own policy and another: two simulations, so that like is measured by like.
+
+    ValueError says why there is nothing to compare.
+    """
     steps, columns = state.steps[state.woke :], state.history[state.woke :]
     if not steps:
         raise ValueError("nothing has run yet; b fires a burst")
@@ -783,15 +783,16 @@ def compare(state: State) -> Contest:
     requests = sorted((r for r in state.view.requests if r.id in seen and r.metrics.output_tokens), key=lambda r: r.id)
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
-    ran, costs = steps[-1].policy, costs_of(steps)
+    policies = Counter(step.policy for step in steps)  # more than one, if it was changed meanwhile
+    ran, costs = policies.most_common(1)[0][0], costs_of(steps)
     other = "static" if ran == "continuous" else "continuous"
-    real = measured(ran, columns, requests)
-    again, rival = (replay(state.view, requests, policy, steps[0].began, costs) for policy in (ran, other))
+    runs = [replay(state.view, requests, policy, steps[0].began, costs) for policy in (ran, other)]
+    real = measured(", then ".join(policies), columns, requests)
     note = (
-        f"The clock of the replay: {1000 * costs[0]:.1f} ms a decode step, {1000 * costs[1]:.1f} ms a chunk of "
-        f"prefill. On it, {ran} takes {again.makespan:.2f} s; measured: {real.makespan:.2f} s."
+        f"Both are simulated: {span(costs[0])} a decode step, {span(costs[1])} a chunk of prefill, as measured. "
+        f"What really ran ({real.policy}) took {span(real.makespan)}, and {span(real.ttft_mean)} to the first token."
     )
-    return Contest(f"Compare: {len(requests)} requests that just ran, and their replay", (real, rival), note)
+    return Contest(f"Compare: {ran} and {other}, {len(requests)} requests", runs, note)
 
 
 def race(state: State) -> Contest:
@@ -806,8 +807,9 @@ def race(state: State) -> Contest:
         ]
         requests = [r for r in state.view.requests if r.id in number]
         runs.append(measured(leg.policy, columns, requests, "measured" if leg.last_step else "running …"))
-    title = f"Race: the same {len(legs[0].requests) if legs else ''} requests under both policies"
-    return Contest(title, runs, "" if runs else "The race begins when everything that runs now has ended.")
+    title = "Race: static and continuous" + (f", {len(legs[0].requests)} requests" if legs else "")
+    note = "" if runs else "The race begins when everything that runs now has ended."
+    return Contest(title, runs, "Paused: space goes on." if state.view.paused else note)
 
 
 def verdict(runs: Sequence[Run]) -> str:
@@ -961,21 +963,23 @@ def legend(p: Palette, *kinds: int) -> Legend:
 def heading(p: Palette, width: int, title: str, note: str = "", legend: Legend = (), do: str = "") -> Line:
     """A rule with a title at its left, and at its right a note and what the glyphs mean: as much as finds room."""
     pen, right = Pen().put("── ", p.faint).put(shorten(title, width - 8), p.text, True).put(" "), Pen()
-    room = width - pen.width - 4
+    room = width - pen.width - 3
     if note and cell_len(note) < room:
         right.put(f" {note}", p.muted, do=do)
     for glyph, ink, meaning in legend:
-        if right.width + cell_len(meaning) + 4 > room:
-            break
-        right.put(f"  {glyph}", ink).put(f" {meaning}", p.muted)
+        if right.width + cell_len(meaning) + 2 <= room:
+            right.put(f" {glyph}", ink).put(meaning, p.muted)
     right.put(" " * bool(right.line)).put("──", p.faint)
     return [*pen.put("─" * (width - pen.width - right.width), p.faint).line, *right.line]
 
 
-def entry(p: Palette, width: int, name: str, text: str, ink: str = "") -> list[Line]:
+def entry(p: Palette, width: int, name: str, text: str, ink: str = "", names: int = 9) -> list[Line]:
     """A name, and beside it a text of as many lines as it needs."""
-    parts = wrap(text, width - 11) if text else []
-    return [Pen().put(f" {name * (i == 0):<9}", p.muted).put(part, ink or p.text).line for i, part in enumerate(parts)]
+    lines = []
+    for part in wrap(text, width - names - 2) if text else ():
+        lines.append(Pen().put(f" {name:<{names}}", p.muted).put(part, ink or p.text).line)
+        name = ""
+    return lines
 
 
 def axis(p: Palette, *labels: tuple[int, str]) -> Line:
@@ -986,7 +990,7 @@ def axis(p: Palette, *labels: tuple[int, str]) -> Line:
     return pen.line
 
 
-def fit_rows(state: State, rows: int) -> range:
+def fit_slots(state: State, rows: int) -> range:
     """Which of the slots are shown, if not all find room: those around the selected one."""
     count = len(state.view.engine.slots)
     first = min(max(0, state.selected - rows // 2), max(0, count - rows))
@@ -998,39 +1002,34 @@ def fit_rows(state: State, rows: int) -> range:
 
 def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]:
     view = state.view
+    doing = "⚑ racing" if view.racing else "▶ running" if view.busy else "■ idle"
     if view.switching_to:
-        doing = f"⇣ draining → {view.switching_to}"
-    elif view.racing:
-        doing = "⚑ racing"
+        doing = f"▮▮ paused, draining → {view.switching_to}" if view.paused else f"⇣ draining → {view.switching_to}"
     elif view.paused:
         doing = "▮▮ paused"
-    else:
-        doing = ("▶ running" if view.busy else "■ idle") + (f" at {view.pace} steps/s" if view.pace else "")
+    newest = state.steps[-20:]
     parts = [
         ("nanobatch", p.text, True, ""),
         (shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), p.muted, False, ""),
         (doing, p.accent if view.busy else p.muted, True, "pause"),
-        (policy_of(view), p.text, True, "command('/policy')"),
+        ("" if view.switching_to else policy_of(view), p.text, True, "command('/policy')"),
         (f"{number(state.tokens_per_s()) if view.busy else '–':>5} tok/s", p.text, False, ""),
         (f"{len(state.ended)} done", p.text, False, "open(0)"),
-        (f"{ms_per_step(state.steps[-20:]):>5} ms/step", p.muted, False, ""),
         (f"step {state.steps[-1].step if state.steps else 0:,}", p.muted, False, ""),
+        (
+            f"{number(1000 * sum(map(seconds, newest)) / len(newest) if newest else None):>5} ms/step",
+            p.muted,
+            False,
+            "",
+        ),
         (f"load {view.load:g}/s" if view.load else "", p.text, False, "command('/load')"),
+        ("space: go on" if view.paused else "", p.accent, False, "pause"),
     ]
-    if state.said:
-        parts = [parts[0], *parts[2:4]]
-        room = width - 2 - sum(cell_len(text) + 2 for text, *_ in parts)
-        parts.append((shorten(state.said, room), p.accent, False, ""))
     pen = Pen().put(" ")
     for text, *how in parts:
-        if pen.width + cell_len(text) + 1 > width:
-            break
-        pen.put(text, *how).put("  ")
+        if text and pen.width + cell_len(text) + 1 <= width:
+            pen.put(text, *how).put("  ")
     return [pen.line]
-
-
-def ms_per_step(steps: Sequence[StepView]) -> str:
-    return number(1000 * sum(map(seconds, steps)) / len(steps) if steps else None)
 
 
 def policy_of(view: View) -> str:
@@ -1040,6 +1039,8 @@ def policy_of(view: View) -> str:
 
 def why_waiting(view: View) -> str:
     """One reason for all of the line: it is first come, first served."""
+    if view.paused:
+        return "paused"
     if view.switching_to:
         return "wait: the slots are being drained"
     if all(slot.request is not None for slot in view.engine.slots):
@@ -1050,11 +1051,13 @@ def why_waiting(view: View) -> str:
 def draw_slots(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """A line for each slot: who holds it, and how far its rows of the KV cache are filled, and with what."""
     slots = state.view.engine.slots
-    rows = fit_rows(state, height - 3)
+    rows = fit_slots(state, height - 3)
     names = ("used/rows", "TTFT ms", "tok/s") if width >= 70 else ("used/rows",)
     right = "".join(f"{name:>{size}}" for name, size in zip(names, FIGURES, strict=False))
     bar = width - 18 - len(right)
     title = "Slots" if len(rows) == len(slots) else f"Slots {rows[0]}–{rows[-1]} of {len(slots)}"
+    if state.view.paused and state.steps and state.view.planned > state.steps[-1].step:
+        title += f", one step ahead: {state.view.planned:,}"  # it is in flight: planned, and not yet read back
     glyphs = [(REUSED, p.text, "reused"), *legend(p, PREFILL, DECODE), (REMEMBERED, p.text, "remembered")]
     labels = ((2, "#"), (4, "phase   req"), (18, shorten("rows of the KV cache", bar)), (18 + bar, right))
     lines = [heading(p, width, title, legend=glyphs), axis(p, *labels)]
@@ -1070,16 +1073,20 @@ def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, figures: int) 
     here, do = slot.slot == state.selected, f"select({slot.slot})"
     phase, ink = slot.phase, p.text
     if request is None:
-        shut = view.engine.queue and why_waiting(view) != "wait"
+        shut = view.engine.queue and (view.switching_to or policy_of(view) != "continuous")
         phase, ink = "blocked" if shut else "free", p.muted
     pen = Pen().put("▌" if here else " ", p.accent).put(f"{slot.slot:>2} ", ink, here, do)
     pen.put(f"{phase:<8}", p.bad if phase == "blocked" else ink, here, do)
     pen.put(f"r{request.id}" if request else "", ink, here, do).to(18)
     draw_rows(pen, p, slot, view.max_len, bar)
-    ttft, rate = (request.metrics.ttft_s, request.metrics.tokens_per_s) if request else (None, None)
-    used = f"{slot.used or slot.remembered:,}/{view.max_len:,}"
-    values = (used, "–" if ttft is None else f"{1000 * ttft:,.0f}", "–" if rate is None else f"{rate:,.0f}")
-    right = "".join(f"{value:>{size}}" for value, size in zip(values[:figures], FIGURES, strict=False))
+    if request is None:  # what it remembers is nobody's: it may be taken over, or written over
+        wide, room = f"({slot.remembered:,} remembered)", sum(FIGURES[:figures])
+        right = f"{wide if len(wide) < room else f'({slot.remembered:,})':>{room}}" if slot.remembered else ""
+    else:
+        ttft, rate = request.metrics.ttft_s, request.metrics.tokens_per_s
+        used = f"{slot.used:,}/{view.max_len:,}"
+        values = (used, "–" if ttft is None else f"{1000 * ttft:,.0f}", "–" if rate is None else f"{rate:,.0f}")
+        right = "".join(f"{value:>{size}}" for value, size in zip(values[:figures], FIGURES, strict=False))
     return pen.put(right, ink, here, do).line
 
 
@@ -1115,43 +1122,36 @@ def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) ->
     pen.put(GLYPHS[EMPTY] * (width - drawn), p.faint)
 
 
-def draw_cells(
-    pen: Pen, p: Palette, columns: Sequence[Column], slot: int, cursor: int | None = None, numbered: bool = True
-) -> None:
-    """One slot's line of a timeline. Each request carries its number where it begins."""
+def draw_cells(pen: Pen, p: Palette, columns: Sequence[Column], slot: int, cursor: int | None = None) -> None:
+    """One slot's line of a timeline. Each request carries its number behind its first cell, which stays as it is.
+
+    So a prefill of one step can be seen, and neighbours' numbers never touch. Where there is no room, there is none.
+    """
     i = 0
     for request, stretch in groupby(columns, key=lambda column: column.cells[slot].request):
         cells = [column.cells[slot] for column in stretch]
-        label = str(request) if numbered and request is not None else ""
-        if len(label) > len(cells):
-            label = ""
-        for cell, digit in zip_longest(cells, label):
-            if digit:
-                fill = p.fill(request)
+        label = "" if request is None else f" {request}"
+        for cell, digit in zip_longest(cells, label if len(label) <= len(cells) else ""):
+            ink = p.cell(cell.kind, request, i == cursor)
+            if digit and digit != " ":  # on the colour of what it covers
+                fill = p.fill(request) if cell.kind == DECODE else mixed(p.back, p.fill(request), 0.3)
                 pen.put(digit, style(ink_on(fill), fill, True, i == cursor))
             else:
-                pen.put(GLYPHS[cell.kind], p.cell(cell.kind, request, i == cursor))
+                pen.put(GLYPHS[cell.kind], ink)
             i += 1
 
 
 def draw_timeline(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """Slots x steps: what each slot did in each step. This is the picture that says what batching is about."""
     zoom, columns, cursor = state.window(width - 4)
-    lines = [
-        heading(
-            p,
-            width,
-            "Timeline",
-            f"useful {useful_of(columns):.0f} %",
-            legend(p, PREFILL, DECODE, BLOCKED, EMPTY, HELD, GHOST),
-        )
-    ]
-    for slot in fit_rows(state, height - 2):
+    kinds = legend(p, PREFILL, DECODE, BLOCKED, HELD, GHOST, EMPTY)
+    lines = [heading(p, width, "Timeline", f"useful {useful_of(columns):.0f} %", kinds)]
+    for slot in fit_slots(state, height - 2):
         pen = Pen().put(f"{slot:>3} ", p.text if slot == state.selected else p.muted, do=f"select({slot})")
         draw_cells(pen, p, columns, slot, cursor)
         lines.append(pen.put(GLYPHS[EMPTY] * (width - pen.width), p.faint).line)
     if cursor is not None:
-        label = f" step {columns[cursor].step:,} "
+        label = f" step {state.cursor:,}  End: follow "
         fits = 5 + cursor + len(label) <= width
         pen = Pen().to(4 + cursor if fits else max(0, 4 + cursor - len(label)))
         return [*lines, pen.put(f"▲{label}" if fits else f"{label}▲", p.accent, True).line]
@@ -1205,18 +1205,18 @@ def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
 
 
 def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """How many slots did useful work in each step."""
+    """How many of the slots did useful work in each step."""
     slots = len(state.view.engine.slots)
     columns = state.columns(state.zoom_for(width))[-width:]
     working = [column.useful / column.steps for column in columns]
     mean = f"mean {sum(working) / len(working):.1f} " if working else ""
     ends = (f"step {columns[0].step:,}", f"{columns[-1].step:,}") if columns else ("step", "")
-    lines = [heading(p, width, "batch size", f"{mean}of {slots} rows")]
+    lines = [heading(p, width, "batch size", f"{mean}of {slots} slots")]
     return lines + draw_area(p, working, slots, width, height - 2, HUES[1], ends)
 
 
 EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 10**9)  # ms
-TEXTURES = {
+TEXTURES = {  # glyphs of their own: a policy is no phase
     "continuous": ("█", style(HUES[2], HUES[2])),
     "static": ("▒", style(HUES[0])),
     "serial": ("░", style(HUES[3])),
@@ -1230,10 +1230,13 @@ def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
         return [heading(p, width, "TTFT"), Pen().put(" time to first token: nothing yet", p.muted).line]
     used = [policy for policy in POLICIES if any(r.policy == policy for r in requests)]
     mean = sum(r.metrics.ttft_s for r in requests) / len(requests)
-    lines = [heading(p, width, "TTFT", f"mean {span(mean)}", [(*TEXTURES[policy], policy) for policy in used])]
+    names = Pen()
+    for policy in used:
+        names.put(" ").put(*TEXTURES[policy]).put(f" {policy} ", p.muted)
+    lines = [heading(p, width, "TTFT", f"mean {span(mean)}"), names.line]
     bins = Counter((bisect_left(EDGES, 1000 * r.metrics.ttft_s), r.policy) for r in requests)
     low, high = min(b for b, _ in bins), max(b for b, _ in bins)
-    low = max(low, high - height + 2)  # the shortest ones are counted together, where there is no room
+    low = max(low, high - height + len(lines) + 1)  # the shortest ones are counted together, where there is no room
     rows: dict[int, Counter] = {b: Counter() for b in range(low, high + 1)}
     for (b, policy), count in bins.items():
         rows[max(low, b)][policy] += count
@@ -1263,57 +1266,40 @@ def draw_stream(state: State, p: Palette, width: int, height: int, slot: int) ->
 
 
 def draw_streams(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """All slots' texts side by side, where there is room; else a line of each, or the selected slot's alone."""
+    """All slots' texts side by side, where there are two lines for each; else the selected slot's alone."""
     count = len(state.view.engine.slots)
     across = max(1, min(count, (width + 2) // 30))
-    tall, wide = (height - 1) // -(-count // across), width // across
-    room_for_all = height > count + 4
-    lines = [heading(p, width, "Answers" if room_for_all else "Answer")]
-    if tall >= 5:
-        for first in range(0, count, across):
-            texts = [draw_stream(state, p, wide - 2, tall - 1, s) for s in range(first, min(count, first + across))]
-            for row in range(tall):
-                parts = (Strip(text[row] if row < len(text) else []) for text in texts)
-                lines.append(
-                    [segment for part in parts for segment in (Segment(" "), *part.adjust_cell_length(wide - 1))]
-                )
-        return lines
-    if room_for_all:
-        lines += [draw_tail(state, p, width, slot) for slot in range(count)] + [[]]
-    text = draw_stream(state, p, width - 1, height - len(lines), state.selected)
-    return lines + [[Segment(" "), *line] for line in text]
-
-
-def draw_tail(state: State, p: Palette, width: int, slot: int) -> Line:
-    """One slot's request in one line: as much of the end of its text as there is room for."""
-    request, do = state.owner(slot), f"select({slot})"
-    pen = Pen().put("▌" if slot == state.selected else " ", p.accent).put(f"{slot:>2} ", p.text, do=do)
-    if request is None:
-        return pen.put("–", p.muted).line
-    pen.put(f"r{request.id}", p.text, True, do).to(10)
-    text = " ".join(request.text.split())
-    room = width - pen.width - 1
-    while cell_len(text) > room:
-        text = "…" + text[1 + max(1, cell_len(text) - room) :]
-    return pen.put(text or shorten(request.prompt, room), p.muted if request.reason or not text else p.text).line
+    tall, wide, shown = (height - 1) // -(-count // across), width // across, range(count)
+    if tall < 2:
+        across, tall, wide, shown = 1, height - 1, width, [state.selected]
+    lines = [heading(p, width, "Answers", "y copies" if len(shown) == 1 else "")]
+    for first in shown[::across]:
+        texts = [draw_stream(state, p, wide - 2, tall, slot) for slot in range(first, min(count, first + across))]
+        for row in range(tall):
+            parts = (Strip(text[row] if row < len(text) else []).adjust_cell_length(wide - 1) for text in texts)
+            lines.append([segment for part in parts for segment in (Segment(" "), *part)])
+    return lines
 
 
 def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """One turn of the wheel: what was planned, how many tokens it computed, and where its time went."""
     step = state.step
-    title, which = f"Step {step.step:,}" if step else "Step", "newest" if state.cursor is None else "at the cursor ▲"
+    title, which = f"Step {step.step:,}" if step else "Step", "newest" if state.cursor is None else "End: follow"
     lines = [heading(p, width, title, which)]
     if step is None:
         return [*lines, Pen().put(" plan → run → commit: nothing has run yet", p.muted).line]
-    prefill, rows = sum(stop - start for *_, start, stop in step.prefill), len(step.decode)
-    stages = {"plan": step.plan_s, "run": step.build_s + step.wait_s, "commit": step.commit_s}
+    prefill, decode = sum(stop - start for *_, start, stop in step.prefill), len(step.decode)
+    padded = sum(-(-(stop - start) // PADDING) * PADDING for *_, start, stop in step.prefill)
+    stages = {"plan": step.plan_s, "build": step.build_s, "wait": step.wait_s, "commit": step.commit_s}
     total = seconds(step) or 1e-9
+    held = step.held and ", ".join(f"r{r}" for _, r in step.held)
     entries = {
         "admitted": ", ".join(f"r{r} → slot {s}" for s, r in step.admitted) or "nobody",
-        "prefill": ", ".join(f"r{r} tokens {a:,}–{b:,} → slot {s}" for s, r, a, b in step.prefill) or "no chunk",
-        "decode": f"slots {', '.join(str(s) for s, _ in step.decode)}" if rows else "no rows",
-        "tokens": f"{prefill} prefill + {rows} decode = {prefill + rows} in one step; {step.tokens} delivered",
-        "held": step.held and ", ".join(f"r{r}" for _, r in step.held) + ": the budget left no room for a chunk",
+        "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in step.prefill) or "no chunk",
+        "decode": f"slots {', '.join(str(s) for s, _ in step.decode)}" if decode else "no slot",
+        "tokens": f"{prefill} prefill + {decode} decode = {prefill + decode} in one step; {step.tokens} delivered",
+        "budget": f"cost {padded} + {decode} of {state.view.budget} (chunks rounded up to {PADDING}s)",
+        "held": step.held and f"{held}: another chunk, of up to {state.view.chunk}, is over the budget",
         "ghosts": step.ghosts and f"slots {', '.join(map(str, step.ghosts))}: had ended, seen one step late",
         "in line": str(step.waiting or ""),
         "time": f"{1000 * total:.2f} ms = " + " + ".join(f"{name} {1000 * s:.2f}" for name, s in stages.items()),
@@ -1321,46 +1307,27 @@ def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
     for name, text in entries.items():
         lines += entry(p, width, name, text)
     pen = Pen().to(10)
-    for spent, glyph, hue in zip(stages.values(), "▒█▓", (HUES[0], HUES[2], HUES[1]), strict=True):
-        pen.put(glyph * max(1, round(spent / total * (width - 14))), hue)
+    for (name, spent), hue in zip(stages.items(), (HUES[0], HUES[1], HUES[2], HUES[3]), strict=True):
+        cells = max(1, round(spent / total * (width - 15)))  # of its own name: these are no phases of a request
+        pen.put(f"{name:─^{cells}}"[:cells] if cells > len(name) else name[:cells], style(ink_on(hue), hue))
     return [*lines[: height - 1], pen.line] if len(lines) < height else lines[:height]
 
 
-def draw_done(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """The requests that have ended, newest first."""
-    ended = state.ended[: height - 1]
-    lines = [heading(p, width, "Ended", "f opens", do="open(0)")]
-    lines += [draw_request(p, request, width, False, i) for i, request in enumerate(ended)]
-    return lines if ended else [*lines, Pen().put(" nothing yet", p.muted).line]
-
-
-def draw_request(p: Palette, request: RequestView, width: int, here: bool, index: int) -> Line:
-    do = f"open({index})"
-    pen = Pen().put("▌" if here else " ", p.accent).put(f"r{request.id}", p.text, True, do).to(6)
-    pen.put(f"{request.reason:<9}", p.bad if request.reason == "error" else p.muted, do=do)
-    if width >= 44:
-        ttft = f"{'  TTFT' if width >= 60 else ''} {span(request.metrics.ttft_s):>8}  "
-        pen.put(f"{request.metrics.output_tokens:>4} tok{ttft}", p.text, do=do)
-    return pen.put(shorten(request.prompt, width - pen.width), p.muted, do=do).line
-
-
 def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """All that has ended, and one of it opened: prompt, text, why it ended, and its figures."""
-    ended = state.ended
-    if not ended:
+    """One of those that have ended: prompt, text, why it ended, and its figures."""
+    if not state.ended:
         return [heading(p, width, "Requests"), Pen().put(" Nothing has ended yet. Esc goes back.", p.muted).line]
-    opened = min(state.opened, len(ended) - 1)
-    r, listed = ended[opened], max(3, min(len(ended), height // 3))
-    first = min(max(0, opened - listed // 2), max(0, len(ended) - listed))
+    opened = min(state.opened, len(state.ended) - 1)
+    r = state.ended[opened]
+    m = r.metrics
     figures = (
-        f"{r.reason}; {r.policy}; {r.metrics.prompt_tokens} prompt tokens, {r.metrics.cached_tokens} of them reused; "
-        f"{r.metrics.output_tokens} new tokens; TTFT {span(r.metrics.ttft_s)}; {number(r.metrics.tokens_per_s)} tokens/s; "
+        f"{r.reason}; {r.policy}; {m.prompt_tokens} prompt tokens, {m.cached_tokens} of them reused; "
+        f"{m.output_tokens} new tokens; TTFT {span(m.ttft_s)}; {number(m.tokens_per_s)} tokens/s; "
         f"in all {span(r.ended - r.arrived)}"
     )
+    title = f"r{r.id}, {opened + 1} of {len(state.ended)} that have ended"
     return [
-        heading(p, width, f"Requests  {len(ended)} ended", "↑↓ choose  y copy  Esc back"),
-        *(draw_request(p, ended[i], width, i == opened, i) for i in range(first, min(len(ended), first + listed))),
-        heading(p, width, f"r{r.id}"),
+        heading(p, width, title, "↓ earlier  ↑ later  y copy  Esc back", do="screen.back"),
         *entry(p, width, "figures", figures),
         *entry(p, width, "prompt", r.prompt, p.muted),
         *entry(p, width, "error", r.error or "", p.bad),
@@ -1371,16 +1338,18 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
 def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """Two timelines on one scale of time, each under its figures, and a sentence that says who won."""
     contest = state.contest or race(state)
-    kinds = legend(p, PREFILL, DECODE, BLOCKED, EMPTY, HELD)
+    kinds = legend(p, PREFILL, DECODE, BLOCKED, HELD, EMPTY)
     widths = (21, 12, 12, 12, 9, 9) if width >= 78 else (12, 11, 12, 0, 9, 0)
-    names = ("", "makespan", "TTFT mean", "TTFT p95", "useful", "tok/s")
-    titles = "".join(f"{name:>{size}}" for name, size in zip(names, widths, strict=True) if size)
-    lines = [heading(p, width, contest.title, "Esc back", kinds, do="screen.back"), axis(p, (0, titles))]
+    titles = zip(("", "makespan", "TTFT mean", "TTFT p95", "useful", "tok/s"), widths, strict=True)
+    titles = "".join(f"{name:>{size}}" for name, size in titles if size)
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
     words = [Pen().put(f" {line}", p.text, True).line for line in wrap(verdict(contest.runs), width - 2) if line]
     words += [Pen().put(f" {line}", p.muted).line for line in wrap(contest.note, width - 2) if line]
     slots, room = len(state.view.engine.slots), (height - 7 - len(words)) // 2
-    thick = 2 if room >= 2 * slots + 1 else 1
+    shown = fit_slots(state, max(1, room + 1))
+    part = f"slots {shown[0]}–{shown[-1]}" if len(shown) < slots else ""
+    names = axis(p, (1, part), (len(titles) - len(titles.lstrip()), titles.lstrip()))
+    lines = [heading(p, width, contest.title, "Esc back", kinds, do="screen.back"), names]
     for run in contest.runs:
         title = f" {run.policy}, {run.how}" if width >= 78 else f" {run.policy}"
         figures = span(run.makespan), span(run.ttft_mean), span(run.ttft_p95), f"{useful_of(run.columns):.0f} %"
@@ -1388,12 +1357,11 @@ def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line
         pen = Pen().put(title, p.text, True).to(widths[0])
         lines.append(pen.put("".join(f"{value:>{size}}" for value, size in values if size), p.text).line)
         columns = in_time(run, width - 5, longest)
-        for slot in fit_rows(state, max(1, room + 1)):
-            for line in range(thick):
-                pen = Pen().put("    " if line else f"{slot:>3} ", p.muted)
-                draw_cells(pen, p, columns, slot, numbered=line == 0)
-                lines.append(pen.line)
-        if room > thick * slots:
+        for slot in shown:
+            pen = Pen().put(f"{slot:>3} ", p.muted)
+            draw_cells(pen, p, columns, slot)
+            lines.append(pen.line)
+        if room > slots:
             lines.append([])
     half, whole_ = f"{longest / 2:.2f} s", f"{longest:.2f} s"
     middle, end = 4 + (width - 5) // 2 - len(half) // 2, width - 1 - len(whole_)
@@ -1444,9 +1412,11 @@ def draw_mark(state: State, p: Palette, width: int, height: int) -> list[Line]:
 
 
 def draw_settings(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """How the next prompt is fired; for a while after a key, what that key has done."""
     s = state.settings
-    text = f" temp {s.temperature:g} · max {s.max_tokens} tok · seed {'–' if s.seed is None else s.seed} "
-    return [Pen().to(width - cell_len(text)).put(text, p.muted, do="settings").line]
+    text = f"temp {s.temperature:g} · max {s.max_tokens} tok · seed {'–' if s.seed is None else s.seed}"
+    text = shorten(state.said or text, width - 2)
+    return [Pen().to(width - 1 - cell_len(text)).put(text, p.accent if state.said else p.muted, do="settings").line]
 
 
 class Key(NamedTuple):
@@ -1454,33 +1424,37 @@ class Key(NamedTuple):
     show: str
     action: str
     label: str
-    help: str
+    help: str  # of a pair of keys, the first speaks for both
     footer: int = 0  # its rank where not all of them find room; 0: never shown there
 
 
 KEYS = (
     Key("i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, Esc leaves the box", 3),
+    Key("slash", "/", "prompt('/')", "Command", "type a command; the last line of this page names some"),
     Key("enter", "enter", "fire", "Fire", "fire the prompt that is in the box, or type one", 10),
     Key("b", "b", "command('/burst')", "Burst", "fire a burst: prompts of different lengths, all at once", 1),
     Key("space", "space", "pause", "Pause", "stop the engine between two steps; again: go on", 7),
     Key("s", "s", "command('/step')", "Step", "run one step, then pause", 9),
     Key("p", "p", "command('/policy')", "Policy", "the next policy: drain the slots, then switch", 6),
-    Key("c", "c", "command('/compare')", "Compare", "replay what just ran under the other policy (simulated)", 4),
+    Key(
+        "c",
+        "c",
+        "command('/compare')",
+        "Compare",
+        "what just ran, simulated: its policy against static, or continuous",
+        4,
+    ),
     Key("r", "r", "command('/race')", "Race", "the same burst under static, then continuous (measured)", 5),
     Key("x", "x", "command('/cancel')", "Cancel", "cancel the selected slot's request", 9),
     Key("X", "X", "command('/cancel all')", "Cancel all", "cancel all requests, waiting ones too", 14),
-    Key("l", "l", "command('/load')", "Load", "a steady load of random prompts: on, off", 11),
-    Key("plus,equals_sign", "+", "rate(2)", "More", "twice as much steady load"),
-    Key("minus", "-", "rate(0.5)", "Less", "half as much steady load"),
-    Key("less_than_sign,comma", "<", "pace(-1)", "Slower", "slow motion: fewer steps a second", 13),
-    Key("greater_than_sign,full_stop", ">", "pace(1)", "Faster", "more steps a second, up to full speed"),
+    Key("l", "l", "command('/load')", "Load", "a steady load of random prompts: on, off (/load 8: 8 a second)", 11),
     Key("e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12),
-    Key("up", "↑", "choose(-1)", "Slot above", "select a slot"),
-    Key("down", "↓", "choose(1)", "Slot below", "select a slot"),
-    Key("left", "←", "move(-1)", "Earlier", "look at an earlier step of the timeline"),
-    Key("right", "→", "move(1)", "Later", "look at a later step"),
-    Key("pageup", "PgUp", "move(-40)", "Much earlier", "forty columns back"),
-    Key("pagedown", "PgDn", "move(40)", "Much later", "forty columns on"),
+    Key("up", "↑ ↓", "choose(-1)", "Slot above", "select a slot"),
+    Key("down", "↓", "choose(1)", "Slot below", ""),
+    Key("left", "← →", "move(-1)", "Earlier", "go back in time on the timeline, a step at a time, and forth"),
+    Key("right", "→", "move(1)", "Later", ""),
+    Key("pageup", "PgUp PgDn", "move(-40)", "Much earlier", "forty steps back, or on"),
+    Key("pagedown", "PgDn", "move(40)", "Much later", ""),
     Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
     Key("end,escape", "End", "follow", "Newest", "follow the newest step again"),
     Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
@@ -1491,24 +1465,37 @@ KEYS = (
     Key("question_mark", "?", "sheet('help')", "Help", "this page", 1),
     Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
 )
-_TAKEN = {name for key in KEYS for name in key.keys.split(",")}
-OTHER_LETTERS = {letter: letter for letter in (*ascii_letters, *digits) if letter not in _TAKEN} | {"slash": "/"}
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
 
 EXPLAINED = (
-    ("slot", "a row of the KV cache. A request owns one from admission to its end, and there are only so many."),
-    ("prefill", "the prompt goes into the slot, a chunk a step. After the last chunk comes the first token."),
-    ("decode", "one more token for every slot that has got that far, all of them in one pass through the weights."),
-    ("waiting", "no slot is free, or the policy keeps the free ones shut until its batch has drained: ╳ blocked."),
-    ("held", "in a slot, but the step's budget of tokens left no room for its chunk."),
-    ("ghost", "a row computed for nothing: the end of its request is seen one step late."),
-    ("commands", "in the prompt box: /burst 8  /policy static  /load 2  /pace 10  /set temperature=0.8 max=64 seed=7"),
+    ("slot", "one request's place in the KV cache, so many rows long. A request owns one from admission to its end."),
+    ("row", "one token's place in a slot: its key and its value, in every layer."),
+    ("prefill ▒", "the prompt goes into the slot, a chunk a step. After the last chunk comes the first token."),
+    ("decode █", "one more token for every slot that has got that far, all of them in one pass through the weights."),
+    ("reused ▓", "rows taken over from another prompt that begins alike: they are not computed again."),
+    ("remembered ░", "rows of its last prompt that a free slot still holds, until they are reused or written over."),
+    ("blocked ╳", "the slot is free and somebody waits, but the policy keeps it shut until the batch has drained."),
+    ("held ┈", "in a slot, but the step's budget left no room for its next chunk."),
+    ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),
+    ("budget", "what a step may compute: a token costs 1, a chunk its length. The first chunk is always let in."),
+    ("run-ahead", "a step starts before the one before is read back: Slots may be one step ahead of Timeline."),
+    ("batch size", "how many slots did useful work in a step."),
+    ("useful", "the share of slots × steps in which a slot prefilled or decoded for somebody."),
+    ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),
+    ("makespan", "from the first arrival to the last token of all."),
+    ("continuous", "a policy: whoever waits takes a slot as soon as one is free."),
+    ("static", "a policy: a batch is admitted together; the next one waits until all of it has ended."),
+    ("serial", "a policy: one request at a time."),
+    ("commands", "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64 seed=7"),
 )
 
 
 def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
-    keys = [*TYPING, *KEYS[2:]] if state.typing else KEYS
+    keys = [*TYPING, *KEYS[3:]] if state.typing else KEYS
+    if state.view.paused:  # the ways out come first
+        ways = {"pause": "Go on", "command('/step')": "Step"}
+        keys = [key._replace(label=ways[key.action], footer=1) if key.action in ways else key for key in keys]
     shown, left = set(), width - 1
     for key in sorted((key for key in keys if key.footer), key=lambda key: key.footer):
         need = cell_len(key.show) + cell_len(key.label) + 2
@@ -1523,37 +1510,38 @@ def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
 
 
 def draw_help(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    lines = [heading(p, width, "Help", "↑↓ scroll  Esc back", do="screen.back")]
-    for name, text in EXPLAINED:
-        lines += entry(p, width, name, text)
-    lines.append([])
-    across = 2 if width >= 140 else 1
-    wide, tall = width // across, -(-len(KEYS) // across)
+    """Keys, then words; where not all of it finds room, it can be scrolled."""
+    lines = [heading(p, width, "Help: keys", "↑↓ scroll  Esc back", do="screen.back")]
+    keys, across = [key for key in KEYS if key.help], 2 if width >= 140 else 1
+    wide, tall = width // across, -(-len(keys) // across)
     for row in range(tall):
         pen = Pen()
-        for column, key in enumerate(KEYS[row::tall]):
+        for column, key in enumerate(keys[row::tall]):
             pen.to(column * wide).put(f" {key.show:<10}", p.accent, True, key.action)
             pen.put(shorten(key.help, wide - 13), p.text, do=key.action)
         lines.append(pen.line)
+    lines.append(heading(p, width, "Words"))
+    for name, text in EXPLAINED:
+        lines += entry(p, width, name, text, names=13)
     return lines
 
 
 SHEETS = {"help": draw_help, "requests": draw_requests, "contest": draw_contest}
-LOWER = ("timeline", "charts", "streams", "step", "done")
+LOWER = ("timeline", "charts", "streams", "step")
 
 
 def arrange(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
     """Where each pane goes. What is not named has no room, and is not shown."""
     if width < 60 or height < 20:
         return {"small": Region(0, 0, width, height)}
+    beside = max(33, width // 3)
     places = {
         "status": Region(0, 0, width, 1),
         "mark": Region(0, height - 2, 3, 1),
-        "prompt": Region(3, height - 2, width - (35 if width >= 80 else 3), 1),
+        "prompt": Region(3, height - 2, width - beside - 3, 1),
+        "settings": Region(width - beside, height - 2, beside, 1),
         "keys": Region(0, height - 1, width, 1),
     }
-    if width >= 80:
-        places["settings"] = Region(width - 32, height - 2, 32, 1)
     body = height - 3
     if width >= 110 and height >= 34:
         rows = min(slots, max(4, (body - 15) // 2))
@@ -1563,11 +1551,7 @@ def arrange(width: int, height: int, slots: int, lower: str) -> dict[str, Region
         places["slots"] = Region(0, 1, left, rows + 3)
         places["timeline"] = Region(0, rows + 4, left, rows + 2)
         places["streams"] = Region(0, 1 + top, left, tall)
-        if tall >= 22:
-            places["step"] = Region(left + 2, 1 + top, right, 12)
-            places["done"] = Region(left + 2, 13 + top, right, tall - 12)
-        else:
-            places["done" if lower == "done" else "step"] = Region(left + 2, 1 + top, right, tall)
+        places["step"] = Region(left + 2, 1 + top, right, tall)
         return places
 
     rows = min(slots, (body - 5) // 2)
@@ -1616,8 +1600,6 @@ def real(name: str, text: str, least: float, most: float) -> float:
 
 SETTABLE = {  # what /set takes: the field, and its limits
     "temperature": ("temperature", real, 0, 100),
-    "temp": ("temperature", real, 0, 100),
-    "max_tokens": ("max_tokens", whole, 1, 2**20),
     "max": ("max_tokens", whole, 1, 2**20),
     "seed": ("seed", whole, 0, 2**31 - 1),
     "burst": ("burst", whole, 1, 1000),
@@ -1708,7 +1690,7 @@ class Session:
         elif rest:
             owner = whole("request", rest.removeprefix("r"), 0, 2**31)
         elif owner is None:
-            return f"slot {slot} is free: nothing to cancel"
+            return f"slot {slot} is free"
         self.room.cancel(owner)
         return "all requests are cancelled" if owner is None else f"r{owner} is cancelled"
 
@@ -1716,16 +1698,12 @@ class Session:
         self.room.pause(True)
 
     def _do_resume(self, rest: str) -> None:
+        self.state.cursor = None
         self.room.pause(False)
 
     def _do_step(self, rest: str) -> None:
         self.state.cursor = None
         self.room.step(whole("step", rest or "1", 1, 100_000))
-
-    def _do_pace(self, rest: str) -> str:
-        pace = whole("pace", rest or "0", 0, 1000)
-        self.room.set_pace(pace)
-        return f"slow motion: {pace} steps a second" if pace else "full speed"
 
     def _do_set(self, rest: str) -> str:
         changes = {}
@@ -1736,7 +1714,7 @@ class Session:
             knob, check, least, most = SETTABLE[name]
             changes[knob] = None if pair in ("seed=", "seed=none") else check(name, value, least, most)
         self.state.settings = replace(self.state.settings, **changes)
-        return "the next prompts are fired like this"
+        return f"set {rest}"
 
 
 # --- the screen --------------------------------------------------------------------------------------------------
@@ -1789,29 +1767,17 @@ class Pane(Widget):
 
 
 class Prompt(Input):
-    """The prompt box, with its history. What could not be fired comes back into it."""
+    """The prompt box. What could not be fired comes back into it."""
 
-    BINDINGS: ClassVar = [
-        Binding("escape", "app.leave", show=False),
-        Binding("up", "recall(-1)", show=False),
-        Binding("down", "recall(1)", show=False),
-    ]
+    BINDINGS: ClassVar = [Binding("escape", "app.leave", show=False)]
 
     def __init__(self) -> None:
         hint = "i: type a prompt; Enter fires it"
         super().__init__(placeholder=hint, id="prompt", compact=True, select_on_focus=False)
         self.cursor_blink = False
-        self.past: list[str] = []
-        self._at = 0
 
-    def remember(self, line: str) -> None:
-        self.past = [*(past for past in self.past if past != line), line]
-        self._at = len(self.past)
-
-    def action_recall(self, by: int) -> None:
-        self._at = max(0, min(len(self.past), self._at + by))
-        self.value = (*self.past, "")[self._at]
-        self.cursor_position = len(self.value)
+    def validate_value(self, value: str) -> str:
+        return clean(value)  # somebody may paste anything
 
     def on_focus(self) -> None:
         self.app.set_typing(True)
@@ -1832,6 +1798,7 @@ class Sheet(ModalScreen):
         Binding("pageup", "scroll(-10)", show=False),
         Binding("pagedown", "scroll(10)", show=False),
         Binding("y", "app.copy", show=False),
+        Binding("space", "app.pause", show=False),
     ]
 
     def __init__(self, name: str):
@@ -1847,7 +1814,10 @@ class Sheet(ModalScreen):
             return draw_small(state, p, width, height)
         title, *lines = SHEETS[self.name](state, p, width, height)
         self._top = max(0, min(self._top, len(lines) - height + 1))
-        return [title, *lines[self._top :]]
+        shown, below = lines[self._top : self._top + height - 1], len(lines) - self._top - height + 1
+        if below > 0:
+            shown[-1] = Pen().put(f" ↓ {below + 1} more lines", p.accent).line
+        return [title, *shown]
 
     def action_scroll(self, by: int) -> None:
         if self.name == "requests":
@@ -1877,10 +1847,9 @@ class Screen(App):
     Toast { width: 46; }
     """
     BINDINGS: ClassVar = [
-        *(Binding(key.keys, key.action, key.label, show=False, priority=key.action == "prompt") for key in KEYS),
+        # With priority: what is typed in one breath behind `i` or `/` already goes to the prompt.
+        *(Binding(k.keys, k.action, k.label, show=False, priority=k.action.startswith("prompt")) for k in KEYS),
         Binding("ctrl+c", "quit", show=False, priority=True),
-        # With priority: the letters that follow in one breath already go to the prompt.
-        *(Binding(key, f"type({letter!r})", show=False, priority=True) for key, letter in OTHER_LETTERS.items()),
     ]
     AUTO_FOCUS = None  # keys are keys, until somebody wants to type
     LOOKS = 0.1  # seconds between two looks at the engine room
@@ -1905,7 +1874,6 @@ class Screen(App):
         yield Pane(draw_ttft, "ttft")
         yield Pane(draw_streams, "streams", wheel="choose")
         yield Pane(draw_step, "step", wheel="move")
-        yield Pane(draw_done, "done")
         yield Pane(draw_mark, "mark")
         yield Prompt()
         yield Pane(draw_settings, "settings")
@@ -1979,18 +1947,18 @@ class Screen(App):
         self.paint("keys")
 
     def say(self, message: str) -> None:
-        """What has been done, in the status line, for a while."""
+        """What has been done, beside the prompt, for a while."""
         if len(self.screen_stack) > 1:
             self.notify(message, markup=False, timeout=3)
         elif message:
             self.state.said = message
-            self.paint("status")
+            self.paint("settings")
             self.set_timer(4, lambda: self.hush(message))
 
     def hush(self, message: str) -> None:
         if self.state.said == message:
             self.state.said = ""
-            self.paint("status")
+            self.paint("settings")
 
     def get_system_commands(self, screen) -> Iterable[SystemCommand]:
         yield from super().get_system_commands(screen)
@@ -2003,11 +1971,13 @@ class Screen(App):
         """While loading, and after it has failed, there is nothing to do but to leave. Typed letters are no keys."""
         if self.state.view.stage != "ready":
             return action in ("quit", "theme", "command_palette")
-        return action not in ("prompt", "type") or self.focused is None
+        return action != "prompt" or self.focused is None
 
-    def action_prompt(self) -> None:
+    def action_prompt(self, begin: str = "") -> None:
         self.screen.set_focus(self.prompt)  # at once: the next letter is on its way
-        if self.prompt.value == self.state.prompts[0][0]:
+        if begin:
+            self.prompt.value, self.prompt.cursor_position = begin, len(begin)
+        elif self.prompt.value == self.state.prompts[0][0]:
             self.prompt.action_select_all()  # the example: what is typed replaces it
 
     def action_leave(self) -> None:
@@ -2019,22 +1989,11 @@ class Screen(App):
         else:
             self.prompt.focus()
 
-    def action_type(self, text: str) -> None:
-        """Who begins to type with a letter that is no key, "What is ...", means the prompt."""
-        self.screen.set_focus(self.prompt)
-        self.prompt.value = ""
-        self.prompt.insert_text_at_cursor(text)
-
-    def on_paste(self, event: events.Paste) -> None:
-        if self.focused is None and self.state.view.engine:
-            self.action_type(" ".join(event.text.split()))
-
     def on_input_submitted(self, event: Input.Submitted) -> None:
         line = event.value.strip()
         if not line:
             return
         self.prompt.value = ""
-        self.prompt.remember(line)
         self.screen.set_focus(None)
         if not self.action_command(line):
             self.prompt.value, self.prompt.cursor_position = line, len(line)
@@ -2053,17 +2012,7 @@ class Screen(App):
         return True
 
     def action_pause(self) -> None:
-        self.session.room.pause(not self.state.view.paused)
-
-    def action_rate(self, factor: float) -> None:
-        rate = min(256.0, max(0.125, self.state.settings.rate * factor))
-        self.state.settings = replace(self.state.settings, rate=rate)
-        self.action_command(f"/load {rate}")
-
-    def action_pace(self, by: int) -> None:
-        paces, now = (1, 3, 10, 30, 100, 0), self.state.view.pace  # 0 is full speed
-        at = paces.index(now) if now in paces else len(paces) - 1
-        self.action_command(f"/pace {paces[max(0, min(len(paces) - 1, at + by))]}")
+        self.action_command("/resume" if self.state.view.paused else "/pause")
 
     def action_settings(self) -> None:
         s = self.state.settings
@@ -2078,8 +2027,8 @@ class Screen(App):
         self.state.selected = slot
         self.paint()
 
-    def action_move(self, columns: int) -> None:
-        self.state.move(columns * self.state.zoom_for(self.query_one("#timeline").size.width - 4))
+    def action_move(self, steps: int) -> None:
+        self.state.move(steps)
         self.paint()
 
     def action_point(self, column: int, width: int) -> None:
@@ -2096,7 +2045,7 @@ class Screen(App):
     def action_zoom(self) -> None:
         zooms = (None, 1, 2, 4, 8)
         self.state.zoom = zooms[(zooms.index(self.state.zoom) + 1) % len(zooms)]
-        self.say(f"{self.state.zoom} step(s) a column" if self.state.zoom else "steps a column: so that it fits")
+        self.say(f"steps a column: {self.state.zoom or 'so that they fit'}")
         self.paint()
 
     def action_view(self) -> None:
@@ -2110,9 +2059,9 @@ class Screen(App):
 
     def action_copy(self) -> None:
         """The open request's text, or the selected slot's. The terminal's own clipboard takes it (OSC 52)."""
-        request = self.state.owner(self.state.selected)
-        if self.screen.name == "requests" and self.state.ended:
-            request = self.state.ended[self.state.opened]
+        ended, request = self.state.ended, self.state.owner(self.state.selected)
+        if self.screen.name == "requests" and ended:
+            request = ended[min(self.state.opened, len(ended) - 1)]
         if request:
             self.copy_to_clipboard(request.text)
         self.say(f"r{request.id} is copied" if request else "there is nothing to copy yet")
@@ -2139,7 +2088,8 @@ class Screen(App):
                 await self.run_action(SCRIPTED[word])
             elif word != "wait":
                 self.action_command(as_command(word, rest))
-            await self.until(lambda: self.session.heard and not state.view.stepping and not state.view.switching_to)
+            await self.until(lambda: self.session.heard and not state.view.stepping)
+            await self.until(lambda: state.view.paused or not state.view.switching_to)
             if word in ("race", "wait"):
                 await self.until(lambda: self.session.settled)
         if self._screenshot:
@@ -2221,7 +2171,7 @@ class PlainLog:
         """What has happened to a request since: (when, what)."""
         if before is None:
             yield r.arrived, f"r{r.id} waits: {shorten(r.prompt, 60)}"
-        if r.metrics.ttft_s is not None and (before is None or before.ttft_s is None):
+        if r.metrics.ttft_s is not None and (before is None or before.metrics.ttft_s is None):
             yield r.arrived + r.metrics.ttft_s, f"r{r.id} has its first token after {span(r.metrics.ttft_s)}"
         if r.reason and (before is None or before.reason is None):
             rate = f", {number(r.metrics.tokens_per_s)} tokens/s" if r.metrics.tokens_per_s else ""
@@ -2316,12 +2266,12 @@ def trace_events(steps: Sequence[StepView], history: Sequence[Column]) -> list[d
                 args = {"first step": columns[0].step, "last step": columns[-1].step}
                 out.append(_span(1, slot, name, columns[0].began, columns[-1].ended, args))
     for step in steps:
-        args = {"step": step.step, "policy": step.policy, "rows": len(step.decode), "chunks": len(step.prefill)}
+        args = {"step": step.step, "policy": step.policy, "decoding": len(step.decode), "chunks": len(step.prefill)}
         run, read = step.began + step.plan_s, step.ended - step.commit_s
         for name, began, ended in (("plan", step.began, run), ("run", run, read), ("commit", read, step.ended)):
             # A step is planned while the one before still runs: every other one has a track of its own.
             out.append(_span(2, step.step % 2, name, began, ended, args))
-        counters = {"in line": step.waiting, "rows": len(step.decode) + len(step.prefill)}
+        counters = {"in line": step.waiting, "batch size": len(step.decode) + len(step.prefill)}
         out.append({"ph": "C", "name": "load", "pid": 2, "ts": round(1e6 * step.began), "args": counters})
     return out
 

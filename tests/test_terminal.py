@@ -127,28 +127,30 @@ class Terminal:
 
 def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and_quits(model, tmp_path):
     trace = tmp_path / "trace.json"
-    with Terminal("--model", model, "--max-len", "256", "--trace", str(trace)) as terminal:
-        terminal.sees("Slots", "Timeline", "idle", "Tell me a story about a fox.")
+    with Terminal("--model", model, "--max-len", "512", "--trace", str(trace)) as terminal:
+        terminal.sees("Slots", "Timeline", "idle", "Tell me a story about a fox an")
         terminal.type("iquiz: xbrpc?q\r")  # the letters of keys
         terminal.sees("1 done", "quiz: xbrpc?q")
         terminal.type("/set burst=12\r")
-        terminal.sees("are fired like this")
+        terminal.sees("set burst=12")
         terminal.type("b")
         terminal.sees("13 done", "idle")
         terminal.type("p")
         terminal.sees("idle  static")
-        terminal.type("<<b")  # slowly, so that there is somebody to cancel
-        terminal.sees("running", "blocked", "the batch must drain first")
+        terminal.type(" b")  # by hand, so that there is somebody to cancel
+        terminal.sees("queue 12", "paused")
+        terminal.type("/step 60\r")
+        terminal.sees("paused", "space Go on", "blocked", "one step ahead")
         terminal.type("x")
         terminal.sees("cancelled")
-        terminal.type("X>>")
+        terminal.type("X ")
         terminal.sees("25 done", "idle")
         terminal.type("r")
         terminal.sees("Race", "static, measured", "continuous, measured", "makespan", " takes ")
         terminal.type("\x1b")
         terminal.sees("49 done", "idle  static", "Slots")
         terminal.type("c")
-        terminal.sees("Compare", "simulated", "measured")
+        terminal.sees("Compare", "static, simulated", "continuous, simulated", "What really")
         terminal.type("q")
         terminal.ends(0, within=3)
     events = json.loads(trace.read_text())["traceEvents"]

@@ -56,7 +56,7 @@ class WordHandle:
 class WordEngine:
     """Answers every prompt with as many words as it may."""
 
-    def __init__(self, clock: Clock, time: Clock, slots: int = 8, max_len: int = 256, policy: str = "continuous"):
+    def __init__(self, clock: Clock, time: Clock, slots: int = 8, max_len: int = 512, policy: str = "continuous"):
         self.sched = Scheduler(slots, max_len, chunk=16, budget=32, policy=policy)
         self.clock, self.time, self.text = clock, time, WordText()
         self.handles: dict[int, WordHandle] = {}
