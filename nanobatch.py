@@ -69,6 +69,17 @@ def forward(model: Model, ids: mx.array, window: Window) -> mx.array:  # ids (B,
 
     Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Engine._run` starts the whole of it
     at once. What nobody asks for is never computed; the last layer's attention of a chunk that emits nothing is not.
+
+    A layer with small numbers. Two rows decode (B = 2, L = 1); D = 8, H = 4 heads of Dh = 2, Hkv = 2 of them have keys
+    and values, and attention looks back on T = 6 rows of the slab:
+
+        x (2,1,8) - norm - qkv (2,1,16) -+- q (2,4,1,2) - turn - folded (2,2,2,2) -+- scores (2,2,2,6) - softmax -+
+            |                            +- k (2,2,1,2) - turn - slab - keys (2,2,6,2)                            |
+            |                            +- v (2,2,1,2) -------- slab - values (2,2,6,2) -------------------------+
+            + <---------------------------------- o (2,1,8) <- heads side by side (2,1,8) <- sums of values ------+
+            |
+            +- norm - gate, up (2,1,hidden) each - silu(gate) * up - down (2,1,8)
+            + <---------------------------------------------------------+
     """
     c = model.config
     B, L = ids.shape
