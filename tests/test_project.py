@@ -84,7 +84,7 @@ def test_every_picture_in_the_readme_is_there_and_shows_text():
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
     assert len(pictures) >= 2
     for picture in pictures:
-        assert "decode" in (ROOT / picture).read_text()
+        assert (ROOT / picture).read_text().count("<text") > 5
 
 
 def test_the_readmes_python_runs_as_printed(capsys):
