@@ -120,8 +120,10 @@ class Window:
             slot, start = self.slots[0], self.starts[0]
             slab[layer][slot, :, start : start + self.L] = new[0]
             return slab[layer][slot : slot + 1, :, : self.reach]
-        slots, starts = self._rows  # one row in each slot: a scatter
-        slab[layer][slots, :, starts] = new[:, :, 0]
-        if self.slots == list(range(self.slab.slots)):
-            return slab[layer][:, :, : self.reach]  # every slot: a view, nothing is copied
-        return mx.take(slab[layer][:, :, : self.reach], slots, axis=0)  # some slots: gathered
+        slots, rows = self._rows
+        if self.slots == list(range(self.slab.slots)):  # one row in every slot, and what is read is a view
+            rows = mx.broadcast_to(rows[:, None, None, None], new.shape)
+            slab[layer] = mx.put_along_axis(slab[layer], rows, new, axis=2)
+            return slab[layer][:, :, : self.reach]
+        slab[layer][slots, :, rows] = new[:, :, 0]  # one row in some slots, which are gathered
+        return mx.take(slab[layer][:, :, : self.reach], slots, axis=0)

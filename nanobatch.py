@@ -238,9 +238,9 @@ class Dense(NamedTuple):
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:  # (B, ..., in) -> (B, ..., out)
-    """x @ weight, in blocks of rows where the BLAS would let a row's place show in its bits (`blas.alike`)."""
-    B, block = x.shape[0], blas.alike
-    if block is None or B <= 4 or block == B:
+    """x @ weight, in blocks of rows where the BLAS asks for it (`blas.rows_at_once`)."""
+    B, block = x.shape[0], blas.rows_at_once(x.shape[0], weight.shape[-1])
+    if block == B:
         return x @ weight
     x = mx.pad(x, [(0, -B % block), *[(0, 0)] * (x.ndim - 1)])
     return mx.concatenate([x[row : row + block] @ weight for row in range(0, B, block)])[:B]
@@ -645,10 +645,10 @@ class Engine:
 
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; where they are not
     given they are chosen to fit the memory that is free, and `summary` says what was chosen. `chunk` is the width of a
-    prefill chunk, `budget` how many tokens one step may compute: by default two chunks, and one for each slot. `exact`
-    keeps the device's shapes constant, so that a request has the same bits in any company; without, idle rows are left
-    out. `reuse` lets prompts that begin alike share rows. `run_ahead` starts a step before the one before has been
-    read.
+    prefill chunk, `budget` how many tokens one step may compute: by default one for each slot, two chunks, and one more
+    for every eight slots, because the more there are, the more of them fall free at a time. `exact` keeps the device's
+    shapes constant, so that a request has the same bits in any company; without, idle rows are left out. `reuse` lets
+    prompts that begin alike share rows. `run_ahead` starts a step before the one before has been read.
     """
 
     def __init__(
@@ -671,7 +671,7 @@ class Engine:
             check_count(name, value)
         self.model, self.text, self.exact, self.run_ahead, self.clock = model, text, exact, run_ahead, clock
         slots, max_len, self.summary = fit(model.config, model.dtype.size, free_memory(), slots, max_len, chunk)
-        budget = 2 * chunk + slots if budget is None else budget
+        budget = slots + chunk * (2 + slots // 8) if budget is None else budget
         self.sched = Scheduler(
             slots, max_len, chunk=chunk, budget=budget, policy=policy, max_queue=max_queue, reuse=reuse
         )

@@ -123,7 +123,7 @@ class Scheduler:
         max_len: int,
         *,
         chunk: int = 64,
-        budget: int = 136,
+        budget: int = 200,
         policy: str = "continuous",
         max_queue: int = 10_000,
         reuse: bool = True,

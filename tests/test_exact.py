@@ -11,9 +11,10 @@ import pytest
 from checkpoints import Reference, make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
 
+import blas
 import kv
 from blas import mx
-from nanobatch import Engine, Model, Sampling, Text
+from nanobatch import Engine, Model, Sampling, Text, product
 from sched import POLICIES, Scheduler
 
 SCHEDULES = int(os.environ.get("NANOBATCH_EXACT_SCHEDULES", 200))
@@ -73,6 +74,20 @@ def test_no_schedule_changes_a_single_bit(models):
     summary = f"{SCHEDULES} schedules, {compared:,} logit vectors, {reused:,} prompt tokens reused, {different} differ"
     print(f"\n{summary}", file=sys.stderr)
     assert compared > 15 * SCHEDULES and reused > 20 * SCHEDULES
+    assert different == 0
+
+
+@pytest.mark.parametrize("block", [2, 8])
+def test_products_in_blocks_of_rows_give_the_same_bits_too(models, monkeypatch, block):
+    """Not every BLAS asks for them (`blas.rows_at_once`), so here they are asked for."""
+    monkeypatch.setattr(blas, "rows_at_once", lambda rows, columns: block if rows > block // 2 + 1 else rows)
+    for rows in (1, 2, 4, 5, 6, 8, 11, 16):
+        x, weight = mx.random.normal((rows, 3, 40)), mx.random.normal((40, 96))
+        assert mx.allclose(product(x, weight), x @ weight, atol=1e-4).item()
+        assert product(x[:, 0], weight).shape == (rows, 96)
+    results = [count_differences(*models[seed % len(models)], seed) for seed in range(6)]
+    compared, different, _ = (sum(column) for column in zip(*results, strict=True))
+    assert compared > 100
     assert different == 0
 
 
