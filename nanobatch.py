@@ -580,6 +580,22 @@ class StepView:
     wait_s: float  # waiting for the device
     commit_s: float
 
+    @staticmethod
+    def of(plan: Plan, ghosts: tuple[int, ...], **times: float) -> StepView:
+        """A plan in plain numbers, once it has been run."""
+        return StepView(
+            plan.step,
+            admitted=tuple((r.slot, r.id) for r in plan.admitted),
+            prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
+            decode=tuple((d.slot, d.request.id) for d in plan.decodes),
+            held=tuple((r.slot, r.id) for r in plan.held),
+            ghosts=ghosts,
+            waiting=plan.waiting,
+            policy=plan.policy,
+            tokens=len(plan.emitters) - len(ghosts),
+            **times,
+        )
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -916,26 +932,10 @@ class Engine:
             self._dirty[request.slot] = seen, -(-(len(request.prompt) + request.planned) // chunk) * chunk
 
     def _record(self, flight: Flight, ghosts: tuple[int, ...], began: float, read: float) -> None:
-        plan, ended = flight.plan, self.clock()
-        self._steps.append(
-            StepView(
-                plan.step,
-                admitted=tuple((r.slot, r.id) for r in plan.admitted),
-                prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
-                decode=tuple((d.slot, d.request.id) for d in plan.decodes),
-                held=tuple((r.slot, r.id) for r in plan.held),
-                ghosts=ghosts,
-                waiting=plan.waiting,
-                policy=plan.policy,
-                tokens=len(plan.emitters) - len(ghosts),
-                began=flight.began,
-                ended=ended,
-                plan_s=flight.plan_s,
-                build_s=flight.build_s,
-                wait_s=flight.wait_s + read - began,
-                commit_s=ended - read,
-            )
-        )
+        ended = self.clock()
+        times = {"began": flight.began, "ended": ended, "plan_s": flight.plan_s, "build_s": flight.build_s}
+        waited = flight.wait_s + read - began
+        self._steps.append(StepView.of(flight.plan, ghosts, **times, wait_s=waited, commit_s=ended - read))
 
     def _recover(self, plan: Plan | None, flight: Flight | None, error: BaseException) -> None:
         """After an exception in a step: end as few as possible, and all if nothing can be trusted."""

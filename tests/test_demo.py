@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import mlx_lm.utils
@@ -104,6 +105,18 @@ def test_a_story_has_both_nouns_and_the_length_that_was_asked_for():
         assert not re.search(r"[{}\[\]|\n]|  |\ba [aeio]", text), text
         seen.add(text)
     assert len(seen) == 600
+
+
+def test_nobody_in_a_story_changes_names_and_a_noun_has_its_habits():
+    """A model cannot learn to hold on to a name if the text does not, nor tell a fox's story from an owl's."""
+    rng, first_names = random.Random(3), Counter()
+    for n in range(300):
+        name = rng.choice(stories.NAMES)[0] if n % 3 == 0 else ""
+        text = stories.story(rng, "fox", rng.choice(["lantern", "owl", "kite"]), stories.LENGTHS[n % 3], name=name)
+        names = exam.NAME.findall(text)
+        assert 1 <= len(set(names)) <= 2 and (not name or name in names), text
+        first_names[names[0]] += not name
+    assert 100 < first_names.most_common(1)[0][1] < 190  # of 200
 
 
 def test_every_story_noun_can_be_asked_for_with_every_other():

@@ -80,6 +80,54 @@ def test_every_speed_in_the_readme_is_in_the_committed_results(name):
             assert (count, ours, peer, ratio) in rows, (count, ours, peer, ratio)
 
 
+# What the README says in prose about speed, and the figure that it is taken from: file, part, x, figure, contestant, and
+# by whose same figure it is divided.
+OURS, STATIC, SERIAL, PEER = "nanobatch continuous", "nanobatch static", "nanobatch serial", "mlx-lm"
+CLAIMS = {
+    "within 0.48 s under": ("open", "open", "load 0.8", "TTFT p95 ms", OURS),
+    "within 2.9 s under": ("open", "open", "load 0.8", "TTFT p95 ms", STATIC),
+    "continuous makes 628 tokens/s": ("open", "open", "load inf", "total tokens/s", OURS),
+    "static 461": ("open", "open", "load inf", "total tokens/s", STATIC),
+    "serial 113": ("open", "open", "load inf", "total tokens/s", SERIAL),
+    "as well, 634": ("open", "open", "load inf", "total tokens/s", PEER),
+    "takes 14.4 ms": ("15m", "steps", "rows 8", "step ms", OURS),
+    "would take 2.1 ms": ("15m", "steps", "rows 8", "reading ms", OURS),
+    "best rate 1.8 ms": ("15m", "steps", "rows 8", "arithmetic ms", OURS),
+    "and committing take 0.19 ms": ("15m", "steps", "rows 8", "plan + commit ms", OURS),
+    "from 16.5 ms": ("15m", "long", "prompt 2000", "gap undisturbed ms", OURS),
+    "to 94 ms": ("15m", "long", "prompt 2000", "gap p95 ms", OURS),
+    "mlx-lm to 3.5 s": ("15m", "long", "prompt 2000", "gap p95 ms", PEER),
+    "after 1.9 s": ("15m", "long", "prompt 2000", "TTFT ms", OURS),
+    "(4.0 s)": ("15m", "long", "prompt 2000", "TTFT ms", PEER),
+    "runs on it: 58 tokens/s": ("newcomer-mkl", "newcomer", "rows 8", "decode tokens/s", "mlx-lm as installed"),
+    "it does 506": ("newcomer-mkl", "newcomer", "rows 8", "decode tokens/s", OURS),
+    "8.7 times as many": ("newcomer-mkl", "newcomer", "rows 8", "decode tokens/s", OURS, "mlx-lm as installed"),
+    "415, ": ("newcomer-openblas", "newcomer", "rows 8", "decode tokens/s", OURS),
+    "7.1 times": ("newcomer-openblas", "newcomer", "rows 8", "decode tokens/s", OURS, "mlx-lm as installed"),
+}
+# The other numbers in that prose: what was measured, not what came out.
+SETTINGS = {"128", "64", "2", "0.32.4", "0.32.2", "15", "135", "16", "256", "80", "95", "8", "2,000", "512"}
+
+
+def test_every_number_about_speed_in_the_readmes_prose_is_in_the_committed_results():
+    section = README.split("## How fast it is")[1].split("\n## ")[0]
+    prose = re.sub(r"```.*?```|^\|.*?$|\]\(.*?\)|`.*?`", "", section, flags=re.DOTALL | re.MULTILINE)
+    prose = " ".join(prose.split())
+    for printed, (name, part, x, figure, who, *by) in CLAIMS.items():
+        table = bench.summarise(json.loads((ROOT / "docs" / f"bench-{name}.json").read_text())["records"])
+        value = table[part, x, figure, who].median
+        for rival in by:
+            value /= table[part, x, figure, rival].median
+        digits = re.search(r"\d[\d,]*(\.\d+)?", printed)
+        if figure.endswith(" ms") and f"{digits[0]} s" in printed:
+            value /= 1000
+        places = len((digits[1] or ".")[1:])
+        assert prose.count(printed) == 1, printed
+        assert abs(float(digits[0].replace(",", "")) - value) <= 0.5 * 10**-places + 1e-9, (printed, value)
+        prose = prose.replace(printed, "")
+    assert set(re.findall(r"(?<!\w)\d[\d.,]*(?<![.,])", prose)) <= SETTINGS
+
+
 def test_every_picture_in_the_readme_is_there_and_shows_text():
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
     assert len(pictures) >= 2

@@ -104,16 +104,9 @@ class WordEngine:
 
         self.sched.commit(plan, [0] * len(plan.emitters), accept, now)
         self.steps.append(
-            StepView(
-                plan.step,
-                admitted=tuple((r.slot, r.id) for r in plan.admitted),
-                prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
-                decode=tuple((d.slot, d.request.id) for d in plan.decodes),
-                held=tuple((r.slot, r.id) for r in plan.held),
-                ghosts=ghosts,
-                waiting=plan.waiting,
-                policy=plan.policy,
-                tokens=len(plan.emitters) - len(ghosts),
+            StepView.of(
+                plan,
+                ghosts,
                 began=began,
                 ended=now,
                 plan_s=0.0002,
