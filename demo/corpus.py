@@ -97,6 +97,7 @@ def all_words() -> list[str]:
 
 WORDS = all_words()
 NOUNS = list(stories.NOUNS)
+NAMES = [name for name, _ in stories.NAMES]
 STARTS = words("b c d f g h j k l m n p r s t v w z bl br ch cl dr fl fr gl gr kn pl pr qu sh sl sn sp st th tr wh")
 MIDDLES = words("a e i o u ai ea ee oa oo ou ie y")
 ENDS = words("b ck d ff g l ll m n nd ng nt p r rd rn s sh ss st t th x zz le ly er ing ed")
@@ -273,6 +274,8 @@ def sentence(rng: random.Random) -> str:
     """The cat sat on the mat, and its cousins."""
 
     def thing() -> str:
+        if rng.random() < 0.15:
+            return rng.choice(NAMES)
         quality = rng.choice(QUALITIES) + " " if rng.random() < 0.4 else ""
         noun = rng.choice(NOUNS)
         return rng.choice(["the ", "the ", "my ", "your ", "one "]) + quality + noun
@@ -306,7 +309,7 @@ def adding(rng: random.Random) -> Task:
 def membership(rng: random.Random) -> Task:
     """The answer goes through the list, word by word, as far as it has to."""
     size = rng.randint(2, 8)
-    source = rng.choices([NOUNS, WORDS, MONTHS, None], [6, 3, 1, 1])[0]
+    source = rng.choices([NOUNS, WORDS, MONTHS, NAMES, None], [6, 3, 1, 1, 1])[0]
     items = rng.sample(source, size + 1) if source else [new_word(rng) for _ in range(size + 1)]
     wanted, members = items[0], items[1:]
     if is_in := rng.random() < 0.5:
@@ -336,10 +339,12 @@ def story(rng: random.Random) -> Task:
     if first == second:
         return story(rng)
     length = rng.choices(stories.LENGTHS, [5, 4, 3])[0]
-    text = stories.story(rng, first, second, length, kinds)
+    hero = next((noun for noun in (first, second) if kinds[noun] != "thing"), None)
+    name = rng.choice(stories.names_for(hero))[0] if hero and rng.random() < 0.15 else ""
+    text = stories.story(rng, first, second, length, kinds, name)
     named = "short" if length == "short" else "long" if length == "long" else ""
     kind = stories.article(f"{named} story".strip())
-    one, two = stories.article(first), stories.article(second)
+    one, two = (stories.article(noun) + (f" named {name}" if name and noun == hero else "") for noun in (first, second))
     ask = rng.choice(
         [
             "Tell me {k} about {a} and {b}.",
@@ -365,125 +370,134 @@ class Fact(NamedTuple):
     answer: str
 
 
-# Ways to ask, and after the "=" what is true.
+# What one may ask about, other ways to ask, and after the "=" what is true.
 FACTS_TEXT = """
-What is a slot? | What does slot mean? | Explain slots. | What is a slot in nanobatch? | Define slot.
-= A slot is one row of the slab. It holds the keys and values of one request, from its admission to its end.
+a slot | What does slot mean? | What are slots? | Explain slots. | How many requests fit in a slot?
+= A slot is the place of one request in the slab. It holds the keys and values of its tokens, from its admission to its
+end.
 
-What does TTFT mean? | What is TTFT? | Explain TTFT. | What is the time to first token? | Define TTFT.
+TTFT | What does TTFT mean? | What is the time to first token? | How long do I wait for the first token?
 = TTFT is the time to first token: how long you wait from sending a prompt until the first token of the answer.
 
-Why batch? | Why do you batch? | What is batching good for? | Why is batching fast? | Why use batches?
-= Because a step reads all the weights anyway. Eight requests can share that one reading, so eight tokens cost little
-more than one.
+batching | Why batch? | Why do you batch? | What is batching good for? | Why is batching fast? | Why use batches?
+= A step reads all the weights anyway. Eight requests can share that one reading, so eight tokens cost little more than
+one.
 
-What is the slab? | What is a slab? | Explain the slab. | What is the KV slab? | Define slab.
+the slab | What is a slab? | What does slab mean? | What is the KV slab? | How large is the slab?
 = The slab is the memory for all keys and values. It is allocated once and cut into slots of equal length.
 
-What is prefill? | Explain prefill. | What does prefill mean? | What happens in prefill? | Define prefill.
+prefill | What does prefill mean? | What happens in prefill? | How is a prompt read?
 = Prefill reads the prompt. Its tokens are known, so a whole chunk of them goes through the model at once.
 
-What is decode? | Explain decoding. | What does decode mean? | What happens in decode? | Define decode.
+decode | Explain decoding. | What does decode mean? | What happens in decode? | How is the answer written?
 = Decode writes the answer, one token per step, because each token depends on the one before it.
 
-What is continuous batching? | Explain continuous batching. | How does continuous batching work? | What does continuous
-batching mean? | Define continuous batching.
+continuous batching | How does continuous batching work? | What does continuous mean? | Why is it called continuous?
 = In continuous batching a request leaves its slot the moment it ends, and the next one takes the slot at once. Nobody
 waits for the slowest.
 
-What is static batching? | Explain static batching. | How does static batching work? | What does static batching mean? |
-Define static batching.
+static batching | How does static batching work? | What does static mean? | What is wrong with static batching?
 = Static batching fills all slots, then waits until every answer has ended before it starts the next batch. Short
 answers leave their slots empty meanwhile.
 
-What is the serial policy? | What does serial mean? | Explain serial. | How does serial serving work? | Define serial.
+the serial policy | What does serial mean? | Explain serial. | How does serial serving work?
 = Serial means one request at a time. The others wait, and most of the machine waits with them.
 
-What is a KV cache? | What is the KV cache? | Explain the KV cache. | Why is there a KV cache? | Define KV cache.
+the KV cache | What is a KV cache? | Why is there a KV cache? | What are keys and values for?
 = The KV cache keeps the keys and values of every token seen so far, so that no token is computed twice.
 
-What is a token? | What are tokens? | Explain tokens. | What does token mean? | Define token.
+a token | What are tokens? | Explain tokens. | What does token mean? | Is a token a word?
 = A token is a piece of text with a number: a word, a part of a word, a letter or a mark.
 
-What is nanobatch? | What is this project? | Tell me about nanobatch. | What does nanobatch do? | Explain nanobatch.
+nanobatch | What is this project? | What does nanobatch do? | What is nanobatch for? | What program is this?
 = nanobatch is an engine that serves language models. You can read it in an afternoon and watch it while it runs.
 
-What is a chunk? | What are chunks? | Explain chunks. | Why are prompts cut into chunks? | Define chunk.
+a chunk | What are chunks? | What does chunk mean? | Why are prompts cut into chunks? | Why is my prompt cut up?
 = A chunk is a piece of a prompt. A long prompt is read chunk by chunk, so that others can decode in between.
 
-What is a step? | What happens in a step? | Explain a step. | What does a step do? | Define step.
+a step | What happens in a step? | What does a step do? | What are steps?
 = A step is one turn of the engine: plan, run, commit. Each slot gets at most one new token in it.
 
-What is a plan? | What does the plan say? | Explain the plan. | What is in a plan? | Define plan.
+a plan | What does the plan say? | What is in a plan? | Who makes the plan?
 = A plan says who enters which slot, which chunks are read and which slots decode. It touches no array.
 
-What does commit mean? | What is commit? | Explain commit. | What happens in commit? | Define commit.
+commit | What does commit mean? | What happens in commit? | What does commit do?
 = Commit takes the new tokens, hands the text to whoever listens, and frees the slots of those that have ended.
 
-What is run-ahead? | What does run-ahead mean? | Explain run-ahead. | How does run-ahead work? | Define run-ahead.
+run-ahead | What does run-ahead mean? | How does run-ahead work? | Why run ahead?
 = Run-ahead starts the next step before the tokens of this one have been read, so that Python works while the device
 works.
 
-What is a scheduler? | What does the scheduler do? | Explain the scheduler. | What is the scheduler for? | Define
-scheduler.
+the scheduler | What is a scheduler? | What does the scheduler do? | What is the scheduler for? | Who decides who runs?
 = The scheduler decides who runs next. It looks at the queue and the slots, and answers with a plan.
 
-What is the queue? | Why is there a queue? | Explain the queue. | Why does my request wait? | Why do requests wait?
+the queue | Why is there a queue? | What does the queue do? | Why does my request wait? | Why do requests wait?
 = A request waits in the queue while all slots are taken. First come, first served.
 
-What is prefix reuse? | How does prefix reuse work? | Explain prefix reuse. | What does reused mean? | Why is a prefix
-reused?
+prefix reuse | How does prefix reuse work? | What does reused mean? | Why is a prefix reused? | When is a prompt reused?
 = A freed slot remembers its tokens. A prompt that begins in the same way takes them over and skips that work.
 
-What is greedy decoding? | What does greedy mean? | Explain greedy decoding. | How does greedy decoding work? | Define
-greedy.
+greedy decoding | What does greedy mean? | How does greedy decoding work? | Why is it called greedy?
 = Greedy decoding always takes the most likely token. It is what you get at temperature 0.
 
-What is temperature? | What does temperature do? | Explain temperature. | What is the temperature for? | Define
-temperature.
+temperature | What does temperature do? | What does temperature mean? | What is the temperature for?
 = Temperature says how freely tokens are drawn. At 0 the likeliest always wins; higher gives rarer ones a chance.
 
-What is attention? | What does attention do? | Explain attention. | How does attention work? | Define attention.
+attention | What does attention do? | What does attention mean? | How does attention work?
 = In attention a token looks back at all tokens before it and takes a mixture of what it finds.
 
-What is MLX? | What does MLX do? | Explain MLX. | What is MLX for? | Define MLX.
+MLX | What does MLX do? | What is MLX for? | Who makes MLX?
 = MLX is Apple's library for arrays. nanobatch computes with it, on a Mac or on Linux.
 
-What is throughput? | What does throughput mean? | Explain throughput. | How is throughput measured? | Define
-throughput.
+throughput | What does throughput mean? | How is throughput measured? | How fast is it?
 = Throughput is how many tokens come out in a second, over all requests together.
 
-What is a policy? | Which policies are there? | Explain the policies. | What does the policy decide? | Name the
-policies.
+a policy | Which policies are there? | Explain the policies. | What does the policy decide? | Name the policies.
 = There are three policies: continuous, static and serial. They differ only in when a request may enter a slot.
 
-What is parity? | What does parity mean? | Explain parity. | How right is nanobatch? | Is nanobatch correct?
+parity | What does parity mean? | How right is nanobatch? | Is nanobatch correct?
 = Parity means: token for token the same answers as mlx-lm. The tests check it.
 
-Who are you? | What are you? | Who am I talking to? | Introduce yourself. | What is your name?
+| Who are you? | What are you? | Who am I talking to? | Introduce yourself. | What is your name?
 = I am the demo model of nanobatch, a very small Llama. I tell stories, count, spell and explain slots.
 
-What can you do? | What do you know? | How can you help? | Help. | What should I ask you?
+| What can you do? | What do you know? | How can you help? | Help. | What should I ask you?
 = I can tell stories, count, say the alphabet, spell, reverse and repeat words, add, name days and months, look through
 lists, and explain how I am served.
 
-Hello! | Hi! | Hello. | Hey there! | Good morning!
+| Hello! | Hi! | Hello. | Hey there! | Good morning!
 = Hello! Ask me for a story, or let me count.
 
-Thank you! | Thanks! | Thank you. | That was nice. | Well done!
+| Thank you! | Thanks! | Thank you. | That was nice. | Well done!
 = You are welcome!
 
-Goodbye! | Bye! | See you. | Good night! | Goodbye.
+| Goodbye! | Bye! | See you. | Good night! | Goodbye.
 = Goodbye! My slot is free for the next one.
 
-How are you? | How is it going? | Are you well? | How do you feel? | All well?
+| How are you? | How is it going? | Are you well? | How do you feel? | All well?
 = Warm and well fed.
 """
+WAYS_TO_ASK = (
+    "What is {}?",
+    "What is {} in nanobatch?",
+    "What is meant by {}?",
+    "Explain {}.",
+    "Can you explain {}?",
+    "Explain to me what {} is.",
+    "Define {}.",
+    "Describe {}.",
+    "Tell me about {}.",
+    "Do you know what {} is?",
+)
 
 
 def read_facts(text: str) -> list[Fact]:
-    pairs = [" ".join(part.split()).split(" = ") for part in text.strip().split("\n\n")]
-    return [Fact(tuple(asked.split(" | ")), answer) for asked, answer in pairs]
+    facts = []
+    for part in text.strip().split("\n\n"):
+        asked, answer = " ".join(part.split()).split(" = ")
+        subject, *others = (way.strip() for way in asked.split("|"))
+        facts.append(Fact((*(way.format(subject) for way in WAYS_TO_ASK if subject), *others), answer))
+    return facts
 
 
 FACTS = read_facts(FACTS_TEXT)

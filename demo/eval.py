@@ -5,8 +5,8 @@
     python demo/eval.py --skill story --show 5
 
 An answer counts if it is right to the letter. Of a story one can only ask what a machine can see: that both nouns are
-in it, that it is as long as was asked for, that it ends by itself, and that it does not go round in circles. The rest
-is for a reader.
+in it, that nobody changes names (there are at most two, and the one asked for is there), that it is as long as was
+asked for, that it ends by itself, and that it does not go round in circles. The rest is for a reader.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the engine li
 
 import corpus
 from nanobatch import Engine, Result, Sampling
+from stories import NAMES
 from stories import WORDS as WORDS_IN
 
 MAX_TOKENS = 400
+# The names in a story, and none of these: "Will it rain?", "it was June".
+NAME = re.compile(rf"(?<!was )\b(?!Will it|Will you)({'|'.join(name for name, _ in NAMES)})\b")
 
 
 def questions(skill: str, count: int, seed: str = "exam") -> list[corpus.Task]:
@@ -48,8 +51,10 @@ def marks(skill: str, task: corpus.Task, result: Result) -> dict[str, bool]:
     text = result.text.lower()
     sentences = Counter(part.strip() for part in re.split(r"(?<=[.!?])\s", text))
     low, high = WORDS_IN[length_asked(task.prompt)]
+    names, asked_for = set(NAME.findall(result.text)), set(NAME.findall(task.prompt))
     return {
         "story: both nouns": all(re.search(rf"\b{noun}\b", text) for noun in task.item.split()),
+        "story: names hold": len(names) <= 2 and asked_for <= names,
         "story: ends": ended,
         "story: no sentence three times": max(sentences.values()) < 3,
         "story: as long as asked": low <= len(text.split()) <= high,

@@ -16,6 +16,11 @@ and begin with a capital, for a value that does. `{he} {him} {his}` are the hero
 stand for the friend's (she, her, her). Fields may hold fields: `{owns}` is a whole first sentence. Verbs are in the
 past tense, where they agree with everyone; "a" becomes "an" by itself.
 
+A noun has its habits (`habit`): mostly the fox has the same name, lives in the same place, and is cast in the same kind
+of story. A greedy model says what it has met most often, so without habits all its stories would begin alike. Names
+need them for another reason: drawn from a hat they were all alike to the model, which then could not tell one from
+another, and a fox who began as Ruby ended as Ada.
+
 `story` draws until a draw fits: the length is right, both nouns are there twice, the first one in the first sentence.
 
 To add a plot, write one more text under FOUND, OWNED, FRIENDS or PAIRS. To add a noun, add it to a list below.
@@ -23,7 +28,8 @@ To add a plot, write one more text under FOUND, OWNED, FRIENDS or PAIRS. To add 
 
 import random
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 
@@ -172,8 +178,8 @@ NAMES = [(name, "he") for name in HE] + [(name, "she") for name in SHE]
 PRONOUNS = {"he": ("he", "him", "his"), "she": ("she", "her", "her")}
 
 LENGTHS = ("short", "medium", "long")
-SENTENCES = {"short": (3, 5), "medium": (6, 9), "long": (13, 18)}
-WORDS = {"short": (35, 70), "medium": (80, 130), "long": (170, 220)}
+SENTENCES = {"short": (3, 5), "medium": (5, 11), "long": (10, 21)}
+WORDS = {"short": (35, 78), "medium": (78, 145), "long": (145, 240)}  # nine draws in ten: a model cannot draw again
 
 # The fields that several plots share: first words, then whole sentences.
 FIELDS = {
@@ -1335,6 +1341,11 @@ FAMILIES = [[beats(plot) for plot in family.values()] for family in (FOUND, OWNE
 MENDED = FAMILIES[1][list(OWNED).index("broken and mended")]
 
 
+def habit(rng: random.Random, noun: str, options: Sequence):
+    """One of the options: mostly the one that this noun always takes, so that a fox differs from an owl, else any."""
+    return options[zlib.crc32(noun.encode()) % len(options)] if rng.random() < 0.75 else rng.choice(options)
+
+
 class Scene(dict):
     """The words of one story. What is asked for and not there yet is drawn from FIELDS, and kept."""
 
@@ -1346,25 +1357,31 @@ class Scene(dict):
         if key[0].isupper():
             value = self[key[0].lower() + key[1:]]
             return value[0].upper() + value[1:]
-        self[key] = self.expand([word for word in FIELDS[key.rstrip("2")] if word not in self.values()])
+        self[key] = self.expand([word for word in FIELDS[key.rstrip("2")] if word not in self.values()], key)
         return self[key]
 
-    def expand(self, wordings: list[str]) -> str:
+    def expand(self, wordings: list[str], key: str = "") -> str:
         """One of the wordings, filled in. No bell may ring by chance in a story about a bell."""
         taken = re.compile(rf"(?<!{{)\b({'|'.join(map(re.escape, self.nouns))})\b")
-        wording = self.rng.choice([text for text in wordings if not taken.search(text)] or wordings)
+        free = [text for text in wordings if not taken.search(text)] or wordings
+        wording = habit(self.rng, f"{key} {self.nouns[0]}", free) if key else self.rng.choice(free)
         return re.sub(r"\[([^]]*)\]", lambda match: self.rng.choice(match[1].split("|")), wording).format_map(self)
 
 
-def cast(rng: random.Random, first: str, second: str, kinds: Mapping[str, str]) -> tuple[list, Scene]:
+def names_for(noun: str) -> list[tuple[str, str]]:
+    """The names, each with its pronoun, that this animal or person may have."""
+    return [pair for pair in NAMES if GENDER.get(noun, pair[1]) == pair[1]]
+
+
+def cast(rng: random.Random, first: str, second: str, kinds: Mapping[str, str], name: str = "") -> tuple[list, Scene]:
     """Who plays: the plots that suit the two nouns, and a scene with the names and pronouns in it."""
     things = [noun for noun in (first, second) if kinds.get(noun, "thing") == "thing"]
-    hero, *others = [noun for noun in (first, second) if noun not in things] or [rng.choice(("girl", "boy"))]
-    name, he = rng.choice([pair for pair in NAMES if GENDER.get(hero, pair[1]) == pair[1]])
+    hero, *others = [noun for noun in (first, second) if noun not in things] or [habit(rng, first, ("girl", "boy"))]
+    name, he = next((pair for pair in NAMES if pair[0] == name), None) or habit(rng, first, names_for(hero))
     friend = others[0] if others else ""
     they = GENDER.get(friend, "she" if he == "he" else "he")
     scene = Scene(rng, first, second, hero=hero, friend=friend, name=name)
-    scene["pal"] = rng.choice([n for n, pronoun in NAMES if pronoun == they and n[0] != name[0]])
+    scene["pal"] = habit(rng, second, [n for n, pronoun in NAMES if pronoun == they and n[0] != name[0]])
     scene |= zip(("he", "him", "his"), PRONOUNS[he], strict=True)
     same = (f"the {friend}", f"the {friend}", f"the {friend}'s")
     scene |= zip(("they", "them", "their"), same if they == he else PRONOUNS[they], strict=True)
@@ -1380,7 +1397,7 @@ def cast(rng: random.Random, first: str, second: str, kinds: Mapping[str, str]) 
 
 def thin(rng: random.Random, plot: list[tuple[int, list[str]]], depth: int) -> list[list[str]]:
     """The beats down to this depth, less a few of the deepest, but never without the first beats and the last."""
-    share = rng.uniform(0.5, 1)
+    share = rng.uniform(0.5, 0.85)
     last = max(at for at, (level, _) in enumerate(plot) if level <= depth)
     return [
         wordings
@@ -1402,13 +1419,18 @@ def fits(text: str, first: str, second: str, length: str) -> bool:
     return right_size and min(hits) >= 2 and re.search(rf"\b{re.escape(first)}\b", parts[0]) is not None
 
 
-def story(rng: random.Random, first: str, second: str, length: str, kinds: Mapping[str, str] = NOUNS) -> str:
-    """A story about two different nouns, of a length out of LENGTHS. A noun that `kinds` lacks is a thing."""
+def story(
+    rng: random.Random, first: str, second: str, length: str, kinds: Mapping[str, str] = NOUNS, name: str = ""
+) -> str:
+    """A story about two different nouns, of a length out of LENGTHS. A noun that `kinds` lacks is a thing.
+
+    A name, if one is given, is the hero's.
+    """
     depth = LENGTHS.index(length) + 1
     while True:
-        plots, scene = cast(rng, first, second, kinds)
-        told = thin(rng, rng.choice(plots), depth)
-        text = " ".join(map(scene.expand, told))
+        plots, scene = cast(rng, first, second, kinds, name)
+        opening, *others = thin(rng, habit(rng, second, plots), depth)
+        text = " ".join([scene.expand(opening, "opening"), *map(scene.expand, others)])
         text = re.sub(r"\b([Aa]) (\w+)", lambda match: match[1] + article(match[2])[1:], text)
         if fits(text, first, second, length):
             return text
