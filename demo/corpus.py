@@ -183,6 +183,8 @@ def calendar(rng: random.Random) -> Task:
     """Days end on Sunday and months in December unless another end is asked for; asked to, they go round."""
     kind, names = ("days", DAYS) if rng.random() < 0.4 else ("months", MONTHS)
     a, b = rng.randrange(len(names)), rng.randrange(len(names))
+    if rng.random() < 0.4:  # from one to the next is easily taken for once around
+        b = (a + rng.randint(1, 3)) % len(names)
     draw = rng.random()
     if draw < 0.12:
         step = rng.choice([1, -1])
