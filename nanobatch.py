@@ -661,10 +661,11 @@ class Engine:
 
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; where they are not
     given they are chosen to fit the memory that is free, and `summary` says what was chosen. `chunk` is the width of a
-    prefill chunk, `budget` how many tokens one step may compute: by default one for each slot, two chunks, and one more
-    for every eight slots, because the more there are, the more of them fall free at a time. `exact` keeps the device's
-    shapes constant, so that a request has the same bits in any company; without, idle rows are left out. `reuse` lets
-    prompts that begin alike share rows. `run_ahead` starts a step before the one before has been read.
+    prefill chunk (less where it looks back far: `Scheduler._room`), `budget` how many tokens one step may compute: by
+    default one for each slot, two chunks, and one more for every eight slots, because the more there are, the more of
+    them fall free at a time. `exact` keeps the device's shapes constant, so that a request has the same bits in any
+    company; without, idle rows are left out. `reuse` lets prompts that begin alike share rows. `run_ahead` starts a
+    step before the one before has been read.
     """
 
     def __init__(
@@ -688,9 +689,8 @@ class Engine:
         self.model, self.text, self.exact, self.run_ahead, self.clock = model, text, exact, run_ahead, clock
         slots, max_len, self.summary = fit(model.config, model.dtype.size, free_memory(), slots, max_len, chunk)
         budget = slots + chunk * (2 + slots // 8) if budget is None else budget
-        self.sched = Scheduler(
-            slots, max_len, chunk=chunk, budget=budget, policy=policy, max_queue=max_queue, reuse=reuse
-        )
+        options = {"policy": policy, "max_queue": max_queue, "reuse": reuse}
+        self.sched = Scheduler(slots, max_len, chunk=chunk, budget=budget, far=far_position(model.config), **options)
         self._handles: dict[int, Handle] = {}
         self._steps: deque[StepView] = deque(maxlen=256)
         self._output_tokens = self._next_id = 0
@@ -1185,6 +1185,16 @@ def check_count(name: str, value: int | None) -> None:
 def slab_sizes(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
     """Arguments for `Slab`. A slot is a whole number of chunks long: the last one is padded to its full width."""
     return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
+
+
+def far_position(c: Config) -> int:
+    """The position at which looking back on all before costs a token as much as everything else in a layer does.
+
+    Measured on CPUs: a query's score for one key, with its share of the softmax, costs as much as 300 multiplications by
+    weights. On a GPU nobody has measured it yet; there it is out of reach.
+    """
+    weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden
+    return sys.maxsize if has_gpu() else max(1, weights // (300 * c.H))
 
 
 def fit(

@@ -30,6 +30,7 @@ Where next: `nanobatch.py`, `Engine.step`, which runs the plans; `tests/test_sch
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -124,6 +125,7 @@ class Scheduler:
         *,
         chunk: int = 64,
         budget: int = 200,
+        far: int = sys.maxsize,
         policy: str = "continuous",
         max_queue: int = 10_000,
         reuse: bool = True,
@@ -133,7 +135,7 @@ class Scheduler:
         for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("max_queue", max_queue)):
             if value < 1:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
-        self.max_len, self.chunk, self.budget = max_len, chunk, budget
+        self.max_len, self.chunk, self.budget, self.far = max_len, chunk, budget, far
         self.policy, self.max_queue, self.reuse = policy, max_queue, reuse
         self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id: first come first served, any may leave
         self.running: dict[int, Request] = {}  # by id, in the order of admission
@@ -232,7 +234,8 @@ class Scheduler:
                 source, start = self._match(request, (request.slot, *range(len(self.owners))))
                 if any(self._alike(request, other, start + self.chunk) for other in writing):
                     continue
-            width = min(self.chunk, -(-(len(request.prompt) - start) // PADDING) * PADDING)
+            room = self._room(start)
+            width = min(room, -(-(len(request.prompt) - start) // PADDING) * PADDING)
             if spent and spent + width > budget:
                 return  # and whoever came later does not overtake
             if first:
@@ -241,8 +244,20 @@ class Scheduler:
                     self.free.append(self.free.pop(self.free.index(source)))
             spent += width
             writing.append(request)
-            stop = request.prefilled = min(start + self.chunk, len(request.prompt))
+            stop = request.prefilled = min(start + room, len(request.prompt))
             yield Chunk(request, request.slot, start, stop, width, None if source == request.slot else source)
+
+    def _room(self, start: int) -> int:
+        """How many tokens a chunk takes that begins at `start`: fewer where each of them looks back on more.
+
+        At `far`, looking back costs a token as much as all the rest. Without this, the last chunks of a long prompt would
+        be several times the work of its first ones, and its neighbours would wait for that. It depends on the place
+        alone, so a prompt is cut at the same places in any company.
+        """
+        room = self.chunk
+        while room % (2 * PADDING) == 0 and room * (self.far + start) > 1.5 * self.chunk * self.far:
+            room //= 2
+        return room
 
     def commit(
         self, plan: Plan, tokens: Sequence[int], accept: Callable[[Request, int], str | None], now: float

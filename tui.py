@@ -203,6 +203,7 @@ class View:
     max_len: int = 0
     chunk: int = 0
     budget: int = 0
+    far: int = 0
     policy: str = "continuous"
     switching_to: str | None = None
     paused: bool = False
@@ -291,7 +292,7 @@ class EngineRoom:
         gc.freeze()  # what loading has left is never garbage: the collector need not look at it in mid-step
         sched = self.engine.sched
         self._note(stage="ready", since=self.clock(), policy=sched.policy)
-        self._note(max_len=sched.max_len, chunk=sched.chunk, budget=sched.budget)
+        self._note(max_len=sched.max_len, chunk=sched.chunk, budget=sched.budget, far=sched.far)
         self.publish()
 
     def _report(self, stage: str) -> None:
@@ -728,7 +729,8 @@ def replay(view: View, requests: Sequence[RequestView], policy: str, start: floa
     come by then, had come together. `costs` are the seconds of a decode step and of a chunk.
     """
     slots = len(view.engine.slots)
-    sched = Scheduler(slots, view.max_len, chunk=view.chunk, budget=view.budget, policy=policy, reuse=False)
+    limits = {"chunk": view.chunk, "budget": view.budget, "far": view.far}
+    sched = Scheduler(slots, view.max_len, policy=policy, reuse=False, **limits)
     everybody = [
         Request(
             r.id, (0,) * max(1, r.metrics.prompt_tokens - r.metrics.cached_tokens), r.metrics.output_tokens, r.arrived

@@ -14,9 +14,9 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-def chunks(engine: Engine) -> int:
-    """How many prefill chunks the engine has run, of those it remembers."""
-    return sum(len(step.prefill) for step in engine.snapshot().steps)
+def prefilled(engine: Engine) -> int:
+    """How many prompt tokens the engine has computed, in the steps that it remembers."""
+    return sum(stop - start for step in engine.snapshot().steps for *_, start, stop in step.prefill)
 
 
 @pytest.mark.parametrize("slots", [8, 3])
@@ -27,10 +27,10 @@ def test_eight_requests_sharing_a_system_prompt_of_500_tokens_compute_it_once(pa
     with Engine(*parts, slots=slots, max_len=640, chunk=32) as engine:
         results = engine.generate(prompts, SHORT)
         assert [r.metrics.cached_tokens for r in results] == [0] + [480] * 7
-        assert chunks(engine) == 17 + 7 * 2
+        assert prefilled(engine) == 520 + 7 * 40
     with Engine(*parts, slots=slots, max_len=640, chunk=32, reuse=False) as plain:
         expected = plain.generate(prompts, SHORT)
-        assert chunks(plain) == 8 * 17
+        assert prefilled(plain) == 8 * 520
     assert [r.tokens for r in results] == [r.tokens for r in expected]
     assert all(r.metrics.cached_tokens == 0 for r in expected)
 

@@ -46,9 +46,8 @@ class Story:
         if plan:
             self.flights.append(plan)
             self.plans.append(plan)
-            assert len(plan.decodes) + self.sched.chunk * len(plan.chunks) <= max(
-                self.sched.budget, self.sched.chunk + len(plan.decodes)
-            )
+            cost = len(plan.decodes) + sum(chunk.width for chunk in plan.chunks)
+            assert cost <= max(self.sched.budget, self.sched.chunk + len(plan.decodes))
         done = self.flights.pop(0) if self.flights and (len(self.flights) > self.lag or not plan) else None
         if done:
             self.sched.commit(done, [m.request.id for m in done.emitters], self.accept, self.now)
@@ -157,6 +156,17 @@ def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
     )
 
 
+def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
+    """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A chunk costs at most
+    96, wherever it stands, or is as narrow as they get."""
+    story = Story(slots=1, max_len=600, chunk=64, budget=1, far=100)
+    story.submit(410, 1), story.run()
+    cuts = [(chunk.start, chunk.stop) for plan in story.plans for chunk in plan.chunks]
+    assert cuts[:4] == [(0, 64), (64, 96), (96, 128), (128, 160)]
+    assert cuts[5:7] == [(192, 224), (224, 240)] and cuts[-1] == (400, 410)
+    assert [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
+
+
 def test_run_ahead_sees_an_end_one_step_late_and_drops_the_ghosts_token():
     """A says eos with its 2nd token, in step 2. Step 3 has been planned by then: it carries A's ghost."""
     story = Story(lag=1)
@@ -250,17 +260,18 @@ def random_schedule(seed: int) -> int:
     rng = random.Random(seed)
     story = Story(
         slots=rng.randint(1, 5),
-        max_len=40,
+        max_len=120,
         lag=rng.randint(0, 1),
-        chunk=rng.choice([2, 4, 8]),
-        budget=rng.randint(1, 20),
+        chunk=rng.choice([2, 4, 32]),
+        budget=rng.randint(1, 80),
+        far=rng.choice([2, 8, sys.maxsize]),
         policy=rng.choice(sched.POLICIES),
         max_queue=rng.randint(1, 6),
     )
     requests, refused = [], 0
     for _ in range(rng.randint(1, 12)):
         for _ in range(rng.choice([0, 0, 1, 3])):
-            prompt, tokens = rng.randint(1, 20), rng.randint(1, 12)
+            prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)
             try:
                 requests.append(story.submit(prompt, tokens, rng.choice([None, rng.randint(1, tokens)])))
             except QueueFull:
