@@ -1190,8 +1190,8 @@ def slab_sizes(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, in
 def far_position(c: Config) -> int:
     """The position at which looking back on all before costs a token as much as everything else in a layer does.
 
-    Measured on CPUs: a query's score for one key, with its share of the softmax, costs as much as 300 multiplications by
-    weights. On a GPU nobody has measured it yet; there it is out of reach.
+    Measured on CPUs: a query's score for one key, with its share of the softmax, costs as much as 300 multiplications
+    by weights. On a GPU nobody has measured it yet; there it is out of reach.
     """
     weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden
     return sys.maxsize if has_gpu() else max(1, weights // (300 * c.H))

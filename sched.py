@@ -250,9 +250,9 @@ class Scheduler:
     def _room(self, start: int) -> int:
         """How many tokens a chunk takes that begins at `start`: fewer where each of them looks back on more.
 
-        At `far`, looking back costs a token as much as all the rest. Without this, the last chunks of a long prompt would
-        be several times the work of its first ones, and its neighbours would wait for that. It depends on the place
-        alone, so a prompt is cut at the same places in any company.
+        At `far`, looking back costs a token as much as all the rest. Without this, the last chunks of a long prompt
+        would be several times the work of its first ones, and its neighbours would wait for that. It depends on the
+        place alone, so a prompt is cut at the same places in any company.
         """
         room = self.chunk
         while room % (2 * PADDING) == 0 and room * (self.far + start) > 1.5 * self.chunk * self.far:

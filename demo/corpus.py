@@ -546,7 +546,7 @@ SKILLS: dict[str, tuple[Callable[[random.Random], Task], float]] = {
     "story": (story, 30),
     "counting": (counting, 8),
     "alphabet": (alphabet, 3),
-    "calendar": (calendar, 4),
+    "calendar": (calendar, 7),
     "spelling": (spelling, 12),
     "reversing": (reversing, 9),
     "repeating": (repeating, 8),

@@ -80,8 +80,8 @@ def test_every_speed_in_the_readme_is_in_the_committed_results(name):
             assert (count, ours, peer, ratio) in rows, (count, ours, peer, ratio)
 
 
-# What the README says in prose about speed, and the figure that it is taken from: file, part, x, figure, contestant, and
-# by whose same figure it is divided.
+# What the README says in prose about speed, and the figure that it is taken from: file, part, x, figure, contestant,
+# and by whose same figure it is divided.
 OURS, STATIC, SERIAL, PEER = "nanobatch continuous", "nanobatch static", "nanobatch serial", "mlx-lm"
 CLAIMS = {
     "within 0.48 s under": ("open", "open", "load 0.8", "TTFT p95 ms", OURS),
