@@ -182,6 +182,14 @@ def start_from(folder: Path) -> tuple[LlamaForCausalLM, tokenizers.Tokenizer]:
     return model, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
+@torch.no_grad()
+def mix_in(model: LlamaForCausalLM, folder: Path, share: float) -> None:
+    """The mean of before and after: what a second run has learnt stays, and it has forgotten less."""
+    before = LlamaForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
+    for now, then in zip(model.parameters(), before.parameters(), strict=True):
+        now.lerp_(then, share)
+
+
 def precision():
     """bfloat16 where the processor multiplies it in hardware (twice as fast), and where it would be emulated, not."""
     cpu = Path("/proc/cpuinfo")
@@ -255,6 +263,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4096, help="tokens in a batch (default 4096)")
     parser.add_argument("--rate", type=float, default=2.5e-3, help="the highest learning rate (default 2.5e-3)")
     parser.add_argument("--start", type=Path, help="go on from the model in this folder, with another --rate or corpus")
+    parser.add_argument("--keep", type=float, default=0, help="with --start: so much of its weights stays (default 0)")
     parser.add_argument("--exam", type=float, default=8e6, help="tokens between two small exams (default 8e6)")
     args = parser.parse_args()
 
@@ -320,6 +329,8 @@ def main() -> None:
             torch.save(saved, checkpoint.with_suffix(".new"))
             checkpoint.with_suffix(".new").rename(checkpoint)  # so that there is a whole one at any moment
         if finished:
+            if args.start and args.keep:
+                mix_in(model, args.start, args.keep)
             save_model(model, tokenizer, MODEL)
             log(saved=str(MODEL.relative_to(HERE.parent)), minutes=round(state["seconds"] / 60, 1))
             break
