@@ -656,7 +656,7 @@ def panel(title: str, curves: dict[str, list[tuple[float, Summary]]], log: bool,
         parts.append(f'<text x="{left + 50}" y="{down(mark)}" dy="4" text-anchor="end">{mark:,g}</text>')
     parts += [f'<text x="{across(x)}" y="280" text-anchor="middle">{x:g}</text>' for x in xs]
     for i, (who, curve) in enumerate(curves.items()):
-        colour = next(value for word, value in COLOURS.items() if word in who)
+        colour = next((value for word, value in COLOURS.items() if word in who), GREY)
         points = " ".join(f"{across(x)},{down(figure.median)}" for x, figure in curve)
         spreads = "".join(f"M{across(x)} {down(figure.low)}V{down(figure.high)}" for x, figure in curve)
         parts.append(f'<text x="{left + 16 + 200 * (i % 2)}" y="{36 + 15 * (i // 2)}" fill="{colour}">{who}</text>')

@@ -355,7 +355,9 @@ class Weights:
         for path, promised in _weight_files(folder).items():
             entries = read_header(path)
             if promised is not None and (gone := promised - entries.keys()):
-                raise ModelError(f"{path} lacks {min(gone)}, which the index promises: the index is stale.")
+                raise ModelError(
+                    f"{path} lacks {min(gone)}, which the index promises: one is stale; download both again."
+                )
             for name, entry in entries.items():
                 if entry.get("dtype") not in DTYPES:
                     raise ModelError(f"{path}: {name} is {entry.get('dtype')!r}. Supported: {', '.join(DTYPES)}.")
@@ -393,17 +395,22 @@ class Weights:
             elif self.shape(name) != shape:
                 raise ModelError(
                     f"{self.files[name]}: {name} has the shape {self.shape(name)}, but config.json implies {shape}; "
-                    "the two do not belong together."
+                    "the two do not belong together; download both again."
                 )
             elif self.entries[name]["dtype"] == "U32":
-                raise ModelError(f"{self.files[name]}: {name} is packed, but {module}.scales is missing.")
+                raise ModelError(
+                    f"{self.files[name]}: {name} is packed, but {module}.scales is missing; download it again."
+                )
         for name in self.entries.keys() - expected.keys():
             module, _, part = name.rpartition(".")
             if part in ("scales", "biases") and f"{module}.weight" in expected:
                 continue
             if part == "inv_freq" or (config.tied and module == "lm_head"):
                 continue  # old checkpoints carry rope tables; a tied one may carry its head twice
-            raise ModelError(f"{self.files[name]}: {name} has no place in a {config.model_type} model of this config.")
+            raise ModelError(
+                f"{self.files[name]}: {name} has no place in a {config.model_type} model of this config.json; "
+                "use the one that came with it."
+            )
 
     def _check_quantized(self, module: str, shape: tuple[int, ...]) -> None:
         names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]

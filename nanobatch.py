@@ -571,6 +571,7 @@ class StepView:
     waiting: int  # requests left in line
     policy: str  # the one that the step was planned under
     tokens: int  # that were delivered
+    cost: int  # of the budget
     began: float  # on the engine's clock: planned
     ended: float  # committed
     plan_s: float
@@ -593,6 +594,7 @@ class StepView:
             waiting=plan.waiting,
             policy=plan.policy,
             tokens=len(plan.emitters) - len(ghosts),
+            cost=len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks),
             **times,
         )
 
@@ -661,10 +663,10 @@ class Engine:
 
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; where they are not
     given they are chosen to fit the memory that is free, and `summary` says what was chosen. `chunk` is the width of a
-    prefill chunk (less where it looks back far: `Scheduler._room`), `budget` how many tokens one step may compute: by
-    default one for each slot, two chunks, and one more for every eight slots, because the more there are, the more of
-    them fall free at a time. `exact` keeps the device's shapes constant, so that a request has the same bits in any
-    company; without, idle rows are left out. `reuse` lets prompts that begin alike share rows. `run_ahead` starts a
+    prefill chunk (less where it looks back far: `Scheduler._widest`), `budget` how many tokens one step may compute: by
+    default a token for each slot, two chunks, and another chunk for every eight slots, because the more there are, the
+    more of them fall free at a time. `exact` keeps the device's shapes constant, so that a request has the same bits in
+    any company; without, idle rows are left out. `reuse` lets prompts that begin alike share rows. `run_ahead` starts a
     step before the one before has been read.
     """
 
@@ -689,8 +691,16 @@ class Engine:
         self.model, self.text, self.exact, self.run_ahead, self.clock = model, text, exact, run_ahead, clock
         slots, max_len, self.summary = fit(model.config, model.dtype.size, free_memory(), slots, max_len, chunk)
         budget = slots + chunk * (2 + slots // 8) if budget is None else budget
-        options = {"policy": policy, "max_queue": max_queue, "reuse": reuse}
-        self.sched = Scheduler(slots, max_len, chunk=chunk, budget=budget, far=far_position(model.config), **options)
+        self.sched = Scheduler(
+            slots,
+            max_len,
+            chunk=chunk,
+            budget=budget,
+            far=far_position(model.config),
+            policy=policy,
+            max_queue=max_queue,
+            reuse=reuse,
+        )
         self._handles: dict[int, Handle] = {}
         self._steps: deque[StepView] = deque(maxlen=256)
         self._output_tokens = self._next_id = 0
@@ -748,7 +758,8 @@ class Engine:
                                            ^ N's tokens are read here, and N+1 already runs
 
         What goes wrong ends as few as possible. A token that is not finite, a listener or a tokenizer that raises ends
-        its own request (`_accept`). A step that raises ends those who were in it (`_fail`): the others prefill again.
+        its own request (`_accept`). A step that raises ends those who were in it (`_fail`), or in one that had been
+        started after it: the others prefill again.
         Ctrl-C, or a device that gives no new slab, ends all (`_abandon`), and still the engine can be used.
         """
         plan = flight = None
@@ -826,7 +837,7 @@ class Engine:
         self._started = results
 
     def _prefill(self, chunk: Chunk) -> mx.array:  # -> (1, C, D)
-        """One chunk of a prompt, padded to C tokens. C depends on the prompt alone: the same shapes in any company.
+        """One chunk of a prompt, padded to C tokens. C depends on the prompt and the place: any company has this shape.
 
         The padding's keys land in rows that the sequence has yet to reach, and it overwrites them when it does.
         """
@@ -882,7 +893,7 @@ class Engine:
     def _commit(self, flight: Flight) -> None:
         """Read what a step sampled, hand it to its owners, and let go of those who end."""
         began = self.clock()
-        mx.eval(flight.tokens, flight.logprobs)  # the step is done: here, and in `_start`, Python waits for the device
+        mx.eval(flight.tokens, flight.logprobs)  # the step is done: here, and in `_start`, Python asks to wait
         values, read = flight.tokens.tolist(), self.clock()
         measured = {slot: logprob for part in flight.logprobs for slot, logprob in read_logprobs(part)}
         members = flight.plan.emitters
@@ -928,7 +939,7 @@ class Engine:
             seen = 0
             self.sched.memory[request.slot] = None  # and nobody may take them over
         if seen == 0 or request.planned > request.committed:
-            chunk = self.sched.chunk  # the padding of the last chunk reaches up to its end
+            chunk = self.sched.chunk  # no chunk's padding reaches further
             self._dirty[request.slot] = seen, -(-(len(request.prompt) + request.planned) // chunk) * chunk
 
     def _record(self, flight: Flight, ghosts: tuple[int, ...], began: float, read: float) -> None:
@@ -949,7 +960,7 @@ class Engine:
             raise
 
     def _fail(self, plan: Plan | None, flight: Flight | None, error: Exception) -> None:
-        """A step raised. All who were in it end with the error; nobody else does, and the engine goes on."""
+        """A step raised. All who were in it, or in one already started after it, end with the error; others go on."""
         lost = [plan] if plan else []
         if flight is None and self._flight:  # the new step could not be built; the one before may be quite all right
             flight, self._flight = self._flight, None
@@ -1183,15 +1194,16 @@ def check_count(name: str, value: int | None) -> None:
 
 
 def slab_sizes(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
-    """Arguments for `Slab`. A slot is a whole number of chunks long: the last one is padded to its full width."""
+    """Arguments for `Slab`. A slot is a whole number of chunks long: more than the padding of the last one needs."""
     return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
 
 
 def far_position(c: Config) -> int:
     """The position at which looking back on all before costs a token as much as everything else in a layer does.
 
-    Measured on CPUs: a query's score for one key, with its share of the softmax, costs as much as 300 multiplications
-    by weights. On a GPU nobody has measured it yet; there it is out of reach.
+    Measured on CPUs, with heads of 32 to 64: for one query head to look at one row (the score, its share of the
+    softmax, the value added up) costs as much as 300 multiplications by weights. On a GPU nobody has measured it yet:
+    there chunks stay as wide as they are.
     """
     weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden
     return sys.maxsize if has_gpu() else max(1, weights // (300 * c.H))

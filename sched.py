@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 POLICIES = ("continuous", "static", "serial")
-PADDING = 16  # a chunk is as wide as a multiple of this many tokens, so that the device sees few shapes
+PADDING = 16  # a chunk is as wide as a multiple of this many tokens and no narrower: so the device sees few shapes
 
 
 class QueueFull(RuntimeError):
@@ -80,6 +80,7 @@ class Chunk(NamedTuple):
     start: int
     stop: int
     width: int  # stop - start, and the padding: what the device computes
+    cost: int  # of the budget: the width, or what it would be if looking back were free
     source: int | None  # before this chunk, rows 0..start are copied from this slot
 
     @property
@@ -125,7 +126,7 @@ class Scheduler:
         *,
         chunk: int = 64,
         budget: int = 200,
-        far: int = sys.maxsize,
+        far: int = sys.maxsize,  # the row at which looking back costs a token as much as all the rest
         policy: str = "continuous",
         max_queue: int = 10_000,
         reuse: bool = True,
@@ -198,8 +199,9 @@ class Scheduler:
     def _match(self, request: Request, slots: Iterable[int]) -> tuple[int | None, int]:
         """The slot that remembers most of this prompt's beginning, and how many tokens of it.
 
-        In whole chunks, so that what follows is cut at the same places as without; and never the whole prompt, since
-        somebody has to compute what its last token yields.
+        In multiples of `chunk`, because there every prompt is cut, however narrow its chunks become: so what follows is
+        cut at the same places as without. And never the whole prompt, since somebody has to compute what its last
+        token yields.
         """
         best: tuple[int | None, int] = (None, 0)
         for slot in slots:
@@ -214,12 +216,13 @@ class Scheduler:
         return may and request.prompt[:stop] == other.prompt[:stop]
 
     def _chunks(self, budget: int):
-        """Cut prompts into chunks, oldest first, until the step's budget of tokens is spent.
+        """Cut prompts into chunks, oldest first, until the step's budget is spent.
 
         In each step each slot moves on by one unit: a token of its answer, or a chunk of its prompt. So one long prompt
         makes its neighbours wait for one chunk at a time; eight short ones share a step. A token costs one, a chunk its
-        width. The first chunk is free of the budget: however many rows decode, somebody's prompt moves on in every
-        step. So nobody starves, and no step grows beyond budget + chunk.
+        width, and a narrowed one as much as a wide one, since it is as much work (`_widest`). The first chunk is never
+        refused: however many rows decode, somebody's prompt moves on in every step. So nobody starves, and no step
+        costs more than max(budget, decoding rows + chunk).
 
         Which rows can be taken over is asked when a prompt's turn comes, not when it is admitted; and whoever needs
         what somebody else is writing just now lets a step pass. So of eight prompts that arrive together and begin
@@ -234,30 +237,34 @@ class Scheduler:
                 source, start = self._match(request, (request.slot, *range(len(self.owners))))
                 if any(self._alike(request, other, start + self.chunk) for other in writing):
                     continue
-            room = self._room(start)
-            width = min(room, -(-(len(request.prompt) - start) // PADDING) * PADDING)
-            if spent and spent + width > budget:
+            widest = self._widest(start)
+            width = min(widest, -(-(len(request.prompt) - start) // PADDING) * PADDING)
+            cost = width * self.chunk // widest
+            if spent and spent + cost > budget:
                 return  # and whoever came later does not overtake
             if first:
                 request.reused, self.memory[request.slot] = start, request
                 if source in self.free:  # used just now, so not the next to be overwritten
                     self.free.append(self.free.pop(self.free.index(source)))
-            spent += width
+            spent += cost
             writing.append(request)
-            stop = request.prefilled = min(start + room, len(request.prompt))
-            yield Chunk(request, request.slot, start, stop, width, None if source == request.slot else source)
+            stop = request.prefilled = min(start + widest, len(request.prompt))
+            source = None if source == request.slot else source
+            yield Chunk(request, request.slot, start, stop, width, cost, source)
 
-    def _room(self, start: int) -> int:
-        """How many tokens a chunk takes that begins at `start`: fewer where each of them looks back on more.
+    def _widest(self, start: int) -> int:
+        """How many tokens a chunk may take that begins at `start`: fewer where each of them looks back on more.
 
-        At `far`, looking back costs a token as much as all the rest. Without this, the last chunks of a long prompt
-        would be several times the work of its first ones, and its neighbours would wait for that. It depends on the
-        place alone, so a prompt is cut at the same places in any company.
+        Else the last chunks of a long prompt would be several times the work of its first, and its neighbours would
+        wait for that. At `far` a token's work has doubled. The width is halved until the work is at most one and a half
+        times a first chunk's; in halves, so that every multiple of `chunk` stays a place where prompts are cut. The
+        price: a long prompt takes more steps, so its own first token comes later, even if nobody waits for it: what a
+        prompt computes must not depend on its company.
         """
-        room = self.chunk
-        while room % (2 * PADDING) == 0 and room * (self.far + start) > 1.5 * self.chunk * self.far:
-            room //= 2
-        return room
+        widest = self.chunk
+        while widest % (2 * PADDING) == 0 and widest * (self.far + start) > 1.5 * self.chunk * self.far:
+            widest //= 2
+        return widest
 
     def commit(
         self, plan: Plan, tokens: Sequence[int], accept: Callable[[Request, int], str | None], now: float

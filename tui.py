@@ -523,8 +523,11 @@ def column(step: int, began: float, ended: float, cells: Sequence[Cell], tokens:
     return Column(step, began, ended, tuple(cells), tokens, sum(cell.kind in (PREFILL, DECODE) for cell in cells))
 
 
+SHUTTING = ("static", "serial")  # the policies that keep a free slot from those who wait
+
+
 def is_shut(step: StepView | Plan) -> bool:
-    return step.waiting > 0 and step.policy != "continuous"
+    return step.waiting > 0 and step.policy in SHUTTING
 
 
 def merge(columns: Sequence[Column]) -> Column:
@@ -729,11 +732,16 @@ def replay(view: View, requests: Sequence[RequestView], policy: str, start: floa
     come by then, had come together. `costs` are the seconds of a decode step and of a chunk.
     """
     slots = len(view.engine.slots)
-    limits = {"chunk": view.chunk, "budget": view.budget, "far": view.far}
-    sched = Scheduler(slots, view.max_len, policy=policy, reuse=False, **limits)
+    sched = Scheduler(
+        slots, view.max_len, chunk=view.chunk, budget=view.budget, far=view.far, policy=policy, reuse=False
+    )
     everybody = [
         Request(
-            r.id, (0,) * max(1, r.metrics.prompt_tokens - r.metrics.cached_tokens), r.metrics.output_tokens, r.arrived
+            r.id,
+            (0,) * r.metrics.prompt_tokens,
+            r.metrics.output_tokens,
+            r.arrived,
+            prefilled=r.metrics.cached_tokens,
         )
         for r in requests
     ]
@@ -1075,7 +1083,7 @@ def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, figures: int) 
     here, do = slot.slot == state.selected, f"select({slot.slot})"
     phase, ink = slot.phase, p.text
     if request is None:
-        shut = view.engine.queue and (view.switching_to or policy_of(view) != "continuous")
+        shut = view.engine.queue and (view.switching_to or policy_of(view) in SHUTTING)
         phase, ink = "blocked" if shut else "free", p.muted
     pen = Pen().put("▌" if here else " ", p.accent).put(f"{slot.slot:>2} ", ink, here, do)
     pen.put(f"{phase:<8}", p.bad if phase == "blocked" else ink, here, do)
@@ -1223,6 +1231,7 @@ TEXTURES = {  # glyphs of their own: a policy is no phase
     "static": ("▒", style(HUES[0])),
     "serial": ("░", style(HUES[3])),
 }
+OTHER = ("▓", style(HUES[1]))  # a policy of yours
 
 
 def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -1234,7 +1243,7 @@ def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
     mean = sum(r.metrics.ttft_s for r in requests) / len(requests)
     names = Pen()
     for policy in used:
-        names.put(" ").put(*TEXTURES[policy]).put(f" {policy} ", p.muted)
+        names.put(" ").put(*TEXTURES.get(policy, OTHER)).put(f" {policy} ", p.muted)
     lines = [heading(p, width, "TTFT", f"mean {span(mean)}"), names.line]
     bins = Counter((bisect_left(EDGES, 1000 * r.metrics.ttft_s), r.policy) for r in requests)
     low, high = min(b for b, _ in bins), max(b for b, _ in bins)
@@ -1248,7 +1257,7 @@ def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
     for row, label in zip(rows.values(), labels, strict=True):
         pen, room = Pen().put(f"{label:>{left - 1}} ", p.muted), width - left - 5
         for policy in used:
-            glyph, ink = TEXTURES[policy]
+            glyph, ink = TEXTURES.get(policy, OTHER)
             cells = math.ceil(row[policy] * room / most)
             pen.put(glyph * max(0, min(cells, left + room - pen.width)), ink)
         lines.append(pen.put(f" {sum(row.values())}" if row else "", p.text).line)
@@ -1291,7 +1300,6 @@ def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
     if step is None:
         return [*lines, Pen().put(" plan → run → commit: nothing has run yet", p.muted).line]
     prefill, decode = sum(stop - start for *_, start, stop in step.prefill), len(step.decode)
-    padded = sum(-(-(stop - start) // PADDING) * PADDING for *_, start, stop in step.prefill)
     stages = {"plan": step.plan_s, "build": step.build_s, "wait": step.wait_s, "commit": step.commit_s}
     total = seconds(step) or 1e-9
     held = step.held and ", ".join(f"r{r}" for _, r in step.held)
@@ -1300,8 +1308,8 @@ def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
         "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in step.prefill) or "no chunk",
         "decode": f"slots {', '.join(str(s) for s, _ in step.decode)}" if decode else "no slot",
         "tokens": f"{prefill} prefill + {decode} decode = {prefill + decode} in one step; {step.tokens} delivered",
-        "budget": f"cost {padded} + {decode} of {state.view.budget} (chunks rounded up to {PADDING}s)",
-        "held": step.held and f"{held}: another chunk, of up to {state.view.chunk}, is over the budget",
+        "budget": f"cost {step.cost - decode} + {decode} of {state.view.budget} (chunks count in {PADDING}s)",
+        "held": step.held and f"{held}: over the budget, or another writes what they share",
         "ghosts": step.ghosts and f"slots {', '.join(map(str, step.ghosts))}: had ended, seen one step late",
         "in line": str(step.waiting or ""),
         "time": f"{1000 * total:.2f} ms = " + " + ".join(f"{name} {1000 * s:.2f}" for name, s in stages.items()),
@@ -1477,9 +1485,10 @@ EXPLAINED = (
     ("reused ▓", "rows taken over from another prompt that begins alike: they are not computed again."),
     ("remembered ░", "rows of its last prompt that a free slot still holds, until they are reused or written over."),
     ("blocked ╳", "the slot is free and somebody waits, but the policy keeps it shut until the batch has drained."),
-    ("held ┈", "in a slot, but the step's budget left no room for its next chunk."),
+    ("held ┈", "in a slot, but the budget left no room for its next chunk, or somebody is writing what they share."),
     ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),
-    ("budget", "what a step may compute: a token costs 1, a chunk its length. The first chunk is always let in."),
+    ("chunk", "a piece of a prompt. The further it looks back, the fewer tokens it takes, for its neighbours' sake."),
+    ("budget", "what a step may cost: a token 1, a chunk its length, or more far back. One chunk is always let in."),
     ("run-ahead", "a step starts before the one before is read back: Slots may be one step ahead of Timeline."),
     ("batch size", "how many slots did useful work in a step."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for somebody."),

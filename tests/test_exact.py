@@ -77,6 +77,15 @@ def test_no_schedule_changes_a_single_bit(models):
     assert different == 0
 
 
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 6, 7, 8, 11, 16])
+def test_a_vocabularys_product_gives_a_row_the_same_bits_wherever_it_stands(rows):
+    """As many columns as it takes for the BLAS to be asked for fewer rows at once (`blas.rows_at_once`)."""
+    rng = np.random.default_rng(rows)
+    x, weight = (mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in ((1, 1, 96), (96, 16_016)))
+    y = product(mx.repeat(x, rows, axis=0), weight)
+    assert mx.array_equal(y, mx.repeat(y[:1], rows, axis=0))
+
+
 @pytest.mark.parametrize("block", [2, 8])
 def test_products_in_blocks_of_rows_give_the_same_bits_too(models, monkeypatch, block):
     """Not every BLAS asks for them (`blas.rows_at_once`), so here they are asked for."""

@@ -21,7 +21,7 @@ def prefilled(engine: Engine) -> int:
 
 @pytest.mark.parametrize("slots", [8, 3])
 def test_eight_requests_sharing_a_system_prompt_of_500_tokens_compute_it_once(parts, slots):
-    """500 tokens are 15 whole chunks of 32 and a rest. The first request computes them, the others take them over."""
+    """15 times 32 of the 500 tokens can be shared. The first request computes them, the others take them over."""
     system = tokens(500)
     prompts = [system + tokens(20, seed=n) for n in range(1, 9)]
     with Engine(*parts, slots=slots, max_len=640, chunk=32) as engine:

@@ -24,6 +24,7 @@ class Story:
         self.lag, self.flights, self.now = lag, [], 0.0
         self.plans: list[Plan] = []
         self.tokens: dict[int, list[int]] = {}
+        self.cuts: dict[int, int] = {}  # where a chunk begins -> where it ends, unless the prompt ends first
         self.eos: dict[int, int] = {}  # request -> how many tokens it says before it ends by itself
         self.ids = 0
 
@@ -46,7 +47,9 @@ class Story:
         if plan:
             self.flights.append(plan)
             self.plans.append(plan)
-            cost = len(plan.decodes) + sum(chunk.width for chunk in plan.chunks)
+            cost = len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks)
+            cuts = {chunk.start: chunk.stop for chunk in plan.chunks if not chunk.emits}
+            assert all(self.cuts.setdefault(start, stop) == stop for start, stop in cuts.items()), (self.cuts, cuts)
             assert cost <= max(self.sched.budget, self.sched.chunk + len(plan.decodes))
         done = self.flights.pop(0) if self.flights and (len(self.flights) > self.lag or not plan) else None
         if done:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -406,8 +407,8 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     assert "r1 → slot 0, r2 → slot 1, r3 → slot 2" in text
     assert "r1 0–16 → slot 0, r2 0–9 → slot 1" in text
     assert "25 prefill + 0 decode = 25 in one step" in text
-    assert "cost 32 + 0 of 32 (chunks rounded up to 16s)" in text
-    assert "held     r3: another chunk, of up to 16, is over the budget" in text
+    assert "cost 32 + 0 of 32 (chunks count in 16s)" in text
+    assert "held     r3: over the budget, or another writes what they share" in text
     assert re.search(r"time +[\d.]+ ms = plan 0.20 \+ build 1.00 \+ wait [\d.]+ \+ commit 0.80", text)
     assert re.search(r"pbuild?─*wait─*comm", text), text
 
@@ -420,12 +421,15 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy):
     """A decode step takes 10 ms here, a chunk 5: on that clock the replay is the run, cell for cell."""
     stage = Stage(policy=policy).load()
     stage.engine.sched.reuse = False
+    limits = {"chunk": 32, "budget": 64, "far": 20}  # long prompts have narrow chunks
+    for name, value in limits.items():
+        setattr(stage.engine.sched, name, value)
     stage.session.obey("/burst 20")
     stage.turns(30)
-    for prompt in ("late", "later"):
+    for prompt in ("late", "and later " * 20):
         stage.session.obey(prompt)
     stage.finish()
-    view = stage.state.view
+    view = replace(stage.state.view, **limits)
     requests = sorted(view.requests, key=lambda r: r.id)
     run = tui.replay(view, requests, policy, stage.state.steps[0].began, (0.01, 0.005))
     assert [column.cells for column in run.columns] == [column.cells for column in stage.state.history]
