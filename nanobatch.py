@@ -663,8 +663,8 @@ class Engine:
 
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; where they are not
     given they are chosen to fit the memory that is free, and `summary` says what was chosen. `chunk` is the width of a
-    prefill chunk (less where it looks back far: `Scheduler._widest`), `budget` how many tokens one step may compute: by
-    default a token for each slot, two chunks, and another chunk for every eight slots, because the more there are, the
+    prefill chunk (less where it looks back far: `Scheduler._widest`), `budget` what one step may cost, in tokens: by
+    default one for each slot, two chunks, and another chunk for every eight slots, because the more there are, the
     more of them fall free at a time. `exact` keeps the device's shapes constant, so that a request has the same bits in
     any company; without, idle rows are left out. `reuse` lets prompts that begin alike share rows. `run_ahead` starts a
     step before the one before has been read.

@@ -170,6 +170,16 @@ def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
     assert [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
 
 
+def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one():
+    """A budget of 128 lets two chunks of 64 into a step. Narrowed to 16 tokens each, two it is still."""
+    story = Story(slots=4, max_len=600, chunk=64, budget=128, far=100, reuse=False)
+    for _ in range(4):
+        story.submit(400, 1)
+    story.run()
+    late = [[chunk.stop - chunk.start for chunk in plan.chunks] for plan in story.plans if plan.chunks[0].start >= 300]
+    assert len(late) > 10 and all(widths == [16, 16] for widths in late)
+
+
 def test_run_ahead_sees_an_end_one_step_late_and_drops_the_ghosts_token():
     """A says eos with its 2nd token, in step 2. Step 3 has been planned by then: it carries A's ghost."""
     story = Story(lag=1)
