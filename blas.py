@@ -124,6 +124,15 @@ def rows_at_once(rows: int, columns: int) -> int:
     return rows
 
 
+def takes_rows(outputs: int, inputs: int) -> bool:
+    """Is x @ W.T, with W (out, in) as a checkpoint has it, faster here than x @ W, with W turned to (in, out)?
+
+    Where MKL copies a matrix first, long rows are quicker to copy than long columns (8 rows, 576 x 3,072: 0.93 ms turned,
+    0.71 as it is). Short rows are not; and for a vocabulary, one to three rows are worth more, which need no copy.
+    """
+    return "mkl" in name and inputs >= 512 and outputs <= 16_000
+
+
 try:
     import mlx.core as mx
 except ImportError as error:
@@ -134,4 +143,4 @@ except ImportError as error:
         )
     raise
 
-__all__ = ["mx", "name", "rows_at_once"]
+__all__ = ["mx", "name", "rows_at_once", "takes_rows"]

@@ -33,7 +33,7 @@ SPARE = 16  # one spare row would do; sixteen keep every head of every slot on a
 class Slab:
     def __init__(self, layers: int, slots: int, Hkv: int, length: int, Dh: int, dtype: mx.Dtype):
         assert length % BUCKET == 0, f"a slot of {length} rows is no multiple of {BUCKET}"
-        self.slots, self.length = slots, length
+        self.slots, self.Hkv, self.length, self.Dh = slots, Hkv, length, Dh
         self._shape, self._dtype = (slots, Hkv, length + SPARE, Dh), dtype
         self.k = [mx.zeros(self._shape, dtype) for _ in range(layers)]
         self.v = [mx.zeros(self._shape, dtype) for _ in range(layers)]
@@ -102,8 +102,10 @@ class Window:
         self.positions = mx.array(starts)[:, None] + mx.arange(L)  # (B, L)
         # Row j is visible from position p if j <= p: that is causality, and it also hides what earlier owners left.
         visible = mx.arange(reach) <= self.positions[:, :, None]  # (B, L, reach)
-        self.mask = mx.where(visible, 0.0, -mx.inf)[:, None, None]  # (B, 1, 1, L, reach), added to the scores
-        self._rows = mx.array(slots), mx.array(starts)
+        self.mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (B, 1, L, reach), added to the scores
+        self._slots, self._rows = mx.array(slots), mx.array(starts)
+        # The same rows for every number of a (B, Hkv, 1, Dh): made once a step, not in every layer.
+        self._row = mx.broadcast_to(self._rows[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
 
     def append(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         """Write k and v, both (B, Hkv, L, Dh), and answer with all that is visible: (B, Hkv, reach, Dh) each.
@@ -120,11 +122,9 @@ class Window:
             slot, start = self.slots[0], self.starts[0]
             slab[layer][slot, :, start : start + self.L] = new[0]
             return slab[layer][slot : slot + 1, :, : self.reach]
-        slots, rows = self._rows
         if self.slots == list(range(self.slab.slots)):  # one row in every slot, and what is read is a view
             # One operation: a scatter by two arrays of indices, as below, takes ten nodes of the graph.
-            rows = mx.broadcast_to(rows[:, None, None, None], new.shape)
-            slab[layer] = mx.put_along_axis(slab[layer], rows, new, axis=2)
+            slab[layer] = mx.put_along_axis(slab[layer], self._row, new, axis=2)
             return slab[layer][:, :, : self.reach]
-        slab[layer][slots, :, rows] = new[:, :, 0]  # one row in some slots, which are gathered
-        return mx.take(slab[layer][:, :, : self.reach], slots, axis=0)
+        slab[layer][self._slots, :, self._rows] = new[:, :, 0]  # one row in some slots, which are gathered
+        return mx.take(slab[layer][:, :, : self.reach], self._slots, axis=0)

@@ -64,7 +64,7 @@ __all__ = ["Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sa
 # --- the forward pass --------------------------------------------------------------------------------------------
 
 
-def forward(model: Model, ids: mx.array, window: Window) -> mx.array:  # ids (B, L) -> hidden states (B, L, D)
+def forward(model: Model, ids: mx.array, window: Window) -> mx.array:  # ids (...) -> (..., D)
     """Everything a Llama does, for a prefill chunk (B = 1, L = C) and for a decode step (L = 1) alike.
 
     Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Engine._run` starts the whole of it
@@ -82,26 +82,28 @@ def forward(model: Model, ids: mx.array, window: Window) -> mx.array:  # ids (B,
             + <---------------------------------------------------------+
     """
     c = model.config
-    B, L = ids.shape
-    cos, sin = rope_angles(model, window)  # (B, 1, L, Dh) each
-    x = model.table.rows(ids)  # (B, L, D)
+    B, L = window.B, window.L
+    # q and k are turned and, in the same go, made Dh^1/4 times shorter: attention wants their product / sqrt(Dh).
+    cos, sin = [angle * c.Dh**-0.25 for angle in rope_angles(model, window)]  # (B, 1, L, Dh) each
+    mask = window.mask if L == 1 else mx.concatenate([window.mask] * (c.H // c.Hkv), axis=2)  # (B, 1, 1 or G * L, T)
+    x = model.table.rows(ids)  # (..., D)
     for index, layer in enumerate(model.layers):
         # Attention: every token asks (q) all tokens up to itself what they have to say (k: to whom, v: what).
         h = rms_norm(x, layer.attn_norm, c.norm_eps)
         qkv = layer.qkv(h).reshape(B, L, c.H + 2 * c.Hkv, c.Dh).transpose(0, 2, 1, 3)  # (B, H + 2 Hkv, L, Dh)
-        qk, v = qkv[:, : c.H + c.Hkv], qkv[:, c.H + c.Hkv :]
+        qk, v = mx.split(qkv, [c.H + c.Hkv], axis=1)
         if c.qk_norm:
             qk = mx.concatenate(
                 [rms_norm(qk[:, : c.H], layer.q_norm, c.norm_eps), rms_norm(qk[:, c.H :], layer.k_norm, c.norm_eps)],
                 axis=1,
             )
-        qk = rotate(qk, cos, sin)  # q and k turn alike: one operation for both
-        q, k = qk[:, : c.H], qk[:, c.H :]
+        q, k = mx.split(rotate(qk, cos, sin), [c.H], axis=1)  # q and k turn alike: one operation for both
         keys, values = window.append(index, k, v)  # (B, Hkv, T, Dh) each: the past, and what was just written
-        x = x + layer.o(attention(q, keys, values, window.mask))
+        heads = attention(q, keys, values, mask)  # (B, L, H, Dh)
+        x = x + layer.o(heads.reshape(*ids.shape, c.H * c.Dh))
         # The MLP: each token by itself.
         h = rms_norm(x, layer.mlp_norm, c.norm_eps)
-        gate, up = mx.split(layer.gate_up(h), 2, axis=-1)  # (B, L, hidden) each
+        gate, up = mx.split(layer.gate_up(h), 2, axis=-1)  # (..., hidden) each
         x = x + layer.down(silu(gate) * up)
     return rms_norm(x, model.norm, c.norm_eps)
 
@@ -128,7 +130,7 @@ def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
     In five operations here; each has a price of its own, so where there are few numbers MLX's one operation is faster.
     (Few by the shape without T, which grows with the neighbours: the choice must not, or the bits would.)
     """
-    if x.dtype != mx.float32 or math.prod(x.shape[:-1]) < 64:
+    if x.dtype != mx.float32 or math.prod(x.shape[:-1]) < 16:
         return mx.softmax(x, axis=-1)
     powers = mx.power(math.e, x - mx.max(x, axis=-1, keepdims=True))
     return powers / mx.sum(powers, axis=-1, keepdims=True)
@@ -145,18 +147,15 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads,
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:
-    """softmax(q k^T / sqrt(Dh) + mask) v     q (B, H, L, Dh), k and v (B, Hkv, T, Dh) -> (B, L, H * Dh)
+    """softmax(q k^T + mask) v     q (B, H, L, Dh), k and v (B, Hkv, T, Dh) -> (B, L, H, Dh)
 
     G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the rows of one
     matrix product, and each key is read once for all of them.
     """
     B, H, L, Dh = q.shape
-    Hkv, T = k.shape[1:3]
-    G = H // Hkv
-    scores = (q.reshape(B, Hkv, G * L, Dh) * Dh**-0.5) @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
-    scores = scores.reshape(B, Hkv, G, L, T) + mask
-    weights = softmax(scores).astype(v.dtype).reshape(B, Hkv, G * L, T)
-    return (weights @ v).reshape(B, H, L, Dh).transpose(0, 2, 1, 3).reshape(B, L, H * Dh)
+    folded = q.reshape(B, k.shape[1], -1, Dh)  # (B, Hkv, G * L, Dh)
+    weights = softmax(folded @ k.swapaxes(-1, -2) + mask).astype(v.dtype)  # (B, Hkv, G * L, T)
+    return (weights @ v).reshape(B, H, L, Dh).transpose(0, 2, 1, 3)
 
 
 def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh) each
@@ -201,7 +200,9 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
 class Dense(NamedTuple):
     """y = x W + b, with W stored (in, out): over the checkpoint's (out, in), one row's x @ W.T takes twice as long.
 
-    W is widened with zeros to a multiple of 16 columns. A BLAS computes columns and rows in blocks, and where neither
+    Unless the BLAS likes the other order better (`blas.takes_rows`): then W is a view, and what is stored stays as it is.
+
+    Else W is widened with zeros to a multiple of 16 columns. A BLAS computes columns and rows in blocks, and where neither
     comes out even, OpenBLAS adds the last rows' numbers up in another order: a slot's bits would depend on its number.
     And to no multiple of 1,024: rows that lie a multiple of 4 KiB apart compete for the same few places in the
     processor's cache. With 49,168 columns instead of 49,152, the head of a 135M model took 11 ms instead of 40 (MKL).
@@ -227,12 +228,14 @@ class Dense(NamedTuple):
         out, bias = weight.shape[0], None
         if any(b is not None for _, b in parts):
             bias = mx.concatenate([mx.zeros(w.shape[0], w.dtype) if b is None else b for w, b in parts])
+        if blas.takes_rows(*weight.shape):
+            return Dense(weight.T, bias, out)
         more = -out % 16
         if (out + more) % 1024 == 0:
             more += 16
         return Dense(mx.contiguous(mx.pad(weight, [(0, more), (0, 0)]).T), bias, out)
 
-    def rows(self, ids: mx.array) -> mx.array:  # (B, L) -> (B, L, in)
+    def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         """As an embedding: column `id` of the (D, V) matrix, so that a tied head and its table are one array."""
         return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)
 
@@ -262,7 +265,7 @@ class Quantized(NamedTuple):
         )
         return y if self.bias is None else y + self.bias
 
-    def rows(self, ids: mx.array) -> mx.array:  # (B, L) -> (B, L, in)
+    def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         return mx.dequantize(
             self.weight[ids], self.scales[ids], self.offsets[ids], group_size=self.group, bits=self.bits
         )
@@ -803,13 +806,13 @@ class Engine:
             last = chunk.stop - chunk.start - 1
             chosen.append(self._choose(self.model.head(x[:, last]), [self._pick(chunk, 0, 0)]))
         if plan.decodes:
-            x, rows = self._decode(plan.decodes)  # (B, 1, D), and the row of each member
+            x, rows = self._decode(plan.decodes)  # (B, D), and the row of each member
             self._start(x)
             picks = [
                 self._pick(member, row, member.position - len(member.request.prompt) + 1)
                 for member, row in zip(plan.decodes, rows, strict=True)
             ]
-            chosen.append(self._choose(self.model.head(x[:, 0]), picks))
+            chosen.append(self._choose(self.model.head(x), picks))
         emitted = mx.full(self.slab.slots, -1, mx.int32)
         logprobs = []
         for slots, tokens, measured in chosen:
@@ -851,7 +854,7 @@ class Engine:
         window = Window(self.slab, [chunk.slot], [chunk.start], C, reach, [len(prompt)])
         return forward(self.model, mx.array([ids]), window)
 
-    def _decode(self, members: Sequence[Decode]) -> tuple[mx.array, list[int]]:  # -> (B, 1, D), row of each member
+    def _decode(self, members: Sequence[Decode]) -> tuple[mx.array, list[int]]:  # -> (B, D), row of each member
         """One token for each member. Exact: every slot is a row, idle ones too, so that the shape never changes.
 
         A matrix product of another shape adds its numbers in another order, and rounding makes that show: compact
@@ -867,7 +870,7 @@ class Engine:
             starts.append(self.slab.spare)
         lengths = [at.get(slot, 0) + 1 for slot in slots]
         window = Window(self.slab, slots, starts, 1, self.slab.reach(max(at.values()) + 1), lengths)
-        ids = self._newest[mx.array(slots)][:, None]  # (B, 1): on the device, read by nobody yet
+        ids = self._newest[mx.array(slots)]  # (B,): on the device, read by nobody yet
         return forward(self.model, ids, window), [slots.index(member.slot) for member in members]
 
     def _pick(self, member: Chunk | Decode, row: int, index: int) -> Pick:

@@ -397,7 +397,7 @@ def count_copies(folder: Path) -> int:
 
 
 def test_no_step_copies_the_slab_and_starting_a_pass_too_early_would(tmp_path, monkeypatch):
-    folder = make_checkpoint(tmp_path, num_hidden_layers=1, hidden_size=256, intermediate_size=8192)
+    folder = make_checkpoint(tmp_path, num_hidden_layers=1, hidden_size=512, intermediate_size=8192)
     assert count_copies(folder) == 0
 
     def start_at_once(self, *results):

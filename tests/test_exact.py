@@ -14,7 +14,7 @@ from harness import Ask, Tap, random_asks, run_schedule
 import blas
 import kv
 from blas import mx
-from nanobatch import Engine, Model, Sampling, Text, product
+from nanobatch import Dense, Engine, Model, Sampling, Text, product
 from sched import POLICIES, Scheduler
 
 SCHEDULES = int(os.environ.get("NANOBATCH_EXACT_SCHEDULES", 200))
@@ -83,6 +83,16 @@ def test_a_vocabularys_product_gives_a_row_the_same_bits_wherever_it_stands(rows
     rng = np.random.default_rng(rows)
     x, weight = (mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in ((1, 1, 96), (96, 16_016)))
     y = product(mx.repeat(x, rows, axis=0), weight)
+    assert mx.array_equal(y, mx.repeat(y[:1], rows, axis=0))
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 6, 7, 8, 11, 16])
+def test_so_does_a_deep_matrix_however_it_is_stored(rows):
+    """Deep enough for the BLAS to be asked which way round it takes it (`blas.takes_rows`)."""
+    rng = np.random.default_rng(rows)
+    x, weight = (mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in ((1, 600), (200, 600)))
+    y = Dense.of([(weight, None)])(mx.repeat(x, rows, axis=0))
+    assert y.shape == (rows, 200) and mx.allclose(y[:1], x @ weight.T, atol=1e-4)
     assert mx.array_equal(y, mx.repeat(y[:1], rows, axis=0))
 
 
