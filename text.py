@@ -185,6 +185,7 @@ class TextStream:
         self._silent = special_ids(tokenizer) if silent is None else silent
         self._falls_back = tokenizer.token_to_id("<0x00>") is not None
         self._context: list[int] = []  # the last tokens whose text is out
+        self._behind = ""  # their text
         self._waiting: list[int] = []  # tokens whose text is not
         self._held = ""  # text that is out of the decoder, but may be the beginning of a stop string
         self._decoded = 0  # how many characters are out of the decoder
@@ -196,29 +197,32 @@ class TextStream:
         if name is None or token in self._silent:
             return ""
         self._waiting.append(token)
-        if self._falls_back:
-            count = 0 if len(name) == 6 and name.startswith("<0x") else len(self._waiting)
-        else:
-            count = self._complete()
-        if count == 0:
+        if self._falls_back and len(name) == 6 and name.startswith("<0x"):
             return ""
-        done, self._waiting = self._waiting[:count], self._waiting[count:]
-        piece = self._decode(self._context + done)[len(self._decode(self._context)) :]
-        self._context = done[-1:] if self._falls_back else done[-4:]
+        text, count = self._decode(self._context + self._waiting), len(self._waiting)
+        if text.endswith("\ufffd") and not self._falls_back:
+            count = self._complete()
+            if count == 0:
+                return ""
+            text = self._decode(self._context + self._waiting[:count])
+        piece = text[len(self._behind) :]
+        self._context += self._waiting[:count]
+        self._behind, self._waiting = text, self._waiting[count:]
+        if len(self._context) > 16:  # not every time: as long as it only grows, its text is known
+            self._context = self._context[-1:] if self._falls_back else self._context[-4:]
+            self._behind = self._decode(self._context)
         return self._release(piece)
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _complete(self) -> int:
-        """How many of the waiting tokens end at a character's end: all of them, or all but the last one's bytes.
+        """How many of the waiting tokens end at a character's end, if not all of them.
 
         A character has at most four bytes. Where the text can be cut without changing it, what stands before the cut
         stays as it is, broken or not, whatever follows.
         """
         text = self._decode(self._waiting)
-        if not text.endswith("\ufffd"):
-            return len(self._waiting)
         for count in range(len(self._waiting) - 1, max(len(self._waiting) - 5, 0), -1):
             if self._decode(self._waiting[:count]) + self._decode(self._waiting[count:]) == text:
                 return count
@@ -226,6 +230,8 @@ class TextStream:
 
     def _release(self, piece: str) -> str:
         self._decoded += len(piece)
+        if not self._stops:
+            return piece
         text = self._held + piece
         found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:  # the one that is complete first, however the text was cut into tokens
