@@ -105,26 +105,38 @@ class Window:
         self.mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (B, 1, L, reach), added to the scores
         self._slots, self._rows = mx.array(slots), mx.array(starts)
         # The same rows for every number of a (B, Hkv, 1, Dh): made once a step, not in every layer.
+        self._is_all = slots == list(range(slab.slots))
         self._row = mx.broadcast_to(self._rows[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
 
-    def append(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        """Write k and v, both (B, Hkv, L, Dh), and answer with all that is visible: (B, Hkv, reach, Dh) each.
+    def mask_for(self, G: int) -> mx.array:  # (B, 1, 1 or G * L, reach)
+        """The mask, for scores in which G heads' L tokens follow one another."""
+        return self.mask if self.L == 1 else mx.concatenate([self.mask] * G, axis=2)
+
+    def write(self, layer: int, k: mx.array, v: mx.array) -> None:
+        """Write k and v, both (B, Hkv, L, Dh).
 
         subtle: an `mx.array` is a name for a node of the graph. `a[i] = x` makes a new node, and the name stands for it
         from then on, for all who share the name. The new node takes over the old one's memory, without copying the
-        slab, if and only if nobody else holds the old node any more. So the slab is held here and nowhere else, and
-        `Engine` takes care that no step which still reads it is in flight.
+        slab, if and only if nobody else holds the old node any more. So the slab is held here and nowhere else, the
+        windows of one forward pass all write before the first of them reads, and `Engine` takes care that no step
+        which still reads it is in flight.
         """
-        return self._write(self.slab.k, layer, k), self._write(self.slab.v, layer, v)
+        for slab, new in ((self.slab.k, k), (self.slab.v, v)):
+            if self.B == 1:  # a run of rows in one slot
+                slot, start = self.slots[0], self.starts[0]
+                slab[layer][slot, :, start : start + self.L] = new[0]
+            elif self._is_all:  # one row in every slot
+                # One operation: a scatter by two arrays of indices, as below, takes ten nodes of the graph.
+                slab[layer] = mx.put_along_axis(slab[layer], self._row, new, axis=2)
+            else:  # one row in some slots
+                slab[layer][self._slots, :, self._rows] = new[:, :, 0]
 
-    def _write(self, slab: list[mx.array], layer: int, new: mx.array) -> mx.array:
-        if self.B == 1:  # a run of rows in one slot
-            slot, start = self.slots[0], self.starts[0]
-            slab[layer][slot, :, start : start + self.L] = new[0]
-            return slab[layer][slot : slot + 1, :, : self.reach]
-        if self.slots == list(range(self.slab.slots)):  # one row in every slot, and what is read is a view
-            # One operation: a scatter by two arrays of indices, as below, takes ten nodes of the graph.
-            slab[layer] = mx.put_along_axis(slab[layer], self._row, new, axis=2)
-            return slab[layer][:, :, : self.reach]
-        slab[layer][self._slots, :, self._rows] = new[:, :, 0]  # one row in some slots, which are gathered
-        return mx.take(slab[layer][:, :, : self.reach], self._slots, axis=0)
+    def read(self, layer: int) -> tuple[mx.array, mx.array]:  # (B, Hkv, reach, Dh) each
+        """Keys and values of all that is visible: views of the slab, or gathered where it is some of the slots."""
+        both = self.slab.k[layer][:, :, : self.reach], self.slab.v[layer][:, :, : self.reach]
+        if self.B == 1:
+            slot = self.slots[0]
+            return both[0][slot : slot + 1], both[1][slot : slot + 1]
+        if self._is_all:
+            return both
+        return mx.take(both[0], self._slots, axis=0), mx.take(both[1], self._slots, axis=0)

@@ -45,7 +45,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, compress, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ from blas import mx
 from checkpoint import Config, ModelError, Rope, Weights
 from kv import BUCKET, Slab, Window
 from sampling import PENALTY_CONTEXT, Logprobs, Pick, Sampling, choose, fresh_seed
-from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
+from sched import PADDING, Chunk, Decode, Plan, QueueFull, Request, Scheduler
 from text import Text, printable
 
 __all__ = ["Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot", "forward"]
@@ -64,48 +64,60 @@ __all__ = ["Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sa
 # --- the forward pass --------------------------------------------------------------------------------------------
 
 
-def forward(model: Model, ids: mx.array, window: Window) -> mx.array:  # ids (...) -> (..., D)
-    """Everything a Llama does, for a prefill chunk (B = 1, L = C) and for a decode step (L = 1) alike.
+def forward(
+    model: Model, ids: Sequence[mx.array], windows: Sequence[Window], asked: Sequence[bool] = ()
+) -> list[mx.array]:  # ids of each window (tokens) -> hidden states (tokens, D) of each that is asked for
+    """Everything a Llama does, for prefill chunks (B = 1, L = C) and decode steps (L = 1), one or several at once.
 
     Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Engine._run` starts the whole of it
     at once. What nobody asks for is never computed; the last layer's attention of a chunk that emits nothing is not.
 
-    A layer with small numbers. Two rows decode (B = 2, L = 1); D = 8, H = 4 heads of Dh = 2, Hkv = 2 of them have keys
-    and values, and attention looks back on T = 6 rows of the slab:
+    All tokens lie side by side, N of them, whoever they belong to: norms, projections and the MLP treat each by
+    itself. Only attention asks whose a token is, window by window. With small numbers, two rows that decode and
+    nothing else (B = 2, L = 1, N = 2); D = 8, H = 4 heads of Dh = 2, Hkv = 2 of them have keys and values, and
+    attention looks back on T = 6 rows of the slab:
 
-        x (2,1,8) - norm - qkv (2,1,16) -+- q (2,4,1,2) - turn - folded (2,2,2,2) -+- scores (2,2,2,6) - softmax -+
-            |                            +- k (2,2,1,2) - turn - slab - keys (2,2,6,2)                            |
-            |                            +- v (2,2,1,2) -------- slab - values (2,2,6,2) -------------------------+
-            + <---------------------------------- o (2,1,8) <- heads side by side (2,1,8) <- sums of values ------+
+        x (2,8) - norm - qkv (2,16) -+- q (2,4,1,2) - turn - folded (2,2,2,2) -+- scores (2,2,2,6) - softmax -+
+            |                        +- k (2,2,1,2) - turn - slab - keys (2,2,6,2)                            |
+            |                        +- v (2,2,1,2) -------- slab - values (2,2,6,2) -------------------------+
+            + <--------------------------------- o (2,8) <- heads side by side (2,8) <- sums of values -------+
             |
-            +- norm - gate, up (2,1,hidden) each - silu(gate) * up - down (2,1,8)
-            + <---------------------------------------------------------+
+            +- norm - gate, up (2,hidden) each - silu(gate) * up - down (2,8)
+            + <-------------------------------------------------------+
     """
     c = model.config
-    B, L = window.B, window.L
-    # q and k are turned and, in the same go, made Dh^1/4 times shorter: attention wants their product / sqrt(Dh).
-    cos, sin = [angle * c.Dh**-0.25 for angle in rope_angles(model, window)]  # (B, 1, L, Dh) each
-    mask = window.mask if L == 1 else mx.concatenate([window.mask] * (c.H // c.Hkv), axis=2)  # (B, 1, 1 or G * L, T)
-    x = model.table.rows(ids)  # (..., D)
+    sizes = [array.size for array in ids]
+    turns = [rope_angles(model, window) for window in windows]
+    masks = [window.mask_for(c.H // c.Hkv) for window in windows]
+    x = model.table.rows(ids[0] if len(ids) == 1 else mx.concatenate([array.flatten() for array in ids]))  # (N, D)
     for index, layer in enumerate(model.layers):
         # Attention: every token asks (q) all tokens up to itself what they have to say (k: to whom, v: what).
         h = rms_norm(x, layer.attn_norm, c.norm_eps)
-        qkv = layer.qkv(h).reshape(B, L, c.H + 2 * c.Hkv, c.Dh).transpose(0, 2, 1, 3)  # (B, H + 2 Hkv, L, Dh)
-        qk, v = mx.split(qkv, [c.H + c.Hkv], axis=1)
-        if c.qk_norm:
-            qk = mx.concatenate(
-                [rms_norm(qk[:, : c.H], layer.q_norm, c.norm_eps), rms_norm(qk[:, c.H :], layer.k_norm, c.norm_eps)],
-                axis=1,
-            )
-        q, k = mx.split(rotate(qk, cos, sin), [c.H], axis=1)  # q and k turn alike: one operation for both
-        keys, values = window.append(index, k, v)  # (B, Hkv, T, Dh) each: the past, and what was just written
-        heads = attention(q, keys, values, mask)  # (B, L, H, Dh)
-        x = x + layer.o(heads.reshape(*ids.shape, c.H * c.Dh))
+        askers = []
+        for window, turn, mask, qkv in zip(windows, turns, masks, cut(layer.qkv(h), sizes), strict=True):
+            heads = qkv.reshape(window.B, window.L, c.H + 2 * c.Hkv, c.Dh).transpose(0, 2, 1, 3)
+            qk, v = mx.split(heads, [c.H + c.Hkv], axis=1)  # (B, H + Hkv, L, Dh) and (B, Hkv, L, Dh)
+            if c.qk_norm:
+                q, k = mx.split(qk, [c.H], axis=1)
+                q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
+                qk = mx.concatenate([q, k], axis=1)
+            q, k = mx.split(rotate(qk, *turn), [c.H], axis=1)  # q and k turn alike: one operation for both
+            window.write(index, k, v)
+            askers.append((q, window, mask))
+        if index == c.layers - 1 and any(asked) and not all(asked):  # their rows are written: the rest is for the others
+            x = mx.concatenate(list(compress(cut(x, sizes), asked)))
+            sizes, askers = list(compress(sizes, asked)), compress(askers, asked)
+        answers = [attention(q, *window.read(index), mask).reshape(-1, c.H * c.Dh) for q, window, mask in askers]
+        x = x + layer.o(mx.concatenate(answers).reshape(*x.shape[:-1], -1))
         # The MLP: each token by itself.
         h = rms_norm(x, layer.mlp_norm, c.norm_eps)
-        gate, up = mx.split(layer.gate_up(h), 2, axis=-1)  # (..., hidden) each
+        gate, up = mx.split(layer.gate_up(h), 2, axis=-1)  # (N, hidden) each
         x = x + layer.down(silu(gate) * up)
-    return rms_norm(x, model.norm, c.norm_eps)
+    return cut(rms_norm(x, model.norm, c.norm_eps).reshape(-1, c.D), sizes)
+
+
+def cut(x: mx.array, sizes: Sequence[int]) -> list[mx.array]:  # (N, ...) -> (size, ...) for each size
+    return mx.split(x, list(accumulate(sizes))[:-1]) if len(sizes) > 1 else [x]
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:  # (..., D) -> (..., D)
@@ -166,7 +178,8 @@ def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (
         frequencies = mx.stack([rope_frequencies(rope, Dh, n) for n in window.lengths])[:, None]  # (B, 1, Dh/2)
     positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
     angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
-    cos, sin = mx.cos(angles), mx.sin(angles)
+    # Turned and, in the same go, made Dh^1/4 times shorter, since attention wants q and k's product / sqrt(Dh).
+    cos, sin = mx.cos(angles) * Dh**-0.25, mx.sin(angles) * Dh**-0.25
     return mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
 
 
@@ -192,6 +205,34 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     # In between, the frequency is a mixture of the two, here written for its reciprocal as mlx-lm computes it.
     keep = mx.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
     return 1 / (periods / ((1 - keep) / rope.factor + keep))
+
+
+class Part(NamedTuple):
+    """What a chunk, or all the decoding rows, put into a forward pass, and want from it."""
+
+    ids: mx.array  # (1, C) or (B,)
+    window: Window
+    rows: slice  # those of its tokens whose logits are wanted
+    members: list[tuple[Chunk | Decode, int]]  # each with its row of these logits; none if the chunk emits nothing
+
+
+def keeps_bits(model: Model, slots: int, chunk: int, budget: int) -> bool:
+    """Are a row's numbers in a product the same, bit by bit, whatever else goes through the weights with it?
+
+    Then all that a step does can be one pass. MKL keeps them from four rows on, OpenBLAS does not. But rather than
+    believe it, try it: each of a layer's matrices, on what may stand alone, on pairs, and on the most a step can hold.
+    """
+    if has_gpu() or "mkl" not in blas.name:
+        return False
+    layer, c = model.layers[0], model.config
+    for dense, inputs in ((layer.qkv, c.D), (layer.o, c.H * c.Dh), (layer.gate_up, c.D), (layer.down, c.hidden)):
+        x = mx.random.normal((max(budget, chunk) + slots, inputs), key=mx.random.key(0))
+        whole = dense(x)
+        alone = [dense(x[:slots]), dense(x[None, :PADDING])[0], dense(x[None, :chunk])[0]]
+        for part in (*alone, dense(x[: slots + PADDING]), dense(x[: slots + chunk])):
+            if not mx.array_equal(part, whole[: part.shape[0]]).item():
+                return False
+    return True
 
 
 # --- the model: weights, in the shape that the forward pass wants them ---------------------------------------------
@@ -711,6 +752,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stopping = self._closed = False
         self._reset_device()
+        with _device_lock, device_stream():
+            self.one_pass = not exact or keeps_bits(model, slots, chunk, budget)
         _engines.add(self)
 
     @classmethod
@@ -797,22 +840,15 @@ class Engine:
         chosen = []
         for rows in scrubs:
             self.slab.scrub(*rows)
-        for chunk in plan.chunks:
-            x = self._prefill(chunk)  # (1, C, D)
-            if not chunk.emits:
+        for parts in self._passes(plan):
+            ids, windows, asked = zip(*[(part.ids, part.window, bool(part.members)) for part in parts], strict=True)
+            states = forward(self.model, ids, windows, asked)
+            if not any(asked):
                 self._start(*self.slab.written())  # nobody asks for x, so the rest of its last layer is never run
                 continue
-            self._start(x)
-            last = chunk.stop - chunk.start - 1
-            chosen.append(self._choose(self.model.head(x[:, last]), [self._pick(chunk, 0, 0)]))
-        if plan.decodes:
-            x, rows = self._decode(plan.decodes)  # (B, D), and the row of each member
-            self._start(x)
-            picks = [
-                self._pick(member, row, member.position - len(member.request.prompt) + 1)
-                for member, row in zip(plan.decodes, rows, strict=True)
-            ]
-            chosen.append(self._choose(self.model.head(x), picks))
+            self._start(*states)
+            for x, part in zip(states, compress(parts, asked), strict=True):
+                chosen.append(self._choose(self.model.head(x[part.rows]), part.members))
         emitted = mx.full(self.slab.slots, -1, mx.int32)
         logprobs = []
         for slots, tokens, measured in chosen:
@@ -839,7 +875,27 @@ class Engine:
         mx.async_eval(results)
         self._started = results
 
-    def _prefill(self, chunk: Chunk) -> mx.array:  # -> (1, C, D)
+    def _passes(self, plan: Plan) -> Iterator[list[Part]]:
+        """The plan's chunks and its decoding rows, those together that go through the weights in one forward pass.
+
+        All of them, if a product's numbers do not depend on how many rows it has (`keeps_bits`), or nobody minds. Only
+        who takes over rows that another chunk of this step may just be writing waits for the next pass.
+        """
+        parts: list[Part] = []
+        for chunk in plan.chunks:
+            if parts and (chunk.source is not None or not self.one_pass):
+                yield parts
+                parts = []
+            parts.append(self._prefill(chunk))
+        if parts and plan.decodes and not self.one_pass:
+            yield parts
+            parts = []
+        if plan.decodes:
+            parts.append(self._decode(plan.decodes))
+        if parts:
+            yield parts
+
+    def _prefill(self, chunk: Chunk) -> Part:
         """One chunk of a prompt, padded to C tokens. C depends on the prompt and the place: any company has this shape.
 
         The padding's keys land in rows that the sequence has yet to reach, and it overwrites them when it does.
@@ -852,9 +908,10 @@ class Engine:
         ids = [*prompt[chunk.start : chunk.stop], *[0] * (C - (chunk.stop - chunk.start))]
         reach = self.slab.reach(chunk.start + C)
         window = Window(self.slab, [chunk.slot], [chunk.start], C, reach, [len(prompt)])
-        return forward(self.model, mx.array([ids]), window)
+        last = chunk.stop - chunk.start - 1
+        return Part(mx.array([ids]), window, slice(last, last + 1), [(chunk, 0)] if chunk.emits else [])
 
-    def _decode(self, members: Sequence[Decode]) -> tuple[mx.array, list[int]]:  # -> (B, D), row of each member
+    def _decode(self, members: Sequence[Decode]) -> Part:
         """One token for each member. Exact: every slot is a row, idle ones too, so that the shape never changes.
 
         A matrix product of another shape adds its numbers in another order, and rounding makes that show: compact
@@ -871,10 +928,11 @@ class Engine:
         lengths = [at.get(slot, 0) + 1 for slot in slots]
         window = Window(self.slab, slots, starts, 1, self.slab.reach(max(at.values()) + 1), lengths)
         ids = self._newest[mx.array(slots)]  # (B,): on the device, read by nobody yet
-        return forward(self.model, ids, window), [slots.index(member.slot) for member in members]
+        return Part(ids, window, slice(None), [(member, slots.index(member.slot)) for member in members])
 
-    def _pick(self, member: Chunk | Decode, row: int, index: int) -> Pick:
+    def _pick(self, member: Chunk | Decode, row: int) -> Pick:
         """What the sampler needs to know of a member of this step: its token will be the request's index-th."""
+        index = member.position - len(member.request.prompt) + 1 if isinstance(member, Decode) else 0
         handle = self._handles.get(member.request.id)  # gone if it was cancelled just now: then anything will do
         sampling, seed = (handle.sampling, handle._seed) if handle else (Sampling(), 0)
         if index == 0 and sampling.repetition_penalty != 1:
@@ -883,8 +941,11 @@ class Engine:
             self._history[member.slot] = mx.array([*none, *recent])
         return Pick(row, member.slot, sampling, seed, index)
 
-    def _choose(self, logits: mx.array, picks: list[Pick]) -> tuple[mx.array, mx.array, list[Logprobs]]:
-        """Choose from logits (B, V): the slots of the picks, their tokens, and the log probabilities asked for."""
+    def _choose(
+        self, logits: mx.array, members: Sequence[tuple[Chunk | Decode, int]]
+    ) -> tuple[mx.array, mx.array, list[Logprobs]]:
+        """Choose from logits (B, V): the slots of the members, their tokens, and the log probabilities asked for."""
+        picks = [self._pick(member, row) for member, row in members]
         tokens, measured = choose(logits, picks, self._history)
         penalised = [i for i, pick in enumerate(picks) if pick.sampling.repetition_penalty != 1]
         if penalised:

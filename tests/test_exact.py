@@ -13,8 +13,9 @@ from harness import Ask, Tap, random_asks, run_schedule
 
 import blas
 import kv
+import nanobatch
 from blas import mx
-from nanobatch import Dense, Engine, Model, Sampling, Text, product
+from nanobatch import Dense, Engine, Model, Sampling, Text, keeps_bits, product
 from sched import POLICIES, Scheduler
 
 SCHEDULES = int(os.environ.get("NANOBATCH_EXACT_SCHEDULES", 200))
@@ -137,6 +138,31 @@ def test_run_ahead_and_the_plain_loop_give_the_same_tokens(models):
         assert answers[0] == answers[1]
 
 
+def test_one_pass_for_a_whole_step_or_one_for_each_chunk_gives_the_same_tokens(models):
+    several = 0
+    for seed in range(10):
+        model, text = models[seed % len(models)]
+        asks, answers = random_asks(np.random.default_rng(seed), 8, longest=150, tokens=12, alike=0.4), []
+        for one_pass in (True, False):
+            with Engine(model, text, slots=6, max_len=192, chunk=32) as engine:
+                engine.one_pass = one_pass
+                answers.append([h.tokens for h in run_schedule(engine, asks, np.random.default_rng(seed))])
+                several += one_pass * sum(len(step.prefill) + bool(step.decode) > 1 for step in engine.snapshot().steps)
+        assert answers[0] == answers[1]
+    assert several > 50
+
+
+def test_a_step_is_one_pass_only_where_no_rows_numbers_depend_on_how_many_there_are(models, monkeypatch):
+    """The arithmetic decides, not the library's name."""
+    monkeypatch.setattr(blas, "name", "mkl")
+    monkeypatch.setattr(nanobatch, "product", lambda x, weight: mx.sum(x[..., None] * weight, axis=-2))
+    assert keeps_bits(models[0][0], 4, 32, 100)
+    monkeypatch.setattr(nanobatch, "product", lambda x, weight: x @ weight * (1 + (x.size > 60 * x.shape[-1]) * 1e-6))
+    assert not keeps_bits(models[0][0], 4, 32, 100)
+    monkeypatch.setattr(blas, "name", "openblas")
+    assert not keeps_bits(models[0][0], 4, 32, 100)
+
+
 # --- teeth -------------------------------------------------------------------------------------------------------
 
 
@@ -164,14 +190,14 @@ def plant(monkeypatch, bug: str) -> None:
 
         monkeypatch.setattr(kv.Window, "__init__", off_by_one)
     elif bug == "a row lands in its neighbour's slot":
-        write = kv.Window._write
+        write = kv.Window.write
 
-        def misplaced(self, slab, layer, new):
+        def misplaced(self, layer, k, v):
             if self.B > 1:
-                new = mx.concatenate([new[1:], new[:1]])
-            return write(self, slab, layer, new)
+                k = mx.concatenate([k[1:], k[:1]])
+            write(self, layer, k, v)
 
-        monkeypatch.setattr(kv.Window, "_write", misplaced)
+        monkeypatch.setattr(kv.Window, "write", misplaced)
     elif bug == "a chunk reads no further than itself":
         monkeypatch.setattr(kv.Slab, "reach", lambda self, rows: 32)
     elif bug == "a prefix is matched one token too long":
