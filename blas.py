@@ -127,8 +127,9 @@ def rows_at_once(rows: int, columns: int) -> int:
 def takes_rows(outputs: int, inputs: int) -> bool:
     """Is x @ W.T, with W (out, in) as a checkpoint has it, faster here than x @ W, with W turned to (in, out)?
 
-    Where MKL copies a matrix first, long rows are quicker to copy than long columns (8 rows, 576 x 3,072: 0.93 ms turned,
-    0.71 as it is). Short rows are not; and for a vocabulary, one to three rows are worth more, which need no copy.
+    MKL copies a matrix into another order first, and long rows are quicker to copy than long columns (8 rows, 576 x
+    3,072: 0.93 ms turned, 0.71 as it is). Short rows are not. Three rows or fewer need no copy: for a vocabulary, where
+    most of such a step's time goes, they count for more.
     """
     return "mkl" in name and inputs >= 512 and outputs <= 16_000
 

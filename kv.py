@@ -12,9 +12,9 @@ scheduler can do. The simplest cut that works: every sequence gets a *slot* of t
         slot 1        old  old  old  .    .    .    .    .   |  ~        free: the rows of an earlier owner remain
         slot 2        B0   B1   B2   B3   B4   B5   .    .   |  ~        B has 6
 
-One forward pass looks at the slab through a `Window`: which rows of which slots it writes, and how far it reads. A
-decode step writes one row in every slot (A4, B6); what idle slots write lands in their spare rows, which nobody reads,
-so that the device sees the same shapes whoever is alive. A prefill chunk writes L rows of one slot.
+A forward pass looks at the slab through windows: which rows of which slots are written, and how far is read. Decoding
+rows share one, which writes one row in every slot (A4, B6); what idle slots write lands in their spare rows, which
+nobody reads, so that the device sees the same shapes whoever is alive. A prefill chunk's own writes L rows of one slot.
 
 The invariant: what a sequence computes depends on row p only if it has itself written row p, or had it copied from a
 sequence that begins with the same tokens. So a slot needs no cleaning between owners, with one exception: attention
@@ -84,7 +84,7 @@ class Slab:
 
 
 class Window:
-    """The rows of the slab that one forward pass writes, and those it reads.
+    """The rows of the slab that a prefill chunk, or all decoding rows, write in a forward pass, and those they read.
 
     `slots` names the B slots, `starts` the first row that each of them writes (a Python int: `+=` on an `mx.array`
     changes it for whoever else holds it), L how many rows, `reach` how many rows are read.
