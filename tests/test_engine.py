@@ -385,7 +385,7 @@ def count_copies(folder: Path, **options) -> int:
     model = Model.load(folder)
     with Engine(model, Text(folder, model.config.V), slots=4, max_len=16_384, chunk=32, **options) as engine:
         copies = 0
-        for seed in range(8):
+        for seed in range(5):
             prompts = [[seed + n] * int(length) for n, length in enumerate((3, 40, 70, 100, 20))]
             handles = [engine.submit(prompt, Sampling(max_tokens=6, ignore_eos=True)) for prompt in prompts]
             before = mx.get_active_memory()
