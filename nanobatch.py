@@ -241,7 +241,7 @@ def keeps_bits(model: Model, slots: int, chunk: int, budget: int) -> bool:
         return False
     layer, c = model.layers[0], model.config
     for dense, inputs in ((layer.qkv, c.D), (layer.o, c.H * c.Dh), (layer.gate_up, c.D), (layer.down, c.hidden)):
-        x = mx.random.normal((max(budget, chunk) + slots, inputs), key=mx.random.key(0))
+        x = mx.random.normal((max(budget, chunk) + slots, inputs), model.dtype, key=mx.random.key(0))
         whole = dense(x)
         alone = [dense(x[:slots]), dense(x[None, :PADDING])[0], dense(x[None, :chunk])[0]]
         for part in (*alone, dense(x[: slots + PADDING]), dense(x[: slots + chunk])):
