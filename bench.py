@@ -55,10 +55,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import blas
-from blas import mx
-from checkpoint import find, read_config
-from nanobatch import Engine, QueueFull, Sampling, StepView
+from nanobatch import Engine, QueueFull, Sampling
+from parts import device
+from parts.answers import StepView
+from parts.checkpoint import find, read_config
+from parts.device import mx
 from sched import POLICIES
 
 ROOT = Path(__file__).resolve().parent
@@ -539,7 +540,7 @@ def describe_machine() -> dict[str, str]:
         "Python": platform.python_version(),
         "mlx": installed["mlx"],
         "mlx-lm": installed.get("mlx-lm", "none"),
-        "BLAS": blas.name,
+        "BLAS": device.name,
         "commit": output_of("git rev-parse --short HEAD") + " dirty" * bool(output_of("git status --porcelain")),
     }
 
@@ -750,7 +751,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--plot draws decode and open; add one of them to --parts")
     if (args.vs or "newcomer" in args.parts) and not importlib.util.find_spec("mlx_lm"):
         parser.error("mlx-lm is not installed; run pip install mlx-lm, or leave out --vs and newcomer")
-    if "newcomer" in args.parts and blas.name == "mlx":
+    if "newcomer" in args.parts and device.name == "mlx":
         parser.error("newcomer needs another BLAS than MLX's own; on Linux without a GPU: pip install mkl")
     for path in filter(None, (args.json, args.plot)):
         try:

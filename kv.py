@@ -24,7 +24,7 @@ before the next owner comes. A neighbour's NaN does no harm: a sequence reads it
 This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which gives the slots away.
 """
 
-from blas import mx
+from parts.device import mx
 
 BUCKET = 32  # attention reads a multiple of this many rows: few shapes, and the same bits at every one of them
 SPARE = 16  # one spare row would do; sixteen keep every head of every slot on a 64-byte boundary

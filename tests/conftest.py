@@ -1,8 +1,9 @@
 """What many tests share: a small random model, and an engine on it."""
 
-import blas  # first, as in a program of ours: what imports MLX before it would leave the tests on the slow BLAS
+# isort: off
+from parts import device  # first, as in a program of ours: else what imports MLX leaves the tests on the slow BLAS
 
-# isort: split
+# isort: on
 import pytest
 from checkpoints import make_checkpoint
 
@@ -10,7 +11,7 @@ from nanobatch import Engine, Model, Text
 
 
 def pytest_report_header() -> str:
-    return f"BLAS under MLX: {blas.name}"
+    return f"BLAS under MLX: {device.name}"
 
 
 @pytest.fixture(scope="session")

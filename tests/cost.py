@@ -22,9 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tui
+from screen.room import Ask, EngineRoom, load_engine
+from screen.session import Session
+from screen.state import State
 
 
-async def rounds(app: tui.Screen, asks: list[tui.Ask], count: int) -> tuple[list[float], list[float]]:
+async def rounds(app: tui.Screen, asks: list[Ask], count: int) -> tuple[list[float], list[float]]:
     """Tokens a second of each burst: while the screen looks, and while it does not."""
     looking, alone = [], []
     look, room, state = app.look, app.session.room, app.state
@@ -56,9 +59,9 @@ def main() -> int:
     os.dup2(slave, 0)
     sys.__stdin__ = sys.stdin = os.fdopen(os.dup(slave), "r")
     sys.__stderr__ = terminal
-    room = tui.EngineRoom(partial(tui.load_engine, tui.parse_arguments(["--model", args.model])))
-    state = tui.State(args.model)
-    app, result = tui.Screen(tui.Session(room, state)), []
+    room = EngineRoom(partial(load_engine, tui.parse_arguments(["--model", args.model])))
+    state = State(args.model)
+    app, result = tui.Screen(Session(room, state)), []
     asks = app.session.asks(48)
 
     async def measure() -> None:

@@ -13,7 +13,7 @@ from checkpoints import make_checkpoint
 
 import bench
 from bench import Answer, Ask, Spec
-from nanobatch import StepView
+from parts.answers import StepView
 
 BENCH = Path(__file__).parent.parent / "bench.py"
 

@@ -14,8 +14,8 @@ import pytest
 from checkpoints import BOS, make_tokenizer
 from tokenizers import AddedToken, processors
 
-from checkpoint import ModelError
 from nanobatch import Text
+from parts.checkpoint import ModelError
 
 LLAMA2 = """\
 {% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\

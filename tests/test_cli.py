@@ -21,7 +21,7 @@ def model(tmp_path_factory) -> str:
 
 def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, str(ROOT / "nanobatch.py"), *arguments],
+        [sys.executable, str(ROOT / "ask.py"), *arguments],
         input=stdin.encode(),
         capture_output=True,
         timeout=60,
@@ -76,7 +76,7 @@ def test_the_chosen_slots_and_memory_are_said(model):
 
 
 def test_a_reader_who_has_seen_enough_is_no_error(model):
-    command = [sys.executable, str(ROOT / "nanobatch.py"), "--model", model, "--prompt", "x", "--ignore-eos"]
+    command = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--prompt", "x", "--ignore-eos"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.read(20)
     process.stdout.close()
@@ -153,7 +153,7 @@ def test_a_broken_model_gets_its_line_and_exit_code_2(model, tmp_path, file, con
 
 
 def test_no_standard_input_and_a_full_disk_get_their_line(model):
-    command = f"{sys.executable} {ROOT}/nanobatch.py --model {model} --max-tokens 4"
+    command = f"{sys.executable} {ROOT}/ask.py --model {model} --max-tokens 4"
     done = subprocess.run(f"{command} <&-", shell=True, capture_output=True, timeout=60)
     assert done.returncode == 2 and "empty" in lines(done.stderr)[-1]
     if Path("/dev/full").exists():
@@ -167,7 +167,7 @@ def test_a_hub_id_that_is_not_here_while_the_network_is_down(tmp_path):
 
 
 def test_a_prompt_that_is_no_text_gets_its_line(model):
-    command = [sys.executable, str(ROOT / "nanobatch.py"), "--model", model, "--prompt", "-"]
+    command = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--prompt", "-"]
     done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=60)
     assert done.returncode == 2 and len(lines(done.stderr)) == 1
 
@@ -176,7 +176,7 @@ def test_a_prompt_that_is_no_text_gets_its_line(model):
 def test_a_signal_while_it_answers_ends_it_quietly_and_at_once(model, sent, code):
     endless = ["--model", model, "--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--ignore-eos"]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "nanobatch.py"), *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, str(ROOT / "ask.py"), *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     process.stdout.read(40)  # it is answering by now
     process.send_signal(sent)
@@ -195,7 +195,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_the_blas_can_be_turned_off_and_then_nothing_is_said():
-    done = python("import nanobatch, blas; print(blas.name)", NANOBATCH_BLAS="off")
+    done = python("import nanobatch; from parts import device; print(device.name)", NANOBATCH_BLAS="off")
     assert (done.stdout, done.stderr, done.returncode) == ("mlx\n", "", 0)
 
 
@@ -213,7 +213,9 @@ def test_without_a_fast_blas_one_line_says_what_to_install(tmp_path):
         "import ctypes\ndef none(*args, **options): raise OSError('not found')\nctypes.CDLL = none\n"
     )
     done = python(
-        "import nanobatch, blas; print(blas.name)", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", NANOBATCH_BLAS=""
+        "import nanobatch; from parts import device; print(device.name)",
+        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
+        NANOBATCH_BLAS="",
     )
     assert done.returncode == 0 and done.stdout == "mlx\n"
     assert done.stderr.count("\n") == 1 and "apt install libopenblas0-pthread" in done.stderr

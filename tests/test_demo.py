@@ -21,9 +21,9 @@ import eval as exam
 import kv
 import nanobatch
 import stories
-from blas import mx
-from checkpoint import DEMO
 from nanobatch import Engine, Sampling
+from parts.checkpoint import DEMO
+from parts.device import mx
 
 TASKS = [skill for skill in corpus.SKILLS if skill not in ("story", "facts", "elsewhere")]
 
@@ -221,7 +221,7 @@ def test_a_wrong_position_or_slot_can_be_read_off_the_scores(demo, monkeypatch, 
 
 
 def test_the_command_line_finds_the_demo_model_from_anywhere(tmp_path):
-    program = Path(nanobatch.__file__).resolve()
+    program = Path(nanobatch.__file__).resolve().parent / "ask.py"
     command = [sys.executable, str(program), "--prompt", "Count from 3 to 12.", "--prompt", "Spell the word lantern."]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

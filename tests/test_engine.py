@@ -11,8 +11,8 @@ import pytest
 from checkpoints import make_checkpoint
 
 import nanobatch
-from blas import mx
 from nanobatch import Engine, Model, QueueFull, Sampling, Text
+from parts.device import mx
 
 ROOT = Path(__file__).parent.parent
 LONG = Sampling(max_tokens=60, ignore_eos=True)

@@ -11,11 +11,11 @@ import pytest
 from checkpoints import Reference, make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
 
-import blas
 import kv
-import nanobatch
-from blas import mx
-from nanobatch import Dense, Engine, Model, Sampling, Text, keeps_bits, product
+from nanobatch import Engine, Model, Sampling, Text, keeps_bits
+from parts import device, ops
+from parts.device import mx
+from parts.ops import Dense, product
 from sched import POLICIES, Scheduler
 
 SCHEDULES = int(os.environ.get("NANOBATCH_EXACT_SCHEDULES", 200))
@@ -80,7 +80,7 @@ def test_no_schedule_changes_a_single_bit(models):
 
 @pytest.mark.parametrize("rows", [2, 3, 4, 5, 6, 7, 8, 11, 16])
 def test_a_vocabularys_product_gives_a_row_the_same_bits_wherever_it_stands(rows):
-    """As many columns as it takes for the BLAS to be asked for fewer rows at once (`blas.rows_at_once`)."""
+    """As many columns as it takes for the BLAS to be asked for fewer rows at once (`device.rows_at_once`)."""
     rng = np.random.default_rng(rows)
     x, weight = (mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in ((1, 1, 96), (96, 16_016)))
     y = product(mx.repeat(x, rows, axis=0), weight)
@@ -89,7 +89,7 @@ def test_a_vocabularys_product_gives_a_row_the_same_bits_wherever_it_stands(rows
 
 @pytest.mark.parametrize("rows", [2, 3, 4, 5, 6, 7, 8, 11, 16])
 def test_so_does_a_deep_matrix_however_it_is_stored(rows):
-    """Deep enough for the BLAS to be asked which way round it takes it (`blas.takes_rows`)."""
+    """Deep enough for the BLAS to be asked which way round it takes it (`device.takes_rows`)."""
     rng = np.random.default_rng(rows)
     x, weight = (mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in ((1, 600), (200, 600)))
     y = Dense.of([(weight, None)])(mx.repeat(x, rows, axis=0))
@@ -99,8 +99,8 @@ def test_so_does_a_deep_matrix_however_it_is_stored(rows):
 
 @pytest.mark.parametrize("block", [2, 8])
 def test_products_in_blocks_of_rows_give_the_same_bits_too(models, monkeypatch, block):
-    """Not every BLAS asks for them (`blas.rows_at_once`), so here they are asked for."""
-    monkeypatch.setattr(blas, "rows_at_once", lambda rows, columns: block if rows > block // 2 + 1 else rows)
+    """Not every BLAS asks for them (`device.rows_at_once`), so here they are asked for."""
+    monkeypatch.setattr(device, "rows_at_once", lambda rows, columns: block if rows > block // 2 + 1 else rows)
     for rows in (1, 2, 4, 5, 6, 8, 11, 16):
         x, weight = mx.random.normal((rows, 3, 40)), mx.random.normal((40, 96))
         assert mx.allclose(product(x, weight), x @ weight, atol=1e-4).item()
@@ -154,12 +154,12 @@ def test_one_pass_for_a_whole_step_or_one_for_each_chunk_gives_the_same_tokens(m
 
 def test_a_step_is_one_pass_only_where_no_rows_numbers_depend_on_how_many_there_are(models, monkeypatch):
     """The arithmetic decides, not the library's name."""
-    monkeypatch.setattr(blas, "name", "mkl")
-    monkeypatch.setattr(nanobatch, "product", lambda x, weight: mx.sum(x[..., None] * weight, axis=-2))
+    monkeypatch.setattr(device, "name", "mkl")
+    monkeypatch.setattr(ops, "product", lambda x, weight: mx.sum(x[..., None] * weight, axis=-2))
     assert keeps_bits(models[0][0], 4, 32, 100)
-    monkeypatch.setattr(nanobatch, "product", lambda x, weight: x @ weight * (1 + (x.size > 60 * x.shape[-1]) * 1e-6))
+    monkeypatch.setattr(ops, "product", lambda x, weight: x @ weight * (1 + (x.size > 60 * x.shape[-1]) * 1e-6))
     assert not keeps_bits(models[0][0], 4, 32, 100)
-    monkeypatch.setattr(blas, "name", "openblas")
+    monkeypatch.setattr(device, "name", "openblas")
     assert not keeps_bits(models[0][0], 4, 32, 100)
 
 

@@ -13,8 +13,8 @@ from test_exact import poisoned
 
 import nanobatch
 import sched
-from blas import mx
 from nanobatch import Engine, Sampling
+from parts.device import mx
 
 ROOT = Path(__file__).parent.parent
 LONG = Sampling(max_tokens=30, ignore_eos=True)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from checkpoints import V, make_checkpoint, make_tokenizer
 
-import nanobatch
-from blas import mx
-from checkpoint import ModelError
 from nanobatch import Engine, Model, Sampling, Text
+from parts import device
+from parts.checkpoint import ModelError
+from parts.device import mx
 
 
 @pytest.fixture(scope="module")
@@ -339,17 +339,17 @@ def test_a_header_whose_bytes_do_not_fit_its_shapes(folder):
 
 
 def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
-    monkeypatch.setattr(nanobatch, "free_memory", lambda: 100_000)
+    monkeypatch.setattr(device, "free_memory", lambda: 100_000)
     refused(whole, "weights", "KiB")
     model = None
-    monkeypatch.setattr(nanobatch, "free_memory", lambda: 10_000_000)
+    monkeypatch.setattr(device, "free_memory", lambda: 10_000_000)
     model, text = Model.load(whole), Text(whole, V)
     with pytest.raises(ValueError, match=r"64 slots of 2,048.*--slots \d+ or --max-len \d+"):
         Engine(model, text, slots=64, max_len=2048)
     with Engine(model, text) as engine:  # not asked for a size, it takes one that fits
         assert len(engine.sched.owners) >= 1 and "10" not in engine.summary.split(";")[0]
         assert "slots of 1,024 tokens" in engine.summary and "9.54 MiB" in engine.summary
-    monkeypatch.setattr(nanobatch, "free_memory", lambda: 1_000_000)
+    monkeypatch.setattr(device, "free_memory", lambda: 1_000_000)
     with Engine(model, text) as engine:
         assert engine.slab.k[0].nbytes * 4 <= 900_000
 

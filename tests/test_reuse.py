@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 
-from blas import mx
 from nanobatch import Engine, Sampling
+from parts.device import mx
 
 SHORT = Sampling(max_tokens=4, ignore_eos=True)
 

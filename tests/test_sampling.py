@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
 
-import sampling
-from blas import mx
 from nanobatch import Engine, Model, Sampling, Text
-from sampling import PENALTY_CONTEXT, Pick, choose, uniform
+from parts import sampling
+from parts.device import mx
+from parts.sampling import PENALTY_CONTEXT, Pick, choose, uniform
 
 DRAWS = 20_000
 V = 272

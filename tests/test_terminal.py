@@ -214,7 +214,7 @@ def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
 
 def test_the_command_line_of_the_engine_shows_no_escape_sequence_either(model):
     evil = "\x1b]0;title\x07 \x9b31m red \u202e"
-    command = [sys.executable, str(ROOT / "nanobatch.py"), "--model", model, "--prompt", evil, "--max-tokens", "200"]
+    command = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--prompt", evil, "--max-tokens", "200"]
     done = subprocess.run([*command, "--ignore-eos"], capture_output=True, timeout=60, cwd="/")
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0 and "red" in said and len(said) > 200

@@ -14,7 +14,7 @@ from checkpoints import BOS, make_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from nanobatch import Text
-from text import TextStream
+from parts.text import TextStream
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
 ALPHABETS = (

@@ -22,7 +22,12 @@ from textual.theme import BUILTIN_THEMES
 from words import Clock, WordEngine
 
 import tui
-from tui import BLOCKED, DECODE, EMPTY, HELD, PREFILL, EngineRoom, Screen, Session, Settings, State
+from screen import charts, ink, keys, panes, room, session, state, timeline
+from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL
+from screen.room import EngineRoom, Settings
+from screen.session import Session
+from screen.state import State
+from tui import Screen
 
 SIZES = ((80, 24), (120, 40), (200, 50))
 GOLDEN = Path(__file__).parent / "golden"
@@ -31,10 +36,10 @@ GOLDEN = Path(__file__).parent / "golden"
 class Stage:
     """A session on an engine of words that nobody steps but the test."""
 
-    def __init__(self, prompts=tui.BURST, **options):
+    def __init__(self, prompts=room.BURST, **options):
         self.time = Clock()
         self.room = EngineRoom(lambda report, clock: self._load(report, clock, options), period=0.0)
-        self.room.clock = tui.Stopwatch(self.time)
+        self.room.clock = room.Stopwatch(self.time)
         self.state = State("words", settings=Settings(burst=12), prompts=prompts)
         self.session = Session(self.room, self.state)
 
@@ -68,7 +73,7 @@ class Stage:
         raise AssertionError("this never ends")
 
     def cells(self, slot: int) -> str:
-        return "".join(tui.GLYPHS[column.cells[slot].kind] for column in self.state.history)
+        return "".join(ink.GLYPHS[column.cells[slot].kind] for column in self.state.history)
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +139,7 @@ def show(scenario, stage: Stage | None = None, size: tuple[int, int] = (80, 24),
     return stage
 
 
-def plain(lines: list[tui.Line]) -> list[str]:
+def plain(lines: list[ink.Line]) -> list[str]:
     return ["".join(segment.text for segment in line) for line in lines]
 
 
@@ -197,7 +202,7 @@ def test_loading_tells_its_stages_and_what_a_library_prints():
         it.app.look()
         await it.pilot.pause()
         assert "Slots" in it.text() and "finding" not in it.text()
-        assert it.app.query_one(tui.Prompt).value == tui.BURST[0][0]
+        assert it.app.query_one(tui.Prompt).value == room.BURST[0][0]
 
     show(scenario, load=False)
 
@@ -244,31 +249,43 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     stage.session.obey(
         '"日本語のテキスト 👩‍👩‍👧 [/foo] and_a_very_long_word_that_has_no_blank_in_it_at_all_and_goes_on_for_ever"'
     )
-    panes = {name: getattr(tui, f"draw_{name}") for name in ("status", "slots", "timeline", "batch", "ttft", "rate")}
-    panes |= {
-        name: getattr(tui, f"draw_{name}") for name in ("streams", "step", "keys", "settings", "help", "requests")
-    }
+    draws = vars(panes) | vars(charts) | vars(keys)
+    names = (
+        "status",
+        "slots",
+        "timeline",
+        "batch",
+        "ttft",
+        "rate",
+        "streams",
+        "step",
+        "keys",
+        "settings",
+        "help",
+        "requests",
+    )
+    drawn_by = {name: draws[f"draw_{name}"] for name in names}
     drawn = 0
     for _ in range(5):
         stage.turns(40)
         for width, height in ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50)):
             for name, region in tui.arrange(width, height, slots, "timeline").items():
-                if name in panes:
-                    check_lines(name, panes[name](stage.state, tui.DARK, region.width, region.height), region)
+                if name in drawn_by:
+                    check_lines(name, drawn_by[name](stage.state, ink.DARK, region.width, region.height), region)
                     drawn += 1
             for name in ("help", "requests"):
                 region = Region(0, 0, width, 10_000)
-                check_lines(name, panes[name](stage.state, tui.DARK, width, height), region)
+                check_lines(name, drawn_by[name](stage.state, ink.DARK, width, height), region)
         if sum(request.metrics.output_tokens > 0 for request in stage.state.view.requests) < 2:
             continue  # with one slot, the first is still alone
         stage.session.obey("/compare")
         for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
-            lines = tui.draw_contest(stage.state, tui.DARK, width, height)
+            lines = panes.draw_contest(stage.state, ink.DARK, width, height)
             check_lines("contest", lines, Region(0, 0, width, height))
     assert drawn > 100
 
 
-def check_lines(name: str, lines: list[tui.Line], region: Region) -> None:
+def check_lines(name: str, lines: list[ink.Line], region: Region) -> None:
     assert len(lines) <= region.height, (name, region)
     for line in plain(lines):
         assert cell_len(line) <= region.width, (name, region, line)
@@ -303,7 +320,7 @@ def test_static_leaves_slots_blocked_while_somebody_waits_and_continuous_never_d
         history[policy] = stage.finish().state.history
     blocked = {p: sum(c.kind == BLOCKED for column in h for c in column.cells) for p, h in history.items()}
     assert blocked["continuous"] == 0 < 100 < blocked["static"]
-    assert tui.useful_of(history["continuous"]) > tui.useful_of(history["static"]) > 10
+    assert timeline.useful_of(history["continuous"]) > timeline.useful_of(history["static"]) > 10
 
 
 def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
@@ -312,7 +329,7 @@ def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
         stage.session.obey(letter * length)
     stage.turns(20)
     assert [stage.cells(slot)[:7] for slot in range(3)] == ["▒▒▒████", "▒██████", "┈┈┈▒███"]
-    lines = plain(tui.draw_timeline(stage.state, tui.DARK, 73, 5))
+    lines = plain(panes.draw_timeline(stage.state, ink.DARK, 73, 5))
     assert [line[:11] for line in lines[1:4]] == ["  0 ▒1▒████", "  1 ▒2█████", "  2 ┈3┈▒███"]
     assert lines[0].endswith("useful 95 % ▒prefill █decode ╳blocked ┈held ▚ghost ·empty ──"), lines
 
@@ -324,7 +341,7 @@ def test_a_requests_number_hides_no_prefill_and_touches_no_neighbours():
         stage.session.obey("/set max=3")
         stage.session.obey("x")
     stage.finish()
-    line = plain(tui.draw_timeline(stage.state, tui.DARK, 160, 3))[1]
+    line = plain(panes.draw_timeline(stage.state, ink.DARK, 160, 3))[1]
     assert "▒18▒19▒20" in line.replace("█", "").replace("·", ""), line
     assert not re.search(r"\d{3}", line[4:]), line
 
@@ -336,7 +353,7 @@ def test_merged_columns_lose_no_prefill_and_no_work():
     for zoom in (2, 4, 8):
         merged = stage.state.columns(zoom)
         assert sum(column.steps for column in merged) == len(stage.state.history)
-        assert tui.useful_of(merged) == pytest.approx(tui.useful_of(stage.state.history))
+        assert timeline.useful_of(merged) == pytest.approx(timeline.useful_of(stage.state.history))
         assert sum(c.tokens for c in merged) == sum(c.tokens for c in stage.state.history)
         for i, column in enumerate(merged):
             for slot in range(8):
@@ -348,13 +365,13 @@ def test_why_somebody_waits_is_told():
     stage = Stage(policy="static").load()
     stage.session.obey("/burst 20")
     stage.turns(2)
-    assert "every slot is taken" in plain(tui.draw_slots(stage.state, tui.DARK, 80, 11))[-1]
+    assert "every slot is taken" in plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))[-1]
     stage.session.obey("/pause")
     stage.turns()
-    assert "paused" in plain(tui.draw_slots(stage.state, tui.DARK, 80, 11))[-1]
+    assert "paused" in plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))[-1]
     stage.session.obey("/resume")
     stage.turns(60)
-    lines = plain(tui.draw_slots(stage.state, tui.DARK, 80, 11))
+    lines = plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))
     assert "the batch must drain first" in lines[-1] and any("blocked" in line for line in lines)
 
 
@@ -364,11 +381,11 @@ def test_a_slots_bar_tells_reused_prefill_decode_and_remembered_rows():
     stage.session.obey("a" * 64)
     stage.finish()
     for width, words in ((80, "(64 remembered)"), (60, "(64)")):
-        (line,) = plain(tui.draw_slots(stage.state, tui.DARK, width, 4))[2:3]
+        (line,) = plain(panes.draw_slots(stage.state, ink.DARK, width, 4))[2:3]
         assert "░░░" in line and "free" in line and words in line and "/256" not in line
     stage.session.obey("a" * 64 + "b" * 60)
     stage.turns(20)
-    (line,) = plain(tui.draw_slots(stage.state, tui.DARK, 80, 4))[2:3]
+    (line,) = plain(panes.draw_slots(stage.state, ink.DARK, 80, 4))[2:3]
     bar = re.sub(r"(.)\1*", r"\1", re.search("[▓▒█░·]+", line)[0])
     assert bar == "▓▒█·", line
 
@@ -380,7 +397,7 @@ def test_the_ttft_histogram_counts_every_request_once_and_tells_the_policies_apa
     stage.session.obey("/policy static")
     stage.session.obey("/burst 20")
     stage.finish()
-    lines = plain(tui.draw_ttft(stage.state, tui.DARK, 40, 9))
+    lines = plain(charts.draw_ttft(stage.state, ink.DARK, 40, 9))
     assert sum(int(line.split()[-1]) for line in lines[2:]) == 40
     assert all(" ms " in line for line in lines[2:])
     assert "█" in "".join(lines[2:]) and "▒" in "".join(lines[2:])
@@ -403,7 +420,7 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     for letter, length in (("a", 20), ("b", 9), ("c", 20)):
         stage.session.obey(letter * length)
     stage.turns(2)
-    text = "\n".join(plain(tui.draw_step(stage.state, tui.DARK, 70, 14)))
+    text = "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 70, 14)))
     assert "r1 → slot 0, r2 → slot 1, r3 → slot 2" in text
     assert "r1 0–16 → slot 0, r2 0–9 → slot 1" in text
     assert "25 prefill + 0 decode = 25 in one step" in text
@@ -431,7 +448,7 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy):
     stage.finish()
     view = replace(stage.state.view, **limits)
     requests = sorted(view.requests, key=lambda r: r.id)
-    run = tui.replay(view, requests, policy, stage.state.steps[0].began, (0.01, 0.005))
+    run = timeline.replay(view, requests, policy, stage.state.steps[0].began, (0.01, 0.005))
     assert [column.cells for column in run.columns] == [column.cells for column in stage.state.history]
     assert run.makespan == pytest.approx(stage.state.history[-1].ended - requests[0].arrived)
     assert run.ttfts == pytest.approx([r.metrics.ttft_s for r in requests])
@@ -445,10 +462,10 @@ def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
     assert stage.session.obey("/compare") == ""
     ran, rival = stage.state.contest.runs
     assert (ran.policy, ran.how, rival.policy, rival.how) == ("continuous", "simulated", "static", "simulated")
-    assert rival.makespan > 1.2 * ran.makespan and tui.useful_of(rival.columns) < tui.useful_of(ran.columns)
+    assert rival.makespan > 1.2 * ran.makespan and timeline.useful_of(rival.columns) < timeline.useful_of(ran.columns)
     assert rival.ttft_mean > ran.ttft_mean
     assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in ran.columns) > 500
-    text = " ".join(" ".join(plain(tui.draw_contest(stage.state, tui.DARK, 100, 30))).split())
+    text = " ".join(" ".join(plain(panes.draw_contest(stage.state, ink.DARK, 100, 30))).split())
     for part in (
         "static, simulated",
         "continuous, simulated",
@@ -499,11 +516,11 @@ def test_a_race_runs_the_same_burst_under_both_policies_and_restores_everything(
     static, continuous = stage.state.view.legs
     assert (static.policy, continuous.policy) == ("static", "continuous")
     assert len(static.requests) == len(continuous.requests) == 20 and 1 not in static.requests
-    contest = tui.race(stage.state)
+    contest = state.race(stage.state)
     slow, fast = contest.runs
     assert slow.how == fast.how == "measured" and slow.makespan > 1.2 * fast.makespan > 0
     assert sum(c.tokens for c in slow.columns) == sum(c.tokens for c in fast.columns)
-    assert "continuous takes" in tui.verdict(contest.runs)
+    assert "continuous takes" in state.verdict(contest.runs)
     assert {cell.request for column in slow.columns for cell in column.cells} >= set(range(1, 21))
     assert stage.engine.sched.policy == stage.state.view.policy == "serial" and stage.engine.sched.reuse
     assert all(
@@ -518,10 +535,10 @@ def test_a_race_ends_a_pause_even_while_the_slots_are_drained():
     for order in ("/pause", "/policy static"):
         stage.session.obey(order)
         stage.turns()
-    status = plain(tui.draw_status(stage.state, tui.DARK, 80, 1))[0]
+    status = plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
     assert "▮▮ paused, draining → static" in status
-    assert "space: go on" in plain(tui.draw_status(stage.state, tui.DARK, 120, 1))[0]
-    assert "space Go on s Step" in plain(tui.draw_keys(stage.state, tui.DARK, 80, 1))[0]
+    assert "space: go on" in plain(panes.draw_status(stage.state, ink.DARK, 120, 1))[0]
+    assert "space Go on s Step" in plain(keys.draw_keys(stage.state, ink.DARK, 80, 1))[0]
     stage.session.obey("/race 12")
     stage.finish()
     assert [leg.policy for leg in stage.state.view.legs] == ["static", "continuous"]
@@ -590,10 +607,10 @@ def test_while_paused_the_slots_say_that_they_are_one_step_ahead():
     stage = Stage().load()
     stage.session.obey("/burst 20")
     stage.turns(20)
-    assert "ahead" not in plain(tui.draw_slots(stage.state, tui.DARK, 73, 11))[0]
+    assert "ahead" not in plain(panes.draw_slots(stage.state, ink.DARK, 73, 11))[0]
     stage.session.obey("/pause")
     stage.turns()
-    title = plain(tui.draw_slots(stage.state, tui.DARK, 73, 11))[0]
+    title = plain(panes.draw_slots(stage.state, ink.DARK, 73, 11))[0]
     assert f"one step ahead: {stage.state.steps[-1].step + 1}" in title
 
 
@@ -660,7 +677,7 @@ def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
             assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text), repr(text)
         assert "[/foo]" in texts[0] and "␛[31m" in texts[0]
 
-    show(scenario, Stage(prompts=tui.BURST), size=(120, 40))
+    show(scenario, Stage(prompts=room.BURST), size=(120, 40))
 
 
 # --- keys and mouse ------------------------------------------------------------------------------------------------
@@ -685,7 +702,7 @@ def test_a_prompt_is_typed_with_the_letters_of_keys_and_answered(size):
 def test_enter_fires_the_example_or_opens_the_prompt_and_a_draft_is_kept():
     async def scenario(it):
         await it.press("enter", turns=2)
-        assert it.stage.engine.handles[1]._prompt == tui.BURST[0][0]
+        assert it.stage.engine.handles[1]._prompt == room.BURST[0][0]
         await it.press("enter", *"again", "enter", turns=2)
         assert it.stage.engine.handles[2]._prompt == "again"
         await it.press("i", *"draft", "escape", "b", turns=2)
@@ -835,16 +852,16 @@ def test_help_names_every_key_and_the_words(size):
     async def scenario(it):
         await it.press("question_mark")
         seen = it.text()
-        assert tui.KEYS[0].help in seen and ("more lines" in seen or size[1] == 50)
+        assert keys.KEYS[0].help in seen and ("more lines" in seen or size[1] == 50)
         for _ in range(5):
             await it.press("pagedown")
             seen += it.text()
-        for key in tui.KEYS:
+        for key in keys.KEYS:
             assert key.help[:40] in seen, key
-        for name, _ in tui.EXPLAINED:
+        for name, _ in keys.EXPLAINED:
             assert f" {name}  " in seen or f" {name} " in seen, name
-        for kind in (PREFILL, DECODE, HELD, BLOCKED, tui.GHOST):
-            assert f"{tui.NAMES[kind]} {tui.GLYPHS[kind]}" in seen
+        for kind in (PREFILL, DECODE, HELD, BLOCKED, ink.GHOST):
+            assert f"{ink.NAMES[kind]} {ink.GLYPHS[kind]}" in seen
         await it.press("escape")
         assert "Slots" in it.text()
 
@@ -891,7 +908,7 @@ def test_slots_and_columns_can_be_clicked_and_the_wheel_scrolls():
 def test_every_action_is_in_the_command_palette():
     async def scenario(it):
         titles = [command.title for command in it.app.get_system_commands(it.app.screen)]
-        assert all(any(title.startswith(key.label) for title in titles) for key in tui.KEYS)
+        assert all(any(title.startswith(key.label) for title in titles) for key in keys.KEYS)
         await it.press("ctrl+p")
         assert it.app.screen is not it.app.screen_stack[0]
         await it.press("escape")
@@ -932,12 +949,12 @@ def contrast(a: Color, b: Color) -> float:
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_THEMES))
 def test_words_can_be_read_in_every_theme(name):
-    p = tui.Palette.of(BUILTIN_THEMES[name])
-    for ink, back, least in ((p.text, p.back, 5), (p.text, p.bar, 5), (p.muted, p.back, 3.5), (p.accent, p.bar, 3.5)):
-        assert contrast(Color.parse(ink), Color.parse(back)) >= least - 0.1, (name, ink, back)
+    p = ink.Palette.of(BUILTIN_THEMES[name])
+    for words, back, least in ((p.text, p.back, 5), (p.text, p.bar, 5), (p.muted, p.back, 3.5), (p.accent, p.bar, 3.5)):
+        assert contrast(Color.parse(words), Color.parse(back)) >= least - 0.1, (name, words, back)
     assert contrast(Color.parse(p.bad), Color.parse(p.back)) >= 3.4
-    for hue in tui.HUES:
-        assert contrast(Color.parse(tui.ink_on(hue)), Color.parse(hue)) > 4.4
+    for hue in ink.HUES:
+        assert contrast(Color.parse(ink.ink_on(hue)), Color.parse(hue)) > 4.4
 
 
 def test_d_changes_between_dark_and_light_and_everything_follows():
@@ -963,7 +980,7 @@ def test_without_colour_textures_tell_the_phases_apart(monkeypatch):
                 for color in (segment.style.color, segment.style.bgcolor):
                     assert color is None or color.triplet is None or len(set(color.triplet)) == 1, segment
         assert {"▒", "█", "╳"} <= set(it.text())
-        assert len({tui.GLYPHS[kind] for kind in (PREFILL, DECODE, HELD, BLOCKED, EMPTY)}) == 5
+        assert len({ink.GLYPHS[kind] for kind in (PREFILL, DECODE, HELD, BLOCKED, EMPTY)}) == 5
 
     show(scenario, Stage(policy="static"))
 
@@ -1006,7 +1023,7 @@ def test_right_options_are_taken(tmp_path):
 def test_a_plain_log_has_a_line_for_each_event():
     stage = Stage(slots=2, policy="static")
     lines: list[str] = []
-    log = tui.PlainLog(stage.session, lines.append)
+    log = session.PlainLog(stage.session, lines.append)
     log.look()
     stage.room.load()
     log.look()
@@ -1041,7 +1058,7 @@ def test_a_trace_holds_every_request_and_every_step():
     stage = Stage(policy="static").load()
     stage.session.obey("/burst 12")
     stage.finish()
-    trace = json.loads(json.dumps(tui.trace_events(stage.state.steps, stage.state.history)))
+    trace = json.loads(json.dumps(timeline.trace_events(stage.state.steps, stage.state.history)))
     spans = [event for event in trace if event["ph"] == "X"]
     names = {event["name"] for event in spans}
     assert all(f"r{i} decode" in names for i in range(1, 13)) and "blocked" in names

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nanobatch import Metrics, Sampling, SlotView, Snapshot, StepView
+from nanobatch import Sampling
+from parts.answers import Metrics, SlotView, Snapshot, StepView
 from sched import Plan, Request, Scheduler
 
 STORY = "once upon a time there was a fox who looked for the moon in every pond that she could find"

@@ -13,18 +13,22 @@ must come first: every file of ours takes its `mx` from here, and nobody else ha
     NANOBATCH_BLAS=/path/lib.so take this library
 """
 
+import atexit
 import ctypes
 import importlib.metadata
 import os
 import platform
 import sys
+import threading
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
 
 def _fail(line: str) -> None:
     """One line for whoever ran a program of ours; an exception with the same line for whoever imported us."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
-    if program and Path(program).resolve().parent == Path(__file__).resolve().parent:
+    if program and Path(program).resolve().parent == Path(__file__).resolve().parent.parent:
         print(f"nanobatch: {line}", file=sys.stderr)
         sys.exit(2)
     raise ImportError(line)
@@ -144,4 +148,63 @@ except ImportError as error:
         )
     raise
 
-__all__ = ["mx", "name", "rows_at_once", "takes_rows"]
+
+def has_gpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.gpu
+
+
+def free_memory() -> int | None:
+    """Bytes that can still be taken, or None if nobody knows. MLX does not raise when memory runs out: it crashes."""
+    if has_gpu():  # of an Apple GPU or a CUDA card, MLX knows the whole and what it has taken itself
+        info = mx.device_info()
+        whole = info.get("max_recommended_working_set_size") or info.get("memory_size")
+        return whole and int(whole) - mx.get_active_memory()
+    if sys.platform != "linux":
+        return None
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError, ValueError):  # a container's own limit, where there is one
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
+
+
+def size(nbytes: float) -> str:
+    """12345678 -> '11.8 MiB'"""
+    for unit in ("bytes", "KiB", "MiB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.1f} GiB"
+
+
+# One device, one stream, one thread at a time. MLX binds ordinary streams to the thread that made them; this one may
+# be used from any thread, as long as a lock sees to it that there is one at a time. So an engine can be loaded in one
+# thread, stepped in another, and no thread is left behind.
+_device_lock = threading.RLock()
+_stream: list[mx.Stream] = []
+_engines: weakref.WeakSet = weakref.WeakSet()
+_exiting = threading.Event()
+
+
+def device_stream() -> mx.StreamContext:
+    """`with _device_lock, device_stream():` stands around everything that touches an `mx.array`.
+
+    subtle: two context managers written in C, not one made of a generator. Ctrl-C comes between two lines of Python,
+    so also in a generator that is about to release the lock, and the lock would stay held for good.
+    """
+    if not _stream:
+        _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
+    return mx.stream(_stream[0])
+
+
+@atexit.register
+def _leave() -> None:
+    """A process that exits while the device is working hangs or aborts, so nobody may forget to close."""
+    _exiting.set()  # whoever is loading a model gives up at the next layer
+    for engine in list(_engines):
+        engine.close()
+    _device_lock.acquire()  # and never released: nobody starts anything any more
+    if _stream:
+        mx.synchronize(_stream[0])

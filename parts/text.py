@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import tokenizers
 
-from checkpoint import ModelError, read_json
+from parts.checkpoint import ModelError, read_json
 
 # What a terminal obeys instead of showing it: C0 and C1 control characters, but for the tab and the newline, and the
 # marks that turn the direction of writing.

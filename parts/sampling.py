@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import NamedTuple
 
-from blas import mx
+from parts.device import mx
 
 PENALTY_CONTEXT = 20  # repetition_penalty looks at this many tokens, of prompt and answer alike
 SHORT_LIST = 64  # top_k up to this is chosen from a short list; beyond, and for top_p alone, all of V is sorted

@@ -17,14 +17,14 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from blas import mx
+from parts.device import mx
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
 FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; nothing else is ever read
-DEMO = Path(__file__).resolve().parent / "demo" / "model"
+DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
 
 
 class ModelError(ValueError):

@@ -1,0 +1,155 @@
+"""The operations of a Llama."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from parts import device
+from parts.checkpoint import Rope
+from parts.device import mx
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:  # (..., D) -> (..., D)
+    """x / sqrt(mean(x^2) + eps) * weight"""
+    return mx.fast.rms_norm(x, weight, eps)
+
+
+def silu(x: mx.array) -> mx.array:
+    """x / (1 + e^-x): nearly 0 below 0, nearly x above.
+
+    On a CPU MLX takes 8 ns for a power and 20 for an `exp`, and together with `softmax` these were a tenth of a step.
+    (Half precision holds e to three digits only: not there.)
+    """
+    if x.dtype != mx.float32:
+        return x * mx.sigmoid(x)
+    return x / (mx.power(math.exp(-1), x) + 1)
+
+
+def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
+    """e^x / sum(e^x). The same if all are made smaller first: so no power is too large for a float.
+
+    In five operations here; each has a price of its own, so where there are few numbers MLX's one operation is faster.
+    (Few by the shape without T, which grows with the neighbours: the choice must not, or the bits would.)
+    """
+    if x.dtype != mx.float32 or math.prod(x.shape[:-1]) < 16:
+        return mx.softmax(x, axis=-1)
+    powers = mx.power(math.e, x - mx.max(x, axis=-1, keepdims=True))
+    return powers / mx.sum(powers, axis=-1, keepdims=True)
+
+
+def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
+    """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by its position.
+
+    Two turned vectors' dot product depends on the difference of their angles alone, so attention sees how far apart
+    two tokens are, and never where they stand. (a, b) becomes (a cos - b sin, b cos + a sin); the minus is in `sin`.
+    """
+    a, b = mx.split(x, 2, axis=-1)
+    return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
+
+
+def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
+    """How far each of a head's Dh/2 planes turns from one position to the next.
+
+    Plane i turns by theta ** (-2 i / Dh): the first by 1, so it tells neighbours apart, the last by nearly 1 / theta,
+    so it takes tens of thousands of positions for one turn, and tells far from near.
+
+    A model is stretched beyond the length it was trained for by turning its planes more slowly. `linear` slows all of
+    them (in `rope_angles`, by dividing the positions). `llama3` slows the slow ones only, because the fast ones tell
+    neighbours apart. `dynamic` raises theta with the length of the sequence: a prompt's own length for all of its
+    tokens, then each new token's. So the same token at the same place turns differently in a longer prompt.
+    """
+    theta = rope.theta
+    if rope.type == "dynamic" and length > rope.original_length:
+        theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (Dh / (Dh - 2))
+    if rope.type != "llama3":
+        return mx.exp(mx.arange(0, -(Dh // 2), -1) * (math.log(theta) / (Dh // 2)))  # theta ** (-2 i / Dh)
+    periods = theta ** (mx.arange(0, Dh, 2) / Dh)  # positions for one radian
+    turns = rope.original_length / (2 * mx.pi * periods)  # full turns within the trained length
+    # Fewer turns than low_freq_factor: slowed by the whole factor. More than high_freq_factor: not at all.
+    # In between, the frequency is a mixture of the two, here written for its reciprocal as mlx-lm computes it.
+    keep = mx.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    return 1 / (periods / ((1 - keep) / rope.factor + keep))
+
+
+class Dense(NamedTuple):
+    """y = x W + b, with W stored (in, out): over the checkpoint's (out, in), one row's x @ W.T takes twice as long.
+
+    Unless the BLAS takes that order faster (`device.takes_rows`): then W is a view of what the checkpoint has.
+
+    Else W is widened with zeros to a multiple of 16 columns. A BLAS computes columns and rows in blocks, and where
+    neither comes out even, OpenBLAS adds the last rows' numbers up in another order: a slot's bits would depend on its
+    number. And to no multiple of 1,024: rows that lie a multiple of 4 KiB apart compete for the same few places in the
+    processor's cache. With 49,168 columns instead of 49,152, the head of a 135M model took 11 ms instead of 40 (MKL).
+    """
+
+    weight: mx.array  # (in, out and a few more)
+    bias: mx.array | None  # (out,)
+    out: int
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
+        y = product(x, self.weight)
+        if y.shape[-1] != self.out:
+            y = y[..., : self.out]
+        return y if self.bias is None else y + self.bias
+
+    @staticmethod
+    def of(parts: list[tuple[mx.array, mx.array | None]]) -> Dense:
+        """From the checkpoint's weights (out, in) and biases: one matrix that yields all their outputs side by side.
+
+        So the input is read once, and one product runs instead of three.
+        """
+        weight = mx.concatenate([weight for weight, _ in parts]) if len(parts) > 1 else parts[0][0]
+        out, bias = weight.shape[0], None
+        if any(b is not None for _, b in parts):
+            bias = mx.concatenate([mx.zeros(w.shape[0], w.dtype) if b is None else b for w, b in parts])
+        if device.takes_rows(*weight.shape):
+            return Dense(weight.T, bias, out)
+        more = -out % 16
+        if (out + more) % 1024 == 0:
+            more += 16
+        return Dense(mx.contiguous(mx.pad(weight, [(0, more), (0, 0)]).T), bias, out)
+
+    def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
+        """As an embedding: column `id` of the (D, V) matrix, so that a tied head and its table are one array."""
+        return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)
+
+
+def product(x: mx.array, weight: mx.array) -> mx.array:  # (B, ..., in) -> (B, ..., out)
+    """x @ weight, in blocks of rows where the BLAS asks for it (`device.rows_at_once`)."""
+    B, block = x.shape[0], device.rows_at_once(x.shape[0], weight.shape[-1])
+    if block == B:
+        return x @ weight
+    x = mx.pad(x, [(0, -B % block), *[(0, 0)] * (x.ndim - 1)])
+    return mx.concatenate([x[row : row + block] @ weight for row in range(0, B, block)])[:B]
+
+
+class Quantized(NamedTuple):
+    """The same with W packed: `bits` bits a number, and a scale and an offset for every `group` of them."""
+
+    weight: mx.array  # (out, in * bits / 32), uint32
+    scales: mx.array  # (out, in / group)
+    offsets: mx.array
+    bias: mx.array | None
+    bits: int
+    group: int
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
+        y = mx.quantized_matmul(
+            x, self.weight, self.scales, self.offsets, transpose=True, group_size=self.group, bits=self.bits
+        )
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
+        return mx.dequantize(
+            self.weight[ids], self.scales[ids], self.offsets[ids], group_size=self.group, bits=self.bits
+        )
+
+
+class SideBySide(NamedTuple):
+    """Projections of one input that cannot be fused, because they are quantized, perhaps each in a way of its own."""
+
+    parts: tuple[Quantized | Dense, ...]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.concatenate([part(x) for part in self.parts], axis=-1)

@@ -1,0 +1,104 @@
+"""Charts."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from sched import POLICIES
+from screen.ink import HUES, Line, Palette, Pen, axis, heading, span, style
+from screen.state import State
+
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def nice(top: float) -> float:
+    """A little more, and a number that can be read on an axis."""
+    scale = 10 ** math.floor(math.log10(max(top, 1e-9)))
+    return next(n * scale for n in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if n * scale >= top * 0.999)
+
+
+def draw_area(
+    p: Palette, values: Sequence[float], top: float, width: int, height: int, hue: str, ends: tuple[str, str]
+) -> list[Line]:
+    """Values as columns over a zero line; the scale at the left, and under it what the first and last column mean."""
+    label = max(len(f"{top:,.0f}"), 2)
+    room = width - label - 2
+    values = list(values)[-room:]
+    lines, solid = [], style(hue, hue)
+    for row in range(height - 1, -1, -1):
+        mark = f"{top:,.0f}" if row == height - 1 else "0" if row == 0 else ""
+        pen = Pen().put(f"{mark:>{label}} ", p.muted).put("┤" if mark else "│", p.faint)
+        for value in values:
+            eighths = round(8 * (value / top * height - row))
+            eighths = max(eighths, 1) if value and row == 0 else eighths
+            pen.put(EIGHTHS[max(0, min(8, eighths))], solid if eighths >= 8 else hue)
+        lines.append(pen.line)
+    left, right = ends
+    last = max(label + 2 + len(values) - len(right), label + 3 + len(left))
+    return [*lines, axis(p, (label + 2, left), (min(last, width - len(right)), right))]
+
+
+def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """Tokens a second, over the latest busy time or the last ten seconds of it."""
+    bins, last = width - 8, state.history[-1].ended if state.history else 0.0
+    began = max(state.history[state.woke].began if state.history else 0.0, last - 10)
+    tick = max(last - began, 0.05) / bins
+    totals = [state.delivered(began + i * tick) for i in range(bins + 1)]
+    values = [(b - a) / tick for a, b in pairwise(totals)]
+    ends = (f"−{span(last - began)}", "0 s") if last else ("", "")
+    lines = [heading(p, width, "tokens/s", f"peak {max(values):,.0f}")]
+    return lines + draw_area(p, values, nice(max(1.0, *values)), width, height - 2, HUES[2], ends)
+
+
+def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """How many of the slots did useful work in each step."""
+    slots = len(state.view.engine.slots)
+    columns = state.columns(state.zoom_for(width))[-width:]
+    working = [column.useful / column.steps for column in columns]
+    mean = f"mean {sum(working) / len(working):.1f} " if working else ""
+    ends = (f"step {columns[0].step:,}", f"{columns[-1].step:,}") if columns else ("step", "")
+    lines = [heading(p, width, "batch size", f"{mean}of {slots} slots")]
+    return lines + draw_area(p, working, slots, width, height - 2, HUES[1], ends)
+
+
+EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 10**9)  # ms
+TEXTURES = {  # glyphs of their own: a policy is no phase
+    "continuous": ("█", style(HUES[2], HUES[2])),
+    "static": ("▒", style(HUES[0])),
+    "serial": ("░", style(HUES[3])),
+}
+OTHER = ("▓", style(HUES[1]))  # a policy of yours
+
+
+def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """How long people waited for their first token: a histogram, a texture for each policy."""
+    requests = [r for r in state.view.requests if r.metrics.ttft_s is not None]
+    if not requests:
+        return [heading(p, width, "TTFT"), Pen().put(" time to first token: nothing yet", p.muted).line]
+    used = [policy for policy in POLICIES if any(r.policy == policy for r in requests)]
+    mean = sum(r.metrics.ttft_s for r in requests) / len(requests)
+    names = Pen()
+    for policy in used:
+        names.put(" ").put(*TEXTURES.get(policy, OTHER)).put(f" {policy} ", p.muted)
+    lines = [heading(p, width, "TTFT", f"mean {span(mean)}"), names.line]
+    bins = Counter((bisect_left(EDGES, 1000 * r.metrics.ttft_s), r.policy) for r in requests)
+    low, high = min(b for b, _ in bins), max(b for b, _ in bins)
+    low = max(low, high - height + len(lines) + 1)  # the shortest ones are counted together, where there is no room
+    rows: dict[int, Counter] = {b: Counter() for b in range(low, high + 1)}
+    for (b, policy), count in bins.items():
+        rows[max(low, b)][policy] += count
+    most = max(sum(row.values()) for row in rows.values())
+    labels = [f"{f'≤ {EDGES[b]:,}' if b == low else f'{EDGES[b - 1]:,}–{EDGES[b]:,}'} ms" for b in rows]
+    left = max(map(len, labels)) + 2
+    for row, label in zip(rows.values(), labels, strict=True):
+        pen, room = Pen().put(f"{label:>{left - 1}} ", p.muted), width - left - 5
+        for policy in used:
+            glyph, ink = TEXTURES.get(policy, OTHER)
+            cells = math.ceil(row[policy] * room / most)
+            pen.put(glyph * max(0, min(cells, left + room - pen.width)), ink)
+        lines.append(pen.put(f" {sum(row.values())}" if row else "", p.text).line)
+    return lines
