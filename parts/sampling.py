@@ -1,20 +1,21 @@
 """What a request asks for, and how its tokens are chosen from the logits.
 
-The problem. Requests in one batch want different things: this one greedy, that one at temperature 0.8 with a seed, a
-third never to say a certain word. Running a sampler of its own for each row would cost a device round trip per row, and
-sharing one sampler gives seven requests what the eighth asked for.
+The problem. The requests in one batch want different things. One is greedy, another wants temperature 0.8 and a seed, a
+third must never say a certain word. Running a sampler for each request would cost a device round trip per request, and
+sharing one sampler would give seven requests what the eighth asked for.
 
-So rows are sorted into groups by the *kind* of work they need, and each group is chosen in one go, every setting a
-column of numbers beside its row. A greedy row pays for an argmax and nothing else.
+So the requests of a step are sorted into groups by the *kind* of work they need. Each group is chosen in one go: its
+logits are a matrix with a row for each request, and every setting is a column of numbers beside it. A greedy request
+costs an argmax and nothing else.
 
-The invariant: what a row gets depends on its own logits, settings, seed and position. A row's group depends on nothing
-but itself, and no operation here mixes rows. Noise is one number per token, drawn by hashing (seed, position): no
-generator has a state that neighbours could advance.
+The invariant: the token that a request gets depends on its own logits, settings, seed and position. Its group depends
+on its own settings alone, and no operation here mixes rows. The noise is one number per token, a hash of (seed,
+position), so there is no generator whose state a neighbour could advance.
 
-The order, which is mlx-lm's: logit_bias, repetition_penalty; then (logprobs are taken here); top_p, min_p, top_k, each
-on the probabilities at temperature 1; last the temperature, among what is left.
+The order is mlx-lm's. First come logit_bias and repetition_penalty, and then logprobs are taken. Next come top_p, min_p
+and top_k, each on the probabilities at temperature 1. The temperature comes last, and acts on the tokens that are left.
 
-Where next: `Engine._run` in `nanobatch.py`, which calls `choose`.
+Where next: `nanobatch.py`, which calls `choose` in every step.
 """
 
 from __future__ import annotations
@@ -22,89 +23,80 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from parts.checks import real, shown, whole
 from parts.device import mx
 
-PENALTY_CONTEXT = 20  # repetition_penalty looks at this many tokens, of prompt and answer alike
-SHORT_LIST = 64  # top_k up to this is chosen from a short list; beyond, and for top_p alone, all of V is sorted
-MOST_LOGPROBS = 100
+PENALTY_CONTEXT = 20  # repetition_penalty looks at this many of the last tokens, whether of the prompt or of the answer
+SHORT_LIST = (
+    64  # a top_k up to this needs only a short list sorted; a larger one, or top_p alone, needs all of V sorted
+)
+LIMITS = {  # for each field that is a number: the check, the least and the most
+    "max_tokens": (whole, 1, math.inf),
+    "temperature": (real, 0, 1_000_000),
+    "top_p": (real, 0, 1),
+    "top_k": (whole, 0, math.inf),
+    "min_p": (real, 0, 1),
+    "seed": (whole, -(2**63), 2**64 - 1),
+    "repetition_penalty": (real, 0.001, 1000),
+    "logprobs": (whole, 0, 100),
+}
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How one request wants its tokens chosen, and when its answer ends. The default is greedy."""
 
-    max_tokens: int | None = 128  # None: to the end of the slot
+    max_tokens: int | None = 128  # None means to the end of the slot
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # the most likely tokens that together reach this probability; 1 keeps all
     top_k: int = 0  # the k most likely tokens; 0 keeps all
     min_p: float = 0.0  # tokens at least this fraction as likely as the most likely one; 0 keeps all
-    seed: int | None = None  # None: other tokens each time
+    seed: int | None = None  # None gives other tokens each time
     stop: str | int | Sequence[str | int] = ()  # texts and token ids that end the answer, and are not part of its text
     repetition_penalty: float = 1.0  # recent tokens' logits are divided (or, if negative, multiplied) by this
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to these tokens' logits
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to these tokens' logits; -1000 forbids one
     logprobs: int | None = None  # the chosen token's log probability, and those of the n most likely
     ignore_eos: bool = False  # go on after the model's own end token
 
-    def __new__(cls, *args, **given):  # only to make a ValueError, with a remedy, of Python's TypeError
-        known = [f.name for f in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ValueError(f"Sampling has no field {name!r}; the fields are {', '.join(known)}")
+    def __new__(cls, *args, **given):  # Python's TypeError for an unknown field would not name the others
+        if unknown := given.keys() - cls.__annotations__.keys():
+            raise ValueError(f"Sampling has no field {min(unknown)!r}; the fields are {', '.join(cls.__annotations__)}")
         return super().__new__(cls)
 
     def __post_init__(self):
-        if self.max_tokens is not None:
-            self._check("max_tokens", int, 1)
-        self._check("temperature", float, 0, 1e6)
-        self._check("top_p", float, 0, 1)
+        for name, (check, least, most) in LIMITS.items():
+            value = getattr(self, name)
+            if value is not None or name not in ("max_tokens", "seed", "logprobs"):
+                object.__setattr__(self, name, check(name, value, least, most))
         if self.top_p == 0:
             raise ValueError("top_p = 0 keeps no token; it must be above 0 and at most 1")
-        self._check("top_k", int, 0)
-        self._check("min_p", float, 0, 1)
-        if self.seed is not None:
-            self._check("seed", int, -(2**63), 2**64 - 1)
-        self._check("repetition_penalty", float, 1e-3, 1e3)
-        if self.logprobs is not None:
-            self._check("logprobs", int, 0, MOST_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos = {self.ignore_eos!r}, but it must be True or False")
+            raise ValueError(f"ignore_eos = {shown(self.ignore_eos)}, but it must be True or False")
         self._check_stop()
         self._check_bias()
-
-    def _check(self, name: str, kind: type, least: float, most: float = math.inf) -> None:
-        value = getattr(self, name)
-        number = (int, float) if kind is float else int
-        what = "a number" if kind is float else "a whole number"
-        limits = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
-        if isinstance(value, bool) or not isinstance(value, number) or not least <= value <= most or value == math.inf:
-            raise ValueError(f"{name} = {value!r}, but it must be {what} {limits}")
-        object.__setattr__(self, name, kind(value))
 
     def _check_stop(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, (str, int)) else self.stop
         if not isinstance(stops, Sequence):
-            raise ValueError(f"stop = {self.stop!r}, but it must be texts or token ids")
+            raise ValueError(f"stop = {shown(stops)}, but it must be texts or token ids")
         for stop in stops:
             if isinstance(stop, bool) or not isinstance(stop, (str, int)) or stop == "":
-                raise ValueError(f"stop holds {stop!r}, but it must be texts that are not empty, or token ids")
+                raise ValueError(f"stop holds {shown(stop)}, but it must be texts that are not empty, or token ids")
         object.__setattr__(self, "stop", tuple(stops))
 
     def _check_bias(self) -> None:
-        if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias = {self.logit_bias!r}, but it must be a mapping of token ids to numbers")
-        for token, bias in self.logit_bias.items():
-            if type(token) is not int or isinstance(bias, bool) or not isinstance(bias, (int, float)):
-                raise ValueError(f"logit_bias holds {token!r}: {bias!r}, but it must map token ids to numbers")
-            if not -1e9 <= bias <= 1e9:
-                raise ValueError(
-                    f"logit_bias for token {token} is {str(bias)[:12]}, but it must be within 1e9 (-1000 forbids)"
-                )
-        # A copy: what has been checked must not change any more.
-        object.__setattr__(self, "logit_bias", MappingProxyType({t: float(b) for t, b in self.logit_bias.items()}))
+        if not isinstance(self.logit_bias, Mapping) or not all(type(token) is int for token in self.logit_bias):
+            raise ValueError(f"logit_bias = {shown(self.logit_bias)}, but it must map token ids to numbers")
+        biases = {
+            token: real(f"logit_bias for token {token}", bias, -(10**9), 10**9)
+            for token, bias in self.logit_bias.items()
+        }
+        # This is a copy, so that what has been checked cannot change any more.
+        object.__setattr__(self, "logit_bias", MappingProxyType(biases))
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -115,12 +107,12 @@ class Sampling:
         return frozenset(stop for stop in self.stop if isinstance(stop, int))
 
     def token_ids(self) -> list[int]:
-        """Every token id that these settings name, to be held against the vocabulary."""
+        """Every token id that these settings name, for a check against the vocabulary."""
         return [*self.stop_tokens, *self.logit_bias]
 
     @property
     def group(self) -> str:
-        """The kind of work a row needs. It depends on the row's own settings alone."""
+        """The kind of work that choosing a token takes. It depends on these settings alone."""
         edited = self.logit_bias or self.repetition_penalty != 1 or self.logprobs is not None
         if self.temperature == 0:
             return "edited" if edited else "greedy"
@@ -159,14 +151,14 @@ def choose(logits: mx.array, picks: list[Pick], history: mx.array) -> tuple[mx.a
     tokens, order, logprobs = [], [], []
     for group, places in groups.items():
         members = [picks[place] for place in places]
-        rows = mx.array([pick.row for pick in members])
+        some = mx.array([pick.row for pick in members])
         if group == "greedy":
-            chosen = mx.argmax(logits, axis=-1)[rows]
+            chosen = mx.argmax(logits, axis=-1)[some]
         else:
-            x = edit(logits[rows].astype(mx.float32), members, history)  # (n, V)
+            x = edit(logits[some].astype(mx.float32), members, history)  # (n, V)
             chosen = mx.argmax(x, axis=-1) if group == "edited" else draw(x, members, group)
             logprobs += measure(x, members, chosen)
-        value = logits[rows, chosen]  # NaN goes through argmax and sort without a word: look
+        value = logits[some, chosen]  # argmax and sort let NaN pass in silence, so we look
         tokens.append(mx.where(mx.isfinite(value), chosen.astype(mx.int32), -1))
         order += places
     together = mx.concatenate(tokens)
@@ -183,7 +175,7 @@ def edit(x: mx.array, picks: list[Pick], history: mx.array) -> mx.array:  # (n, 
         x = x.at[mx.array(rows), mx.array(tokens)].add(mx.array(values, dtype=x.dtype))
     if any(pick.sampling.repetition_penalty != 1 for pick in picks):
         n, V = x.shape
-        recent = mx.zeros((n, V + 1), mx.bool_)  # one column more, for the places in the history that are empty
+        recent = mx.zeros((n, V + 1), mx.bool_)  # one column more, for the empty places of the history
         recent[mx.arange(n)[:, None], history[mx.array([pick.slot for pick in picks])]] = True
         penalty = column([pick.sampling.repetition_penalty for pick in picks])
         x = mx.where(recent[:, :V], mx.where(x < 0, x * penalty, x / penalty), x)
@@ -191,7 +183,7 @@ def edit(x: mx.array, picks: list[Pick], history: mx.array) -> mx.array:  # (n, 
 
 
 def draw(x: mx.array, picks: list[Pick], group: str) -> mx.array:  # (n, V) -> (n,)
-    """Filter, then take the token at which the running sum of the weights passes u times the whole.
+    """Filter the tokens, then take the one at which the running sum of the weights passes u times the whole sum.
 
     weights  | 0.5      | 0.3   | 0.2 |        u = 0.6 falls into the second
     sums     0         0.5     0.8    1
@@ -206,11 +198,11 @@ def draw(x: mx.array, picks: list[Pick], group: str) -> mx.array:  # (n, V) -> (
         short = x if ids is None else mx.take_along_axis(x, ids, axis=-1)
         order = mx.argsort(-short, axis=-1)
         ids = order if ids is None else mx.take_along_axis(ids, order, axis=-1)  # (n, most), the likeliest first
-        kept = mx.take_along_axis(short, order, axis=-1)
+        kept = mx.take_along_axis(short, order, axis=-1)  # logits, in the order of ids
         keep = mx.arange(most) < column([min(s.top_k or most, most) for s in settings])
         if any(s.top_p < 1 for s in settings):
             p = mx.exp(kept - mx.logsumexp(x, axis=-1, keepdims=True))
-            above = mx.cumsum(p, axis=-1, inclusive=False)  # the probability of all that are likelier
+            above = mx.cumsum(p, axis=-1, inclusive=False)  # the probability of all likelier tokens together
             keep &= (above < column([s.top_p for s in settings])) | (column([s.top_p for s in settings]) == 1)
         if any(s.min_p > 0 for s in settings):
             keep &= kept - kept[:, :1] >= column([math.log(s.min_p) if s.min_p else -math.inf for s in settings])
@@ -220,12 +212,12 @@ def draw(x: mx.array, picks: list[Pick], group: str) -> mx.array:  # (n, V) -> (
     sums = mx.cumsum(weights, axis=-1)
     u = column([uniform(pick.seed, pick.index) for pick in picks])
     place = (sums <= u * sums[:, -1:]).sum(axis=-1, keepdims=True)
-    place = mx.minimum(place, kept.shape[-1] - 1)  # only NaN gets that far
+    place = mx.minimum(place, kept.shape[-1] - 1)  # only NaN gets beyond the last
     return (place if ids is None else mx.take_along_axis(ids, place, axis=-1))[:, 0]
 
 
 def measure(x: mx.array, picks: list[Pick], chosen: mx.array) -> list[Logprobs]:
-    """The log probabilities that some picks want to know, at temperature 1 and before any filter."""
+    """The log probabilities that some requests want to know, at temperature 1 and before any filter."""
     wanted = [i for i, pick in enumerate(picks) if pick.sampling.logprobs is not None]
     if not wanted:
         return []
@@ -248,9 +240,9 @@ def column(values: list[float]) -> mx.array:  # (n, 1)
 
 
 def uniform(seed: int, index: int) -> float:
-    """The index-th number of a seed's own sequence, between 0 and 1 and never either: a hash, so it has no state.
+    """The index-th number of a seed's own sequence: above 0 and below 1. It is a hash, so there is no state.
 
-    22 bits, so that u times a float32 sum is always below the sum.
+    It has 22 bits, so that u times a float32 sum is always below the sum.
     """
     x = (seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) % 2**64
     for _ in range(2):  # splitmix64's finisher: every bit of the input reaches every bit of the output

@@ -1,0 +1,52 @@
+"""Numbers from outside, held against their limits before anything is done with them.
+
+`whole` and `real` check what a Python program gives; `read_whole` and `read_real` read a number from text, as a command
+line has it. What this file keeps: a number that passes has the right type and lies within its limits. Anything else
+raises a ValueError of one line, with the setting's name, the value (cut short if it is long) and the limits.
+"""
+
+import math
+
+
+def whole(name: str, value: object, least: int, most: float = math.inf) -> int:
+    """`value`, if it is an int within the limits. A bool is no number."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(_refusal(name, value, "a whole number", least, most))
+    return int(value)
+
+
+def real(name: str, value: object, least: float, most: float) -> float:
+    """`value` as a float, if it is an int or a float within the limits, which are finite. NaN lies within none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ValueError(_refusal(name, value, "a number", least, most))
+    return float(value)
+
+
+def read_whole(name: str, text: str, least: int, most: float = math.inf) -> int:
+    try:
+        return whole(name, int(text), least, most)
+    except ValueError:
+        raise ValueError(_refusal(name, text, "a whole number", least, most)) from None
+
+
+def read_real(name: str, text: str, least: float, most: float) -> float:
+    try:
+        return real(name, float(text), least, most)
+    except ValueError:
+        raise ValueError(_refusal(name, text, "a number", least, most)) from None
+
+
+def _refusal(name: str, value: object, what: str, least: float, most: float) -> str:
+    limits = f"from {least:,} to {most:,}"
+    if most == math.inf:
+        limits = f"of at least {least:,}"
+    elif (end := int(most) + 1) >= 2**31 and end & (end - 1) == 0:  # a power of two, more than is easy to read
+        limits = f"of at least {least:,} and below 2^{end.bit_length() - 1}"
+    return f"{name} = {shown(value)}, but it must be {what} {limits}"
+
+
+def shown(value: object, longest: int = 40) -> str:
+    """A value as Python writes it, cut to what fits a message: it may be a whole book."""
+    # Python writes an int in at most 4,300 decimal digits, but in any number of hexadecimal ones.
+    text = hex(value) if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+    return text if len(text) <= longest else text[:longest] + "…"
