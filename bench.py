@@ -1,31 +1,34 @@
 """The benchmark: what does nanobatch do in a second, and where does the second go?
 
-The question. An engine has several speeds. Who waits for an answer feels the time to its first token (TTFT) and the
-gaps between the next ones; who pays for the machine counts everybody's tokens. Both depend on how many ask, and when:
+The question. An engine has several speeds. A user feels the time to the first token (TTFT) and the gaps between the
+next ones; the owner of the machine counts the tokens of all users. Both depend on how many requests there are, and when
+they come. (Here, a row is one sequence of the batch.)
 
     decode    B rows decode, and nothing else happens: how fast is a step?
     closed    c users, each of whom sends a prompt when the last one's answer has ended: what does a known crowd get?
-    open      prompts come when they please, whoever is still waiting: at which load does the line grow for ever?
+    open      prompts come at random times, however many are waiting: from which load on does the line grow for ever?
     steps     one decode step taken apart, beside the time that the machine would need at best
-    long      a prompt of 2,000 tokens arrives while seven rows decode: who waits for whom?
+    long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
     growth    a longer line, more slots, longer slots, longer prompts: what costs more than it seems to?
-    newcomer  mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends (see `blas.py`)
+    plan      planning by itself, where most is to be compared: how long are 64 slots kept waiting?
+    newcomer  mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends (see `parts/device.py`)
 
-How a fair answer is made. `--vs mlx-lm` puts the peer beside all that it can do, too: the same weights in the same
-precision on the same BLAS, the same prompts at the same times, greedy, nobody stops early, and one loop (`drive`) that
-talks to both in the same words. Each sample has a process of its own, so nobody inherits another's memory, caches or
-threads, and warms up on a burst of the same shapes. Contestants take turns (A B, B A, A B): a machine that slows down
-slows all. What is shown is the median of the samples, in brackets the lowest and the highest, and the ratio to the
-peer. One thing differs: nanobatch turns its tokens into text on the way, which the peer leaves to whoever calls it.
+How a fair answer is made. `--vs mlx-lm` measures the peer, too, in all parts that it can do. Both engines have the same
+weights in the same precision on the same BLAS. Both get the same prompts at the same times, answer greedily, and never
+stop early. One loop (`drive`) talks to both in the same words. Each sample has a process of its own, so it inherits no
+other sample's memory, caches or threads; it warms up on a burst of the same shapes. Contestants take turns (A B, B A,
+A B), so a machine that slows down slows all of them. A table shows the median of the samples, the lowest and highest in
+brackets, and the ratio to the peer. One thing differs: nanobatch turns its tokens into text on the way, while the peer
+leaves that to its caller.
 
-When a token counts: when the loop holds it as a plain number. An open loop's TTFT begins when the prompt was due, not
-when a busy loop got round to sending it; else a slow engine would make its own examination easier.
+A token counts when the loop holds it as a plain number. In an open loop, TTFT begins when the prompt was due, not when
+a busy loop got round to sending it; otherwise a slow engine would make its own examination easier.
 
     python bench.py                                          about a minute, on the demo model
     python bench.py --shape 15m --vs mlx-lm --parts decode,closed,open --json run.json --plot run.svg
     python bench.py --from run.json --plot run.svg           the tables and the picture again; nothing is measured
 
-Read `drive` first, then `Sample`. Where next: `sched.py`, whose three policies `open` tells apart, and `Engine.step` in
+Read `drive` first, then `Sample`. Where next: `sched.py`, whose three policies `open` compares, and `Engine.step` in
 `nanobatch.py`, whose stages `steps` measures.
 """
 
@@ -46,8 +49,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict, deque
+import timeit
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -55,30 +60,32 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from nanobatch import Engine, QueueFull, Sampling
+from nanobatch import POLICIES, Engine, Handle, QueueFull, Request, Sampling, Scheduler
 from parts import device
 from parts.answers import StepView
 from parts.checkpoint import find, read_config
+from parts.checks import read_whole, shown
 from parts.device import mx
-from sched import POLICIES
 
 ROOT = Path(__file__).resolve().parent
-PARTS = {  # what each table says about itself
+PARTS = {  # the name of a part, which is a method of `Sample`, and the caption of its table
     "decode": "all rows decode, and nothing else happens",
     "closed": "users who send a prompt when the last one's answer has ended",
     "open": "prompts arrive at random; load 1 is what static batching can do, at load inf all come at once",
     "steps": "a decode step of nanobatch, and what the machine would need for it at best",
     "long": "a long prompt arrives while seven rows decode",
     "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
+    "plan": "the scheduler alone, without a model: 64 slots, prompts of 16,000 tokens that begin alike",
     "newcomer": "mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends",
 }
 PEER, NEWCOMER = "mlx-lm", "mlx-lm as installed"
 ROWS = 8  # in the parts that do not vary it
-CROWD, LONGEST = 40, 256  # `open`: so many requests, with answers of 16 to 256 tokens
+CROWD, LONGEST = 40, 256  # requests of `open`, and their longest answer; the shortest has 16 tokens
+LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2  # `open`: as shares of what static batching can do; inf has to come first
 PATIENCE_S = 1800  # for one sample
 
 
-# --- times in, figures out: what is reported is computed here, from plain numbers ------------------------------------
+# --- figures: all that is reported is computed here, from plain times -------------------------------------------------
 
 
 @dataclass
@@ -93,7 +100,7 @@ class Answer:
         return 1e3 * (self.times[0] - self.sent)
 
     def gaps_ms(self, since: float = -math.inf, until: float = math.inf) -> list[float]:
-        """Times between a token and the next, of those gaps that are not wholly outside."""
+        """Times between a token and the next, without gaps that lie wholly outside of the given span."""
         return [1e3 * (b - a) for a, b in pairwise(self.times) if b > since and a < until]
 
 
@@ -127,7 +134,7 @@ def open_figures(answers: Sequence[Answer]) -> Figures:
 
 
 def closed_figures(answers: Sequence[Answer], users: int) -> Figures:
-    """`decode` is what the users see together while their answers run; `total` is less by their waiting."""
+    """`decode` is the rate of all users together while their answers run; `total` also counts the time they wait."""
     gaps = [gap for a in answers for gap in a.gaps_ms()]
     return {
         "decode tokens/s": users * statistics.mean(1e3 / statistics.mean(a.gaps_ms()) for a in answers),
@@ -157,10 +164,7 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
     """Medians. With run-ahead the stages of a step overlap those of the next, so a step's own time is its period."""
     seconds = {
         "step ms": [b.ended - a.ended for a, b in pairwise(steps)],
-        "plan ms": [s.plan_s for s in steps],
-        "build ms": [s.build_s for s in steps],
-        "wait ms": [s.wait_s for s in steps],
-        "commit ms": [s.commit_s for s in steps],
+        **{f"{stage} ms": [getattr(s, f"{stage}_s") for s in steps] for stage in ("plan", "build", "wait", "commit")},
         "plan + commit ms": [s.plan_s + s.commit_s for s in steps],
     }
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
@@ -174,40 +178,41 @@ class Ask:
     prompt: list[int]
     max_tokens: int
     at: float = 0.0  # when an open loop sends it, in seconds after the start
-    after: int = 0  # and not before all answers that are under way have so many tokens
+    after: int = 0  # an open loop does not send it before all answers under way have so many tokens
 
 
 class Nanobatch:
     def __init__(self, folder: str, name: str, rows: int, max_len: int):
         _, policy, *compact = name.split()
         self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy, exact=not compact)
-        self.under_way = {}  # id -> handle, and how many of its tokens have been reported
+        self.handles: dict[int, Handle] = {}  # those under way
+        self.reported = Counter()  # tokens of each
 
     def submit(self, ask: Ask) -> int:
         handle = self.engine.submit(ask.prompt, Sampling(max_tokens=ask.max_tokens, ignore_eos=True))
-        self.under_way[handle.id] = handle, 0
+        self.handles[handle.id] = handle
         return handle.id
 
     def step(self) -> Iterator[tuple[int, int, bool]]:
-        """Who got how many tokens, and has it ended?"""
+        """For each request under way: its id, how many tokens it got, and whether it has ended."""
         self.engine.step()
-        for key, (handle, seen) in list(self.under_way.items()):
+        for key, handle in list(self.handles.items()):
             if handle.finish_reason == "error":
                 raise Failure(handle.error)
             if handle.finish_reason:
-                del self.under_way[key]
-            elif len(handle.tokens) > seen:
-                self.under_way[key] = handle, len(handle.tokens)
-            yield key, len(handle.tokens) - seen, handle.finish_reason is not None
+                del self.handles[key]
+            count = len(handle.tokens) - self.reported[key]
+            self.reported[key] += count
+            yield key, count, handle.finish_reason is not None
 
     def close(self) -> None:
         self.engine.close()
 
 
 class MlxLm:
-    """The peer, as good as we can make it. Its batch is as wide as our slots; it prefills as many prompts together as
-    fit, and each in one piece: fewer at a time, or in chunks, gave fewer tokens a second. It is greedy, and on a CPU it
-    computes in float32, as everything else is slow there."""
+    """The peer, as fast as we can make it. Its batch is as wide as we have slots. It prefills as many prompts together
+    as fit, each in one piece; fewer at a time, or chunks, gave fewer tokens a second. It is greedy. On a CPU it
+    computes in float32, because everything else is slow there."""
 
     def __init__(self, folder: str, rows: int):
         from mlx_lm.generate import BatchGenerator
@@ -228,7 +233,7 @@ class MlxLm:
 
     def close(self) -> None:
         self.generator.close()
-        mx.synchronize()  # it runs ahead, too, and a process that exits while the device works may hang
+        mx.synchronize()  # it runs ahead, and a process that exits while the device works may hang
 
 
 def drive(
@@ -240,7 +245,8 @@ def drive(
 ) -> list[Answer]:
     """Send each ask when it is due, and step until all have ended. The answers are in the order of the asks.
 
-    In a closed loop, of that many `users`, an ask is due when a user is idle; in an open one when its time has come.
+    In a closed loop with so many `users`, an ask is due when a user is idle. In an open loop, it is due when its time
+    has come.
     """
     waiting, answers, under_way, began = deque(asks), [], {}, clock()
 
@@ -280,19 +286,20 @@ class Spec(NamedTuple):
     rows: int
     prompt: int
     output: int
-    rate: float = math.inf  # open: requests a second
+    rate: float = math.inf  # open: requests a second (in a plan: the load)
     late: int = 0  # long: length of the late prompt
     queue: int = 0  # growth: how many more wait in line
-    length: int = 0  # growth: of a slot; 0 is what the longest prompt and its answer need
+    length: int = 0  # growth: of a slot; 0 means as long as the longest prompt and its answer need
 
     @property
     def overlap(self) -> int:
-        """So much longer must answers be for all to run at once: ours begin one after the other, a chunk in a step."""
+        """How much longer answers must be so that all of them run at once. Ours begin one after another, because their
+        prompts go in by chunks, one a step."""
         return 0 if self.part in ("closed", "open") else self.rows * math.ceil(self.prompt / 64)
 
 
 class Sample:
-    """A contestant, warmed up, and prompts for it: random, so that nobody can reuse what has been computed."""
+    """A contestant, warmed up, and prompts for it. They are random, so that no engine can reuse computed prefixes."""
 
     def __init__(self, spec: Spec):
         self.spec, self.random = spec, random.Random(0)
@@ -302,10 +309,10 @@ class Sample:
         else:
             self.contestant = MlxLm(spec.folder, spec.rows)
         drive(self.contestant, self.asks(spec.rows, output=min(spec.output, 16)))
-        mx.reset_peak_memory()  # what loading took is no matter here
+        mx.reset_peak_memory()  # what loading took does not count
 
     def asks(self, count: int, prompt: int | None = None, output: int | None = None) -> list[Ask]:
-        """Like the spec's, unless said otherwise."""
+        """Asks with the spec's lengths, unless others are given."""
         ids, spec = range(self.spec.vocabulary), self.spec
         return [Ask(self.random.choices(ids, k=prompt or spec.prompt), output or spec.output) for _ in range(count)]
 
@@ -314,13 +321,15 @@ class Sample:
         asks = self.asks(spec.rows, output=spec.output + spec.overlap)
         return decode_figures(drive(self.contestant, asks), spec.output)
 
+    newcomer = decode
+
     def closed(self) -> Figures:
         users = self.spec.rows
         figures = closed_figures(drive(self.contestant, self.asks(4 * users), users), users)
         return figures | {"peak memory MiB": mx.get_peak_memory() / 2**20}
 
     def open(self) -> Figures:
-        """A Poisson process: what is between two prompts is exponential, at every rate the same but for its scale."""
+        """Prompts come as a Poisson process: the times between them are exponential, and only scaled by the rate."""
         draw, at, asks = random.Random(1), 0.0, []
         for length in crowd_lengths(self.spec.output):
             asks.append(Ask(self.asks(1)[0].prompt, length, at))
@@ -343,8 +352,8 @@ class Sample:
     def steps(self) -> Figures:
         spec, engine = self.spec, self.contestant.engine
         figures = step_figures(self.decode_steps())
-        handles = [handle for handle, _ in self.contestant.under_way.values()]
-        began = time.perf_counter()  # the text of the same tokens once more, by itself
+        handles = list(self.contestant.handles.values())
+        began = time.perf_counter()  # now the tokens become text once more, and nothing else happens
         for handle in handles:
             stream = engine.text.stream(())
             for token in handle.tokens:
@@ -355,11 +364,11 @@ class Sample:
         return figures | {"text, of commit ms": text_ms} | floor | share
 
     def decode_steps(self) -> list[StepView]:
-        """Steps in which all rows decode and nothing else happens, but that `queue` requests wait."""
+        """Steps in which all rows decode, `queue` requests wait, and nothing else happens."""
         spec, engine = self.spec, self.contestant.engine
         for ask in self.asks(spec.rows, output=spec.output + spec.overlap):
             self.contestant.submit(ask)
-        handles = [handle for handle, _ in self.contestant.under_way.values()]
+        handles = list(self.contestant.handles.values())
         while not all(handle.tokens for handle in handles):
             engine.step()
         for ask in self.asks(spec.queue, prompt=1):
@@ -370,8 +379,28 @@ class Sample:
         return [s for s in engine.snapshot().steps if s.step >= first and len(s.decode) == spec.rows and not s.prefill]
 
 
+def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
+    """What planning takes where most is to be compared: all prompts are alike but for their last thousand tokens.
+
+    A plan takes as long as the fastest of five: what other programs do to it is not ours.
+    """
+    prompts, runs = [(*range(length - 1000), *[id] * 1000) for id in range(slots)], []
+    for _ in range(5):
+        sched, seconds = Scheduler(slots, length + 1, budget=slots + 64 * (2 + slots // 8)), []
+        for id, prompt in enumerate(prompts):
+            sched.submit(Request(id, prompt, 1, arrived=0.0))
+        while sched.waiting or sched.running:
+            began = time.perf_counter()
+            plan = sched.plan(0.0)
+            seconds.append(time.perf_counter() - began)
+            sched.commit(plan, [0] * len(plan.emitters), lambda request, token: None, 0.0)
+        runs.append(seconds)
+    fastest = list(map(min, *runs))
+    return {"plan median ms": 1e3 * statistics.median(fastest), "plan max ms": 1e3 * max(fastest)}
+
+
 def crowd_lengths(longest: int) -> list[int]:
-    """How long the answers of an open loop are: the same for everybody."""
+    """How long the answers of an open loop are, the same for all contestants."""
     draw = random.Random(2)
     return [draw.randint(max(1, longest // 16), longest) for _ in range(CROWD)]
 
@@ -379,9 +408,9 @@ def crowd_lengths(longest: int) -> list[int]:
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     """What the machine would need at best for a step of so many rows, each `length` tokens long.
 
-    A step reads each weight once, and each row's keys and values, and multiplies what it has read. How fast that goes
-    is measured here and now, on a matrix of the same size: small weights live in the processor's caches, and the rate
-    of the memory would be no floor for them. The longer of the two times is the floor.
+    A step reads each weight once and each row's keys and values, and multiplies what it has read. The longer of the two
+    times is the floor. Both rates are measured here and now, reading on a matrix as large as what a step reads, because
+    small weights stay in the processor's caches, and the rate of the memory would be no floor for them.
     """
     from mlx.utils import tree_flatten
 
@@ -411,12 +440,7 @@ def machine_rates(nbytes: int, rows: int, dtype: mx.Dtype) -> tuple[float, float
     mx.eval(matrix, one, some, square)
 
     def best(compute: Callable[[], mx.array]) -> float:
-        seconds = []
-        for _ in range(20):
-            began = time.perf_counter()
-            mx.eval(compute())
-            seconds.append(time.perf_counter() - began)
-        return min(seconds)
+        return min(timeit.repeat(lambda: mx.eval(compute()), number=1, repeat=20))
 
     read = min(best(lambda: one @ matrix), best(lambda: matrix.sum()))
     return (
@@ -426,28 +450,21 @@ def machine_rates(nbytes: int, rows: int, dtype: mx.Dtype) -> tuple[float, float
     )
 
 
-SAMPLES = {
-    "decode": Sample.decode,
-    "closed": Sample.closed,
-    "open": Sample.open,
-    "steps": Sample.steps,
-    "long": Sample.long,
-    "growth": Sample.growth,
-    "newcomer": Sample.decode,
-}
-
-
 class Failure(RuntimeError):
-    """A sample could not be taken, and whoever asked for it is not to blame."""
+    """A sample could not be taken, and nothing is wrong with what was asked for."""
 
 
 def take_sample(text: str) -> int:
-    """In the sample's process: print figures, or what is wrong with what was asked for, as one line of JSON."""
+    """Runs in the sample's process. Prints figures, or what is wrong with what was asked for, as a line of JSON."""
     spec = Spec(**json.loads(text))
+    threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()  # see `measure`
     try:
-        sample = Sample(spec)
-        with closing(sample.contestant):
-            answer = {"figures": SAMPLES[spec.part](sample)}
+        if spec.part == "plan":
+            answer = {"figures": plan_figures()}
+        else:
+            sample = Sample(spec)
+            with closing(sample.contestant):
+                answer = {"figures": getattr(sample, spec.part)()}
     except (ValueError, QueueFull) as error:
         answer = {"error": str(error)}
     print(json.dumps(answer))
@@ -455,17 +472,25 @@ def take_sample(text: str) -> int:
 
 
 def measure(spec: Spec) -> Figures:
-    """One sample in a fresh process, which cannot outlive this call: an interrupted `run` kills it."""
+    """One sample in a fresh process. It cannot outlive this call, because it ends when its standard input does.
+
+    subtle: an interrupted `run` kills its process, but not if the interrupt comes while it starts the process.
+    """
     command = [sys.executable, str(ROOT / "bench.py"), "--sample", json.dumps(spec._asdict())]
     environment = os.environ | ({"NANOBATCH_BLAS": "off"} if spec.contestant == NEWCOMER else {})
+    options = {"capture_output": True, "text": True, "timeout": PATIENCE_S, "env": environment}
+    theirs, ours = os.pipe()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
+        done = subprocess.run(command, stdin=theirs, **options)
         answer = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         raise Failure(f"a sample took more than {PATIENCE_S} s; choose a smaller model or less --output") from None
     except (IndexError, ValueError):
         said = done.stderr.splitlines() or ["it said nothing"]
         raise Failure(f"a sample's process ended with code {done.returncode}: {said[-1]}") from None
+    finally:
+        os.close(theirs)
+        os.close(ours)
     if "error" in answer:
         raise ValueError(answer["error"])
     return answer["figures"]
@@ -475,15 +500,15 @@ def measure(spec: Spec) -> Figures:
 
 
 class Cell(NamedTuple):
-    """A few lines of a table: what is measured there, and who takes part."""
+    """A few lines of a table: what is measured there, and of which contestants."""
 
     x: str  # a word and a number, such as "rows 8"
-    spec: Spec  # but for the contestant
+    spec: Spec  # complete but for the contestant
     contestants: list[str]
 
 
 def make_plan(parts: Sequence[str], rows: Sequence[int], usual: Spec, has_peer: bool) -> list[Cell]:
-    """All cells of these parts. `usual` is what they have in common; its contestant is our own."""
+    """All cells of these parts. `usual` is the spec that they change; its contestant is our own."""
     ours, peer = usual.contestant, [PEER] * has_peer
     policies = [ours.replace(ours.split()[1], policy) for policy in reversed(POLICIES)]
     growth = {
@@ -495,32 +520,33 @@ def make_plan(parts: Sequence[str], rows: Sequence[int], usual: Spec, has_peer: 
     changes = {
         "decode": [(f"rows {n}", {"rows": n}, [ours, *peer]) for n in rows],
         "closed": [(f"users {n}", {"rows": n}, [ours, *peer]) for n in rows],
-        "open": [(f"load {x}", {"output": LONGEST}, policies + peer) for x in ("inf", 0.4, 0.6, 0.8, 1.0, 1.2)],
+        "open": [(f"load {x}", {"output": LONGEST, "rate": x}, policies + peer) for x in LOADS],
         "steps": [(f"rows {ROWS}", {}, [ours])],
         "long": [("prompt 2000", {"late": 2000, "output": 256}, [ours, *peer])],
         "growth": [(f"{word} {n}", change, [ours]) for word, series in growth.items() for n, change in series],
+        "plan": [("slots 64", {}, [ours])],
         "newcomer": [(f"rows {ROWS}", {}, [ours, NEWCOMER])],
     }
     return [Cell(x, usual._replace(part=part, **c), who) for part in parts for x, c, who in changes[part]]
 
 
-def take_all(plan: Sequence[Cell], samples: int) -> Iterator[tuple[str, dict | None]]:
-    """Yields what is to be measured next, then its record, and so on."""
+def take_all(plan: Sequence[Cell], samples: int, tell: Callable[[str], None]) -> Iterator[dict]:
+    """The record of each sample; `tell` is told what will be measured next."""
     records = []
     for cell in plan:
         for number in range(samples):
             for name in cell.contestants[:: -1 if number % 2 else 1]:
-                yield f"{cell.spec.part}, {cell.x}, {name}", None
+                tell(f"{cell.spec.part}, {cell.x}, {name}")
                 spec = cell.spec._replace(contestant=name)
-                if spec.part == "open" and cell.x != "load inf":
-                    spec = spec._replace(rate=float(cell.x.split()[1]) * capacity(records))
+                if spec.rate < math.inf:
+                    spec = spec._replace(rate=spec.rate * capacity(records))
                 record = {"part": spec.part, "x": cell.x, "contestant": name, "sample": number}
                 records.append(record | {"figures": measure(spec)})
-                yield "", records[-1]
+                yield records[-1]
 
 
 def capacity(records: Sequence[dict]) -> float:
-    """Requests a second that static batching can do: measured when all come at once."""
+    """Requests a second that static batching can do, as measured when all of them come at once."""
     static = [r["figures"] for r in records if r["x"] == "load inf" and "static" in r["contestant"]]
     return statistics.median(f["total tokens/s"] for f in static) / statistics.mean(crowd_lengths(LONGEST))
 
@@ -540,7 +566,7 @@ def describe_machine() -> dict[str, str]:
         "Python": platform.python_version(),
         "mlx": installed["mlx"],
         "mlx-lm": installed.get("mlx-lm", "none"),
-        "BLAS": device.name,
+        "BLAS": device.blas,
         "commit": output_of("git rev-parse --short HEAD") + " dirty" * bool(output_of("git status --porcelain")),
     }
 
@@ -573,7 +599,7 @@ def summarise(records: Iterable[dict]) -> dict[Key, Summary]:
 
 
 def compared_with(key: Key, known: Iterable[Key]) -> Key | None:
-    """Whose figure this one is divided by: the peer's, else static batching's; in `growth` the first of its kind's."""
+    """The figure that this one is divided by: the peer's, else static batching's; in `growth` the first of its kind."""
     part, x, name, _ = key
     if part == "growth":
         return next(k for k in known if k[0] == part and k[1].split()[0] == x.split()[0] and k[2] == name)
@@ -593,7 +619,7 @@ def cell_text(key: Key, table: dict[Key, Summary]) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that count: 1234.5 -> '1,234', 12.345 -> '12.3', 0.012345 -> '0.0123'"""
+    """Three significant digits: 1234.5 -> '1,234', 12.345 -> '12.3', 0.012345 -> '0.0123'"""
     if abs(value) >= 100 or value == 0:
         return f"{value:,.0f}"
     return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
@@ -621,7 +647,7 @@ def show(data: dict) -> None:
 
 
 COLOURS = {"continuous": "#2f8f5b", "static": "#c27c1a", "serial": "#a3599f", "mlx-lm": "#3d7fc4"}
-GREY = "#7d858d"  # as readable on white as on black
+GREY = "#7d858d"  # can be read on white and on black
 
 
 def draw(records: Sequence[dict]) -> str:
@@ -676,7 +702,7 @@ def ticks(values: Sequence[float], log: bool) -> list[float]:
     return [step * i for i in range(math.ceil(max(values) / step) + 1)]
 
 
-# --- models that nobody has to download ------------------------------------------------------------------------------
+# --- models that need no download ------------------------------------------------------------------------------------
 
 SHAPES = {  # width, layers, heads, key and value heads, width of the MLP, vocabulary
     "15m": (288, 6, 6, 6, 768, 32_000),
@@ -687,7 +713,7 @@ FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_va
 
 
 def make_model(folder: Path, shape: str) -> Path:
-    """Random weights in float32, a tied head, and a tokenizer that has a text for each id, as real ones do."""
+    """Random weights in float32, a tied head, and a tokenizer with a text for each id, as real ones have."""
     from tokenizers import Tokenizer, decoders, models
 
     config = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "tie_word_embeddings": True}
@@ -709,21 +735,11 @@ def make_model(folder: Path, shape: str) -> Path:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        print(f"bench: {' '.join(message.split())}", file=sys.stderr)
-        sys.exit(2)
+        self.exit(2, one_line(message))
 
 
-def whole(text: str, least: int = 1, most: int = 100_000) -> int:
-    if not re.fullmatch(r"[+-]?\d{1,9}", text.strip()) or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r}, but it must be a whole number from {least} to {most:,}")
-    return int(text)
-
-
-def part_list(text: str) -> list[str]:
-    for part in (parts := text.split(",")):
-        if part not in PARTS:
-            raise argparse.ArgumentTypeError(f"{part!r} is no part; choose among {','.join(PARTS)}")
-    return parts
+def one_line(error: object) -> str:
+    return f"bench: {' '.join(str(error).split())}\n"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -732,26 +748,40 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
     add("--shape", choices=SHAPES, help="random weights of this shape instead, in a temporary folder")
     add("--vs", choices=[PEER], help="measure the peer, too")
-    add("--parts", type=part_list, default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
-    add("--policy", default="continuous", choices=POLICIES, help="who is admitted when (open has all of them)")
+    add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
+    add(
+        "--policy",
+        default="continuous",
+        choices=POLICIES,
+        help="when the next in line is admitted (open has all of them)",
+    )
     add("--compact", action="store_true", help="leave idle rows out: faster, equal tokens, other bits")
-    add("--rows", type=lambda text: [whole(n, 1, 1024) for n in text.split(",")], default="1,4,8,16",
-        help="rows of decode, users of closed (default: 1,4,8,16)")  # fmt: skip
-    add("--prompt", type=whole, default=128, help="tokens of a prompt (default: 128)")
-    add("--output", type=lambda text: whole(text, 2), default=64, help="tokens of an answer (default: 64)")
-    add("--samples", type=whole, default=3, help="processes for each figure (default: 3)")
+    add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
+    add("--prompt", default="128", help="tokens of a prompt (default: 128)")
+    add("--output", default="64", help="tokens of an answer (default: 64)")
+    add("--samples", default="3", help="processes for each figure (default: 3)")
     add("--json", metavar="FILE", help="write all that was measured, after each sample")
     add("--plot", metavar="FILE.svg", help="draw decode and open")
     add("--from", dest="source", metavar="FILE", help="show what --json has written; measure nothing")
     add("--sample", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    try:
+        args.rows = [read_whole("--rows", count, 1, 1024) for count in args.rows.split(",")]
+        for name, least in (("prompt", 1), ("output", 2), ("samples", 1)):
+            setattr(args, name, read_whole(f"--{name}", getattr(args, name), least, 100_000))
+    except ValueError as error:
+        parser.error(str(error))
+    args.parts = args.parts.split(",")
+    for part in args.parts:
+        if part not in PARTS:
+            parser.error(f"--parts: {shown(part)} is no part; choose among {','.join(PARTS)}")
     if args.model is not None and args.shape:
         parser.error(f"--model {args.model} and --shape {args.shape} exclude each other; give one")
     if args.plot and not args.source and not {"decode", "open"} & set(args.parts):
         parser.error("--plot draws decode and open; add one of them to --parts")
     if (args.vs or "newcomer" in args.parts) and not importlib.util.find_spec("mlx_lm"):
         parser.error("mlx-lm is not installed; run pip install mlx-lm, or leave out --vs and newcomer")
-    if "newcomer" in args.parts and device.name == "mlx":
+    if "newcomer" in args.parts and device.blas == "mlx":
         parser.error("newcomer needs another BLAS than MLX's own; on Linux without a GPU: pip install mkl")
     for path in filter(None, (args.json, args.plot)):
         try:
@@ -762,7 +792,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_data(path: str) -> dict:
-    """What `--json` has written, or one line about what is wrong with it."""
+    """What `--json` has written. If the file holds something else, one line says so."""
     try:
         data = json.loads(Path(path).read_text())
         summarise(data["records"])
@@ -794,13 +824,10 @@ def measure_all(args: argparse.Namespace) -> dict:
         bar = Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
         task = bar.add_task("", total=args.samples * sum(len(cell.contestants) for cell in plan))
         stack.enter_context(bar)
-        for stage, record in take_all(plan, args.samples):
-            if record is None:
-                bar.update(task, description=stage, refresh=True)
-                continue
+        for record in take_all(plan, args.samples, lambda stage: bar.update(task, description=stage, refresh=True)):
             bar.advance(task)
             data["records"].append(record)
-            if args.json:  # after each: so it is not lost whatever comes
+            if args.json:  # after each sample, so that an interrupted run is not lost
                 Path(args.json).write_text(json.dumps(data, indent=1))
     return data
 
@@ -815,14 +842,11 @@ def main(arguments: list[str] | None = None) -> int:
         show(data)
         if args.plot:
             Path(args.plot).write_text(draw(data["records"]))
-    except ValueError as error:
-        print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
-    except (Failure, OSError) as error:
-        print(f"bench: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+    except (ValueError, Failure, OSError) as error:
+        sys.stderr.write(one_line(error))
+        return 2 if isinstance(error, ValueError) else 1
     return 0
 
 

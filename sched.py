@@ -1,10 +1,10 @@
-"""Decides who runs next. Knows requests, slots and a budget; knows no model, no array and no clock.
+"""Decides what runs next. Knows requests, slots and a budget; knows no model, no array and no clock.
 
-The problem. A device is fast when it works on many sequences at once, but requests arrive when they please, and their
-answers end when they please. *Serial* serving takes one after the other. *Static* batching takes whoever waits, up to
-its slots, and then waits for the slowest of them before it takes anybody else. *Continuous* batching decides anew in
-every step: whoever has ended leaves, whoever waits takes the free slot, and a long prompt is cut into chunks, so that
-those who are already decoding never wait for more than a chunk of it.
+The problem. A device is fast when it works on many sequences at once, but requests arrive at any moment, and their
+answers end at any moment. *Serial* serving answers one request after the other. *Static* batching admits as many as it
+has slots, and admits no more until the slowest of them has ended. *Continuous* batching decides anew in every step: a
+request that has ended leaves its slot, the next in line takes it, and a long prompt is cut into chunks, so that the
+requests that are already decoding never wait for more than a chunk of it.
 
     step | slot 0    slot 1         P  prefill: a chunk of the prompt goes into the slab
        1 | A:P       B:P            d  decode: one row, one new token
@@ -13,12 +13,13 @@ those who are already decoding never wait for more than a chunk of it.
        4 | C:P       B:d            <- C is admitted in mid-decode of B
 
 One turn of the wheel is plan -> run -> commit. `plan` answers with a frozen `Plan`; the engine runs it on the device;
-`commit` takes the sampled tokens. The engine may plan step N+1 before it has committed step N (run-ahead), so a
-request carries two numbers that are never confused: what is *planned*, and what is *committed*. An end is therefore
-seen one step late (but for max_tokens, which is known before), and the token of such a *ghost* row is dropped.
+`commit` takes the sampled tokens. The engine may plan step N+1 before it has committed step N (run-ahead). So a request
+carries two numbers that are never confused: what is *planned*, and what is *committed*. The end of an answer is seen
+one step late (unless it ends by `max_tokens`, which is known before), and the token of such a *ghost* row is dropped.
 
-A slot remembers the prompt it was last filled with. A new prompt that begins alike goes on from there, or has the
-common rows copied from whichever slot holds them: that is prefix reuse, and a system prompt is computed once.
+A slot remembers the prompt that it was last filled with. A new prompt that begins alike goes on from there, or has the
+common rows copied from a slot that holds them: that is prefix reuse, and a system prompt is computed once
+(`parts/prefix.py`).
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
@@ -30,14 +31,20 @@ Where next: `nanobatch.py`, `Engine.step`, which runs the plans; `tests/test_sch
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-POLICIES = ("continuous", "static", "serial")
-PADDING = 16  # a chunk is as wide as a multiple of this many tokens and no narrower: so the device sees few shapes
+from parts.prefix import Beginning, Prefixes
+
+# What each policy does. How it does it stands in `Scheduler._room`, a line for each.
+POLICIES = {
+    "continuous": "the next in line takes a slot as soon as one is free.",
+    "static": "a batch is admitted together; the next one waits until all of it has ended.",
+    "serial": "one request at a time.",
+}
+PADDING = 16  # a chunk's width is a multiple of this many tokens, so the device sees few shapes
 
 
 class QueueFull(RuntimeError):
@@ -52,14 +59,15 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     arrived: float
-    shares: bool = True  # may it take over rows that another request has written?
+    shares: bool = True  # may it take over rows that another request has written, or give its own?
+    beginnings: Sequence[Beginning] = ()  # what its prompt may share
+    policy: str = ""  # the one that admitted it
     slot: int | None = None
     reused: int = 0  # prompt tokens whose rows were taken over
     prefilled: int = 0  # prompt tokens whose rows are in the slab once all planned steps have run
     planned: int = 0  # output tokens that planned steps sample
     committed: int = 0  # output tokens that have been read back
     admitted: float | None = None
-    first_token: float | None = None
     ended: float | None = None
     finish_reason: str | None = None  # "stop" | "length" | "cancelled" | "error"
 
@@ -82,11 +90,7 @@ class Chunk(NamedTuple):
     width: int  # stop - start, and the padding: what the device computes
     cost: int  # of the budget: the width, or what it would be if looking back were free
     source: int | None  # before this chunk, rows 0..start are copied from this slot
-
-    @property
-    def emits(self) -> bool:
-        """Only the last chunk of a prompt yields a token: the one that follows the prompt."""
-        return self.stop == len(self.request.prompt)
+    emits: bool  # only the last chunk of a prompt yields a token: the one that follows the prompt
 
 
 class Decode(NamedTuple):
@@ -105,17 +109,17 @@ class Plan:
     """What one step does. It names requests and slots as they were when it was made, and never changes."""
 
     step: int
+    at: float  # the moment
     admitted: tuple[Request, ...]
+    scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed before anything else
     chunks: tuple[Chunk, ...]
     decodes: tuple[Decode, ...]
-    held: tuple[Request, ...]  # in a slot, but the budget was spent, or somebody is writing what they share
+    # In prefill, but without a chunk: the budget was spent, or what it shares is being written.
+    held: tuple[Request, ...]
+    blocked: tuple[int, ...]  # slots that are free but shut: requests wait, and the policy does not admit them
     waiting: int  # how many are left in line
     policy: str  # the one that it was made under
-
-    @property
-    def emitters(self) -> tuple[Chunk | Decode, ...]:
-        """The members of this step that yield a token each."""
-        return tuple(chunk for chunk in self.chunks if chunk.emits) + self.decodes
+    emitters: tuple[Chunk | Decode, ...]  # the members of this step that yield a token each
 
 
 class Scheduler:
@@ -126,131 +130,147 @@ class Scheduler:
         *,
         chunk: int = 64,
         budget: int = 200,
-        far: int = sys.maxsize,  # the row at which looking back costs a token as much as all the rest
+        far: int = 2**63,  # the row at which looking back costs a token as much as all the rest
         policy: str = "continuous",
         max_queue: int = 10_000,
-        reuse: bool = True,
     ):
-        if policy not in POLICIES:
-            raise ValueError(f"policy = {policy!r}; choose one of {', '.join(POLICIES)}")
         for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("max_queue", max_queue)):
             if value < 1:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
-        self.max_len, self.chunk, self.budget, self.far = max_len, chunk, budget, far
-        self.policy, self.max_queue, self.reuse = policy, max_queue, reuse
-        self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id: first come first served, any may leave
-        self.running: dict[int, Request] = {}  # by id, in the order of admission
-        self.free: list[int] = list(range(slots))  # the slot that was freed longest ago stands first
-        self.owners: list[Request | None] = [None] * slots
-        self.memory: list[Request | None] = [None] * slots  # whose prompt a slot holds
-        self.steps = self.submitted = self.finished = 0
+        self.slots, self.max_len, self.chunk, self.budget, self.far = slots, max_len, chunk, budget, far
+        self.max_queue, self.steps, self.submitted, self.draining_to = max_queue, 0, 0, None
+        self.start_over(())
+        self.drain(policy)
+
+    @property
+    def free(self) -> list[int]:
+        """Slots without an owner. The one that was used longest ago stands first."""
+        taken = {request.slot for request in self.running.values()}
+        return [slot for slot in self.prefixes.by_use if slot not in taken]
 
     def submit(self, request: Request) -> None:
         """Put a request in line. Its worst case must fit a slot, so that nothing running is ever evicted."""
-        need = len(request.prompt) + request.max_tokens
-        if not request.prompt or request.max_tokens < 1:
-            raise ValueError("a request needs at least one prompt token and one output token")
+        n, need = len(request.prompt), len(request.prompt) + request.max_tokens
         if need > self.max_len:
-            raise ValueError(
-                f"prompt of {len(request.prompt)} tokens + max_tokens {request.max_tokens} = {need}, "
-                f"but a slot holds {self.max_len}"
-            )
+            raise ValueError(f"prompt of {n} tokens + max_tokens {need - n} = {need}, but a slot holds {self.max_len}")
         if len(self.waiting) >= self.max_queue:
             raise QueueFull(f"{len(self.waiting)} requests are waiting, and max_queue is {self.max_queue}; try later")
-        self.submitted += 1
+        if request.shares:
+            request.beginnings = self.prefixes.beginnings(request.prompt)
         self.waiting[request.id] = request
+        self.submitted += 1
+
+    def drain(self, to: str) -> None:
+        """Change the policy once all that runs has ended; until then nothing is admitted.
+
+        The new policy finds slots that remember nothing. So runs under two policies can be compared.
+        """
+        if to not in POLICIES:
+            raise ValueError(f"policy = {to!r}; choose one of {', '.join(POLICIES)}")
+        self.draining_to = to
+        self._end_drain()
+
+    def _end_drain(self) -> None:
+        if self.draining_to and not self.running:
+            self.policy, self.draining_to = self.draining_to, None
+            self.prefixes.clear()
 
     def plan(self, now: float) -> Plan | None:
         """Decide the next step, or None if there is nothing to do. Touches no array and waits for nothing."""
         admitted = self._admit(now)
-        decodes = tuple(
-            Decode(r, r.slot, len(r.prompt) + r.planned - 1)
-            for r in self.running.values()
-            if r.phase == "decode" and r.planned < r.max_tokens
-        )
-        chunks = tuple(self._chunks(self.budget - len(decodes)))
+        blocked = tuple(self.free) if self.waiting else ()
+        decoding = [r for r in self.running.values() if r.phase == "decode" and r.planned < r.max_tokens]
+        decodes = tuple(Decode(r, r.slot, len(r.prompt) + r.planned - 1) for r in decoding)
+        prefilling = [r for r in self.running.values() if r.phase == "prefill"]
+        chunks = self._chunks(prefilling, self.budget - len(decodes))
         if not (chunks or decodes):
             return None
         self.steps += 1
-        moved = {member.request.id for member in (*chunks, *decodes)}
-        held = tuple(r for r in self.running.values() if r.phase == "prefill" and r.id not in moved)
-        plan = Plan(self.steps, admitted, chunks, decodes, held, len(self.waiting), self.policy)
-        for member in plan.emitters:
+        scrubs = tuple((r.slot, *self._unproven.pop(r.slot)) for r in admitted if r.slot in self._unproven)
+        held = tuple(r for r in prefilling if all(r is not chunk.request for chunk in chunks))
+        emitters = tuple(chunk for chunk in chunks if chunk.emits) + decodes
+        for member in emitters:
             member.request.planned += 1
-        return plan
+        seen = blocked, len(self.waiting), self.policy
+        return Plan(self.steps, now, admitted, scrubs, chunks, decodes, held, *seen, emitters)
 
     def _admit(self, now: float) -> tuple[Request, ...]:
-        """Give free slots to those who wait, oldest first. The policies differ in these three lines alone."""
-        room = {
-            "continuous": len(self.free),  # whenever a slot is free
-            "static": 0 if self.running else len(self.free),  # a batch at a time: when the last one has drained
-            "serial": 0 if self.running else 1,  # one at a time
-        }[self.policy]
-        admitted = []
-        while self.waiting and len(admitted) < room:
+        """Give free slots to requests in line, oldest first."""
+        free, admitted = self.free, []
+        room = self._room(len(free))
+        while self.waiting and free and len(admitted) < room and not self.draining_to:
             _, request = self.waiting.popitem(last=False)
-            source, shared = self._match(request, self.free)
-            request.slot, request.admitted = source if shared else self.free[0], now
-            self.free.remove(request.slot)
-            self.owners[request.slot] = self.running[request.id] = request
+            _, remembers = self._shared(request, free)
+            request.slot = free[0] if remembers is None else remembers
+            request.admitted, request.policy = now, self.policy
+            self.running[request.id] = request
+            free.remove(request.slot)
             admitted.append(request)
         return tuple(admitted)
 
-    def _match(self, request: Request, slots: Iterable[int]) -> tuple[int | None, int]:
-        """The slot that remembers most of this prompt's beginning, and how many tokens of it.
+    def _room(self, free: int) -> int:
+        """How many requests may be admitted now, if so many slots are free. The policies differ in this alone."""
+        return {
+            "continuous": free,  # whenever a slot is free
+            "static": 0 if self.running else free,  # a batch at a time: when the last one has drained
+            "serial": 0 if self.running else 1,  # one at a time
+        }[self.policy]
+
+    def _shared(self, request: Request, slots: Sequence[int]) -> tuple[int, int | None]:
+        """How many rows of this prompt's beginning these slots hold at most, and which slot does.
 
         In multiples of `chunk`, because there every prompt is cut, however narrow its chunks become: so what follows is
-        cut at the same places as without. And never the whole prompt, since somebody has to compute what its last
-        token yields.
+        cut at the same places as without. And never the whole prompt, because its last token must be computed: the
+        answer's first token follows from it.
         """
-        best: tuple[int | None, int] = (None, 0)
-        for slot in slots:
-            other, end = self.memory[slot], best[1]
-            while other and (stop := end + self.chunk) <= other.prefilled and self._alike(request, other, stop):
-                best, end = (slot, stop), stop
-        return best
+        return self.prefixes.find(request.beginnings[: (len(request.prompt) - 1) // self.chunk], slots)
 
-    def _alike(self, request: Request, other: Request, stop: int) -> bool:
-        """Do both prompts begin with the same `stop` tokens, may they share, and does this one go on after them?"""
-        may = self.reuse and request.shares and other.shares and stop < len(request.prompt)
-        return may and request.prompt[:stop] == other.prompt[:stop]
-
-    def _chunks(self, budget: int):
+    def _chunks(self, requests: Iterable[Request], budget: int) -> tuple[Chunk, ...]:
         """Cut prompts into chunks, oldest first, until the step's budget is spent.
 
         In each step each slot moves on by one unit: a token of its answer, or a chunk of its prompt. So one long prompt
         makes its neighbours wait for one chunk at a time; eight short ones share a step. A token costs one, a chunk its
-        width, and a narrowed one as much as a wide one, since it is as much work (`_widest`). The first chunk is never
-        refused: however many rows decode, somebody's prompt moves on in every step. So nobody starves, and no step
-        costs more than max(budget, decoding rows + chunk).
-
-        Which rows can be taken over is asked when a prompt's turn comes, not when it is admitted; and whoever needs
-        what somebody else is writing just now lets a step pass. So of eight prompts that arrive together and begin
-        alike, the first writes the common part, and seven take it over.
+        width, and a narrowed one as much as a wide one, since it is as much work (`_widest`). The first chunk is always
+        let in: however many rows decode, some prompt moves on in every step. So no request starves, and no step costs
+        more than max(budget, decoding rows + chunk).
         """
-        spent, writing = 0, []
-        for request in self.running.values():
-            if request.phase != "prefill":
-                continue
-            source, start = request.slot, request.prefilled
-            if first := start == 0:  # its own slot is asked first: what it holds need not be copied
-                source, start = self._match(request, (request.slot, *range(len(self.owners))))
-                if any(self._alike(request, other, start + self.chunk) for other in writing):
+        chunks: list[Chunk] = []
+        spent = 0
+        for request in requests:
+            start, source = request.prefilled, None
+            if start == 0:
+                # The prefix is matched when prefill starts. A request that shares a chunk which this step is writing
+                # waits one step, and takes it over then. So of eight prompts that arrive together and begin alike,
+                # the first writes the common part, and seven take it over.
+                start, source = self._shared(request, (request.slot, *range(self.slots)))
+                if any(self._goes_on_alike(request, chunk.request, start) for chunk in chunks):
                     continue
-            widest = self._widest(start)
-            width = min(widest, -(-(len(request.prompt) - start) // PADDING) * PADDING)
+            left, widest = len(request.prompt) - start, self._widest(start)
+            width = min(widest, -(-left // PADDING) * PADDING)
             cost = width * self.chunk // widest
-            if spent and spent + cost > budget:
-                return  # and whoever came later does not overtake
-            if first:
-                request.reused, self.memory[request.slot] = start, request
-                if source in self.free:  # used just now, so not the next to be overwritten
-                    self.free.append(self.free.pop(self.free.index(source)))
+            if chunks and spent + cost > budget:
+                break  # later requests do not overtake
             spent += cost
-            writing.append(request)
-            stop = request.prefilled = min(start + widest, len(request.prompt))
-            source = None if source == request.slot else source
-            yield Chunk(request, request.slot, start, stop, width, cost, source)
+            self._fill(request, start, start + min(widest, left), source)
+            copied = None if source == request.slot else source  # rows in the request's own slot need no copy
+            ends = request.prefilled == len(request.prompt)
+            chunks.append(Chunk(request, request.slot, start, request.prefilled, width, cost, copied, ends))
+        return tuple(chunks)
+
+    def _goes_on_alike(self, request: Request, other: Request, start: int) -> bool:
+        """Do both prompts go on with the same chunk at `start`, and may the request take it over?"""
+        n, last = start // self.chunk, (len(request.prompt) - 1) // self.chunk
+        return n < last and request.beginnings[n : n + 1] == other.beginnings[n : n + 1] != ()
+
+    def _fill(self, request: Request, start: int, stop: int, source: int | None) -> None:
+        """Keep account of what the slot holds. Once this step has run, it is the prompt's first `stop` rows."""
+        if request.prefilled == 0:
+            request.reused = start
+            self.prefixes.forget(request.slot)
+            if source is not None:
+                self.prefixes.use(source)
+        request.prefilled = stop
+        self.prefixes.hold(request.slot, request.beginnings, stop)
 
     def _widest(self, start: int) -> int:
         """How many tokens a chunk may take that begins at `start`: fewer where each of them looks back on more.
@@ -258,8 +278,8 @@ class Scheduler:
         Else the last chunks of a long prompt would be several times the work of its first, and its neighbours would
         wait for that. At `far` a token's work has doubled. The width is halved until the work is at most one and a half
         times a first chunk's; in halves, so that every multiple of `chunk` stays a place where prompts are cut. The
-        price: a long prompt takes more steps, so its own first token comes later, even if nobody waits for it: what a
-        prompt computes must not depend on its company.
+        price: a long prompt takes more steps, so its own first token comes later, even if no other request waits:
+        what a prompt computes must not depend on its company.
         """
         widest = self.chunk
         while widest % (2 * PADDING) == 0 and widest * (self.far + start) > 1.5 * self.chunk * self.far:
@@ -280,12 +300,7 @@ class Scheduler:
             if request.finish_reason is not None:
                 continue  # a ghost: it ended after this step had been planned
             request.committed += 1
-            if request.first_token is None:
-                request.first_token = now
-            reason = accept(request, token)
-            if reason is None and request.committed == request.max_tokens:
-                reason = "length"
-            if reason is not None:
+            if reason := accept(request, token) or ("length" if request.committed == request.max_tokens else None):
                 self.finish(request, reason, now)
                 ended.append(request)
         return ended
@@ -294,55 +309,56 @@ class Scheduler:
         """End a request in whatever phase it is; its slot is free for the next plan. A second end changes nothing.
 
         A step that is still in flight may write a ghost's row into that slot. This is harmless: the device runs in
-        order, so whatever the next owner writes comes later, and it depends on no row that it has not written.
+        order, so the next owner's rows are written later, and it depends on no row that it has not written.
         """
         if request.finish_reason is not None:
             return
         request.finish_reason, request.ended = reason, now
-        self.finished += 1
-        if request.slot is None:
-            del self.waiting[request.id]
-        else:
-            del self.running[request.id]
-            self.owners[request.slot] = None
-            self.free.append(request.slot)
+        self.waiting.pop(request.id, None)
+        if self.running.pop(request.id, None):
+            self.prefixes.use(request.slot)
+            self._doubt(request)
+            self._end_drain()
 
-    def start_over(self) -> None:
-        """The slab is lost. Who had yielded a token was in the step that failed, and ended with it; the others prefill
-        again."""
-        self.memory[:] = [None] * len(self.memory)
-        for request in self.running.values():
-            assert request.planned == 0, request
-            request.prefilled = request.reused = 0
+    def _doubt(self, request: Request) -> None:
+        """Note which of its rows may hold numbers that are not finite: those that no token has vouched for.
 
-    def clear(self, reason: str, now: float) -> list[Request]:
-        """End everything that is open, and start from nothing. Right even where a step broke off half way."""
-        ended = [r for r in (*self.running.values(), *self.waiting.values()) if r.finish_reason is None]
-        for request in ended:
-            request.finish_reason, request.ended = reason, now
-        self.waiting.clear()
-        self.running.clear()
-        self.free[:] = range(len(self.owners))
-        self.owners[:] = self.memory[:] = [None] * len(self.owners)
-        self.finished = self.submitted
-        return ended
+        A finite token vouches for all rows before it, since it was computed from them. No token vouches for a prompt
+        whose first token never came, nor for anything after an error, nor for a ghost's row, if a step that was planned
+        before the end is in flight. A chunk's padding is written, too, up to the next multiple of `chunk`.
+        """
+        proven, written = len(request.prompt) + request.committed - 1, len(request.prompt) + request.planned
+        if request.finish_reason == "error" or request.committed == 0:
+            proven = 0
+            self.prefixes.forget(request.slot)  # no other prompt may take these rows over
+        if request.prefilled and (proven == 0 or request.planned > request.committed):
+            self._unproven[request.slot] = proven, -(-written // self.chunk) * self.chunk
+
+    def start_over(self, still_open: Iterable[Request]) -> None:
+        """Begin with a new slab, and with these requests in line, in the order in which they came.
+
+        After a failure this is what remains. None of them has yielded a token, or it could not begin again.
+        """
+        self.prefixes = Prefixes(self.slots, self.chunk)
+        self._unproven: dict[int, tuple[int, int]] = {}  # slot -> its rows that may hold numbers that are not finite
+        self.running: dict[int, Request] = {}  # by id, in the order of admission; each knows its slot
+        # By id: first come, first served; any may leave.
+        self.waiting = OrderedDict((r.id, r) for r in sorted(still_open, key=lambda r: r.id))
+        for request in self.waiting.values():
+            assert request.committed == 0, request
+            request.slot, request.admitted, request.policy = None, None, ""
+            request.reused = request.prefilled = request.planned = 0
+            request.beginnings = self.prefixes.beginnings(request.prompt) if request.shares else ()
+        self._end_drain()
 
     def check(self) -> None:
         """Assert every invariant of this file."""
-        held = [r.slot for r in self.running.values()]
-        assert sorted(held + self.free) == list(range(len(self.owners))), (held, self.free)
-        for slot, owner in enumerate(self.owners):
-            assert (owner is None) == (slot in self.free), (slot, owner)
-            assert owner is None or (owner.slot == slot and owner.id in self.running), (slot, owner)
-            assert owner is None or owner.prefilled == 0 or self.memory[slot] in (owner, None), (slot, owner)
+        taken = [r.slot for r in self.running.values()]
+        assert sorted(taken + self.free) == list(range(self.slots)), (taken, self.free)
         for r in self.running.values():
-            assert r.finish_reason is None and r.admitted is not None, r
-            assert 0 <= r.reused <= r.prefilled <= len(r.prompt) and r.reused % self.chunk == 0, r
+            assert r.finish_reason is None and 0 <= r.reused <= r.prefilled <= len(r.prompt), r
+            assert r.reused % self.chunk == 0 and r.prefilled in (0, self.prefixes.rows[r.slot]), r
             assert 0 <= r.committed <= r.planned <= min(r.max_tokens, r.committed + 2), r
             assert r.planned == 0 or r.prefilled == len(r.prompt), r
-        for r in self.waiting.values():
-            assert r.slot is None and r.finish_reason is None and r.planned == 0, r
-        order = [*self.running, *self.waiting]
-        assert order == sorted(order), f"not first come first served: {order}"
-        assert len(self.waiting) <= self.max_queue
-        assert self.submitted == len(self.waiting) + len(self.running) + self.finished
+        assert all(r.slot is None and r.planned == 0 for r in self.waiting.values()), self.waiting
+        assert [*self.running, *self.waiting] == sorted([*self.running, *self.waiting]), "not first come first served"

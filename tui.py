@@ -1,30 +1,23 @@
 """Watch it happen: slots, waiting line, timeline, charts and answers of a running engine, in a terminal.
 
 The problem. A serving engine takes hundreds of decisions a second, and its source shows none of them. This program
-shows them all: who holds which slot, how far its KV cache is filled, who waits and why, and what every slot did in
-every step. One picture says what batching is about, the timeline, slots x steps (here with two slots, A to D):
+shows them all: which request holds which slot, how far its KV cache is filled, what waits and why, and what every slot
+did in every step.
 
-    continuous  0 ▒A██████▒C████████     ▒ prefill: a chunk of the prompt goes into the slot
-                1 ▒B██▒D████████████     █ decode: one more token of the answer
+How it hangs together. The folder `screen/` holds the parts, and each part knows only those before it:
 
-    static      0 ▒A██████▒C████████     ╳ blocked: the slot is empty and somebody waits, but the batch that
-                1 ▒B██╳╳╳╳▒D████████       was admitted together has to drain first
+    room.py      owns the engine. It fulfils wishes between two steps, and shows what happens as a frozen `View`.
+    state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
+    panes.py     pure functions: state, colours and a size in, lines of text out. So are `charts.py` and `keys.py`.
+    session.py   what a user can say: commands, scripts, and the same run as a plain log.
 
-How it hangs together. Three parts, and each knows only the one before:
+This file makes a screen of them: where each pane goes (`arrange`), what each key does (the `action_...` methods of
+`Screen`), and the command line.
 
-    EngineRoom   a thread of its own. It loads the engine, steps it, and alone touches it. Wishes come in through a
-                 queue; what there is to see goes out as one frozen `View`, a few times a second.
-    State        all that the screen knows: the newest view, the history of steps, what the user has selected.
-    draw_...     pure functions: state, colours and a size in, lines of text out. A widget does nothing but call one.
+The invariant: the picture depends only on `State` and on the size. The engine never waits for the screen, and every
+picture can be tested without a terminal.
 
-The invariant: what is on the screen depends on `State` and the size alone, and nothing that is drawn touches an engine
-or an array. So the engine never waits for the screen, and every picture can be tested without a terminal.
-
-Because `sched.py` needs no model, the policies can also be compared without one: `replay` takes the lengths and
-arrival times of what just ran, and drives a second `Scheduler` through them on a clock of its own.
-
-Read it from top to bottom: workload, engine room, state, replay, drawing, screen, plain log, command line.
-Before it: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/test_tui.py`, with an engine made of words.
+Before this: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/test_tui.py`, with an engine of words.
 """
 
 from __future__ import annotations
@@ -40,7 +33,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 
 from textual import events
 from textual.app import App, SystemCommand
@@ -51,56 +43,38 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
-from sched import POLICIES
-from screen.charts import draw_batch, draw_rate, draw_ttft
-from screen.ink import _UNSAFE, DARK, Line, Palette, Pen, clean
-from screen.keys import KEYS, draw_help, draw_keys
-from screen.panes import (
-    draw_contest,
-    draw_loading,
-    draw_mark,
-    draw_requests,
-    draw_settings,
-    draw_slots,
-    draw_small,
-    draw_status,
-    draw_step,
-    draw_streams,
-    draw_timeline,
-)
+from parts.checks import read_whole
+from screen import charts, keys, panes
+from screen.ink import DARK, Line, Palette, Pen, clean
 from screen.room import BURST, EngineRoom, Settings, load_engine
-from screen.session import SCRIPTED, Session, as_command, orders_of, run_plain, whole
+from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, run_plain
 from screen.state import State
 from screen.timeline import trace_events
 
-if TYPE_CHECKING:  # importing them for real loads MLX: that is left to the engine room, behind the first frame
-    pass
+# --- where each pane goes ------------------------------------------------------------------------------------------
 
-# --- the workload ------------------------------------------------------------------------------------------------
-
-_UNSAFE |= {code: 0x2400 + code for code in range(32)} | {0x7F: "␡", ord("\t"): "    ", ord("\r"): None}
-del _UNSAFE[ord("\n")]
-
-
-# --- the engine room ---------------------------------------------------------------------------------------------
-
-
-# --- what the screen knows ---------------------------------------------------------------------------------------
-
-# --- comparing policies ------------------------------------------------------------------------------------------
-
-
-# --- how to draw: colours, a pen, figures, text ---------------------------------------------------------------------
-
-# --- the panes: pure functions from state, colours and a size to lines ---------------------------------------------
-
-
-SHEETS = {"help": draw_help, "requests": draw_requests, "contest": draw_contest}
-LOWER = ("timeline", "charts", "streams", "step")
+PANES = {  # by name: what draws it
+    "loading": panes.draw_loading,
+    "small": panes.draw_small,
+    "status": panes.draw_status,
+    "slots": panes.draw_slots,
+    "timeline": panes.draw_timeline,
+    "rate": charts.draw_rate,
+    "batch": charts.draw_batch,
+    "ttft": charts.draw_ttft,
+    "streams": panes.draw_streams,
+    "step": panes.draw_step,
+    "mark": panes.draw_mark,
+    "settings": panes.draw_settings,
+    "keys": keys.draw_keys,
+}
+WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "move"}  # what the wheel does there
+SHEETS = {"help": keys.draw_help, "requests": panes.draw_requests, "contest": panes.draw_contest}
+LOWER = ("timeline", "charts", "streams", "step")  # the panes that take turns in one place if room is short
 
 
 def arrange(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
-    """Where each pane goes. What is not named has no room, and is not shown."""
+    """Where each pane goes. A pane that is not named has no room, and is not shown. `lower` is one of `LOWER`."""
     if width < 60 or height < 20:
         return {"small": Region(0, 0, width, height)}
     beside = max(33, width // 3)
@@ -116,7 +90,7 @@ def arrange(width: int, height: int, slots: int, lower: str) -> dict[str, Region
         rows = min(slots, max(4, (body - 15) // 2))
         top, right = 2 * rows + 5, max(40, width * 3 // 8)
         left, tall = width - right - 2, body - top
-        places |= charts(Region(left + 2, 1, right, top))
+        places |= stack(Region(left + 2, 1, right, top))
         places["slots"] = Region(0, 1, left, rows + 3)
         places["timeline"] = Region(0, rows + 4, left, rows + 2)
         places["streams"] = Region(0, 1 + top, left, tall)
@@ -126,55 +100,47 @@ def arrange(width: int, height: int, slots: int, lower: str) -> dict[str, Region
     rows = min(slots, (body - 5) // 2)
     places["slots"] = Region(0, 1, width, rows + 3)
     y, tall = rows + 4, body - rows - 3
-    if tall >= rows + (5 if lower == "timeline" else 8):  # so tall: the timeline stays, and more stands under it
+    if tall >= rows + (5 if lower == "timeline" else 8):  # there is room for the timeline and another pane
         places["timeline"] = Region(0, y, width, rows + 2)
         y, tall = y + rows + 2, tall - rows - 2
         lower = "streams" if lower == "timeline" else lower
     below = Region(0, y, width, tall)
-    return places | (charts(below) if lower == "charts" else {lower: below})
+    return places | (stack(below) if lower == "charts" else {lower: below})
 
 
-def charts(place: Region) -> dict[str, Region]:
-    """Side by side if there is no room to stack them."""
+def stack(place: Region) -> dict[str, Region]:
+    """The three charts, one above the other; side by side if there is no room for that."""
     x, y, wide, tall = place
-    places = {}
-    for i, name in enumerate(("rate", "batch", "ttft")):
-        if tall < 18 and wide >= 72:
-            each = (wide - 4) // 3
-            places[name] = Region(x + i * (each + 2), y, each, tall)
-        else:
-            top, bottom = i * tall // 3, (i + 1) * tall // 3
-            places[name] = Region(x, y + top, wide, bottom - top)
-    return places
-
-
-# --- what a user can do ------------------------------------------------------------------------------------------
+    names = ("rate", "batch", "ttft")
+    if tall < 18 and wide >= 72:
+        each = (wide - 4) // 3
+        return {name: Region(x + i * (each + 2), y, each, tall) for i, name in enumerate(names)}
+    tops = [i * tall // 3 for i in range(4)]
+    return {name: Region(x, y + tops[i], wide, tops[i + 1] - tops[i]) for i, name in enumerate(names)}
 
 
 # --- the screen --------------------------------------------------------------------------------------------------
 
 
 class Pane(Widget):
-    """Lines that a function draws from the state. Only rows that have changed are painted again."""
+    """Lines that a function draws from the state. Only rows that have changed are painted again.
+
+    `wheel` is the action of the mouse wheel. It is called with -1 or 1.
+    """
 
     def __init__(self, draw: Callable[[State, Palette, int, int], list[Line]], id: str, wheel: str = ""):
         super().__init__(id=id)
-        self._draw, self._wheel = draw, wheel
-        self._strips: list[Strip] = []
+        self._draw, self._wheel, self._strips = draw, wheel, []
 
     def paint(self) -> None:
         width, height = self.size
         if not (self.display and width and height):
             return
-        base, old = self.rich_style, self._strips
+        base, old = self.rich_style, self._strips if len(self._strips) == height else [None] * height
         lines = self._draw(self.app.state, self.app.palette, width, height)[:height]
         lines += [[]] * (height - len(lines))
         self._strips = [Strip(line).adjust_cell_length(width).apply_style(base) for line in lines]
-        if len(old) != height:
-            self.refresh()
-            return
-        rows = [y for y in range(height) if self._strips[y] != old[y]]
-        if rows:
+        if rows := [y for y in range(height) if self._strips[y] != old[y]]:
             self.refresh(*(Region(0, y, width, 1) for y in rows))
 
     def render_line(self, y: int) -> Strip:
@@ -186,10 +152,9 @@ class Pane(Widget):
 
     async def on_click(self, event: events.Click) -> None:
         if do := event.style.meta.get("do"):
-            event.stop()
             await self.app.run_action(do)
         elif self.id == "timeline":
-            self.app.action_point(event.x - 4, self.size.width - 4)
+            await self.app.run_action(f"point({event.x - 4}, {self.size.width - 4})")
 
     async def on_mouse_scroll_up(self) -> None:
         if self._wheel:
@@ -201,54 +166,41 @@ class Pane(Widget):
 
 
 class Prompt(Input):
-    """The prompt box. What could not be fired comes back into it."""
+    """The prompt box. A prompt that could not be fired comes back into it."""
 
-    BINDINGS: ClassVar = [Binding("escape", "app.leave", show=False)]
+    BINDINGS = (Binding("escape", "app.leave", show=False),)
 
     def __init__(self) -> None:
-        hint = "i: type a prompt; Enter fires it"
-        super().__init__(placeholder=hint, id="prompt", compact=True, select_on_focus=False)
+        super().__init__("", "i: type a prompt; Enter fires it", id="prompt", compact=True, select_on_focus=False)
         self.cursor_blink = False
 
     def validate_value(self, value: str) -> str:
-        return clean(value)  # somebody may paste anything
-
-    def on_focus(self) -> None:
-        self.app.set_typing(True)
-
-    def on_blur(self) -> None:
-        self.app.set_typing(False)
+        return clean(value)  # a paste may hold anything
 
 
 class Sheet(ModalScreen):
     """One pane over all the others."""
 
-    BINDINGS: ClassVar = [
-        Binding("escape,enter,question_mark,c,r,f", "back", show=False),
+    SCROLLS = (("up", -1), ("down", 1), ("pageup", -10), ("pagedown", 10))
+    BINDINGS = (
+        Binding("escape,enter,question_mark,c,r,f", "dismiss", show=False),
         Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
-        Binding("d", "app.theme", show=False),
-        Binding("up", "scroll(-1)", show=False),
-        Binding("down", "scroll(1)", show=False),
-        Binding("pageup", "scroll(-10)", show=False),
-        Binding("pagedown", "scroll(10)", show=False),
-        Binding("y", "app.copy", show=False),
-        Binding("space", "app.pause", show=False),
-    ]
+        *(Binding(k.keys, f"app.{k.action}", show=False) for k in keys.KEYS if k.action in ("theme", "copy", "pause")),
+        *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
+    )
 
-    def __init__(self, name: str):
-        super().__init__(name=name)
-        self._top = 0
+    top = 0  # the first line in sight
 
     def compose(self) -> Iterable[Widget]:
         yield Pane(self._window, "sheet", wheel="screen.scroll")
 
     def _window(self, state: State, p: Palette, width: int, height: int) -> list[Line]:
-        """What is in sight. The heading stays; the help, and a long answer, can be scrolled."""
+        """The lines in sight. The heading stays; what is under it can be scrolled."""
         if width < 60 or height < 20:
-            return draw_small(state, p, width, height)
+            return panes.draw_small(state, p, width, height)
         title, *lines = SHEETS[self.name](state, p, width, height)
-        self._top = max(0, min(self._top, len(lines) - height + 1))
-        shown, below = lines[self._top : self._top + height - 1], len(lines) - self._top - height + 1
+        self.top = max(0, min(self.top, len(lines) - height + 1))
+        shown, below = lines[self.top : self.top + height - 1], len(lines) - self.top - height + 1
         if below > 0:
             shown[-1] = Pen().put(f" ↓ {below + 1} more lines", p.accent).line
         return [title, *shown]
@@ -258,15 +210,11 @@ class Sheet(ModalScreen):
             state = self.app.state
             state.opened = max(0, min(state.opened + by, len(state.ended) - 1))
         else:
-            self._top += by
-        self.app.paint()
-
-    def action_back(self) -> None:
-        self.dismiss()
+            self.top += by
 
 
 class Screen(App):
-    """The whole screen: places the panes, looks for news ten times a second, and turns keys into wishes."""
+    """The whole screen. It places the panes, looks for news ten times a second, and turns keys into wishes."""
 
     TITLE = "nanobatch"
     CSS = """
@@ -280,12 +228,12 @@ class Screen(App):
     ToastRack { margin-bottom: 2; }
     Toast { width: 46; }
     """
-    BINDINGS: ClassVar = [
-        # With priority: what is typed in one breath behind `i` or `/` already goes to the prompt.
-        *(Binding(k.keys, k.action, k.label, show=False, priority=k.action.startswith("prompt")) for k in KEYS),
+    BINDINGS = (
+        # `i` and `/` have priority, so the letters that are typed right behind them already go to the prompt.
+        *(Binding(k.keys, k.action, k.label, show=False, priority=k.action.startswith("prompt")) for k in keys.KEYS),
         Binding("ctrl+c", "quit", show=False, priority=True),
-    ]
-    AUTO_FOCUS = None  # keys are keys, until somebody wants to type
+    )
+    AUTO_FOCUS = None  # letters are keys until the user wants to type
     LOOKS = 0.1  # seconds between two looks at the engine room
 
     def __init__(self, session: Session, script: str = "", screenshot: str | None = None):
@@ -293,41 +241,29 @@ class Screen(App):
         self.session, self.state = session, session.state
         self._script, self._screenshot = script, screenshot
         self._looks = self._faults = 0
-        self.palette = DARK
+        self.palette, self.prompt = DARK, Prompt()
 
     # --- panes
 
     def compose(self) -> Iterable[Widget]:
-        yield Pane(draw_loading, "loading")
-        yield Pane(draw_small, "small")
-        yield Pane(draw_status, "status")
-        yield Pane(draw_slots, "slots", wheel="choose")
-        yield Pane(draw_timeline, "timeline", wheel="move")
-        yield Pane(draw_rate, "rate")
-        yield Pane(draw_batch, "batch")
-        yield Pane(draw_ttft, "ttft")
-        yield Pane(draw_streams, "streams", wheel="choose")
-        yield Pane(draw_step, "step", wheel="move")
-        yield Pane(draw_mark, "mark")
-        yield Prompt()
-        yield Pane(draw_settings, "settings")
-        yield Pane(draw_keys, "keys")
+        yield from (Pane(draw, name, WHEEL.get(name, "")) for name, draw in PANES.items())
+        yield self.prompt
 
     def on_mount(self) -> None:
-        self.begin_capture_print(self)  # a download's progress, advice about a BLAS
+        self.begin_capture_print(self)  # a download's progress, or advice about a BLAS
         self.watch_theme()
+        self.watch(self.screen, "focused", self.note_focus)
         self.place(self.size)
         self.set_interval(self.LOOKS, self.look)
         if threading.current_thread() is threading.main_thread():
             for signal_, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)):
                 asyncio.get_running_loop().add_signal_handler(signal_, lambda code=code: self.exit(return_code=code))
-        if self._script or self._screenshot:
-            self.run_worker(self.play(self._script))
+        self.run_worker(self.play(self._script))
 
     def on_print(self, event: events.Print) -> None:
         if said := re.split(r"[\r\n]", clean(event.text.strip("\r\n")))[-1].strip():
             self.state.printed = said
-            self.paint("loading")
+            self.paint()
 
     def on_resize(self, event: events.Resize) -> None:
         self.place(event.size)
@@ -338,19 +274,14 @@ class Screen(App):
         if self.state.view.stage == "ready":
             places = arrange(*size, len(self.state.view.engine.slots), self.state.lower)
         for pane in self.screen_stack[0].query("Pane, Prompt"):
-            region = places.get(pane.id)
-            pane.display = region is not None
-            if region:
-                pane.styles.offset = region.x, region.y
-                pane.styles.width, pane.styles.height = region.width, region.height
+            pane.display = pane.id in places
+            if region := places.get(pane.id):
+                pane.styles.offset = region.offset
+                pane.styles.width, pane.styles.height = region.size
         self.call_after_refresh(self.paint)
 
-    @property
-    def prompt(self) -> Prompt:
-        return self.screen_stack[0].query_one(Prompt)
-
     def look(self) -> None:
-        """Ten times a second. Nothing new, nothing painted; charts and the step can wait a little longer."""
+        """Called ten times a second. Without news nothing is painted; charts and the step are painted less often."""
         loading = self.state.view.stage != "ready"
         if not self.session.look():
             return
@@ -358,64 +289,70 @@ class Screen(App):
         self._looks += 1
         if loading and view.stage == "ready":
             self.place(self.size)
-            self.prompt.value = self.state.prompts[0][0]  # one to try
-        for fault in view.faults[self._faults :]:
+            self.prompt.value = self.state.prompts[0][0]  # an example to fire
+        for fault in self.state.faults[self._faults :]:
             self.notify(fault.message, severity="error", markup=False)
             if fault.prompt and not self.prompt.value:
                 self.prompt.value = fault.prompt
-        self._faults = len(view.faults)
+        self._faults = len(self.state.faults)
         slow = ("rate", "batch", "ttft", "step") if view.busy and not view.paused and self._looks % 3 else ()
         self.paint(but=slow)
 
-    def paint(self, *names: str, but: Sequence[str] = ()) -> None:
+    def paint(self, but: Sequence[str] = ()) -> None:
         for pane in self.screen.query(Pane):
-            if (not names or pane.id in names) and pane.id not in but:
+            if pane.id not in but:
                 pane.paint()
 
     def watch_theme(self) -> None:
         self.palette = Palette.of(self.current_theme)
         self.call_after_refresh(self.paint)
 
-    def set_typing(self, typing: bool) -> None:
-        self.state.typing = typing
-        self.paint("keys")
+    def note_focus(self, focused: Widget | None) -> None:
+        self.state.typing = focused is not None
+        self.paint()
 
     def say(self, message: str) -> None:
-        """What has been done, beside the prompt, for a while."""
-        if len(self.screen_stack) > 1:
+        """Tell the user what has been done: beside the prompt, for a while."""
+        if message and len(self.screen_stack) > 1:
             self.notify(message, markup=False, timeout=3)
         elif message:
             self.state.said = message
-            self.paint("settings")
+            self.paint()
             self.set_timer(4, lambda: self.hush(message))
 
     def hush(self, message: str) -> None:
         if self.state.said == message:
             self.state.said = ""
-            self.paint("settings")
+            self.paint()
 
     def get_system_commands(self, screen) -> Iterable[SystemCommand]:
         yield from super().get_system_commands(screen)
-        for key in KEYS:
+        for key in keys.KEYS:
             yield SystemCommand(f"{key.label} ({key.show})", key.help, lambda key=key: self.run_action(key.action))
 
     # --- actions
 
+    async def run_action(self, *arguments, **options) -> bool:
+        """Every key, click and turn of the wheel comes through here. Whatever it does, the screen is painted after."""
+        done = await super().run_action(*arguments, **options)
+        self.paint()
+        return done
+
     def check_action(self, action: str, parameters: tuple) -> bool | None:
-        """While loading, and after it has failed, there is nothing to do but to leave. Typed letters are no keys."""
+        """While the model loads, or if that failed, only a few actions make sense. Typed letters are no keys."""
         if self.state.view.stage != "ready":
             return action in ("quit", "theme", "command_palette")
         return action != "prompt" or self.focused is None
 
     def action_prompt(self, begin: str = "") -> None:
-        self.screen.set_focus(self.prompt)  # at once: the next letter is on its way
+        self.screen.set_focus(self.prompt)  # at once, since the next letter is on its way
         if begin:
             self.prompt.value, self.prompt.cursor_position = begin, len(begin)
         elif self.prompt.value == self.state.prompts[0][0]:
-            self.prompt.action_select_all()  # the example: what is typed replaces it
+            self.prompt.action_select_all()  # this is the example, and typing replaces it
 
     def action_leave(self) -> None:
-        self.screen.set_focus(None)
+        self.prompt.screen.set_focus(None)
 
     async def action_fire(self) -> None:
         if self.prompt.value:
@@ -425,16 +362,12 @@ class Screen(App):
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         line = event.value.strip()
-        if not line:
-            return
-        self.prompt.value = ""
-        self.screen.set_focus(None)
-        if not self.action_command(line):
-            self.prompt.value, self.prompt.cursor_position = line, len(line)
-            self.prompt.focus()
+        if line and self.action_command(line):  # a wrong command stays in the box
+            self.prompt.value = ""
+            self.action_leave()
 
     def action_command(self, line: str) -> bool:
-        """Do it, or tell what is wrong with it."""
+        """Do what a line says, or tell the user what is wrong with it; False then."""
         try:
             self.say(self.session.obey(line))
         except ValueError as error:
@@ -442,7 +375,6 @@ class Screen(App):
             return False
         if line.startswith(("/race", "/compare")):
             self.action_sheet("contest")
-        self.paint()
         return True
 
     def action_pause(self) -> None:
@@ -459,28 +391,23 @@ class Screen(App):
 
     def action_select(self, slot: int) -> None:
         self.state.selected = slot
-        self.paint()
 
     def action_move(self, steps: int) -> None:
         self.state.move(steps)
-        self.paint()
 
     def action_point(self, column: int, width: int) -> None:
         """Put the cursor on a column of the timeline that has been clicked."""
         _, columns, _ = self.state.window(width)
         if 0 <= column < len(columns):
             self.state.look_at(self.state.index_of(columns[column].step))
-            self.paint()
 
     def action_follow(self) -> None:
         self.state.cursor = None
-        self.paint()
 
     def action_zoom(self) -> None:
         zooms = (None, 1, 2, 4, 8)
         self.state.zoom = zooms[(zooms.index(self.state.zoom) + 1) % len(zooms)]
         self.say(f"steps a column: {self.state.zoom or 'so that they fit'}")
-        self.paint()
 
     def action_view(self) -> None:
         self.state.lower = LOWER[(LOWER.index(self.state.lower) + 1) % len(LOWER)]
@@ -489,13 +416,10 @@ class Screen(App):
     def action_open(self, index: int) -> None:
         self.state.opened = index
         self.action_sheet("requests")
-        self.paint()
 
     def action_copy(self) -> None:
-        """The open request's text, or the selected slot's. The terminal's own clipboard takes it (OSC 52)."""
-        ended, request = self.state.ended, self.state.owner(self.state.selected)
-        if self.screen.name == "requests" and ended:
-            request = ended[min(self.state.opened, len(ended) - 1)]
+        """Copy the open request's text, or the selected slot's, to the terminal's own clipboard (OSC 52)."""
+        request = self.state.open if self.screen.name == "requests" else self.state.owner(self.state.selected)
         if request:
             self.copy_to_clipboard(request.text)
         self.say(f"r{request.id} is copied" if request else "there is nothing to copy yet")
@@ -505,12 +429,12 @@ class Screen(App):
 
     def action_sheet(self, name: str) -> None:
         if self.screen.name != name:
-            self.push_screen(Sheet(name), lambda _: self.call_after_refresh(self.paint))
+            self.push_screen(Sheet(name=name), lambda _: self.call_after_refresh(self.paint))
 
     # --- scripts
 
     async def play(self, script: str) -> None:
-        """Run a script such as "static burst24 step60" or "race"; take the picture, if one is wanted, and leave."""
+        """Run a script such as "static burst24 step60" or "race". If a picture is wanted, take it and leave."""
         state = self.state
         await self.until(lambda: state.view.stage != "loading")
         if state.view.stage == "failed":
@@ -523,7 +447,7 @@ class Screen(App):
             elif word != "wait":
                 self.action_command(as_command(word, rest))
             await self.until(lambda: self.session.heard and not state.view.stepping)
-            await self.until(lambda: state.view.paused or not state.view.switching_to)
+            await self.until(lambda: state.view.paused or not state.view.engine.draining_to)
             if word in ("race", "wait"):
                 await self.until(lambda: self.session.settled)
         if self._screenshot:
@@ -535,7 +459,7 @@ class Screen(App):
         self.clear_notifications()
         self.state.said = ""
         self.look()
-        await asyncio.sleep(0.3)  # the last paint
+        await asyncio.sleep(0.3)  # for the last paint
         self.paint()
         await asyncio.sleep(0.1)
         Path(path).write_text(self.export_screenshot(title="nanobatch"), encoding="utf-8")
@@ -544,12 +468,6 @@ class Screen(App):
     async def until(self, ready: Callable[[], bool]) -> None:
         while not ready():
             await asyncio.sleep(0.02)
-
-
-# --- the plain log -----------------------------------------------------------------------------------------------
-
-
-# --- the trace ---------------------------------------------------------------------------------------------------
 
 
 # --- the command line --------------------------------------------------------------------------------------------
@@ -562,13 +480,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Wrong values get one line and exit code 2, before any screen opens."""
+    """A wrong value gets one line and exit code 2 before any screen opens."""
     parser = Parser("tui.py", description="Watch an LLM serving engine work.")
     add = parser.add_argument
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add("--slots", help="sequences that run at once (default: 8, or what fits)")
     add("--max-len", help="length of a slot, prompt and answer together (default: 1024, or what fits; demo: 400)")
-    add("--policy", default="continuous", choices=POLICIES, help="who is admitted when")
+    add("--policy", default="continuous", choices=POLICIES, help="when the next in line is admitted")
     add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one a line")
     add("--seed", help="the same seed gives the same tokens")
     add("--plain", action="store_true", help="no screen: a line for each event (also where there is no terminal)")
@@ -578,10 +496,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--trace", metavar="FILE.json", help="at the end, write what the timeline saw as a Chrome trace (Perfetto)")
     args = parser.parse_args(arguments)
     try:
-        args.slots = args.slots and whole("--slots", args.slots, 1, 4096)
-        args.max_len = args.max_len and whole("--max-len", args.max_len, 1, 2**24)
-        args.seed = args.seed and whole("--seed", args.seed, 0, 2**31 - 1)
-        args.size = tuple(whole("--size", side, 1, 1000) for side in args.size.split("x", 1))
+        args.slots = args.slots and read_whole("--slots", args.slots, 1, 4096)
+        args.max_len = args.max_len and read_whole("--max-len", args.max_len, 1, 2**24)
+        args.seed = args.seed and read_whole("--seed", args.seed, 0, 2**31 - 1)
+        args.size = tuple(read_whole("--size", side, 1, 1000) for side in args.size.split("x", 1))
         if len(args.size) != 2:
             raise ValueError("--size needs two numbers, such as 120x40")
         folder = args.model == "demo" or (args.model and Path(args.model).expanduser().is_dir())
@@ -615,27 +533,22 @@ def main(arguments: list[str] | None = None) -> int:
     terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     code = 1
     try:
-        if args.screenshot:
+        if args.screenshot or (terminal and not args.plain):
             app = Screen(session, args.script, args.screenshot)
-            app.run(headless=True, size=args.size)
+            app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or 0
-        elif args.plain or not terminal:
-            code = run_plain(session, args.script)
         else:
-            app = Screen(session, args.script)
-            app.run()
-            code = app.return_code or 0
+            code = run_plain(session, args.script)
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # whoever read the log has seen enough
+    except BrokenPipeError:  # the program that read the log has seen enough
         sys.stdout = None
         code = 141
     finally:
         if args.trace:
             session.look()
-            events_ = {"traceEvents": trace_events(session.state.steps, session.state.history)}
-            Path(args.trace).write_text(json.dumps(events_), encoding="utf-8")
-        if not room.stop(patience=0.6):  # a download or a very long step: it can be left, but not be interrupted
+            Path(args.trace).write_text(json.dumps({"traceEvents": trace_events(session.state.history)}))
+        if not room.stop(patience=0.6):  # a download or a very long step cannot be interrupted, but it can be left
             if sys.stdout:
                 sys.stdout.flush()
             os._exit(code)

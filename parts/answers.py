@@ -1,18 +1,38 @@
-"""What is answered: to a request's owner, and to whoever watches the engine."""
+"""What is told: to the owner of a request, and to those who watch the engine. Plain Python, without MLX.
+
+The problem. An engine has two kinds of readers. The owner of a request wants its text as it comes, and its result. A
+watcher, such as a screen or a server's metrics, wants to know everything that goes on, and owns nothing. Neither may
+make the engine wait.
+
+The owner holds a `Handle`: text that streams, a `Result` at the end, `Metrics`. A watcher asks `Engine.snapshot()`, and
+gets a `Snapshot`: a view of each slot, of each request that can be seen, and of each step since the watcher looked
+last. The `Ledger` keeps what both are told.
+
+The invariant: nothing here refers to an array. A `Snapshot` is frozen and complete, so a screen can draw it while the
+engine goes on, and a server can send it to another machine.
+
+Where next: `parts/loop.py`, the thread that steps while owners wait and watchers look.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import islice, pairwise, takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parts.sampling import Sampling, fresh_seed
-from sched import Plan, Request
+from sched import Plan, Request, Scheduler
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they need MLX
     from nanobatch import Engine
+    from parts.sampling import Sampling
+
+
+# --- to the owner of a request -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,23 +67,33 @@ class Result:
     error: str | None
 
 
-Listener = Callable[["Handle", str], None]
-
-
 class Handle:
-    """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any thread may."""
+    """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any thread may.
 
-    def __init__(self, engine: Engine, request: Request, sampling: Sampling, listener: Listener | None):
-        self.id, self.sampling = request.id, sampling
+    `listener` and `ended` are the owner's functions. They are called with the handle, by the thread that steps or ends
+    the request, and may neither step nor wait (`tell`).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        request: Request,
+        sampling: Sampling,
+        prompt: str,  # as a person would read it
+        origin: Any = None,
+        listener: Listener | None = None,
+        ended: Callable[[Handle], None] | None = None,
+    ):
+        self.id, self.request, self.sampling, self.prompt, self.origin = request.id, request, sampling, prompt, origin
+        self.seed = random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.error: str | None = None
-        self._engine, self._request, self._listener = engine, request, listener
-        self._seed = fresh_seed() if sampling.seed is None else sampling.seed
+        self._engine, self._listener, self._ended = engine, listener, iter([ended] if ended else ())
         self._ends = sampling.stop_tokens | (frozenset() if sampling.ignore_eos else engine.text.end_tokens)
-        self._text = engine.text.stream(sampling.stop_texts)
+        self._stream = engine.text.stream(sampling.stop_texts)
         self._pieces: list[str] = []
-        self._times: list[float] = []
+        self._times: list[float] = []  # of its tokens
 
     @property
     def text(self) -> str:
@@ -71,17 +101,17 @@ class Handle:
 
     @property
     def finish_reason(self) -> str | None:
-        return self._request.finish_reason
+        return self.request.finish_reason
 
     def cancel(self) -> None:
         """End this request now, whatever it is doing. After its end, this does nothing."""
-        self._engine._cancel(self._request)
+        self._engine.cancel(self)
 
     def __iter__(self) -> Iterator[str]:
         """The text as it comes, in pieces that never hold half a character."""
-        seen = 0
+        seen, request = 0, self.request
         while True:
-            self._engine._wait(lambda seen=seen: len(self._pieces) > seen or self.finish_reason is not None)
+            self._engine.wait(lambda seen=seen: len(self._pieces) > seen or request.finish_reason)
             if seen == len(self._pieces):
                 return
             yield self._pieces[seen]
@@ -89,18 +119,18 @@ class Handle:
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end. Raises TimeoutError if it does not come within `timeout` seconds."""
-        if not self._engine._wait(lambda: self.finish_reason is not None, timeout):
+        if not self._engine.wait(lambda: self.request.finish_reason is not None, timeout):
             raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
         logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
         return Result(self.text, list(self.tokens), self.finish_reason, self.metrics, logprobs, self.error)
 
     @property
     def metrics(self) -> Metrics:
-        r, times = self._request, self._times
+        r, times = self.request, self._times
         gaps = sorted(b - a for a, b in pairwise(times))
         return Metrics(
             queued_s=None if r.admitted is None else r.admitted - r.arrived,
-            ttft_s=None if r.first_token is None else r.first_token - r.arrived,
+            ttft_s=times[0] - r.arrived if times else None,
             tokens_per_s=len(gaps) / (times[-1] - times[0]) if gaps and times[-1] > times[0] else None,
             itl_mean_s=sum(gaps) / len(gaps) if gaps else None,
             itl_p95_s=gaps[math.ceil(0.95 * len(gaps)) - 1] if gaps else None,
@@ -110,7 +140,9 @@ class Handle:
             output_tokens=len(self.tokens),
         )
 
-    def _accept(self, token: int, now: float, logprob: TokenLogprob | None) -> str | None:
+    # --- what the engine calls
+
+    def take(self, token: int, now: float, logprob: TokenLogprob | None) -> str | None:
         """Take a token from commit; says why the answer ends with it, or None."""
         if token < 0:
             self.error = "the model computed a number that is not finite"
@@ -120,20 +152,80 @@ class Handle:
         if logprob is not None:
             self.logprobs.append(TokenLogprob(logprob.logprob, logprob.top[: self.sampling.logprobs]))
         if token in self._ends:
+            self.flush()
             return "stop"
-        self._show(self._text.push(token))
-        return "stop" if self._text.stopped else None
+        self._show(self._stream.push(token))
+        if self._stream.stopped or len(self.tokens) == self.request.max_tokens:
+            self.flush()
+        return "stop" if self._stream.stopped else None
 
-    def _flush(self, tell: bool = True) -> None:
-        """At the end: the text that was held back. The listener is told if it is a step that ends the answer."""
+    def flush(self, quietly: bool = False) -> None:
+        """At the end: the text that was held back. Told to the listener if it is a step that ends the answer."""
         ended_by_token = self.tokens and self.tokens[-1] in self._ends
-        self._show(self._text.finish(self.tokens[:-1] if ended_by_token else self.tokens), tell)
+        self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens), quietly)
 
-    def _show(self, piece: str, tell: bool = True) -> None:
+    def _show(self, piece: str, quietly: bool = False) -> None:
         if piece:
             self._pieces.append(piece)
-            if tell and self._listener:
-                self._listener(self, piece)
+            if self._listener and not quietly:
+                tell(self._listener, self, piece)
+
+    def tell_end(self) -> None:
+        """Once, however many threads come here.
+
+        subtle: the function is taken in the line that calls it. If Ctrl-C comes before, the next call finds it still.
+        """
+        self._listener = None
+        tell(lambda: next(self._ended, lambda handle: None)(self))
+
+
+Listener = Callable[[Handle, str], None]
+
+
+class Here(threading.local):
+    """What is going on in this thread."""
+
+    listens = False  # does an owner's function run?
+
+
+here = Here()
+
+
+class ListenerError(RuntimeError):
+    """An owner's function steps or waits.
+
+    A step inside it would commit the next step half-way through this one, and waiting there would never end.
+    """
+
+    def __init__(self, what: str):
+        super().__init__(f"{what} inside a listener: the engine waits for that listener; do it in a thread of your own")
+
+
+def tell(listener: Callable, *arguments: Any) -> None:
+    """Call an owner's function. The engine waits for it, so it must not wait for an engine."""
+    before, here.listens = here.listens, True
+    try:
+        listener(*arguments)
+    finally:
+        here.listens = before
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+# --- to those who watch ---------------------------------------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """What an engine was made with."""
+
+    slots: int
+    max_len: int
+    chunk: int
+    budget: int
+    far: int
+    max_queue: int
 
 
 @dataclass(frozen=True)
@@ -141,7 +233,7 @@ class SlotView:
     """One slot at one moment."""
 
     slot: int
-    phase: str  # "free" | "prefill" | "decode"
+    phase: str  # "free" | "blocked" (free, but the policy keeps it from those who wait) | "prefill" | "decode"
     request: int | None
     used: int  # rows in the slab
     prompt_tokens: int
@@ -149,10 +241,40 @@ class SlotView:
     reused: int  # rows that were taken over from another prompt
     remembered: int  # rows that a free slot still holds
 
+    @staticmethod
+    def of(slot: int, owner: Request | None, sched: Scheduler, blocked: bool) -> SlotView:
+        if owner is None:
+            return SlotView(slot, "blocked" if blocked else "free", None, 0, 0, 0, 0, sched.prefixes.rows[slot])
+        used = owner.prefilled + max(0, owner.committed - 1)  # the newest token's key and value are not there yet
+        return SlotView(slot, owner.phase, owner.id, used, len(owner.prompt), owner.committed, owner.reused, 0)
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """One request at one moment, its text included."""
+
+    id: int
+    prompt: str
+    origin: Any  # what was given to `submit`
+    policy: str  # the one that admitted it; empty as long as it waits
+    slot: int | None
+    arrived: float
+    metrics: Metrics
+    ended: float | None = None
+    text: str = ""
+    reason: str | None = None
+    error: str | None = None
+
+    @staticmethod
+    def of(handle: Handle) -> RequestView:
+        r, h = handle.request, handle
+        said = {"text": h.text, "reason": r.finish_reason, "error": h.error}
+        return RequestView(r.id, h.prompt, h.origin, r.policy, r.slot, r.arrived, h.metrics, r.ended, **said)
+
 
 @dataclass(frozen=True)
 class StepView:
-    """One step as it was run: who did what, and how long each stage took."""
+    """One step as it was run: which request did what, and how long each stage took."""
 
     step: int
     admitted: tuple[tuple[int, int], ...]  # (slot, request)
@@ -160,6 +282,7 @@ class StepView:
     decode: tuple[tuple[int, int], ...]  # (slot, request)
     held: tuple[tuple[int, int], ...]  # (slot, request): in a slot, but without a chunk in this step
     ghosts: tuple[int, ...]  # slots whose request had ended before this step: their tokens were dropped
+    blocked: tuple[int, ...]  # slots that were free, but kept from those who waited
     waiting: int  # requests left in line
     policy: str  # the one that the step was planned under
     tokens: int  # that were delivered
@@ -167,14 +290,16 @@ class StepView:
     began: float  # on the engine's clock: planned
     ended: float  # committed
     plan_s: float
-    # Building the graph and starting it. On a CPU MLX keeps few operations in its line, and whoever hands over the next
-    # one waits: so nearly all of a step's work is waited for in here.
+    # Building the graph and starting it. On a CPU, MLX's queue holds few operations and adding one to a full queue
+    # waits: so nearly all of a step's work is waited for in here.
     build_s: float
     wait_s: float  # waiting for the device
     commit_s: float
 
     @staticmethod
-    def of(plan: Plan, ghosts: tuple[int, ...], **times: float) -> StepView:
+    def of(
+        plan: Plan, ghosts: tuple[int, ...], *, started: float, build_s: float, wait_s: float, read: float, ended: float
+    ) -> StepView:
         """A plan in plain numbers, once it has been run."""
         return StepView(
             plan.step,
@@ -183,26 +308,144 @@ class StepView:
             decode=tuple((d.slot, d.request.id) for d in plan.decodes),
             held=tuple((r.slot, r.id) for r in plan.held),
             ghosts=ghosts,
+            blocked=plan.blocked,
             waiting=plan.waiting,
             policy=plan.policy,
+            began=plan.at,
             tokens=len(plan.emitters) - len(ghosts),
             cost=len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks),
-            **times,
+            ended=ended,
+            plan_s=started - plan.at,
+            build_s=build_s,
+            wait_s=wait_s,
+            commit_s=ended - read,
         )
+
+    @property
+    def seconds(self) -> float:
+        """What it took of the engine's time. From `began` to `ended` is longer: the next step is planned meanwhile."""
+        return self.plan_s + self.build_s + self.wait_s + self.commit_s
+
+
+class Seen(NamedTuple):
+    """How far a watcher has seen: so many steps, ends and faults, and requests up to this one."""
+
+    steps: int = 0
+    ended: int = 0
+    faults: int = 0
+    request: int = -1
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine at one moment, for whoever draws it. Immutable, and made of plain Python."""
+    """The engine at one moment, and what has happened since a watcher looked last."""
 
+    now: float
+    limits: Limits
     policy: str
+    draining_to: str | None  # the policy that takes over when all that runs has ended
     slots: tuple[SlotView, ...]
-    queue: tuple[tuple[int, float], ...]  # (request, seconds waited), oldest first
+    waiting: int  # the length of the line
+    queue: tuple[tuple[int, float], ...]  # its head: (request, seconds waited), oldest first
+    requests: tuple[RequestView, ...]  # those that are in a slot now, and those in line that came since
+    ended: tuple[RequestView, ...]  # since, oldest first
+    steps: tuple[StepView, ...]  # since, oldest first
+    missed: int  # steps since that are no longer kept
+    faults: tuple[str, ...]  # what went wrong since outside of any request: in an `ended`, or in a wish of a watcher
+    planned: int  # the newest step; it may be on the device still, and in no record yet
     submitted: int
     finished: int
     output_tokens: int
-    steps: tuple[StepView, ...]  # the most recent ones, oldest first
+    seen: Seen
 
 
-def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+class Log:
+    """The newest entries of a long list, and how many there have been in all."""
+
+    def __init__(self, kept: int):
+        self.count, self._entries = 0, deque(maxlen=kept)
+
+    def add(self, entry: Any) -> None:
+        self._entries.append(entry)
+        self.count += 1
+
+    def since(self, count: int) -> tuple:
+        """All but the first `count` entries, oldest first, as far as they are kept."""
+        new = min(self.count - count, len(self._entries))
+        return tuple(reversed(tuple(islice(reversed(self._entries), new))))
+
+
+class Ledger:
+    """The handles of all open requests, and what has happened so far: kept in bounded memory for those who watch."""
+
+    QUEUE = 32  # of the line, so many are shown
+
+    def __init__(self) -> None:
+        self.open: dict[int, Handle] = {}
+        self.steps, self.ended, self.faults = Log(4096), Log(500), Log(100)
+        self.output_tokens = 0
+        self.farewells: dict[int, Handle] = {}  # of all that has ended, and whose owner has not been told yet
+
+    def deliver(
+        self, logprobs: Mapping[int, TokenLogprob], clock: Callable[[], float], request: Request, token: int
+    ) -> str | None:
+        """Hand a request its token; says why it ends with it, or None. What goes wrong here is its own failure."""
+        handle = self.open[request.id]
+        self.output_tokens += 1
+        try:
+            return handle.take(token, clock(), logprobs.get(request.slot))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic in the tokenizer's Rust is no Exception, nor is a listener's sys.exit
+            handle.error = describe(error)
+            return "error"
+
+    def retire(self, id: int) -> None:
+        """Forget a request that has ended. Its owner is told when no lock is held any more (`say_farewell`)."""
+        if handle := self.open.get(id):
+            self.farewells[id] = handle
+            self.ended.add(RequestView.of(handle))  # a handle would keep the engine, and all its log probabilities
+            del self.open[id]
+
+    def say_farewell(self) -> None:
+        """Call `ended` of all that have ended. What it raises changes no request; those who watch will see it."""
+        while self.farewells and not here.listens:  # inside an owner's function, the call around it goes on here
+            for handle in list(self.farewells.values()):
+                try:
+                    handle.tell_end()
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:
+                    self.faults.add(f"`ended` of request {handle.id} raised {describe(error)}")
+                self.farewells.pop(handle.id, None)  # not before: Ctrl-C may come at any line
+
+    def snapshot(self, sched: Scheduler, blocked: Collection[int], now: float, since: Snapshot | None) -> Snapshot:
+        """`blocked`: the slots that the newest plan has kept shut."""
+        seen = Seen() if since is None else since.seen
+        owners = {request.slot: request for request in sched.running.values()}
+        shut = blocked if sched.waiting else ()
+        if since is None:
+            came = list(islice(sched.waiting, self.QUEUE))
+        else:
+            came = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
+        steps = self.steps.since(seen.steps)
+        newest = max(seen.request, next(reversed(sched.waiting), -1))
+        return Snapshot(
+            now=now,
+            limits=Limits(sched.slots, sched.max_len, sched.chunk, sched.budget, sched.far, sched.max_queue),
+            policy=sched.policy,
+            draining_to=sched.draining_to,
+            slots=tuple(SlotView.of(slot, owners.get(slot), sched, slot in shut) for slot in range(sched.slots)),
+            waiting=len(sched.waiting),
+            queue=tuple((r.id, now - r.arrived) for r in islice(sched.waiting.values(), self.QUEUE)),
+            requests=tuple(RequestView.of(self.open[id]) for id in sorted([*sched.running, *came])),
+            ended=self.ended.since(seen.ended),
+            steps=steps,
+            missed=self.steps.count - seen.steps - len(steps),
+            faults=self.faults.since(seen.faults),
+            planned=sched.steps,
+            submitted=sched.submitted,
+            finished=sched.submitted - len(sched.waiting) - len(sched.running),
+            output_tokens=self.output_tokens,
+            seen=Seen(self.steps.count, self.ended.count, self.faults.count, newest),
+        )

@@ -1,14 +1,14 @@
 """Reads a model folder as Hugging Face and mlx-lm publish it, and refuses what is broken before it can do harm.
 
-The problem. MLX loads lazily and believes what it is told: a truncated download, a matrix of zeros or a NaN goes
-through in silence and comes out as nonsense, tokens later. A serving engine must notice at load.
+The problem. MLX loads lazily and checks little. A truncated download, a matrix of zeros or a NaN goes through in
+silence and comes out as nonsense, many tokens later. A serving engine must notice it while it loads.
 
-What this file keeps. A tensor leaves `Weights.take` only if the config asked for it, its file names it with the shape
-the config implies, and its numbers are finite and not all zero. Whatever fails raises `ModelError`: one line with the
+What this file keeps. A tensor leaves `Weights.take` only if the config implies it, its file has it in the shape that
+the config implies, and its numbers are finite and not all zero. Everything else raises `ModelError`, one line with the
 file, what is wrong with it, and what to do.
 
-Where next. `nanobatch.py` turns `Config` and `Weights` into a `Model`, layer by layer, so that a checkpoint and its
-converted copy never stand in memory together.
+Where next: `load.py` turns `Config` and `Weights` into a `Model`, layer by layer, so that a checkpoint and its
+converted copy are never in memory together.
 """
 
 import json
@@ -17,13 +17,14 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from parts.checks import real, whole
 from parts.device import mx
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
-FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; nothing else is ever read
+FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; no other file is ever read
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
 
 
@@ -36,7 +37,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions turn into angles: see `nanobatch.rope_frequencies`."""
+    """How positions become angles (`rope_frequencies` in `ops.py`)."""
 
     type: str
     theta: float
@@ -44,6 +45,10 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+
+    def follows(self, length: int) -> bool:
+        """Do a sequence's positions turn by its own length, so that a prompt of another length has other rows?"""
+        return self.type == "dynamic" and length > self.original_length
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Config:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    window: int | None  # sliding window attention, which we do not do: a slot may not be longer
+    window: int | None  # of sliding window attention, which we do not have, so no slot may be longer
     rope: Rope
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -114,28 +119,29 @@ def read_json(path: Path) -> dict:
 
 
 class _Fields:
-    """Typed access to `config.json`, so that a wrong or missing field is named instead of raising a KeyError."""
+    """Typed access to `config.json`: a wrong or missing field is named in a `ModelError`, instead of a KeyError."""
 
     def __init__(self, path: Path, values: dict):
         self.path, self.values = path, values
 
-    def number(self, key: str, default=None, kind=int, least=1):
+    def number(self, key: str, default=None, check=whole, least=1):
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
             raise ModelError(f"{self.path} lacks {key!r}; download it again.")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 2**62:
-            raise ModelError(f"{self.path}: {key} = {str(value)[:40]} is not a number, or not one that can be.")
-        if value != kind(value) or value < least:
-            raise ModelError(f"{self.path}: {key} = {value!r}, but it must be {kind.__name__} and at least {least}.")
-        return kind(value)
+        if check is whole and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            return check(f"{self.path}: {key}", value, least, 2**62 - 1)
+        except ValueError as error:
+            raise ModelError(f"{error}.") from None
 
     def refuse(self, key: str, value, supported) -> ModelError:
         return ModelError(f"{self.path}: {key} = {value!r} is not supported. Supported: {', '.join(supported)}.")
 
 
 def read_config(folder: Path, has_head: bool) -> Config:
-    """`has_head` says whether the weights hold an `lm_head`: it decides where the config leaves tying open."""
+    """The config of a folder. `has_head` (the weights hold an `lm_head`) decides about tying if the config does not."""
     path = folder / "config.json"
     raw = read_json(path)
     get, fields = raw.get, _Fields(path, raw)
@@ -174,7 +180,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
         Dh=Dh,
         hidden=fields.number("intermediate_size"),
         V=fields.number("vocab_size"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6, float, 0),
+        norm_eps=fields.number("rms_norm_eps", 1e-6, real, 0),
         max_positions=max_positions,
         tied=bool(get("tie_word_embeddings", not has_head)),
         qkv_bias=attention_bias or family == "qwen2",
@@ -187,7 +193,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
 
 
 def _window(fields: _Fields, family: str) -> int | None:
-    """The sliding window, if any layer has one. Each family says it in a way of its own."""
+    """The length of the sliding window, if any layer has one. Each family has its own way to say so."""
     raw, layers = fields.values, fields.number("num_hidden_layers")
     kinds = raw.get("layer_types")
     if kinds is not None:
@@ -204,7 +210,7 @@ def _window(fields: _Fields, family: str) -> int | None:
 
 
 def _rope(fields: _Fields, max_positions: int) -> Rope:
-    """Three spellings are about: `rope_scaling` with `type`, with `rope_type`, and `rope_parameters` with all of it."""
+    """There are three spellings: `rope_scaling` with `type` or with `rope_type`, and `rope_parameters` with all."""
     raw = fields.values
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
@@ -215,19 +221,13 @@ def _rope(fields: _Fields, max_positions: int) -> Rope:
     if raw.get("rope_traditional") or scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1)) != 1:
         raise ModelError(f"{fields.path}: interleaved or partial rotary positions are not supported.")
     inner = _Fields(fields.path, scaling)
-    theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0, float, 1), float, 1)
+    theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0, real, 1), real, 1)
     if kind == "default":
         return Rope(kind, theta)
-    factor = inner.number("factor", kind=float, least=1e-6)
+    factor = inner.number("factor", check=real, least=1e-6)
     if kind == "llama3":
-        return Rope(
-            kind,
-            theta,
-            factor,
-            inner.number("low_freq_factor", 1.0, float, 1e-6),
-            inner.number("high_freq_factor", 4.0, float, 1e-6),
-            inner.number("original_max_position_embeddings", 8192),
-        )
+        low, high = (inner.number(f"{end}_freq_factor", usual, real, 1e-6) for end, usual in (("low", 1), ("high", 4)))
+        return Rope(kind, theta, factor, low, high, inner.number("original_max_position_embeddings", 8192))
     return Rope(kind, theta, factor, original_length=max_positions)
 
 
@@ -241,7 +241,7 @@ def find(model: str) -> Path:
         if path.is_dir():
             return path
         exists = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name no file can have, or nobody's home
+    except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have, or an unknown user's home
         raise ModelError(f"{model[:80]!r} is no folder ({error.args[-1]}); name one, or a hub id.") from None
     if exists:
         raise ModelError(f"{path} is a file; name the folder that holds config.json.")
@@ -265,8 +265,8 @@ def _download(repo: str) -> Path:
         why = "is not on the hub: check the spelling, or log in with `hf auth login` if it is private"
     except errors.HFValidationError:
         why = "is no valid hub id (owner/name)"
-    except Exception as error:  # no network, a proxy, a full disk: all of it is the user's to mend
-        try:  # the network may be down, but the model may be here
+    except Exception as error:  # no network, a proxy, a full disk: something that the user can mend
+        try:  # the network may be down, but an older download may be here
             return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
         except Exception:
             cause = " ".join(str(error).split()) or type(error).__name__
@@ -275,7 +275,7 @@ def _download(repo: str) -> Path:
 
 
 def _what_is(head: bytes) -> str | None:
-    """What often lies where weights should be, told from its first bytes."""
+    """What a file is that often lies where weights should be, by its first bytes."""
     if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself (run `git lfs pull`)"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
@@ -284,9 +284,9 @@ def _what_is(head: bytes) -> str | None:
 
 
 def read_header(path: Path) -> dict[str, dict]:
-    """The table of contents of a safetensors file, held against the size of the file.
+    """The table of contents of a safetensors file, checked against the size of the file.
 
-    A safetensors file is 8 bytes of length, that many bytes of JSON, then the data that the JSON points into:
+    A safetensors file begins with the length N of a JSON text, in 8 bytes. After the JSON comes the data it points to:
 
         | N (u64) | {"model.norm.weight": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}} | 32 bytes |
     """
@@ -325,7 +325,7 @@ def read_header(path: Path) -> dict[str, dict]:
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files to read, each with the tensors that the index promises in it (None where there is no index)."""
+    """The files to read. Each comes with the tensors that the index promises in it, None if there is no index."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files: dict[Path, set[str] | None] = {}
@@ -347,7 +347,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
 
 
 class Weights:
-    """The tensors of a checkpoint: all of their names and shapes are checked at once, their numbers when taken."""
+    """The tensors of a checkpoint. All names and shapes are checked together, the numbers of each when it is taken."""
 
     def __init__(self, folder: Path):
         self.entries: dict[str, dict] = {}
@@ -355,9 +355,7 @@ class Weights:
         for path, promised in _weight_files(folder).items():
             entries = read_header(path)
             if promised is not None and (gone := promised - entries.keys()):
-                raise ModelError(
-                    f"{path} lacks {min(gone)}, which the index promises: one is stale; download both again."
-                )
+                raise ModelError(f"{path} lacks {min(gone)}, which the index names: one is stale; download both again.")
             for name, entry in entries.items():
                 if entry.get("dtype") not in DTYPES:
                     raise ModelError(f"{path}: {name} is {entry.get('dtype')!r}. Supported: {', '.join(DTYPES)}.")
@@ -371,7 +369,7 @@ class Weights:
         return "lm_head.weight" in self.entries
 
     def nbytes(self, config: Config, float32: bool) -> int:
-        """The memory that the model will take: as float32, or as the files have it."""
+        """The memory that the model will take, as float32 or as the files have it."""
         if float32:
             return sum(4 * math.prod(shape) for shape in config.tensors().values())
         return sum(math.prod(entry["shape"]) * DTYPES[entry["dtype"]].size for entry in self.entries.values())
@@ -380,10 +378,10 @@ class Weights:
         return tuple(self.entries[name]["shape"])
 
     def check_against(self, config: Config) -> None:
-        """Every tensor that the config implies is there in its shape, and no other."""
+        """Refuse weights unless they hold every tensor that the config implies, in its shape, and no other."""
         folder = next(iter(self.files.values())).parent
         last = f"model.layers.{config.layers - 1}.input_layernorm.weight"
-        if last not in self.entries:  # asked first, lest a config with a million layers takes a minute to refuse
+        if last not in self.entries:  # asked first, so that refusing a config with a million layers is quick
             raise ModelError(f"{folder} lacks the tensor {last}; download it again.")
         expected = config.tensors()
         for name, shape in expected.items():
@@ -398,15 +396,13 @@ class Weights:
                     "the two do not belong together; download both again."
                 )
             elif self.entries[name]["dtype"] == "U32":
-                raise ModelError(
-                    f"{self.files[name]}: {name} is packed, but {module}.scales is missing; download it again."
-                )
+                raise ModelError(f"{self.files[name]}: {name} is packed, but lacks {module}.scales; download it again.")
         for name in self.entries.keys() - expected.keys():
             module, _, part = name.rpartition(".")
             if part in ("scales", "biases") and f"{module}.weight" in expected:
                 continue
             if part == "inv_freq" or (config.tied and module == "lm_head"):
-                continue  # old checkpoints carry rope tables; a tied one may carry its head twice
+                continue  # old checkpoints have rope tables, and tied ones may hold the head twice
             raise ModelError(
                 f"{self.files[name]}: {name} has no place in a {config.model_type} model of this config.json; "
                 "use the one that came with it."
@@ -429,7 +425,7 @@ class Weights:
         )
 
     def take(self, name: str) -> mx.array:
-        """One tensor, read now, with its numbers checked. Taken once: its memory is the caller's from here on."""
+        """One tensor, read and checked now. It can be taken once: from here on the caller owns its memory."""
         path = self.files[name]
         if path not in self._lazy:
             try:
@@ -437,7 +433,7 @@ class Weights:
             except RuntimeError as error:
                 raise ModelError(f"{path} cannot be read ({error}); download it again.") from None
         array = self._lazy[path].pop(name)
-        # One pass tells all: the largest magnitude is NaN or inf if any number is, and 0 if all of them are.
+        # One pass is enough, because the largest magnitude is NaN or inf if any number is, and 0 if all of them are.
         # (Packed integers, biases and quantization offsets may well be all zero.)
         if array.dtype != mx.uint32:
             peak = mx.abs(array).max().item()
@@ -449,9 +445,9 @@ class Weights:
 
 
 def quantization(packed: tuple[int, ...], scales: tuple[int, ...], width: int) -> tuple[int, int]:
-    """(bits, group size) of a quantized matrix `width` numbers wide. The shapes say it, whatever a config claims.
+    """(bits, group size) of a quantized matrix `width` numbers wide, from its shapes, whatever a config claims.
 
-    `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares one scale:
-    width 128 in 16 words with 2 scales is 4 bits in groups of 64. Per-layer overrides need no further care.
+    `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares one scale. So a width
+    of 128 in 16 words with 2 scales means 4 bits in groups of 64. Layers may differ, without further care.
     """
     return packed[1] * 32 // width, width // scales[1]

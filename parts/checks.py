@@ -47,6 +47,8 @@ def _refusal(name: str, value: object, what: str, least: float, most: float) -> 
 
 def shown(value: object, longest: int = 40) -> str:
     """A value as Python writes it, cut to what fits a message: it may be a whole book."""
-    # Python writes an int in at most 4,300 decimal digits, but in any number of hexadecimal ones.
-    text = hex(value) if isinstance(value, int) and abs(value) >= 2**64 else repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no int of more than 4,300 digits
+        text = "a number of thousands of digits"
     return text if len(text) <= longest else text[:longest] + "…"

@@ -1,13 +1,13 @@
-"""Puts a fast BLAS under MLX on a Linux machine without a GPU.
+"""The one device: a fast BLAS under it, the memory that is free, its stream and its lock, and how to leave it.
 
-The problem. MLX's CPU wheel for Linux brings the *reference* BLAS: correct, portable, and 10 to 50 times slower than
-the machine can go. Worse for a batching engine, it gains nothing from a batch: sixteen rows cost sixteen times one
-row, while a tuned BLAS reads each weight once for all of them. On a Mac (Accelerate, Metal) and on CUDA none of this
-applies.
+The problem. A BLAS is the library that multiplies matrices. MLX's CPU wheel for Linux brings the *reference* BLAS. It
+is correct, portable, and 10 to 50 times slower than the machine can go. Worse for a batching engine, it gains nothing
+from a batch: sixteen rows cost sixteen times one row, while a tuned BLAS reads each weight once for all of them. On a
+Mac (Accelerate, Metal) and on CUDA none of this applies.
 
 The way out. A dynamic linker binds a symbol such as `cblas_sgemm` to the first library that offers it. A BLAS that is
 loaded *before* `mlx.core`, with its symbols made global, therefore takes the place of the slow one. So this module
-must come first: every file of ours takes its `mx` from here, and nobody else has to think of it.
+must come first: every file of ours takes its `mx` from here, and no other file has to think of it.
 
     NANOBATCH_BLAS=off          leave MLX as it is, and say nothing
     NANOBATCH_BLAS=/path/lib.so take this library
@@ -26,7 +26,7 @@ from pathlib import Path
 
 
 def _fail(line: str) -> None:
-    """One line for whoever ran a program of ours; an exception with the same line for whoever imported us."""
+    """One line if a program of ours was run; an exception with the same line if we were imported by another."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     if program and Path(program).resolve().parent == Path(__file__).resolve().parent.parent:
         print(f"nanobatch: {line}", file=sys.stderr)
@@ -60,7 +60,7 @@ def _load_mkl() -> bool:
 
 def _load_openblas() -> bool:
     """The system's OpenBLAS. It picks its kernels by the processor's name, and takes a processor that is younger than
-    itself for an old one: so name the kernels that use AVX-512 where there is AVX-512."""
+    itself for an old one. So we name the kernels that use AVX-512, where there is AVX-512."""
     if _has_avx512():
         os.environ["OPENBLAS_CORETYPE"] = "SkylakeX"
     return _load("libopenblas.so.0")
@@ -108,22 +108,22 @@ def _advise(remedy: str) -> None:
     )
 
 
-name = preload()
+blas = preload()  # its name
 
-_old_openblas = "openblas" in name and not _has_avx512()
+_old_openblas = "openblas" in blas and not _has_avx512()
 
 
 def rows_at_once(rows: int, columns: int) -> int:
     """How many rows of a product of this size to compute at once: all of them, with two exceptions.
 
-    OpenBLAS's older kernels add a row's numbers up in an order that depends on the row's place, and its bits show it;
-    but not within eight rows. MKL copies a matrix into another order if there are four rows or more: for few rows and
-    the many columns of a vocabulary, going through it in pairs is quicker (4 rows, 288 x 32,000: 2.4 ms, not 4.2). From
-    seven rows on, copying pays.
+    OpenBLAS's older kernels add a row's numbers up in an order that depends on the row's place, and the bits show it.
+    Within eight rows they do not. MKL copies a matrix into another order if there are four rows or more. For few rows
+    and the many columns of a vocabulary, it is quicker to go through the matrix in pairs of rows (4 rows, 288 x 32,000:
+    2.4 ms, not 4.2). From seven rows on, copying pays.
     """
     if _old_openblas and rows > 4:
         return 8
-    if "mkl" in name and 4 <= rows <= 6 and columns > 16_000:
+    if "mkl" in blas and 4 <= rows <= 6 and columns > 16_000:
         return 2
     return rows
 
@@ -131,11 +131,11 @@ def rows_at_once(rows: int, columns: int) -> int:
 def takes_rows(outputs: int, inputs: int) -> bool:
     """Is x @ W.T, with W (out, in) as a checkpoint has it, faster here than x @ W, with W turned to (in, out)?
 
-    MKL copies a matrix into another order first, and long rows are quicker to copy than long columns (8 rows, 576 x
-    3,072: 0.93 ms turned, 0.71 as it is). Short rows are not. Three rows or fewer need no copy: for a vocabulary, where
-    most of such a step's time goes, they count for more.
+    MKL copies a matrix into another order first. Long rows are quicker to copy than long columns (8 rows, 576 x 3,072:
+    0.93 ms turned, 0.71 as it is), short rows are not. A step of three rows or fewer needs no copy, and spends most of
+    its time on the vocabulary: so for that matrix such steps decide.
     """
-    return "mkl" in name and inputs >= 512 and outputs <= 16_000
+    return "mkl" in blas and inputs >= 512 and outputs <= 16_000
 
 
 try:
@@ -149,12 +149,15 @@ except ImportError as error:
     raise
 
 
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
 def has_gpu() -> bool:
     return mx.default_device().type == mx.DeviceType.gpu
 
 
 def free_memory() -> int | None:
-    """Bytes that can still be taken, or None if nobody knows. MLX does not raise when memory runs out: it crashes."""
+    """Bytes that can still be taken, or None if that is not known. Where memory runs out, MLX crashes."""
     if has_gpu():  # of an Apple GPU or a CUDA card, MLX knows the whole and what it has taken itself
         info = mx.device_info()
         whole = info.get("max_recommended_working_set_size") or info.get("memory_size")
@@ -170,7 +173,7 @@ def free_memory() -> int | None:
     return free
 
 
-def size(nbytes: float) -> str:
+def readable(nbytes: float) -> str:
     """12345678 -> '11.8 MiB'"""
     for unit in ("bytes", "KiB", "MiB"):
         if nbytes < 1000:
@@ -179,17 +182,18 @@ def size(nbytes: float) -> str:
     return f"{nbytes:,.1f} GiB"
 
 
-# One device, one stream, one thread at a time. MLX binds ordinary streams to the thread that made them; this one may
-# be used from any thread, as long as a lock sees to it that there is one at a time. So an engine can be loaded in one
-# thread, stepped in another, and no thread is left behind.
-_device_lock = threading.RLock()
+# --- one device, one stream, one thread at a time --------------------------------------------------------------------
+
+# MLX binds ordinary streams to the thread that made them. This one may be used from any thread, as long as a lock keeps
+# it to one at a time. So an engine can be loaded in one thread and stepped in another, and no thread is left behind.
+device_lock = threading.RLock()
+exiting = threading.Event()  # set when the program ends: loading a model stops at the next layer
 _stream: list[mx.Stream] = []
-_engines: weakref.WeakSet = weakref.WeakSet()
-_exiting = threading.Event()
+_open: weakref.WeakSet = weakref.WeakSet()  # what must be closed before the program ends
 
 
 def device_stream() -> mx.StreamContext:
-    """`with _device_lock, device_stream():` stands around everything that touches an `mx.array`.
+    """`with device_lock, device_stream():` stands around everything that touches an `mx.array`.
 
     subtle: two context managers written in C, not one made of a generator. Ctrl-C comes between two lines of Python,
     so also in a generator that is about to release the lock, and the lock would stay held for good.
@@ -199,12 +203,21 @@ def device_stream() -> mx.StreamContext:
     return mx.stream(_stream[0])
 
 
-@atexit.register
-def _leave() -> None:
-    """A process that exits while the device is working hangs or aborts, so nobody may forget to close."""
-    _exiting.set()  # whoever is loading a model gives up at the next layer
-    for engine in list(_engines):
-        engine.close()
-    _device_lock.acquire()  # and never released: nobody starts anything any more
+def synchronize() -> None:
+    """Wait until the device has nothing left to do."""
     if _stream:
         mx.synchronize(_stream[0])
+
+
+def close_at_exit(engine) -> None:
+    """Call its `close` before the program ends: a process that exits while the device works hangs or aborts."""
+    _open.add(engine)
+
+
+@atexit.register
+def _leave() -> None:
+    exiting.set()
+    for engine in list(_open):
+        engine.close()
+    device_lock.acquire()  # and never released: from here on nothing is started
+    synchronize()

@@ -1,4 +1,14 @@
-"""A checkpoint becomes a model, and slots that fit the memory beside it."""
+"""From a folder to a model: weights in the form that `forward` wants, and slots that fit the memory beside them.
+
+The problem. A checkpoint stores what was convenient to train: queries, keys and values apart, in half precision or
+packed into a few bits. The forward pass wants one matrix for each product, in the order and precision that the device
+multiplies fastest. And memory that runs out is no exception in MLX: the process dies.
+
+What this file keeps. A model and its slab are measured before the first tensor is read: what does not fit is refused,
+with sizes that would. Tensors are taken layer by layer, so the files' copy and ours never stand in memory together.
+
+Where next: `checkpoint.py`, for what a folder holds; `ops.py`, for what the weights are made into.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kv import BUCKET, Slab
-from parts import checkpoint, device
+from parts import checkpoint, checks, device
 from parts.checkpoint import Config, ModelError, Weights
-from parts.device import has_gpu, mx, size
+from parts.device import has_gpu, mx, readable
 from parts.ops import Dense, Quantized, SideBySide, rope_frequencies
 
 
@@ -59,6 +69,7 @@ class ModelReader:
     def __init__(self, folder: Path, dtype: str = "auto"):
         if dtype not in ("auto", "float32", "checkpoint"):
             raise ValueError(f"dtype = {dtype!r}; choose auto, float32 or checkpoint")
+        self.folder = folder
         self.float32 = dtype == "float32" or (dtype == "auto" and not has_gpu())
         self.weights = Weights(folder)
         self.config = checkpoint.read_config(folder, self.weights.has_head)
@@ -67,7 +78,7 @@ class ModelReader:
         self.nbytes, free = self.weights.nbytes(self.config, self.float32), device.free_memory()
         if free is not None and self.nbytes > free:
             raise ModelError(
-                f"{folder}: {size(self.nbytes)} of weights, but {size(free)} of memory are free; "
+                f"{folder}: {readable(self.nbytes)} of weights, but {readable(free)} of memory are free; "
                 "choose a smaller model."
             )
 
@@ -75,6 +86,11 @@ class ModelReader:
     def itemsize(self) -> int:
         """Bytes of one number of the activations, and so of the slab."""
         return 4 if self.float32 else checkpoint.DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
+
+    def fit(self, **options) -> Sizes:
+        """What would fit beside the weights: a slab that is too large is refused before they are read."""
+        free = device.free_memory()
+        return fit(self.config, self.itemsize, None if free is None else free - self.nbytes, **options)
 
     def read(self) -> Model:
         c = self.config
@@ -87,7 +103,7 @@ class ModelReader:
         return model
 
     def layer(self, name: str) -> Layer:
-        if device._exiting.is_set():
+        if device.exiting.is_set():
             raise RuntimeError("the program is ending")
         norms = [f"{name}self_attn.{part}_norm.weight" for part in "qk"]
         q_norm, k_norm = [self.vector(norm) if self.config.qk_norm else None for norm in norms]
@@ -130,67 +146,109 @@ class ModelReader:
         return (weight.astype(mx.float32) if self.float32 else weight), bias
 
 
-def check_count(name: str, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
-        raise ValueError(f"{name} = {value!r}, but it must be a whole number of at least 1 and below 2^31")
+# --- does it fit? ------------------------------------------------------------------------------------------------
 
 
-def slab_sizes(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
+class Sizes(NamedTuple):
+    """What an engine is made with, and a line about it."""
+
+    slots: int
+    max_len: int  # of a slot, in tokens
+    chunk: int
+    budget: int
+    summary: str
+
+
+def fit(
+    c: Config,
+    itemsize: int,
+    free: int | None,
+    slots: int | None = None,
+    max_len: int | None = None,
+    chunk: int = 64,
+    budget: int | None = None,
+    **other,  # options of an engine that take no memory
+) -> Sizes:
+    """Slots and their length as asked for, or chosen to fit the memory. A ValueError if that cannot be.
+
+    `itemsize` is the bytes of one number in the slab, `free` those that can be taken.
+    """
+    for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("budget", budget)):
+        if value is not None:
+            checks.whole(name, value, 1, 2**31 - 1)
+    if chunk % BUCKET:
+        raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
+    if c.window is not None and max_len is not None and max_len > c.window:
+        raise ValueError(f"max_len = {max_len}, but this model's attention slides over {c.window}; choose less")
+    count, length = slots or 8, max_len or min(1024, c.max_positions, c.window or 1024)
+    room = math.inf if free is None else 0.9 * free
+
+    def taken(count: int, length: int) -> int:
+        return Slab.nbytes(*slab_shape(c, count, length, chunk), itemsize)
+
+    def most_slots() -> int:
+        return largest(count, lambda n: taken(n, length) <= room)
+
+    def longest() -> int:
+        return chunk * largest(length // chunk, lambda n: taken(count, n * chunk) <= room)
+
+    if slots is None:
+        count = max(1, most_slots())
+    if max_len is None and taken(count, length) > room:
+        length = max(chunk, longest())
+    slab = readable(taken(count, length))
+    if taken(count, length) > room:
+        ways = [f"{flag} {n}" for flag, n in (("--slots", most_slots()), ("--max-len", longest())) if n]
+        raise ValueError(
+            f"{count} slots of {length:,} tokens take {slab}, but {readable(max(0, free))} are free; "
+            f"{' or '.join(ways) or 'nothing smaller'} would fit"
+        )
+    free = "" if free is None else f"; {readable(free)} of memory are free"
+    layers, many = f"{c.layers} layer{'s' * (c.layers > 1)}", f"{count} slot{'s' * (count > 1)}"
+    summary = f"{c.model_type}, {layers}; {many} of {length:,} tokens in a slab of {slab}{free}"
+    return Sizes(count, length, chunk, budget or count + chunk * (2 + count // 8), summary)
+
+
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest n up to `limit` that fits, 0 if not even 1 does. Everything smaller than what fits, fits."""
+    return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
+
+
+def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
     """Arguments for `Slab`. A slot is a whole number of chunks long: more than the padding of the last one needs."""
     return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
+
+
+# --- how wide a step may be ----------------------------------------------------------------------------------------
 
 
 def far_position(c: Config) -> int:
     """The position at which looking back on all before costs a token as much as everything else in a layer does.
 
     Measured on CPUs, with heads of 32 to 64: for one query head to look at one row (the score, its share of the
-    softmax, the value added up) costs as much as 300 multiplications by weights. On a GPU nobody has measured it yet:
+    softmax, the value added up) costs as much as 300 multiplications by weights. On a GPU it has not been measured:
     there chunks stay as wide as they are.
     """
     weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden
     return sys.maxsize if has_gpu() else max(1, weights // (300 * c.H))
 
 
-def fit(
-    c: Config, itemsize: int, free: int | None, slots: int | None, max_len: int | None, chunk: int | None
-) -> tuple[int, int, str]:
-    """Slots, their length, and a line about them: as asked for, or chosen to fit the memory, or refused."""
-    chunk = 64 if chunk is None else chunk
-    for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk)):
-        check_count(name, value)
-    if chunk % BUCKET:
-        raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
-    if c.window is not None and max_len is not None and max_len > c.window:
-        raise ValueError(f"max_len = {max_len}, but this model's attention slides over {c.window}; choose less")
-    some, length = slots or 8, max_len or min(1024, c.max_positions, c.window or 1024)
-    room = math.inf if free is None else 0.9 * free
+def keeps_bits(model: Model, slots: int, chunk: int, budget: int, narrow: int) -> bool:
+    """Are a row's numbers in a product the same, bit by bit, whatever else goes through the weights with it?
 
-    def slab(some: int, length: int) -> int:
-        return Slab.nbytes(*slab_sizes(c, some, length, chunk), itemsize)
-
-    def fewer() -> int:
-        return most(some, lambda n: slab(n, length) <= room)
-
-    def shorter() -> int:
-        return chunk * most(length // chunk, lambda n: slab(some, n * chunk) <= room)
-
-    if slots is None:
-        some = max(1, fewer())
-    if max_len is None and slab(some, length) > room:
-        length = max(chunk, shorter())
-    if slab(some, length) > room:
-        ways = [f"{flag} {most}" for flag, most in (("--slots", fewer()), ("--max-len", shorter())) if most]
-        raise ValueError(
-            f"{some} slots of {length:,} tokens take {size(slab(some, length))}, but {size(max(0, free))} are free; "
-            f"{' or '.join(ways) or 'nothing smaller'} would fit"
-        )
-    line = (
-        f"{c.model_type}, {c.layers} layers; {some} {'slot' if some == 1 else 'slots'} of {length:,} tokens in a slab "
-        f"of {size(slab(some, length))}" + ("" if free is None else f"; {size(free)} of memory are free")
-    )
-    return some, length, line
-
-
-def most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest n up to `limit` that fits, 0 if not even 1 does. Whatever is smaller than what fits, fits."""
-    return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
+    If so, all that a step does can be one pass. MKL keeps them from four rows on, OpenBLAS does not. We do not believe
+    it but try it: each of a layer's matrices, on what may stand alone, on pairs, and on the most that a step can hold.
+    `narrow` is the width of the narrowest chunk.
+    """
+    if has_gpu() or "mkl" not in device.blas:
+        return False
+    layer, c = model.layers[0], model.config
+    widest = min(max(budget, chunk), slots * chunk) + slots
+    for dense, inputs in ((layer.qkv, c.D), (layer.o, c.H * c.Dh), (layer.gate_up, c.D), (layer.down, c.hidden)):
+        x = mx.random.normal((widest, inputs), model.dtype, key=mx.random.key(0))
+        whole = dense(x)
+        alone = [dense(x[:slots]), dense(x[None, :narrow])[0], dense(x[None, :chunk])[0]]
+        for part in (*alone, dense(x[: slots + narrow]), dense(x[: slots + chunk])):
+            if not mx.array_equal(part, whole[: part.shape[0]]).item():
+                return False
+    return True

@@ -1,13 +1,27 @@
-"""The operations of a Llama."""
+"""The few operations of a Llama: the formula, and beside it the form that each device runs fastest.
+
+The problem. The first page of `nanobatch.py` shows what a Llama computes. How fast that goes depends on details that
+have nothing to do with a Llama: on a CPU, MLX takes three times as long for an `exp` as for a power, and a BLAS (the
+library that multiplies matrices) reads a matrix faster in one order than in another, and adds numbers in an order that
+depends on the shape.
+
+What this file keeps. Each docstring begins with the formula, and the code computes it, in whatever form: a test holds
+one against the other (`tests/test_ops.py`). No form depends on what else runs in the step, since a request's bits must
+not. What a BLAS wants is asked in `parts/device.py`.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from parts import device
 from parts.checkpoint import Rope
 from parts.device import mx
+
+if TYPE_CHECKING:
+    from kv import Window
+    from parts.load import Model
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:  # (..., D) -> (..., D)
@@ -18,8 +32,8 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:  # (..., D)
 def silu(x: mx.array) -> mx.array:
     """x / (1 + e^-x): nearly 0 below 0, nearly x above.
 
-    On a CPU MLX takes 8 ns for a power and 20 for an `exp`, and together with `softmax` these were a tenth of a step.
-    (Half precision holds e to three digits only: not there.)
+    The tuned form writes e^-x as a power of the number 1/e: on a CPU, MLX takes 2.7 ns for a power and 7.7 for an
+    `exp`. Half precision holds e to three digits only, so there the formula stays.
     """
     if x.dtype != mx.float32:
         return x * mx.sigmoid(x)
@@ -27,10 +41,11 @@ def silu(x: mx.array) -> mx.array:
 
 
 def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
-    """e^x / sum(e^x). The same if all are made smaller first: so no power is too large for a float.
+    """e^x / sum(e^x). The largest x is subtracted from all first: that changes no result, and no power overflows.
 
-    In five operations here; each has a price of its own, so where there are few numbers MLX's one operation is faster.
-    (Few by the shape without T, which grows with the neighbours: the choice must not, or the bits would.)
+    The tuned form takes five operations, with a power as in `silu`. Each operation has a price of its own, so for few
+    numbers MLX's one operation is faster. "Few" is counted without T, which grows with the neighbours: if the choice
+    depended on T, so would the bits.
     """
     if x.dtype != mx.float32 or math.prod(x.shape[:-1]) < 16:
         return mx.softmax(x, axis=-1)
@@ -41,11 +56,25 @@ def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
     """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by its position.
 
-    Two turned vectors' dot product depends on the difference of their angles alone, so attention sees how far apart
-    two tokens are, and never where they stand. (a, b) becomes (a cos - b sin, b cos + a sin); the minus is in `sin`.
+    The dot product of two turned vectors depends on the difference of their angles alone. So attention sees how far
+    apart two tokens are, and never where they stand. (a, b) becomes (a cos - b sin, b cos + a sin); `sin` holds the
+    minus.
     """
     a, b = mx.split(x, 2, axis=-1)
     return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
+
+
+def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh) each
+    """cos and sin of each position times each plane's frequency, once for both numbers that are turned in the plane."""
+    rope, Dh = model.config.rope, model.config.Dh
+    frequencies = model.frequencies  # (Dh/2,)
+    if rope.follows(max(window.lengths)):
+        frequencies = mx.stack([rope_frequencies(rope, Dh, n) for n in window.lengths])[:, None]  # (B, 1, Dh/2)
+    positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
+    angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
+    # Attention wants the product of q and k, divided by sqrt(Dh). So what is turned is made shorter by Dh^1/4 as well.
+    cos, sin = mx.cos(angles) * Dh**-0.25, mx.sin(angles) * Dh**-0.25
+    return mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
 
 
 def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
@@ -60,7 +89,7 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     tokens, then each new token's. So the same token at the same place turns differently in a longer prompt.
     """
     theta = rope.theta
-    if rope.type == "dynamic" and length > rope.original_length:
+    if rope.follows(length):
         theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (Dh / (Dh - 2))
     if rope.type != "llama3":
         return mx.exp(mx.arange(0, -(Dh // 2), -1) * (math.log(theta) / (Dh // 2)))  # theta ** (-2 i / Dh)
@@ -135,15 +164,11 @@ class Quantized(NamedTuple):
     group: int
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
-        y = mx.quantized_matmul(
-            x, self.weight, self.scales, self.offsets, transpose=True, group_size=self.group, bits=self.bits
-        )
+        y = mx.quantized_matmul(x, self.weight, self.scales, self.offsets, True, self.group, self.bits)
         return y if self.bias is None else y + self.bias
 
     def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        return mx.dequantize(
-            self.weight[ids], self.scales[ids], self.offsets[ids], group_size=self.group, bits=self.bits
-        )
+        return mx.dequantize(self.weight[ids], self.scales[ids], self.offsets[ids], self.group, self.bits)
 
 
 class SideBySide(NamedTuple):

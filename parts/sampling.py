@@ -21,8 +21,7 @@ Where next: `nanobatch.py`, which calls `choose` in every step.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,9 +30,8 @@ from parts.checks import real, shown, whole
 from parts.device import mx
 
 PENALTY_CONTEXT = 20  # repetition_penalty looks at this many of the last tokens, whether of the prompt or of the answer
-SHORT_LIST = (
-    64  # a top_k up to this needs only a short list sorted; a larger one, or top_p alone, needs all of V sorted
-)
+# For a top_k up to this a short list is sorted; for a larger one, or top_p alone, all of V.
+SHORT_LIST = 64
 LIMITS = {  # for each field that is a number: the check, the least and the most
     "max_tokens": (whole, 1, math.inf),
     "temperature": (real, 0, 1_000_000),
@@ -87,28 +85,15 @@ class Sampling:
             if isinstance(stop, bool) or not isinstance(stop, (str, int)) or stop == "":
                 raise ValueError(f"stop holds {shown(stop)}, but it must be texts that are not empty, or token ids")
         object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "stop_texts", [stop for stop in stops if isinstance(stop, str)])
+        object.__setattr__(self, "stop_tokens", frozenset(stop for stop in stops if isinstance(stop, int)))
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping) or not all(type(token) is int for token in self.logit_bias):
             raise ValueError(f"logit_bias = {shown(self.logit_bias)}, but it must map token ids to numbers")
-        biases = {
-            token: real(f"logit_bias for token {token}", bias, -(10**9), 10**9)
-            for token, bias in self.logit_bias.items()
-        }
+        biases = {t: real(f"logit_bias for token {t}", b, -(10**9), 10**9) for t, b in self.logit_bias.items()}
         # This is a copy, so that what has been checked cannot change any more.
         object.__setattr__(self, "logit_bias", MappingProxyType(biases))
-
-    @property
-    def stop_texts(self) -> tuple[str, ...]:
-        return tuple(stop for stop in self.stop if isinstance(stop, str))
-
-    @property
-    def stop_tokens(self) -> frozenset[int]:
-        return frozenset(stop for stop in self.stop if isinstance(stop, int))
-
-    def token_ids(self) -> list[int]:
-        """Every token id that these settings name, for a check against the vocabulary."""
-        return [*self.stop_tokens, *self.logit_bias]
 
     @property
     def group(self) -> str:
@@ -122,13 +107,13 @@ class Sampling:
 
 
 class Pick(NamedTuple):
-    """One row that wants a token: its row in the logits, its slot, and what its request asks for."""
+    """A slot whose sequence gets a token in this step, and what its request asks for."""
 
-    row: int
     slot: int
     sampling: Sampling
     seed: int
     index: int  # this will be the request's index-th token, from 0
+    recent: tuple[int, ...] = ()  # the prompt's last PENALTY_CONTEXT tokens, if index is 0 and a penalty is wanted
 
 
 class Logprobs(NamedTuple):
@@ -139,11 +124,20 @@ class Logprobs(NamedTuple):
     top_ids: mx.array  # (n, most), the most likely first
     top: mx.array  # (n, most)
 
+    def read(self) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
+        """Slot by slot: the chosen token's log probability, and the most likely tokens with theirs."""
+        rows = zip(self.slots, self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist(), strict=True)
+        for slot, chosen, ids, values in rows:
+            yield slot, chosen, tuple(zip(ids, values, strict=True))
 
-def choose(logits: mx.array, picks: list[Pick], history: mx.array) -> tuple[mx.array, list[Logprobs]]:
+
+def choose(
+    logits: mx.array, rows: Sequence[int], picks: Sequence[Pick], history: mx.array
+) -> tuple[mx.array, list[Logprobs]]:
     """A token for each pick: logits (B, V) -> (picks,) int32, -1 where the logits were not finite.
 
-    `history` (slots, PENALTY_CONTEXT) holds each slot's recent tokens, V where there were none.
+    `rows` holds each pick's row of the logits. `history` (slots, PENALTY_CONTEXT) holds each slot's recent tokens, and
+    V where there were none.
     """
     groups: dict[str, list[int]] = {}
     for place, pick in enumerate(picks):
@@ -151,7 +145,7 @@ def choose(logits: mx.array, picks: list[Pick], history: mx.array) -> tuple[mx.a
     tokens, order, logprobs = [], [], []
     for group, places in groups.items():
         members = [picks[place] for place in places]
-        some = mx.array([pick.row for pick in members])
+        some = mx.array([rows[place] for place in places])
         if group == "greedy":
             chosen = mx.argmax(logits, axis=-1)[some]
         else:
@@ -190,8 +184,7 @@ def draw(x: mx.array, picks: list[Pick], group: str) -> mx.array:  # (n, V) -> (
     """
     settings = [pick.sampling for pick in picks]
     if group == "open":
-        ids = None
-        kept = x
+        ids, kept = None, x
     else:
         most = SHORT_LIST if group == "short list" and x.shape[-1] > SHORT_LIST else x.shape[-1]
         ids = mx.argpartition(-x, kth=most - 1, axis=-1)[:, :most] if most < x.shape[-1] else None
@@ -225,14 +218,8 @@ def measure(x: mx.array, picks: list[Pick], chosen: mx.array) -> list[Logprobs]:
     logprobs = some - mx.logsumexp(some, axis=-1, keepdims=True)  # (n, V)
     most = min(max(picks[i].sampling.logprobs for i in wanted), x.shape[-1])
     top_ids = mx.argsort(-logprobs, axis=-1)[:, :most]
-    return [
-        Logprobs(
-            [picks[i].slot for i in wanted],
-            mx.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0],
-            top_ids,
-            mx.take_along_axis(logprobs, top_ids, axis=-1),
-        )
-    ]
+    slots, own = [picks[i].slot for i in wanted], mx.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0]
+    return [Logprobs(slots, own, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1))]
 
 
 def column(values: list[float]) -> mx.array:  # (n, 1)
@@ -250,7 +237,3 @@ def uniform(seed: int, index: int) -> float:
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
         x ^= x >> 31
     return ((x >> 42) + 0.5) / 2**22
-
-
-def fresh_seed() -> int:
-    return random.SystemRandom().getrandbits(64)

@@ -3,8 +3,10 @@
 The problem. Tokens are not characters. One emoji may take four tokens, a stop string may begin in the middle of one
 token and end in another, and a model that speaks in turns wants its prompts wrapped exactly as in its training.
 
-What this file keeps. The pieces of a `TextStream` join to the decoded whole, no piece ends within a character, and no
-part of a stop string gets out. The cost of a token does not depend on how long the answer is already.
+What this file keeps. The pieces of a `TextStream` join to the decoded whole. No piece ends within a character, and no
+part of a stop string is ever shown. The cost of a token does not depend on how long the answer is already.
+
+Where next: `checkpoint.py`, which reads the rest of a model folder.
 """
 
 from __future__ import annotations
@@ -12,22 +14,22 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-import tokenizers
+from tokenizers import Tokenizer
 
 from parts.checkpoint import ModelError, read_json
 
-# What a terminal obeys instead of showing it: C0 and C1 control characters, but for the tab and the newline, and the
-# marks that turn the direction of writing.
+# What a terminal obeys instead of showing it: the C0 and C1 control characters, except tab and newline, and the marks
+# that change the direction of writing.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Prompts and answers come from anywhere, and none may move the cursor or set the title of who reads them."""
+    """The text without control characters. Prompts and answers come from anywhere; none may move a reader's cursor."""
     return CONTROLS.sub("", text)
 
 
@@ -39,7 +41,7 @@ class Text:
         if not path.exists():
             raise ModelError(f"{path} is missing; save the model's tokenizer in the fast format (tokenizer.json).")
         try:
-            self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             raise ModelError(f"{path} is not a tokenizer ({error}); download it again.") from None
         self.tokenizer.no_truncation()
@@ -47,14 +49,14 @@ class Text:
         largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= vocabulary:
             raise ModelError(f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}.")
-        self.folder, self._silent = folder, special_ids(self.tokenizer)
+        self.folder, self.vocabulary, self._silent = folder, vocabulary, special_ids(self.tokenizer)
         config = folder / "tokenizer_config.json"
         older = folder / "special_tokens_map.json"
         self.config = (read_json(older) if older.exists() else {}) | (read_json(config) if config.exists() else {})
         self.end_tokens = self._end_tokens()
 
     def _end_tokens(self) -> frozenset[int]:
-        """Every id that ends an answer: the union of config, generation config and tokenizer, each an int or a list."""
+        """Every id that ends an answer, be it named by the config, the generation config or the tokenizer's config."""
         ids: set[int] = set()
         for name in ("config.json", "generation_config.json"):
             path = self.folder / name
@@ -63,8 +65,7 @@ class Text:
                 if type(token) is not int:
                     raise ModelError(f"{path}: eos_token_id = {value!r}, but it must be a token id or a list of them.")
                 ids.add(token)
-        token = self.tokenizer.token_to_id(self.special("eos_token")) if self.special("eos_token") else None
-        return frozenset(ids if token is None else ids | {token})
+        return frozenset(ids | ({self._special_id("eos_token")} - {None}))
 
     def special(self, name: str) -> str:
         """`bos_token` or `eos_token` as the tokenizer's config spells it; empty if it has none."""
@@ -72,23 +73,54 @@ class Text:
         value = value.get("content") if isinstance(value, dict) else value
         return value if isinstance(value, str) else ""
 
+    def _special_id(self, name: str) -> int | None:
+        return self.tokenizer.token_to_id(self.special(name)) if self.special(name) else None
+
     def stream(self, stops: Sequence[str]) -> TextStream:
         return TextStream(self.tokenizer, stops, self._silent)
 
+    def ask(self, prompt: str, raw: bool = False) -> list[int]:
+        """A prompt as a person types it: one message of a user, or plain text if it is `raw` or there is no template.
+
+        An empty prompt has no tokens, not even BOS, so the engine refuses it.
+        """
+        if self.has_template and prompt and not raw:
+            return self.encode_chat([{"role": "user", "content": prompt}])
+        return self.encode(prompt) if prompt else []
+
     def encode(self, text: str) -> list[int]:
-        """A plain text, with the BOS that the tokenizer adds by itself: one, even if the text has it already."""
-        ids = self._ids(text, True)
-        bos = self.tokenizer.token_to_id(self.special("bos_token")) if self.special("bos_token") else None
+        """A plain text, with BOS if the tokenizer adds it by itself, and with one BOS if the text has its own, too."""
+        ids, bos = self._ids(text, True), self._special_id("bos_token")
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A conversation, through the model's own template. What the template writes is all: no BOS is added to it."""
+        """A conversation, through the model's own template. No BOS is added to what the template writes."""
         return self._ids(self.render(messages), False)
+
+    def read(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], str]:
+        """A prompt's token ids, and the prompt as a person would read it: a text, chat messages, or ids as they are."""
+        if isinstance(prompt, str):
+            ids, shown = self.encode(prompt) if prompt else (), prompt
+        elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            ids, shown = self.encode_chat(prompt), str(prompt[-1].get("content"))
+        else:
+            ids, shown = prompt, "token ids"
+        if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or any(type(i) is not int for i in ids):
+            raise ValueError(f"a prompt is a text, chat messages or token ids, not {type(prompt).__name__} like this")
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        self.check_ids((min(ids), max(ids)))
+        return tuple(ids), shown
+
+    def check_ids(self, ids: Iterable[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self.vocabulary:  # MLX checks no bounds: it would read other memory
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocabulary}")
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # half a surrogate pair: bytes that were no UTF-8, read as text
+        except UnicodeEncodeError as error:  # half a surrogate pair, which bytes that are no UTF-8 become as text
             raise ValueError(f"the prompt is no valid text at character {error.start}; give UTF-8") from None
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -98,7 +130,7 @@ class Text:
 
     @cached_property
     def _source(self) -> str | None:
-        """The template's text: a file of its own, or in the config, alone or as one of several with names."""
+        """The template's text. It is a file of its own, or in the config, alone or as one of several with names."""
         path = self.folder / "chat_template.jinja"
         if path.is_file():
             return path.read_text(encoding="utf-8")
@@ -110,28 +142,25 @@ class Text:
 
     @cached_property
     def _template(self):
-        """Compiled as Hugging Face compiles it, in a sandbox: a template comes with the weights, from anywhere."""
+        """The template, compiled as Hugging Face does it: in a sandbox, because it comes from anywhere."""
         import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(jinja2.ext.Extension):
-            """{% generation %} marks what the assistant said, for those who train. Here it is what it encloses."""
+            """{% generation %} marks what the assistant said, for training. Here it is replaced by what it encloses."""
 
             tags: ClassVar = {"generation"}
 
             def parse(self, parser):
                 line = next(parser.stream).lineno
-                return jinja2.nodes.Scope(
-                    parser.parse_statements(["name:endgeneration"], drop_needle=True), lineno=line
-                )
+                body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+                return jinja2.nodes.Scope(body, lineno=line)
 
         def raise_exception(message: str):
             raise jinja2.TemplateError(message)
 
-        def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-            return json.dumps(
-                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-            )
+        def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+            return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
@@ -145,7 +174,7 @@ class Text:
             raise ModelError(f"the chat template in {self.folder} is broken ({error}); give plain text.") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text that the template makes of a conversation, up to where the assistant is to speak."""
+        """The text that the template makes of a conversation. It ends where the assistant's answer begins."""
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(f"a chat message is {message!r}, but it must be a mapping with a role and a content")
@@ -153,46 +182,42 @@ class Text:
             raise ValueError("this model has no chat template; give it a plain text")
         specials = {name: self.special(name) for name in self.config if name.endswith("_token") and self.special(name)}
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        template = self._template
+        render = self._template.render
         try:
-            return template.render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **specials
-            )
-        except Exception as error:  # a template is a program of somebody else's: anything can come out of it
+            return render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **specials)
+        except Exception as error:  # a template is another author's program, and may raise anything
             raise ValueError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from None
 
 
 class TextStream:
-    """The text of one answer as it grows: `push` tokens, get pieces; `finish` gives what was held back.
+    """The text of one answer as it grows: `push` takes a token and returns a piece, `finish` returns what is left.
 
-    Each token is decoded behind the few before it, because a decoder may put or drop a space between two tokens; what
-    it yields beyond theirs is new. Three kinds of tokens wait:
+    A decoder may put or drop a space between two tokens. So each token is decoded together with the few before it, and
+    the text beyond theirs is new. Three kinds of tokens wait:
 
-        b"\\xf0\\x9f"  bytes that end within a character: until it is complete, or broken for good
-        <0xF0>       byte tokens, as tokenizers made from SentencePiece have them: one broken byte in a run of them
-                     spoils how the whole run decodes, so the run waits for its end
-        "Hel"        text that a stop string may begin with: until it is clear whether it does
+        b"\\xf0\\x9f"  bytes that end within a character wait until it is complete, or broken for good
+        <0xF0>       byte tokens, which tokenizers made from SentencePiece have, wait until the run of them ends,
+                     because one broken byte spoils how the whole run decodes
+        "Hel"        text that a stop string may begin with waits until it is clear whether it does
 
-    (`tokenizers` has a DecodeStream, which knows the first kind. The second makes it show text that the whole does not
-    have, or raise.)
+    (`tokenizers` has a DecodeStream, which handles the first kind. With the second kind it raises, or shows text that
+    the decoded whole does not have.)
     """
 
-    def __init__(
-        self, tokenizer: tokenizers.Tokenizer, stops: Sequence[str] = (), silent: frozenset[int] | None = None
-    ):
-        """`silent` are the special tokens' ids, for those who have asked the tokenizer already."""
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), silent: frozenset[int] | None = None):
+        """`silent` holds the ids of the special tokens, if the caller has them already."""
         self._tokenizer, self._stops = tokenizer, stops
         self._silent = special_ids(tokenizer) if silent is None else silent
         self._falls_back = tokenizer.token_to_id("<0x00>") is not None
-        self._context: list[int] = []  # the last tokens whose text is out
+        self._context: list[int] = []  # the last tokens whose text is final
         self._behind = ""  # their text
-        self._waiting: list[int] = []  # tokens whose text is not
-        self._held = ""  # text that is out of the decoder, but may be the beginning of a stop string
-        self._decoded = 0  # how many characters are out of the decoder
+        self._waiting: list[int] = []  # the tokens whose text is not
+        self._held = ""  # text that is final, but may be the beginning of a stop string
+        self._decoded = 0  # how many characters are final
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that can be shown now, perhaps none. After it, `stopped` tells whether a stop string came."""
+        """The text that can be shown now, perhaps none. `stopped` then says whether a stop string has come."""
         name = self._tokenizer.id_to_token(token)
         if name is None or token in self._silent:
             return ""
@@ -208,7 +233,7 @@ class TextStream:
         piece = text[len(self._behind) :]
         self._context += self._waiting[:count]
         self._behind, self._waiting = text, self._waiting[count:]
-        if len(self._context) > 16:  # not every time: as long as it only grows, its text is known
+        if len(self._context) > 16:  # not every time, because the text of a context that only grows is known
             self._context = self._context[-1:] if self._falls_back else self._context[-4:]
             self._behind = self._decode(self._context)
         return self._release(piece)
@@ -217,10 +242,10 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _complete(self) -> int:
-        """How many of the waiting tokens end at a character's end, if not all of them.
+        """How many of the waiting tokens form a text that no later token can change; not all of them do.
 
-        A character has at most four bytes. Where the text can be cut without changing it, what stands before the cut
-        stays as it is, broken or not, whatever follows.
+        A character has at most four bytes, so a cut is tried before each of the last four tokens. If the two sides of a
+        cut decode to the same text as the whole does, the text before the cut is final, broken or not.
         """
         text = self._decode(self._waiting)
         for count in range(len(self._waiting) - 1, max(len(self._waiting) - 5, 0), -1):
@@ -234,7 +259,7 @@ class TextStream:
             return piece
         text = self._held + piece
         found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:  # the one that is complete first, however the text was cut into tokens
+        if found:  # the stop string that is complete first counts, however the text was cut into tokens
             self.stopped, self._held = True, ""
             return text[: min(found)[1]]
         keep = max((overlap(text, stop) for stop in self._stops), default=0)
@@ -242,7 +267,7 @@ class TextStream:
         return text[: len(text) - keep]
 
     def finish(self, tokens: list[int]) -> str:
-        """What is left at the end: what might have become a stop string, and bytes of a character that never came."""
+        """What is left at the end: a text that did not become a stop string, and the bytes of a broken character."""
         if self.stopped:
             return ""
         shown = self._release(self._decode(tokens)[self._decoded :])
@@ -250,12 +275,12 @@ class TextStream:
         return shown + held
 
 
-def special_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special)
 
 
 def overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with, short of all of it."""
+    """The length of the longest end of `text` that `stop` begins with, less than the whole `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[len(text) - length :]):
             return length

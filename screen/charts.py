@@ -1,4 +1,12 @@
-"""Charts."""
+"""The charts: tokens a second, slots at work in each step, and how long first tokens took.
+
+The problem. A timeline shows what happened. It does not show how fast the engine was, nor how long requests waited.
+
+What this file keeps. As in `panes.py`, each function is pure: state, colours and a size in, lines out. Every chart has
+a zero line and an axis that can be read, and counts the steps and requests that `State` keeps.
+
+Where next: `keys.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from sched import POLICIES
 from screen.ink import HUES, Line, Palette, Pen, axis, heading, span, style
@@ -16,7 +24,7 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def nice(top: float) -> float:
-    """A little more, and a number that can be read on an axis."""
+    """The end of an axis: a round number, equal to `top` or a little larger."""
     scale = 10 ** math.floor(math.log10(max(top, 1e-9)))
     return next(n * scale for n in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if n * scale >= top * 0.999)
 
@@ -24,17 +32,17 @@ def nice(top: float) -> float:
 def draw_area(
     p: Palette, values: Sequence[float], top: float, width: int, height: int, hue: str, ends: tuple[str, str]
 ) -> list[Line]:
-    """Values as columns over a zero line; the scale at the left, and under it what the first and last column mean."""
-    label = max(len(f"{top:,.0f}"), 2)
-    room = width - label - 2
-    values = list(values)[-room:]
+    """Values as columns over a zero line. At the left is the scale; `ends` stand under the first and last column."""
+    scale = {0: "0", height - 1: f"{top:,.0f}"}
+    label = max(len(scale[height - 1]), 2)
+    values = values[-(width - label - 2) :]
     lines, solid = [], style(hue, hue)
-    for row in range(height - 1, -1, -1):
-        mark = f"{top:,.0f}" if row == height - 1 else "0" if row == 0 else ""
+    for row in reversed(range(height)):
+        mark = scale.get(row, "")
         pen = Pen().put(f"{mark:>{label}} ", p.muted).put("┤" if mark else "│", p.faint)
         for value in values:
             eighths = round(8 * (value / top * height - row))
-            eighths = max(eighths, 1) if value and row == 0 else eighths
+            eighths = max(eighths, 1) if value and row == 0 else eighths  # a small value is not drawn as zero
             pen.put(EIGHTHS[max(0, min(8, eighths))], solid if eighths >= 8 else hue)
         lines.append(pen.line)
     left, right = ends
@@ -43,7 +51,7 @@ def draw_area(
 
 
 def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """Tokens a second, over the latest busy time or the last ten seconds of it."""
+    """Tokens a second, over the latest busy period or its last ten seconds."""
     bins, last = width - 8, state.history[-1].ended if state.history else 0.0
     began = max(state.history[state.woke].began if state.history else 0.0, last - 10)
     tick = max(last - began, 0.05) / bins
@@ -66,39 +74,36 @@ def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
 
 
 EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 10**9)  # ms
-TEXTURES = {  # glyphs of their own: a policy is no phase
-    "continuous": ("█", style(HUES[2], HUES[2])),
-    "static": ("▒", style(HUES[0])),
-    "serial": ("░", style(HUES[3])),
-}
-OTHER = ("▓", style(HUES[1]))  # a policy of yours
+# The policies' textures, in the order of `POLICIES`. A fifth policy would get the first again.
+TEXTURES = (("█", style(HUES[2], HUES[2])), ("▒", style(HUES[0])), ("░", style(HUES[3])), ("▓", style(HUES[1])))
 
 
 def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """How long people waited for their first token: a histogram, a texture for each policy."""
-    requests = [r for r in state.view.requests if r.metrics.ttft_s is not None]
+    """How long requests waited for their first token: a histogram, with a texture for each policy."""
+    requests = [r for r in state.requests.values() if r.metrics.ttft_s is not None]
     if not requests:
         return [heading(p, width, "TTFT"), Pen().put(" time to first token: nothing yet", p.muted).line]
-    used = [policy for policy in POLICIES if any(r.policy == policy for r in requests)]
+    ran = {r.policy for r in requests}
+    textures = {policy: texture for policy, texture in zip(POLICIES, cycle(TEXTURES)) if policy in ran}
     mean = sum(r.metrics.ttft_s for r in requests) / len(requests)
     names = Pen()
-    for policy in used:
-        names.put(" ").put(*TEXTURES.get(policy, OTHER)).put(f" {policy} ", p.muted)
+    for policy, texture in textures.items():
+        names.put(" ").put(*texture).put(f" {policy} ", p.muted)
     lines = [heading(p, width, "TTFT", f"mean {span(mean)}"), names.line]
-    bins = Counter((bisect_left(EDGES, 1000 * r.metrics.ttft_s), r.policy) for r in requests)
-    low, high = min(b for b, _ in bins), max(b for b, _ in bins)
-    low = max(low, high - height + len(lines) + 1)  # the shortest ones are counted together, where there is no room
-    rows: dict[int, Counter] = {b: Counter() for b in range(low, high + 1)}
-    for (b, policy), count in bins.items():
-        rows[max(low, b)][policy] += count
-    most = max(sum(row.values()) for row in rows.values())
+    bins = [bisect_left(EDGES, 1000 * r.metrics.ttft_s) for r in requests]
+    if height < 3:
+        return lines[:height]
+    low = max(min(bins), max(bins) - height + 3)  # if room is short, the shortest waits are counted in one row
+    rows = {b: Counter() for b in range(low, max(bins) + 1)}
+    for b, r in zip(bins, requests, strict=True):
+        rows[max(low, b)][r.policy] += 1
+    most = max(row.total() for row in rows.values())
     labels = [f"{f'≤ {EDGES[b]:,}' if b == low else f'{EDGES[b - 1]:,}–{EDGES[b]:,}'} ms" for b in rows]
     left = max(map(len, labels)) + 2
     for row, label in zip(rows.values(), labels, strict=True):
         pen, room = Pen().put(f"{label:>{left - 1}} ", p.muted), width - left - 5
-        for policy in used:
-            glyph, ink = TEXTURES.get(policy, OTHER)
+        for policy, (glyph, ink) in textures.items():
             cells = math.ceil(row[policy] * room / most)
             pen.put(glyph * max(0, min(cells, left + room - pen.width)), ink)
-        lines.append(pen.put(f" {sum(row.values())}" if row else "", p.text).line)
+        lines.append(pen.put(f" {row.total()}" if row else "", p.text).line)
     return lines

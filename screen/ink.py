@@ -1,11 +1,20 @@
-"""Colours, a pen, figures, text."""
+"""How to draw: colours, a pen, figures with three digits, text that fits, and a glyph for all that a slot can do.
+
+The problem. A prompt or an answer may hold anything, a control character too, and a theme may have any colours.
+
+What this file keeps. All text from elsewhere goes through `clean` before it is drawn, so no prompt and no answer can
+move the cursor. Words have the theme's own colours and can be read in every theme; hues only fill. The glyphs alone
+tell the phases apart, without any colour.
+
+Where next: `timeline.py`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.segment import Segment
@@ -13,31 +22,32 @@ from rich.style import Style
 from textual.color import Color
 from textual.theme import Theme
 
-# Prompts and answers come from anywhere. A terminal would obey control characters, and characters without a width of
-# their own would shift what stands beside them. The former are shown as pictures (␛), the latter left out.
+# A terminal would obey control characters, and characters without a width of their own would shift what stands beside
+# them. Control characters are shown as pictures (␛), a tab as blanks; the others are left out. A newline is kept.
 _INVISIBLE = (*range(0x80, 0xA0), 0xAD, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF)
 _UNSAFE = dict.fromkeys((*_INVISIBLE, *range(0xFE00, 0xFE10), *range(0xD800, 0xE000), *range(0xE0000, 0xE0080)))
+_UNSAFE |= {code: 0x2400 + code for code in range(32)} | {0x7F: "␡", ord("\t"): "    ", ord("\r"): None}
+del _UNSAFE[ord("\n")]
 
 
 def clean(text: str) -> str:
-    """Text that may stand in a cell of the screen."""
+    """Text that may stand in the cells of the screen, or in its lines."""
     return text.translate(_UNSAFE)
 
 
-# Okabe and Ito's hues, which colour-blind people can tell apart, without grey and black. They fill; words have the
-# theme's own colour, since yellow on white cannot be read.
+# Okabe and Ito's hues, without grey and black: colour-blind people can tell them apart. Hues fill cells. Words have the
+# theme's own colour, since yellow words on white cannot be read.
 HUES = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#0072b2", "#f0e442", "#d55e00")
 
 
 @lru_cache(4096)
 def style(ink: str | None, back: str | None = None, bold: bool = False, reverse: bool = False, do: str = "") -> Style:
-    """`do` is the action of a click."""
+    """A style is made once and kept. `do` is the action that a click on the text runs."""
     return Style(color=ink, bgcolor=back, bold=bold, reverse=reverse, meta={"do": do} if do else None)
 
 
-@dataclass(frozen=True)
-class Palette:
-    """The colours of a theme, as drawing needs them."""
+class Palette(NamedTuple):
+    """The colours of a theme that drawing needs."""
 
     text: str
     muted: str
@@ -49,29 +59,37 @@ class Palette:
 
     @staticmethod
     def of(theme: Theme) -> Palette:
-        """From a theme, with its words moved towards black or white: some themes' own are hard to read."""
+        """A theme's colours. Those of words are moved towards black or white, since some themes are hard to read."""
         variables = theme.to_color_system().generate()
         names = ("foreground", "background", "text-accent", "text-error")
         text, back, accent, bad = (Color.parse(variables.get(name, "ansi_default")) for name in names)
         if any(color.ansi is not None for color in (text, back, accent, bad)):
-            return DARK if theme.dark else LIGHT  # the terminal's own colours: there are no numbers to mix
+            return DARK if theme.dark else LIGHT  # these are the terminal's own colours, which cannot be mixed
         far = Color.parse("white" if theme.dark else "black")
         text, accent, bad = (color.blend(far, 0.3) for color in (text, accent, bad))
         inks = (text, back.blend(text, 0.7), back.blend(text, 0.3), accent, bad, back, back.blend(text, 0.1))
         return Palette(*(color.hex6.lower() for color in inks))
 
     def fill(self, request: int | None) -> str:
-        number = request or 0  # neighbours in a slot are often as many numbers apart as there are hues
+        # With seven slots, a slot's next request has a number that is seven higher. It still gets another hue.
+        number = request or 0
         return HUES[(number + number // len(HUES)) % len(HUES)]
 
     def cell(self, kind: int, request: int | None, reverse: bool = False) -> Style:
-        if kind == EMPTY:
-            return style(self.faint, reverse=reverse)
+        if kind in (EMPTY, REMEMBERED):
+            return style(self.faint if kind == EMPTY else self.muted, reverse=reverse)
         if kind == BLOCKED:
             return style(self.bad, mixed(self.back, self.bad, 0.18), reverse=reverse)
         hue = self.fill(request)
-        # A full block on its own colour has no seams, whatever the font.
-        return style(hue, {DECODE: hue, PREFILL: mixed(self.back, hue, 0.3)}.get(kind), reverse=reverse)
+        if kind == REUSED:
+            return style(mixed(self.back, hue, 0.6), mixed(self.back, hue, 0.15), reverse=reverse)
+        # A full block on its own colour shows no seams in any font.
+        back = self.ground(kind, request) if kind in (DECODE, PREFILL) else None
+        return style(hue, back, reverse=reverse)
+
+    def ground(self, kind: int, request: int) -> str:
+        """The colour on which a cell, or a digit in its place, stands."""
+        return self.fill(request) if kind == DECODE else mixed(self.back, self.fill(request), 0.3)
 
 
 DARK = Palette("#e0e0e0", "#949494", "#505050", "#ffc473", "#d17e92", "#121212", "#272727")
@@ -85,7 +103,7 @@ def mixed(back: str, fill: str, part: float) -> str:
 
 @lru_cache(16)
 def ink_on(fill: str) -> str:
-    """What can be read on a hue."""
+    """Black or white, whichever can be read on this hue."""
     return "#000000" if Color.parse(fill).brightness > 0.4 else "#ffffff"
 
 
@@ -93,7 +111,7 @@ Line = list[Segment]
 
 
 class Pen:
-    """Writes a line from left to right, and knows how far it has come."""
+    """Writes a line from left to right, and counts the cells it has filled."""
 
     def __init__(self) -> None:
         self.line: Line = []
@@ -101,11 +119,8 @@ class Pen:
 
     def put(self, text: str, ink: str | Style | None = None, bold: bool = False, do: str = "") -> Pen:
         how = ink if isinstance(ink, Style) else style(ink, bold=bold, do=do)
-        if self.line and self.line[-1].style is how:
-            text_before = self.line.pop().text
-            self.line.append(Segment(text_before + text, how))
-        else:
-            self.line.append(Segment(text, how))
+        before = self.line.pop().text if self.line and self.line[-1].style is how else ""
+        self.line.append(Segment(before + text, how))
         self.width += cell_len(text)
         return self
 
@@ -114,7 +129,7 @@ class Pen:
 
 
 def number(value: float | None) -> str:
-    """Three digits that matter, and no more: 0.82, 12.6, 340, 1,799."""
+    """A figure with three digits, and none behind the point from 100 on: 0.82, 12.6, 340, 1,799."""
     if value is None:
         return "–"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
@@ -139,32 +154,29 @@ def wrap(text: str, width: int) -> list[str]:
     for paragraph in text.split("\n"):
         line = ""
         for word in re.findall(r"\s*\S+|\s+$", paragraph):
-            if cell_len(line + word) <= width:
-                line += word
-                continue
-            if line:
-                lines.append(line)
-            *full, line = chop_cells(word.lstrip(), max(1, width)) or [""]
-            lines += full
+            if cell_len(line + word) > width:
+                *full, word = chop_cells(word.lstrip(), max(1, width)) or [""]
+                lines += [line, *full] if line else full
+                line = ""
+            line += word
         lines.append(line)
     return lines
 
 
-# What a slot did in a step. The glyphs tell them apart without any colour.
-PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY = range(6)
-GLYPHS = "▒█┈╳▚·"
-NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty")
-REUSED, REMEMBERED = "▓", "░"  # rows of a slot that came from, or still belong to, an earlier request
+# What a slot did in a step, and two more kinds of rows: those that came from an earlier request, and those that a free
+# slot still holds. Each kind has a glyph of its own, so it can be told without any colour.
+NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "remembered")
+PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED = range(8)
+GLYPHS = "▒█┈╳▚·▓░"
 Legend = Iterable[tuple[str, str | Style, str]]  # (glyph, ink, meaning)
 
 
 def legend(p: Palette, *kinds: int) -> Legend:
-    inks = {BLOCKED: p.bad, EMPTY: p.muted}
-    return [(GLYPHS[kind], inks.get(kind, p.text), NAMES[kind]) for kind in kinds]
+    return [(GLYPHS[kind], {BLOCKED: p.bad, EMPTY: p.muted}.get(kind, p.text), NAMES[kind]) for kind in kinds]
 
 
 def heading(p: Palette, width: int, title: str, note: str = "", legend: Legend = (), do: str = "") -> Line:
-    """A rule with a title at its left, and at its right a note and what the glyphs mean: as much as finds room."""
+    """A rule: at its left a title; at its right a note and the meaning of glyphs, each only if it finds room."""
     pen, right = Pen().put("── ", p.faint).put(shorten(title, width - 8), p.text, True).put(" "), Pen()
     room = width - pen.width - 3
     if note and cell_len(note) < room:
@@ -177,12 +189,9 @@ def heading(p: Palette, width: int, title: str, note: str = "", legend: Legend =
 
 
 def entry(p: Palette, width: int, name: str, text: str, ink: str = "", names: int = 9) -> list[Line]:
-    """A name, and beside it a text of as many lines as it needs."""
-    lines = []
-    for part in wrap(text, width - names - 2) if text else ():
-        lines.append(Pen().put(f" {name:<{names}}", p.muted).put(part, ink or p.text).line)
-        name = ""
-    return lines
+    """A name, and beside it a text in as many lines as it needs. An empty text has no line."""
+    parts = enumerate(wrap(text, width - names - 2) if text else ())
+    return [Pen().put(f" {'' if i else name:<{names}}", p.muted).put(part, ink or p.text).line for i, part in parts]
 
 
 def axis(p: Palette, *labels: tuple[int, str]) -> Line:

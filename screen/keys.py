@@ -1,4 +1,12 @@
-"""Keys, and the help."""
+"""What each key does, the footer, and the help: keys, words, policies.
+
+The problem. Footer, help, command palette and keyboard must not disagree.
+
+What this file keeps. All four are made from one table, `KEYS`. `WORDS` explains the words on the screen; what a policy
+does, it takes from `sched.POLICIES`.
+
+Where next: `session.py`, which obeys.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,9 @@ from typing import NamedTuple
 
 from rich.cells import cell_len
 
+from sched import POLICIES
 from screen.ink import Line, Palette, Pen, entry, heading, shorten
+from screen.room import RIVALS
 from screen.state import State
 
 
@@ -15,8 +25,8 @@ class Key(NamedTuple):
     show: str
     action: str
     label: str
-    help: str  # of a pair of keys, the first speaks for both
-    footer: int = 0  # its rank where not all of them find room; 0: never shown there
+    help: str  # of a pair of keys, the first explains both
+    footer: int = 0  # the keys of the lowest ranks are shown first, while there is room; 0: never in the footer
 
 
 KEYS = (
@@ -27,15 +37,8 @@ KEYS = (
     Key("space", "space", "pause", "Pause", "stop the engine between two steps; again: go on", 7),
     Key("s", "s", "command('/step')", "Step", "run one step, then pause", 9),
     Key("p", "p", "command('/policy')", "Policy", "the next policy: drain the slots, then switch", 6),
-    Key(
-        "c",
-        "c",
-        "command('/compare')",
-        "Compare",
-        "what just ran, simulated: its policy against static, or continuous",
-        4,
-    ),
-    Key("r", "r", "command('/race')", "Race", "the same burst under static, then continuous (measured)", 5),
+    Key("c", "c", "command('/compare')", "Compare", "the last run simulated under two policies (/compare serial)", 4),
+    Key("r", "r", "command('/race')", "Race", f"the same burst under {RIVALS[0]}, then {RIVALS[1]} (measured)", 5),
     Key("x", "x", "command('/cancel')", "Cancel", "cancel the selected slot's request", 9),
     Key("X", "X", "command('/cancel all')", "Cancel all", "cancel all requests, waiting ones too", 14),
     Key("l", "l", "command('/load')", "Load", "a steady load of random prompts: on, off (/load 8: 8 a second)", 11),
@@ -49,7 +52,7 @@ KEYS = (
     Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
     Key("end,escape", "End", "follow", "Newest", "follow the newest step again"),
     Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
-    Key("v", "v", "view", "View", "the next pane, where there is room for one only", 8),
+    Key("v", "v", "view", "View", "timeline, charts, answers or step, where there is room for one only", 8),
     Key("f", "f", "open(0)", "Requests", "requests that have ended: read and copy them", 10),
     Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
     Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
@@ -57,40 +60,37 @@ KEYS = (
     Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
 )
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
-EXPLAINED = (
-    ("slot", "one request's place in the KV cache, so many rows long. A request owns one from admission to its end."),
+WORDS = (
+    ("slot", "one request's place in the KV cache, of a fixed length. A request owns one from admission to its end."),
     ("row", "one token's place in a slot: its key and its value, in every layer."),
     ("prefill ▒", "the prompt goes into the slot, a chunk a step. After the last chunk comes the first token."),
-    ("decode █", "one more token for every slot that has got that far, all of them in one pass through the weights."),
+    ("decode █", "one more token for each slot whose prompt is in, all of them in one pass through the weights."),
     ("reused ▓", "rows taken over from another prompt that begins alike: they are not computed again."),
     ("remembered ░", "rows of its last prompt that a free slot still holds, until they are reused or written over."),
-    ("blocked ╳", "the slot is free and somebody waits, but the policy keeps it shut until the batch has drained."),
-    ("held ┈", "in a slot, but the budget left no room for its next chunk, or somebody is writing what they share."),
+    ("blocked ╳", "the slot is free and requests wait, but the policy keeps it shut."),
+    ("held ┈", "in a slot, but the budget left no room for its next chunk, or what it shares is being written."),
     ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),
-    ("chunk", "a piece of a prompt. The further it looks back, the fewer tokens it takes, for its neighbours' sake."),
-    ("budget", "what a step may cost: a token 1, a chunk its length, or more far back. One chunk is always let in."),
-    ("run-ahead", "a step starts before the one before is read back: Slots may be one step ahead of Timeline."),
+    ("chunk", "a piece of a prompt. The further back it looks, the fewer tokens it has, so no step takes much longer."),
+    ("budget", "what a step may cost: 1 for a token, its length for a chunk, more far back. One chunk always goes in."),
+    ("run-ahead", "a step starts before the one before is read back, so Slots may be one step ahead of Timeline."),
     ("batch size", "how many slots did useful work in a step."),
-    ("useful", "the share of slots × steps in which a slot prefilled or decoded for somebody."),
+    ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),
     ("makespan", "from the first arrival to the last token of all."),
-    ("continuous", "a policy: whoever waits takes a slot as soon as one is free."),
-    ("static", "a policy: a batch is admitted together; the next one waits until all of it has ended."),
-    ("serial", "a policy: one request at a time."),
     ("commands", "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64 seed=7"),
+    *((name, f"a policy: {what}") for name, what in POLICIES.items()),
 )
 
 
 def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
     keys = [*TYPING, *KEYS[3:]] if state.typing else KEYS
-    if state.view.paused:  # the ways out come first
+    if state.view.paused:  # the keys that end the pause come first
         ways = {"pause": "Go on", "command('/step')": "Step"}
         keys = [key._replace(label=ways[key.action], footer=1) if key.action in ways else key for key in keys]
-    shown, left = set(), width - 1
-    for key in sorted((key for key in keys if key.footer), key=lambda key: key.footer):
-        need = cell_len(key.show) + cell_len(key.label) + 2
-        if need <= left + 1:
+    shown, left = set(), width
+    for key in sorted(filter(lambda key: key.footer, keys), key=lambda key: key.footer):
+        if (need := cell_len(f"{key.show} {key.label} ")) <= left:
             shown.add(key)
             left -= need
     pen = Pen().put(" ")
@@ -101,8 +101,8 @@ def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
 
 
 def draw_help(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """Keys, then words; where not all of it finds room, it can be scrolled."""
-    lines = [heading(p, width, "Help: keys", "↑↓ scroll  Esc back", do="screen.back")]
+    """Keys, then words, then policies: as many lines as it takes. The sheet that shows them can be scrolled."""
+    lines = [heading(p, width, "Help: keys", "↑↓ scroll  Esc back", do="screen.dismiss")]
     keys, across = [key for key in KEYS if key.help], 2 if width >= 140 else 1
     wide, tall = width // across, -(-len(keys) // across)
     for row in range(tall):
@@ -112,6 +112,6 @@ def draw_help(state: State, p: Palette, width: int, height: int) -> list[Line]:
             pen.put(shorten(key.help, wide - 13), p.text, do=key.action)
         lines.append(pen.line)
     lines.append(heading(p, width, "Words"))
-    for name, text in EXPLAINED:
+    for name, text in WORDS:
         lines += entry(p, width, name, text, names=13)
     return lines

@@ -1,79 +1,60 @@
-"""The panes: pure functions from state, colours and a size to lines."""
+"""The panes: pure functions from state, colours and a size to lines of text.
+
+The problem. A screen is hard to test, and a terminal may have any size.
+
+What this file keeps. Each function takes (state, palette, width, height) and answers with at most `height` lines of at
+most `width` cells. What finds no room is left out as a whole, since a number that is cut is a lie. Nothing here
+remembers anything between two calls or knows a terminal, so a test compares text with text.
+
+Where next: `charts.py` and `keys.py`, the rest of the panes; `tui.py`, which places them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, zip_longest
-from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from textual.strip import Strip
 
+from parts.answers import SlotView
 from sched import PADDING
-from screen.ink import (
-    BLOCKED,
-    DECODE,
-    EMPTY,
-    GHOST,
-    GLYPHS,
-    HELD,
-    HUES,
-    PREFILL,
-    REMEMBERED,
-    REUSED,
-    Line,
-    Palette,
-    Pen,
-    axis,
-    entry,
-    heading,
-    ink_on,
-    legend,
-    mixed,
-    number,
-    shorten,
-    span,
-    style,
-    wrap,
-)
-from screen.room import View, policy_of
-from screen.state import State, race, verdict
-from screen.timeline import SHUTTING, Column, in_time, seconds, useful_of
+from screen import ink
+from screen.ink import Line, Palette, Pen, axis, clean, entry, heading, legend, number, shorten, span, wrap
+from screen.room import View
+from screen.state import State, prompt_of, race, verdict
+from screen.timeline import FIGURES, Column, in_time, useful_of
 
-if TYPE_CHECKING:
-    from parts.answers import SlotView
+
+def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
+    """Figures in columns of these widths, each at the right of its column. A width of 0 leaves the figure out."""
+    return "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=False) if width)
 
 
 def fit_slots(state: State, rows: int) -> range:
-    """Which of the slots are shown, if not all find room: those around the selected one."""
+    """The slots that are shown. If not all find room, it is those around the selected one."""
     count = len(state.view.engine.slots)
     first = min(max(0, state.selected - rows // 2), max(0, count - rows))
     return range(first, min(count, first + rows))
 
 
 def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    view = state.view
-    doing = "⚑ racing" if view.racing else "▶ running" if view.busy else "■ idle"
-    if view.switching_to:
-        doing = f"▮▮ paused, draining → {view.switching_to}" if view.paused else f"⇣ draining → {view.switching_to}"
-    elif view.paused:
-        doing = "▮▮ paused"
-    newest = state.steps[-20:]
+    view, engine = state.view, state.view.engine
+    doing = "▮▮ paused" if view.paused else "⚑ racing" if view.racing else "▶ running" if view.busy else "■ idle"
+    if engine.draining_to:
+        doing = f"{'▮▮ paused,' if view.paused else '⇣'} draining → {engine.draining_to}"
+    newest = [column.view.seconds for column in state.history[-20:]]
+    mean = number(1000 * sum(newest) / len(newest) if newest else None)
     parts = [
         ("nanobatch", p.text, True, ""),
         (shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), p.muted, False, ""),
         (doing, p.accent if view.busy else p.muted, True, "pause"),
-        ("" if view.switching_to else policy_of(view), p.text, True, "command('/policy')"),
+        ("" if engine.draining_to else engine.policy, p.text, True, "command('/policy')"),
         (f"{number(state.tokens_per_s()) if view.busy else '–':>5} tok/s", p.text, False, ""),
-        (f"{len(state.ended)} done", p.text, False, "open(0)"),
-        (f"step {state.steps[-1].step if state.steps else 0:,}", p.muted, False, ""),
-        (
-            f"{number(1000 * sum(map(seconds, newest)) / len(newest) if newest else None):>5} ms/step",
-            p.muted,
-            False,
-            "",
-        ),
+        (f"{engine.finished:,} done", p.text, False, "open(0)"),
+        (f"step {state.history[-1].step if state.history else 0:,}", p.muted, False, ""),
+        (f"{mean:>5} ms/step", p.muted, False, ""),
         (f"load {view.load:g}/s" if view.load else "", p.text, False, "command('/load')"),
         ("space: go on" if view.paused else "", p.accent, False, "pause"),
     ]
@@ -85,144 +66,132 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
 
 
 def why_waiting(view: View) -> str:
-    """One reason for all of the line: it is first come, first served."""
+    """Why the first request in line waits. All behind it wait for the same reason, since none may overtake it."""
     if view.paused:
         return "paused"
-    if view.switching_to:
+    if view.engine.draining_to:
         return "wait: the slots are being drained"
     if all(slot.request is not None for slot in view.engine.slots):
         return "wait: every slot is taken"
-    return {"static": "wait: the batch must drain first", "serial": "wait: one at a time"}.get(policy_of(view), "wait")
+    if any(slot.phase == "blocked" for slot in view.engine.slots):
+        return f"wait: free slots are shut ({view.engine.policy})"
+    return "wait: the next step admits"
 
 
 def draw_slots(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """A line for each slot: who holds it, and how far its rows of the KV cache are filled, and with what."""
+    """A line for each slot: the request that holds it, and what fills how many of its rows of the KV cache."""
     slots = state.view.engine.slots
     rows = fit_slots(state, height - 3)
-    names = ("used/rows", "TTFT ms", "tok/s") if width >= 70 else ("used/rows",)
-    right = "".join(f"{name:>{size}}" for name, size in zip(names, FIGURES, strict=False))
+    widths = (11, 9, 7) if width >= 70 else (11,)
+    right = aligned(("used/rows", "TTFT ms", "tok/s"), widths)
     bar = width - 18 - len(right)
     title = "Slots" if len(rows) == len(slots) else f"Slots {rows[0]}–{rows[-1]} of {len(slots)}"
-    if state.view.paused and state.steps and state.view.planned > state.steps[-1].step:
-        title += f", one step ahead: {state.view.planned:,}"  # it is in flight: planned, and not yet read back
-    glyphs = [(REUSED, p.text, "reused"), *legend(p, PREFILL, DECODE), (REMEMBERED, p.text, "remembered")]
+    planned = state.view.engine.planned
+    if state.view.paused and state.history and planned > state.history[-1].step:
+        title += f", one step ahead: {planned:,}"  # the newest step is planned, but not yet read back
+    glyphs = legend(p, ink.REUSED, ink.PREFILL, ink.DECODE, ink.REMEMBERED)
     labels = ((2, "#"), (4, "phase   req"), (18, shorten("rows of the KV cache", bar)), (18 + bar, right))
     lines = [heading(p, width, title, legend=glyphs), axis(p, *labels)]
-    lines += [draw_slot(state, p, slots[row], bar, len(names)) for row in rows]
-    return [*lines, draw_queue(state.view, p, width)]
+    lines += [draw_slot(state, p, slots[row], bar, widths) for row in rows]
+    return [*lines, queue_line(state.view, p, width)]
 
 
-FIGURES = (11, 9, 7)  # how wide the columns at the right of the slots are
-
-
-def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, figures: int) -> Line:
-    view, request = state.view, state.request(slot.request)
-    here, do = slot.slot == state.selected, f"select({slot.slot})"
-    phase, ink = slot.phase, p.text
-    if request is None:
-        shut = view.engine.queue and (view.switching_to or policy_of(view) in SHUTTING)
-        phase, ink = "blocked" if shut else "free", p.muted
-    pen = Pen().put("▌" if here else " ", p.accent).put(f"{slot.slot:>2} ", ink, here, do)
-    pen.put(f"{phase:<8}", p.bad if phase == "blocked" else ink, here, do)
-    pen.put(f"r{request.id}" if request else "", ink, here, do).to(18)
-    draw_rows(pen, p, slot, view.max_len, bar)
-    if request is None:  # what it remembers is nobody's: it may be taken over, or written over
-        wide, room = f"({slot.remembered:,} remembered)", sum(FIGURES[:figures])
-        right = f"{wide if len(wide) < room else f'({slot.remembered:,})':>{room}}" if slot.remembered else ""
-    else:
+def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, widths: Sequence[int]) -> Line:
+    request, max_len = state.requests.get(slot.request), state.view.engine.limits.max_len
+    here, do, colour = slot.slot == state.selected, f"select({slot.slot})", p.text if request else p.muted
+    pen = Pen().put("▌" if here else " ", p.accent).put(f"{slot.slot:>2} ", colour, here, do)
+    pen.put(f"{slot.phase:<8}", p.bad if slot.phase == "blocked" else colour, here, do)
+    pen.put(f"r{request.id}" if request else "", colour, here, do).to(18)
+    draw_rows(pen, p, slot, max_len, bar)
+    if request:
         ttft, rate = request.metrics.ttft_s, request.metrics.tokens_per_s
-        used = f"{slot.used:,}/{view.max_len:,}"
-        values = (used, "–" if ttft is None else f"{1000 * ttft:,.0f}", "–" if rate is None else f"{rate:,.0f}")
-        right = "".join(f"{value:>{size}}" for value, size in zip(values[:figures], FIGURES, strict=False))
-    return pen.put(right, ink, here, do).line
+        times = ("–" if ttft is None else f"{1000 * ttft:,.0f}", "–" if rate is None else f"{rate:,.0f}")
+        right = aligned((f"{slot.used:,}/{max_len:,}", *times), widths)
+    else:  # no request owns these rows: another may reuse them or write over them
+        words = f"({slot.remembered:,} remembered)" if len(widths) > 1 else f"({slot.remembered:,})"
+        right = f"{words:>{sum(widths)}}" if slot.remembered else ""
+    return pen.put(right, colour, here, do).line
 
 
-def draw_queue(view: View, p: Palette, width: int) -> Line:
-    waiting, why = view.engine.queue, why_waiting(view)
-    pen = Pen().put(f" queue {len(waiting)}", p.text, True)
-    if waiting:
-        pen.put(f"  {why}", p.bad if "batch" in why else p.muted)
-    for i, (request, waited) in enumerate(waiting):
-        text, left = f"  r{request} {span(waited)}", len(waiting) - i
-        if pen.width + len(text) + 10 > width and left > 1:
-            return pen.put(f"  +{left} more", p.muted).line
+def queue_line(view: View, p: Palette, width: int) -> Line:
+    waiting, why = view.engine.waiting, why_waiting(view)
+    pen = Pen().put(f" queue {waiting:,}", p.text, True)
+    pen.put(f"  {why}" if waiting else "", p.bad if "shut" in why else p.muted)
+    left = waiting  # requests that have not been named yet
+    for request, waited in view.engine.queue:
+        text = f"  r{request} {span(waited)}"
+        if pen.width + len(text) + 12 > width and left > 1:
+            break
         pen.put(text, p.text)
-    return pen.line
+        left -= 1
+    return pen.put(f"  +{left:,} more" if left else "", p.muted).line
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:
-    """The rows of one slot as a bar. Whatever there is at all gets a cell at least."""
-    if slot.request is None:
-        parts = [(slot.remembered, REMEMBERED, p.muted)]
-    else:
-        hue, prompt = p.fill(slot.request), min(slot.used, slot.prompt_tokens)
-        parts = [
-            (min(slot.reused, prompt), REUSED, style(mixed(p.back, hue, 0.6), mixed(p.back, hue, 0.15))),
-            (prompt, GLYPHS[PREFILL], p.cell(PREFILL, slot.request)),
-            (slot.used, GLYPHS[DECODE], p.cell(DECODE, slot.request)),
-        ]
+    """The rows of one slot as a bar. Each kind of rows that the slot has gets one cell at least."""
+    prompt = min(slot.used, slot.prompt_tokens)
+    parts = [(min(slot.reused, prompt), ink.REUSED), (prompt, ink.PREFILL), (slot.used, ink.DECODE)]
     start = drawn = 0
-    for stop, glyph, ink in parts:
+    for stop, kind in [*parts, (slot.remembered, ink.REMEMBERED)]:
         cells = min(width, max(round(stop * width / max_len), drawn + 1)) - drawn if stop > start else 0
-        pen.put(glyph * cells, ink)
+        pen.put(ink.GLYPHS[kind] * cells, p.cell(kind, slot.request))
         start, drawn = max(start, stop), drawn + cells
-    pen.put(GLYPHS[EMPTY] * (width - drawn), p.faint)
+    pen.put(ink.GLYPHS[ink.EMPTY] * (width - drawn), p.faint)
 
 
 def draw_cells(pen: Pen, p: Palette, columns: Sequence[Column], slot: int, cursor: int | None = None) -> None:
-    """One slot's line of a timeline. Each request carries its number behind its first cell, which stays as it is.
+    """One slot's line of a timeline, with each request's number behind the request's first cell.
 
-    So a prefill of one step can be seen, and neighbours' numbers never touch. Where there is no room, there is none.
+    The first cell stays as it is, so that a prefill of one step can be seen and the numbers of neighbours never touch.
+    A request with too few cells for its number is shown without it.
     """
     i = 0
     for request, stretch in groupby(columns, key=lambda column: column.cells[slot].request):
         cells = [column.cells[slot] for column in stretch]
         label = "" if request is None else f" {request}"
         for cell, digit in zip_longest(cells, label if len(label) <= len(cells) else ""):
-            ink = p.cell(cell.kind, request, i == cursor)
-            if digit and digit != " ":  # on the colour of what it covers
-                fill = p.fill(request) if cell.kind == DECODE else mixed(p.back, p.fill(request), 0.3)
-                pen.put(digit, style(ink_on(fill), fill, True, i == cursor))
+            if digit and digit != " ":
+                back = p.ground(cell.kind, request)  # the cell's colour stays behind the digit
+                pen.put(digit, ink.style(ink.ink_on(back), back, True, i == cursor))
             else:
-                pen.put(GLYPHS[cell.kind], ink)
+                pen.put(ink.GLYPHS[cell.kind], p.cell(cell.kind, request, i == cursor))
             i += 1
 
 
 def draw_timeline(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """Slots x steps: what each slot did in each step. This is the picture that says what batching is about."""
+    """Slots x steps: what each slot did in each step. This picture shows what batching is about."""
     zoom, columns, cursor = state.window(width - 4)
-    kinds = legend(p, PREFILL, DECODE, BLOCKED, HELD, GHOST, EMPTY)
+    kinds = legend(p, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.GHOST, ink.EMPTY)
     lines = [heading(p, width, "Timeline", f"useful {useful_of(columns):.0f} %", kinds)]
     for slot in fit_slots(state, height - 2):
         pen = Pen().put(f"{slot:>3} ", p.text if slot == state.selected else p.muted, do=f"select({slot})")
         draw_cells(pen, p, columns, slot, cursor)
-        lines.append(pen.put(GLYPHS[EMPTY] * (width - pen.width), p.faint).line)
+        lines.append(pen.put(ink.GLYPHS[ink.EMPTY] * (width - pen.width), p.faint).line)
     if cursor is not None:
         label = f" step {state.cursor:,}  End: follow "
         fits = 5 + cursor + len(label) <= width
         pen = Pen().to(4 + cursor if fits else max(0, 4 + cursor - len(label)))
         return [*lines, pen.put(f"▲{label}" if fits else f"{label}▲", p.accent, True).line]
     unit, every = ("step", 20) if zoom == 1 else (f"1 column = {zoom} steps", 16)
-    ticks = [
-        (4 + i, f"╵{columns[i].step:,}") for i in range(0, min(len(columns), width - 3 - len(unit) - every), every)
-    ]
+    last = min(len(columns), width - 3 - len(unit) - every)
+    ticks = [(4 + i, f"╵{columns[i].step:,}") for i in range(0, last, every)]
     return [*lines, axis(p, *ticks, (width - len(unit) - 1, unit))]
 
 
 def draw_stream(state: State, p: Palette, width: int, height: int, slot: int) -> list[Line]:
-    """One slot's request: its prompt, and the end of its text, which is where it grows."""
+    """One slot's request: its prompt, and the end of its text, where the text grows."""
     request, here, title = state.owner(slot), slot == state.selected, f"slot {slot}"
     if request is None:
         return [Pen().put(f"{title}  ", p.muted, here).put("nothing yet", p.muted).line]
     pen = Pen().put(f"{title} r{request.id}", p.text if here else p.muted, True, f"select({slot})")
     pen.put(f" {request.reason}" if request.reason else "", p.muted)
-    pen.put(f"  {shorten(request.prompt, width - pen.width - 3)}", p.muted)
-    text = wrap(request.text + ("" if request.reason else "▏"), width - 1)[-(height - 1) :] if height > 1 else []
+    pen.put(f"  {shorten(prompt_of(request), width - pen.width - 3)}", p.muted)
+    text = wrap(clean(request.text) + ("" if request.reason else "▏"), width - 1)[-(height - 1) :] if height > 1 else []
     return [pen.line, *(Pen().put(line, p.text).line for line in text)]
 
 
 def draw_streams(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """All slots' texts side by side, where there are two lines for each; else the selected slot's alone."""
+    """All slots' texts, if there are two lines for each of them; else only the selected slot's."""
     count = len(state.view.engine.slots)
     across = max(1, min(count, (width + 2) // 30))
     tall, wide, shown = (height - 1) // -(-count // across), width // across, range(count)
@@ -238,7 +207,7 @@ def draw_streams(state: State, p: Palette, width: int, height: int) -> list[Line
 
 
 def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """One turn of the wheel: what was planned, how many tokens it computed, and where its time went."""
+    """One step: what was planned, how many tokens it computed, and where its time went."""
     step = state.step
     title, which = f"Step {step.step:,}" if step else "Step", "newest" if state.cursor is None else "End: follow"
     lines = [heading(p, width, title, which)]
@@ -246,15 +215,15 @@ def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
         return [*lines, Pen().put(" plan → run → commit: nothing has run yet", p.muted).line]
     prefill, decode = sum(stop - start for *_, start, stop in step.prefill), len(step.decode)
     stages = {"plan": step.plan_s, "build": step.build_s, "wait": step.wait_s, "commit": step.commit_s}
-    total = seconds(step) or 1e-9
+    total, budget = step.seconds or 1e-9, state.view.engine.limits.budget
     held = step.held and ", ".join(f"r{r}" for _, r in step.held)
     entries = {
-        "admitted": ", ".join(f"r{r} → slot {s}" for s, r in step.admitted) or "nobody",
+        "admitted": ", ".join(f"r{r} → slot {s}" for s, r in step.admitted) or "no request",
         "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in step.prefill) or "no chunk",
         "decode": f"slots {', '.join(str(s) for s, _ in step.decode)}" if decode else "no slot",
         "tokens": f"{prefill} prefill + {decode} decode = {prefill + decode} in one step; {step.tokens} delivered",
-        "budget": f"cost {step.cost - decode} + {decode} of {state.view.budget} (chunks count in {PADDING}s)",
-        "held": step.held and f"{held}: over the budget, or another writes what they share",
+        "budget": f"cost {step.cost - decode} + {decode} of {budget} (chunks count in {PADDING}s)",
+        "held": step.held and f"{held}: over the budget, or what they share is being written",
         "ghosts": step.ghosts and f"slots {', '.join(map(str, step.ghosts))}: had ended, seen one step late",
         "in line": str(step.waiting or ""),
         "time": f"{1000 * total:.2f} ms = " + " + ".join(f"{name} {1000 * s:.2f}" for name, s in stages.items()),
@@ -262,41 +231,39 @@ def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
     for name, text in entries.items():
         lines += entry(p, width, name, text)
     pen = Pen().to(10)
-    for (name, spent), hue in zip(stages.items(), (HUES[0], HUES[1], HUES[2], HUES[3]), strict=True):
-        cells = max(1, round(spent / total * (width - 15)))  # of its own name: these are no phases of a request
-        pen.put(f"{name:─^{cells}}"[:cells] if cells > len(name) else name[:cells], style(ink_on(hue), hue))
+    for (name, spent), hue in zip(stages.items(), ink.HUES, strict=False):
+        cells = max(1, round(spent / total * (width - 15)))
+        pen.put(f"{name:─^{cells}}"[:cells] if cells > len(name) else name[:cells], ink.style(ink.ink_on(hue), hue))
     return [*lines[: height - 1], pen.line] if len(lines) < height else lines[:height]
 
 
 def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """One of those that have ended: prompt, text, why it ended, and its figures."""
-    if not state.ended:
+    """One request that has ended: its figures and why it ended, its prompt, and its text."""
+    r = state.open
+    if r is None:
         return [heading(p, width, "Requests"), Pen().put(" Nothing has ended yet. Esc goes back.", p.muted).line]
-    opened = min(state.opened, len(state.ended) - 1)
-    r = state.ended[opened]
     m = r.metrics
     figures = (
-        f"{r.reason}; {r.policy}; {m.prompt_tokens} prompt tokens, {m.cached_tokens} of them reused; "
-        f"{m.output_tokens} new tokens; TTFT {span(m.ttft_s)}; {number(m.tokens_per_s)} tokens/s; "
-        f"in all {span(r.ended - r.arrived)}"
+        f"{r.reason}; {r.policy or 'never admitted'}; "
+        f"{m.prompt_tokens} prompt tokens, {m.cached_tokens} of them reused; {m.output_tokens} new tokens; "
+        f"TTFT {span(m.ttft_s)}; {number(m.tokens_per_s)} tokens/s; in all {span(r.ended - r.arrived)}"
     )
-    title = f"r{r.id}, {opened + 1} of {len(state.ended)} that have ended"
+    title = f"r{r.id}, {state.opened + 1} of {len(state.ended)} that have ended"
     return [
-        heading(p, width, title, "↓ earlier  ↑ later  y copy  Esc back", do="screen.back"),
+        heading(p, width, title, "↓ earlier  ↑ later  y copy  Esc back", do="screen.dismiss"),
         *entry(p, width, "figures", figures),
-        *entry(p, width, "prompt", r.prompt, p.muted),
-        *entry(p, width, "error", r.error or "", p.bad),
-        *entry(p, width, "text", r.text),
+        *entry(p, width, "prompt", prompt_of(r), p.muted),
+        *entry(p, width, "error", clean(r.error or ""), p.bad),
+        *entry(p, width, "text", clean(r.text)),
     ]
 
 
 def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """Two timelines on one scale of time, each under its figures, and a sentence that says who won."""
+    """Two timelines on one scale of time, each under its figures, and a sentence that says which policy won."""
     contest = state.contest or race(state)
-    kinds = legend(p, PREFILL, DECODE, BLOCKED, HELD, EMPTY)
+    kinds = legend(p, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.EMPTY)
     widths = (21, 12, 12, 12, 9, 9) if width >= 78 else (12, 11, 12, 0, 9, 0)
-    titles = zip(("", "makespan", "TTFT mean", "TTFT p95", "useful", "tok/s"), widths, strict=True)
-    titles = "".join(f"{name:>{size}}" for name, size in titles if size)
+    titles = aligned(("", *FIGURES), widths)
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
     words = [Pen().put(f" {line}", p.text, True).line for line in wrap(verdict(contest.runs), width - 2) if line]
     words += [Pen().put(f" {line}", p.muted).line for line in wrap(contest.note, width - 2) if line]
@@ -304,13 +271,10 @@ def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line
     shown = fit_slots(state, max(1, room + 1))
     part = f"slots {shown[0]}–{shown[-1]}" if len(shown) < slots else ""
     names = axis(p, (1, part), (len(titles) - len(titles.lstrip()), titles.lstrip()))
-    lines = [heading(p, width, contest.title, "Esc back", kinds, do="screen.back"), names]
+    lines = [heading(p, width, contest.title, "Esc back", kinds, do="screen.dismiss"), names]
     for run in contest.runs:
-        title = f" {run.policy}, {run.how}" if width >= 78 else f" {run.policy}"
-        figures = span(run.makespan), span(run.ttft_mean), span(run.ttft_p95), f"{useful_of(run.columns):.0f} %"
-        values = zip((*figures, number(run.tokens_per_s)), widths[1:], strict=True)
-        pen = Pen().put(title, p.text, True).to(widths[0])
-        lines.append(pen.put("".join(f"{value:>{size}}" for value, size in values if size), p.text).line)
+        pen = Pen().put(f" {run.policy}, {run.how}" if width >= 78 else f" {run.policy}", p.text, True).to(widths[0])
+        lines.append(pen.put(aligned(run.figures, widths[1:]), p.text).line)
         columns = in_time(run, width - 5, longest)
         for slot in shown:
             pen = Pen().put(f"{slot:>3} ", p.muted)
@@ -318,21 +282,22 @@ def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line
             lines.append(pen.line)
         if room > slots:
             lines.append([])
-    half, whole_ = f"{longest / 2:.2f} s", f"{longest:.2f} s"
-    middle, end = 4 + (width - 5) // 2 - len(half) // 2, width - 1 - len(whole_)
-    return [*lines, axis(p, (4, "0 s"), (middle, half), (end, whole_)), *words]
+    half, whole = f"{longest / 2:.2f} s", f"{longest:.2f} s"
+    middle, end = 4 + (width - 5) // 2 - len(half) // 2, width - 1 - len(whole)
+    return [*lines, axis(p, (4, "0 s"), (middle, half), (end, whole)), *words]
 
 
 def draw_loading(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """What is being done before there is anything to see, or what went wrong and what helps."""
+    """What is being done while the model loads; or what went wrong, and what helps."""
     view, indent = state.view, " " * max(2, (width - 70) // 2)
     room = width - 2 * len(indent)
-    text = [Pen().put(f"{indent}nanobatch", p.text, True).line]
+    text: list[Line] = []
 
-    def say(words: str, ink: str, first: str = "", bold: bool = False, do: str = "") -> None:
+    def say(words: str, colour: str, first: str = "", bold: bool = False, do: str = "") -> None:
         for i, part in enumerate(wrap(words, room - 2)):
-            text.append(Pen().put(f"{indent}{first if i == 0 else ' ' * len(first)}{part}", ink, bold, do).line)
+            text.append(Pen().put(f"{indent}{first if i == 0 else ' ' * len(first)}{part}", colour, bold, do).line)
 
+    say("nanobatch", p.text, bold=True)
     say("watch an LLM serving engine work\n", p.muted)
     *before, last = view.done or ("starting",)
     for stage in before:
@@ -342,8 +307,7 @@ def draw_loading(state: State, p: Palette, width: int, height: int) -> list[Line
         say(state.printed, p.muted, "  ")
     if view.error:
         say(f"\n{view.error}", p.bad, bold=True)
-    text.append([])
-    say("q quits", p.muted, do="quit")
+    say("\nq quits", p.muted, do="quit")
     return [[]] * max(0, (height - len(text)) // 3) + text
 
 
@@ -356,7 +320,7 @@ def draw_mark(state: State, p: Palette, width: int, height: int) -> list[Line]:
 
 
 def draw_settings(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """How the next prompt is fired; for a while after a key, what that key has done."""
+    """How the next prompt is fired; for a while after a key, what the key has done."""
     s = state.settings
     text = f"temp {s.temperature:g} · max {s.max_tokens} tok · seed {'–' if s.seed is None else s.seed}"
     text = shorten(state.said or text, width - 2)

@@ -1,8 +1,15 @@
-"""Commands, scripts, the plain log."""
+"""What a user can say to the screen: commands, scripts, and the same run as a plain log.
+
+The problem. A user may press a key, click, type, use the command palette, write a script, or have no terminal at all.
+
+What this file keeps. A line that begins with a slash is a command, any other line is a prompt. All these ways lead to
+`Session.obey`, so what can be done in one of them can be done in all.
+
+Where next: `tui.py`, the screen itself.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import select
@@ -10,78 +17,57 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 
+from parts.answers import RequestView
+from parts.checks import read_real, read_whole
 from sched import POLICIES
-from screen.ink import number, shorten, span
-from screen.room import Ask, EngineRoom, RequestView, View
-from screen.state import State, compare, race, verdict
-from screen.timeline import Contest, useful_of
-
-
-def whole(name: str, text: str, least: int, most: int) -> int:
-    if not re.fullmatch(r"[+-]?\d{1,12}", text) or not least <= int(text) <= most:
-        raise ValueError(f"{name} = {text!r}, but it must be a whole number from {least:,} to {most:,}")
-    return int(text)
-
-
-def real(name: str, text: str, least: float, most: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not least <= value <= most:
-        raise ValueError(f"{name} = {text!r}, but it must be a number from {least:g} to {most:,g}")
-    return value
-
+from screen.ink import clean, number, shorten, span
+from screen.room import RIVALS, Ask, EngineRoom
+from screen.state import State, compare, prompt_of, race, verdict
+from screen.timeline import FIGURES, Contest
 
 SETTABLE = {  # what /set takes: the field, and its limits
-    "temperature": ("temperature", real, 0, 100),
-    "max": ("max_tokens", whole, 1, 2**20),
-    "seed": ("seed", whole, 0, 2**31 - 1),
-    "burst": ("burst", whole, 1, 1000),
-    "rate": ("rate", real, 0.01, 1000),
+    "temperature": ("temperature", read_real, 0, 100),
+    "max": ("max_tokens", read_whole, 1, 2**20),
+    "seed": ("seed", read_whole, 0, 2**31 - 1),
+    "burst": ("burst", read_whole, 1, 1000),
+    "rate": ("rate", read_real, 0.01, 1000),
 }
 
 
 class Session:
-    """An engine room and what is known of it. Keys, clicks, commands, scripts and the plain log all end up here."""
+    """An engine room and the state of a screen. Every line of a user is obeyed here."""
 
     def __init__(self, room: EngineRoom, state: State):
-        self.room, self.state = room, state
+        self.room, self.state, self._seen = room, state, 0
 
     @property
     def heard(self) -> bool:
-        """The view tells of everything that has been wished for."""
+        """Whether the view shows the effect of every wish."""
         return self.state.view.heard == self.room.posted
 
     @property
     def settled(self) -> bool:
-        """Nothing is left to do."""
+        """Whether nothing is left to do."""
         return self.heard and not self.state.view.busy and not self.state.view.stepping
 
     def look(self) -> bool:
-        """Take the newest view; True if there is something new."""
-        view = self.room.view
-        if view is self.state.view:
-            return False
-        self.state.absorb(view)
-        return True
+        """Take in the news; False if there is none."""
+        seen, self._seen = self._seen, self.room.news
+        if seen != self._seen:
+            self.state.absorb(self.room.look(self.state.view))
+        return seen != self._seen
 
     def asks(self, count: int) -> list[Ask]:
-        """So many of the prompts, again and again if need be. Each has a seed of its own, if there is one."""
-        s, asks = self.state.settings, []
-        for i, (prompt, longest) in zip(range(count), cycle(self.state.prompts)):
-            seed = None if s.seed is None else s.seed + i
-            asks.append(Ask(prompt, min(longest, s.max_tokens), s.temperature, seed))
-        return asks
+        """This many of the prompts; after the last, the first again. If there is a seed, each gets one of its own."""
+        prompts = islice(cycle(self.state.prompts), count)
+        return [self.state.settings.ask(prompt, most, i) for i, (prompt, most) in enumerate(prompts)]
 
     def obey(self, line: str) -> str:
-        """A line of text: a prompt, or a command. Answers with what to tell the user; ValueError if it cannot be."""
+        """Do what a line says: a prompt or a command. Answers with what to tell the user; ValueError if it is wrong."""
         if not line.startswith("/") or line.startswith("//"):
-            s = self.state.settings
-            self.room.fire([Ask(line.removeprefix("/"), s.max_tokens, s.temperature, s.seed)])
+            self.room.fire([self.state.settings.ask(line.removeprefix("/"))])
             return ""
         name, _, rest = line.removeprefix("/").partition(" ")
         command = getattr(self, f"_do_{name}", None)
@@ -91,42 +77,41 @@ class Session:
         return command(rest.strip()) or ""
 
     def _do_burst(self, rest: str) -> str:
-        count = whole("burst", rest or str(self.state.settings.burst), 1, 1000)
+        count = read_whole("burst", rest or str(self.state.settings.burst), 1, 1000)
         self.room.fire(self.asks(count))
         return f"{count} prompts fired"
 
     def _do_race(self, rest: str) -> None:
-        count = whole("race", rest or str(self.state.settings.burst), 1, 1000)
-        seed = self.state.settings.seed or 0  # both legs roll the same dice
+        """A burst of this size under the policies that are named: /race 12 static serial."""
+        words = rest.split()
+        policies = [known(word) for word in words if not word[:1].isdigit()] or RIVALS
+        size = next((word for word in words if word[:1].isdigit()), str(self.state.settings.burst))
+        asks = self.asks(read_whole("race", size, 1, 1000))
+        seed = self.state.settings.seed or 0  # the same seeds in each leg, so that all legs sample alike
         self.state.contest = None
-        self.room.race([ask._replace(seed=seed + i) for i, ask in enumerate(self.asks(count))])
+        self.room.race([ask._replace(seed=seed + i) for i, ask in enumerate(asks)], policies)
 
     def _do_compare(self, rest: str) -> None:
-        self.state.contest = compare(self.state)
+        self.state.contest = compare(self.state, known(rest) if rest else "")
 
     def _do_policy(self, rest: str) -> None:
-        """The one that is named, or the next."""
-        view = self.state.view
-        now = POLICIES.index(view.switching_to or view.policy)
-        policy = rest or POLICIES[(now + 1) % len(POLICIES)]
-        if policy not in POLICIES:
-            raise ValueError(f"policy = {policy!r}; choose one of {', '.join(POLICIES)}")
-        self.room.switch(policy)
+        """Change to the policy that is named, or to the next."""
+        engine, policies = self.state.view.engine, tuple(POLICIES)
+        now = policies.index(engine.draining_to or engine.policy)
+        self.room.switch(known(rest or policies[(now + 1) % len(policies)]))
 
     def _do_load(self, rest: str) -> None:
-        """So many requests a second; without a number: on or off."""
+        """A steady load of this many requests a second. Without a number, turn it on or off."""
         off = rest == "off" or (not rest and self.state.view.load)
-        rate = 0.0 if off else real("load", rest or str(self.state.settings.rate), 0, 1000)
+        rate = 0.0 if off else read_real("load", rest or str(self.state.settings.rate), 0, 1000)
         self.room.set_load(rate, self.asks(len(self.state.prompts)))
 
     def _do_cancel(self, rest: str) -> str:
-        """All, or the one that is named, or that of the selected slot."""
+        """Cancel all requests, or the one that is named, or the one in the selected slot."""
         slot = self.state.selected
         owner = self.state.view.engine.slots[slot].request
-        if rest == "all":
-            owner = None
-        elif rest:
-            owner = whole("request", rest.removeprefix("r"), 0, 2**31)
+        if rest:
+            owner = None if rest == "all" else read_whole("request", rest.removeprefix("r"), 0, 2**31)
         elif owner is None:
             return f"slot {slot} is free"
         self.room.cancel(owner)
@@ -141,7 +126,7 @@ class Session:
 
     def _do_step(self, rest: str) -> None:
         self.state.cursor = None
-        self.room.step(whole("step", rest or "1", 1, 100_000))
+        self.room.step(read_whole("step", rest or "1", 1, 100_000))
 
     def _do_set(self, rest: str) -> str:
         changes = {}
@@ -149,21 +134,21 @@ class Session:
             name, _, value = pair.partition("=")
             if name not in SETTABLE:
                 raise ValueError(f"{name!r} cannot be set; temperature, max, seed, burst and rate can")
-            knob, check, least, most = SETTABLE[name]
-            changes[knob] = None if pair in ("seed=", "seed=none") else check(name, value, least, most)
-        self.state.settings = replace(self.state.settings, **changes)
+            knob, read, least, most = SETTABLE[name]
+            changes[knob] = None if pair in ("seed=", "seed=none") else read(name, value, least, most)
+        self.state.settings = self.state.settings._replace(**changes)
         return f"set {rest}"
 
 
-# What a script may say besides the commands, and the action that it stands for.
-SCRIPTED = {
-    "help": "sheet('help')",
-    "requests": "open(0)",
-    "view": "view",
-    "zoom": "zoom",
-    "light": "theme('textual-light')",
-    "dark": "theme('textual-dark')",
-}
+def known(policy: str) -> str:
+    if policy not in POLICIES:
+        raise ValueError(f"policy = {policy!r}; choose one of {', '.join(POLICIES)}")
+    return policy
+
+
+# What a script may say besides the commands, and the action of the screen that this runs.
+SCRIPTED = {"help": "sheet('help')", "requests": "open(0)", "view": "view", "zoom": "zoom"}
+SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
 
 def orders_of(script: str) -> list[tuple[str, str]]:
@@ -176,48 +161,50 @@ def as_command(word: str, rest: str) -> str:
 
 
 class PlainLog:
-    """The same run as a line for each event: for pipes, for logs, and for those who listen to their screen."""
+    """The same run as a line for each event: for pipes, for logs, and for users of a screen reader."""
 
     def __init__(self, session: Session, write: Callable[[str], None]):
         self.session, self.write = session, write
-        self._told = View()  # what has been told
-        self._step = self._legs = 0
+        self._told: dict[int, RequestView] = {}  # open requests, as they were when last written about
+        self._done = self._faults = self._legs = 0  # how many stages, faults and legs have been written
+        self._policy = ""
 
     def look(self) -> None:
         if not self.session.look():
             return
-        state, view, before = self.session.state, self.session.state.view, self._told
-        self._told = view
-        for stage in view.done[len(before.done) :]:
+        state, view = self.session.state, self.session.state.view
+        for stage in view.done[self._done :]:
             self.write(f"loading: {stage}")
-        known = {r.id: r for r in before.requests}
-        news = [event for r in view.requests for event in self._news(known.get(r.id), r)]
-        for step in state.steps:
-            if step.step > self._step:
-                news += [(step.began, f"r{r} is admitted to slot {s} in step {step.step}") for s, r in step.admitted]
-        self._step = state.steps[-1].step if state.steps else 0
-        for moment, line in sorted(news, key=lambda event: event[0]):
+        self._done = len(view.done)
+        if (engine := view.engine) is None:
+            return
+        news = [event for r in (*engine.requests, *engine.ended) for event in self._news(self._told.get(r.id), r)]
+        for step in engine.steps:
+            news += [(step.began, f"r{r} is admitted to slot {s} in step {step.step}") for s, r in step.admitted]
+        self._told |= {r.id: r for r in engine.requests}
+        for r in engine.ended:
+            self._told.pop(r.id, None)
+        news.sort(key=lambda event: event[0])
+        news += [(engine.now, f"policy {engine.policy}")] if engine.policy != self._policy else []
+        news += [(engine.now, fault.message) for fault in state.faults[self._faults :]]
+        for moment, line in news:
             self.write(f"{moment:8.3f} s  {line}")
-        if view.stage == "ready" and (before.stage, before.policy) != ("ready", view.policy):
-            self.write(f"{view.now:8.3f} s  policy {view.policy}")
-        for fault in view.faults[len(before.faults) :]:
-            self.write(f"{view.now:8.3f} s  {fault.message}")
+        self._policy, self._faults = engine.policy, len(state.faults)
         done = sum(leg.last_step is not None for leg in view.legs)
         if done > self._legs:
             self.tell(race(state), self._legs)
         self._legs = done
 
     def _news(self, before: RequestView | None, r: RequestView) -> Iterable[tuple[float, str]]:
-        """What has happened to a request since: (when, what)."""
+        """What has happened to a request since the view `before`: (when, what)."""
         if before is None:
-            yield r.arrived, f"r{r.id} waits: {shorten(r.prompt, 60)}"
+            yield r.arrived, f"r{r.id} waits: {shorten(prompt_of(r), 60)}"
         if r.metrics.ttft_s is not None and (before is None or before.metrics.ttft_s is None):
             yield r.arrived + r.metrics.ttft_s, f"r{r.id} has its first token after {span(r.metrics.ttft_s)}"
-        if r.reason and (before is None or before.reason is None):
+        if r.reason:
             rate = f", {number(r.metrics.tokens_per_s)} tokens/s" if r.metrics.tokens_per_s else ""
-            text = " ".join(r.text.split())
-            end = f"{r.metrics.output_tokens} tokens, TTFT {span(r.metrics.ttft_s)}{rate}: {text}"
-            yield r.ended, f"r{r.id} ends ({r.reason}): {end}"
+            figures = f"{r.metrics.output_tokens} tokens, TTFT {span(r.metrics.ttft_s)}{rate}"
+            yield r.ended, f"r{r.id} ends ({r.reason}): {figures}: {' '.join(clean(r.text).split())}"
 
     def obey(self, line: str) -> None:
         """A prompt, or a command."""
@@ -233,24 +220,24 @@ class PlainLog:
     def tell(self, contest: Contest, first: int = 0) -> None:
         for run in contest.runs[first:]:
             if run.how != "running …":
-                figures = (
-                    f"TTFT mean {span(run.ttft_mean)}, p95 {span(run.ttft_p95)}, useful {useful_of(run.columns):.0f} %"
-                )
-                self.write(f"{run.policy}, {run.how}: makespan {span(run.makespan)}, {figures}")
+                figures = (f"{name} {figure}" for name, figure in zip(FIGURES, run.figures, strict=True))
+                self.write(f"{run.policy}, {run.how}: {', '.join(figures)}")
         if words := verdict(contest.runs):
             self.write(words)
 
 
 def run_plain(session: Session, script: str) -> int:
-    """Prompts and commands come from standard input, a line each. At its end, with nothing left to do, we leave."""
+    """Obey the script, or the lines of standard input. When it ends and nothing is left to do, leave.
+
+    If neither says anything, a small burst runs.
+    """
     log = PlainLog(session, lambda line: print(line, flush=True))
     state = session.state
-    orders = deque(as_command(*order) for order in orders_of(script) if order[0] not in (*SCRIPTED, "wait"))
-    if not script and not session.room.posted:
-        orders.append("/burst 8")
+    words = orders_of(script or ("" if session.room.posted else "burst8"))
+    orders = deque(as_command(*order) for order in words if order[0] not in (*SCRIPTED, "wait"))
     listening, rest = not script, b""
     while True:
-        time.sleep(0.02)
+        time.sleep(0.05)
         log.look()
         if state.view.stage == "failed":
             print(f"nanobatch: {state.view.error}", file=sys.stderr)
@@ -260,7 +247,7 @@ def run_plain(session: Session, script: str) -> int:
         if listening:
             rest, lines, listening = read_lines(rest)
             if lines:
-                orders.clear()  # somebody knows what to ask: no need for the burst
+                orders.clear()  # the user has prompts, so the burst is not needed
             for line in lines:
                 if line in ("/quit", "/exit"):
                     return 0
@@ -273,12 +260,9 @@ def run_plain(session: Session, script: str) -> int:
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:
-    """Lines that have come on standard input, without waiting for more; False when there will be none."""
+    """What has come on standard input, without waiting: an unfinished line, the lines, and whether more may come."""
     if not select.select([0], [], [], 0)[0]:
         return rest, [], True
     data = os.read(0, 65536)
-    *lines, rest = (rest + data).split(b"\n")
-    if not data and rest:
-        lines, rest = [rest], b""
-    texts = [line.decode(errors="replace").strip() for line in lines]
-    return rest, [text for text in texts if text], bool(data)
+    *lines, rest = (rest + (data or b"\n")).split(b"\n")  # the last line may lack its end
+    return rest, [text for line in lines if (text := line.decode(errors="replace").strip())], bool(data)

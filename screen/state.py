@@ -1,4 +1,13 @@
-"""All that the screen knows."""
+"""All that the screen knows: the newest view, past steps and requests, and what the user has selected.
+
+The problem. A view tells what has happened since the last one. The screen draws more than that: charts of the last
+seconds, a timeline that can be scrolled back, requests that ended long ago.
+
+What this file keeps. The picture on the screen depends only on `State` and on the size. Nothing here refers to an
+engine or an array. So the engine never waits for the screen, and every picture can be tested without a terminal.
+
+Where next: `panes.py`, which draws it.
+"""
 
 from __future__ import annotations
 
@@ -7,88 +16,101 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from screen.ink import span
-from screen.room import BURST, RequestView, Settings, View
-from screen.timeline import Cell, Column, Contest, Run, cells_of, column, costs_of, is_shut, measured, merge, replay
-
-if TYPE_CHECKING:
-    from parts.answers import StepView
+from parts.answers import RequestView, StepView
+from sched import POLICIES
+from screen.ink import clean, span
+from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
+from screen.timeline import Cell, Column, Contest, Run, column, costs_of, measured, merge, replay
 
 
 @dataclass
 class State:
-    """All that is drawn. `absorb` brings it up to date; the rest is what the user has chosen."""
+    """All that is drawn. `absorb` takes in a new view; the other changes are the user's choices."""
 
     model: str = "demo"
     view: View = field(default_factory=View)
     settings: Settings = field(default_factory=Settings)
     prompts: Sequence[tuple[str, int]] = BURST
     history: list[Column] = field(default_factory=list)  # a column for each step, oldest first
-    steps: list[StepView] = field(default_factory=list)  # the same steps as the engine tells them
-    tokens: list[int] = field(default_factory=list)  # delivered up to and with each of them
-    owners: dict[int, int] = field(default_factory=dict)  # slot -> who holds it, or held it last
+    requests: dict[int, RequestView] = field(default_factory=dict)  # by id, as the newest view that holds them has them
+    ended: list[RequestView] = field(default_factory=list)  # in the order in which they ended
+    faults: list[Fault] = field(default_factory=list)  # all that went wrong so far
+    owners: dict[int, int] = field(default_factory=dict)  # slot -> the request that holds it or held it last
     printed: str = ""  # what a library printed last while loading: a download's progress
     selected: int = 0  # a slot
-    cursor: int | None = None  # a step; None follows the newest
-    edge: int = 0  # the newest column in sight when the cursor was set
-    zoom: int | None = None  # steps a column; None fits what is running
-    lower: str = "timeline"  # the pane that is shown where there is room for one only
-    opened: int = 0  # which of the requests is open, counted from the newest
+    cursor: int | None = None  # a step; None: always the newest one
+    edge: int = 0  # the index of the newest step in sight when the cursor was set
+    zoom: int | None = None  # steps in a column; None: so many that the latest busy period fits
+    lower: str = "timeline"  # the pane that is shown if there is room for one only
+    opened: int = 0  # which of the ended requests is open, counted from the newest
     contest: Contest | None = None  # the comparison that is shown; None: the race
-    typing: bool = False  # the prompt has the keyboard
-    said: str = ""  # an answer to what was done last
-    woke: int = 0  # index of the first step of the latest busy time
-    _merged: dict[int, list[Column]] = field(default_factory=dict)
+    typing: bool = False  # the prompt box has the keyboard
+    said: str = ""  # what the last command answered; shown for a while
+    woke: int = 0  # index of the first step of the latest busy period
+    _merged: dict[int, list[Column]] = field(default_factory=dict)  # by zoom: the full columns of the history
 
-    KEPT = 20_000  # steps
+    KEPT = 20_000  # so many steps are kept
+    REMEMBERED = 2_000  # so many ended requests can still be opened
 
     def absorb(self, view: View) -> None:
-        self.view = view
-        for step in view.engine.steps if view.engine else ():
-            if step.began >= view.since and (not self.steps or step.step > self.steps[-1].step):
-                self._add(step, len(view.engine.slots))
-        for slot in view.engine.slots if view.engine else ():
-            if slot.request is not None:
-                self.owners[slot.slot] = slot.request
+        self.faults += view.faults[len(self.view.faults) :]
+        self.view, news = view, view.engine
+        if news is None:
+            return
+        self.faults += [Fault(clean(fault)) for fault in news.faults]
+        self.requests |= {request.id: request for request in (*news.requests, *news.ended)}
+        self.ended += news.ended
+        self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in news.ended if r.error]
+        for request in self.ended[: -self.REMEMBERED]:
+            self.requests.pop(request.id, None)
+        del self.ended[: -self.REMEMBERED]
+        if news.missed:
+            self.faults.append(Fault(f"{news.missed:,} steps went by unseen: the screen looked away for too long"))
+        for step in news.steps:
+            self._add(step)
+        self.owners |= {slot.slot: slot.request for slot in news.slots if slot.request is not None}
         if len(self.history) > self.KEPT:
             gone = self.KEPT // 4
-            del self.history[:gone], self.steps[:gone], self.tokens[:gone]
+            del self.history[:gone]
             self.woke, self._merged = max(0, self.woke - gone), {}
 
-    def _add(self, step: StepView, slots: int) -> None:
-        cells = cells_of(slots, is_shut(step), step.held, step.prefill, step.decode, step.ghosts)
-        # A busy time begins where nobody works who was there before. (To look for a rest is not enough: behind the last
-        # token of one leg of a race its ghost is still in flight when the next leg is fired.)
-        working, before = {cell.request for cell in cells} - {None}, self.steps[-1].began if self.steps else 0.0
-        came = [r.arrived for r in self.view.requests if r.id in working] if len(step.admitted) == len(working) else []
-        if came and min(came) > before:
-            self.woke = len(self.steps)
-        self.history.append(column(step.step, step.began, step.ended, cells, step.tokens))
-        self.tokens.append((self.tokens[-1] if self.tokens else 0) + step.tokens)
-        self.steps.append(step)
-        self.owners |= {slot: cell.request for slot, cell in enumerate(cells) if cell.request is not None}
+    def _add(self, step: StepView) -> None:
+        last = self.history[-1] if self.history else None
+        new = column(step, self.view.engine.limits.slots, last)
+        # A busy period starts at a step in which every working request was admitted after the previous step began. (It
+        # is not enough to look for an idle moment. In a race there is none, since the next leg is fired while the last
+        # ghost of the leg before is still in flight.)
+        working = {slot: cell.request for slot, cell in enumerate(new.cells) if cell.request is not None}
+        before = last.view.began if last else -math.inf
+        came = [self.requests[r].arrived for r in working.values() if r in self.requests]
+        if came and len(step.admitted) == len(working) and min(came) > before:
+            self.woke = len(self.history)
+        self.history.append(new)
+        self.owners |= working
 
-    def delivered(self, moment: float) -> float:
-        """Tokens delivered up to a moment. Within a step they are spread evenly: else slow steps would make spikes."""
+    def delivered(self, moment: float = math.inf) -> float:
+        """How many tokens were delivered up to a moment.
+
+        A step's tokens are spread evenly over its time, since a slow step would else be a spike in the chart.
+        """
         i = bisect_left(self.history, moment, key=lambda column: column.ended)
         if i == len(self.history):
-            return self.tokens[-1] if self.tokens else 0
+            return self.history[-1].total if self.history else 0
         step = self.history[i]
-        began = max(step.began, self.history[i - 1].ended) if i else step.began
-        part = (moment - began) / (step.ended - began) if step.ended > began else 1.0
-        return self.tokens[i] - step.tokens * min(1.0, 1.0 - part)
+        part = (moment - step.began) / (step.ended - step.began) if step.ended > step.began else 1.0
+        return step.total - step.tokens * min(1.0, 1.0 - part)
 
     def tokens_per_s(self) -> float:
-        """Over the last second of the engine's clock, or since it woke up."""
+        """Over the last second of the engine's clock, or since the latest busy period began, if that is less."""
         if not self.history:
             return 0.0
-        began = max(self.history[self.woke].began, self.view.now - 1)
-        return (self.tokens[-1] - self.delivered(began)) / max(1e-3, self.view.now - began)
+        now = self.view.engine.now
+        began = max(self.history[self.woke].began, now - 1)
+        return (self.delivered() - self.delivered(began)) / max(1e-3, now - began)
 
     def columns(self, zoom: int) -> list[Column]:
-        """The history with `zoom` steps to a column. What has been merged once is kept."""
+        """The history with `zoom` steps in a column. A column is merged once, when all of its steps are there."""
         if zoom == 1:
             return self.history
         merged = self._merged.setdefault(zoom, [])
@@ -98,13 +120,12 @@ class State:
         return [*merged, merge(rest)] if rest else merged
 
     def zoom_for(self, width: int) -> int:
-        """Steps a column: as chosen, or so many that the latest busy time fits, up to 8."""
-        if self.zoom:
-            return self.zoom
-        return next((zoom for zoom in (1, 2, 4) if len(self.history) - self.woke <= zoom * width), 8)
+        """Steps in a column: as chosen, or so many that the latest busy period fits, at most 8."""
+        fitting = (zoom for zoom in (1, 2, 4) if len(self.history) - self.woke <= zoom * width)
+        return self.zoom or next(fitting, 8)
 
     def window(self, width: int) -> tuple[int, list[Column], int | None]:
-        """Zoom, the columns in sight, and which of them the cursor is on."""
+        """Zoom, the columns in sight, and the number of the one that the cursor is on."""
         zoom = self.zoom_for(width)
         columns = self.columns(zoom)
         if self.cursor is None:
@@ -115,11 +136,11 @@ class State:
         return zoom, columns[start:stop], at - start
 
     def index_of(self, step: int) -> int:
-        """Where a step stands in the history."""
+        """A step's place in the history."""
         return min(bisect_left(self.history, step, key=lambda c: c.step), len(self.history) - 1)
 
     def move(self, steps: int) -> None:
-        """Move the cursor back or forth; beyond the newest step it lets go and follows again."""
+        """Move the cursor back or forth. Beyond the newest step there is no cursor, and the newest is followed."""
         at = len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
         self.look_at(max(0, at + steps))
 
@@ -131,66 +152,69 @@ class State:
 
     @property
     def step(self) -> StepView | None:
-        """The step that the inspector shows: the cursor's, or the newest."""
-        if not self.steps:
-            return None
-        return self.steps[-1 if self.cursor is None else self.index_of(self.cursor)]
+        """The step that the pane "Step" shows: the cursor's, or the newest."""
+        at = -1 if self.cursor is None else self.index_of(self.cursor)
+        return self.history[at].view if self.history else None
 
     @property
-    def ended(self) -> list[RequestView]:
-        """Newest first."""
-        return [request for request in reversed(self.view.requests) if request.reason]
-
-    def request(self, number: int | None) -> RequestView | None:
-        return next((r for r in reversed(self.view.requests) if r.id == number), None)
+    def open(self) -> RequestView | None:
+        """The ended request that the user has opened."""
+        return self.ended[-1 - self.opened] if self.ended else None
 
     def owner(self, slot: int) -> RequestView | None:
-        return self.request(self.owners.get(slot))
+        return self.requests.get(self.owners.get(slot))
 
 
-def compare(state: State) -> Contest:
-    """What just ran, replayed under its own policy and another: two simulations, so that like is measured by like.
+def prompt_of(request: RequestView) -> str:
+    """A request's prompt: as it was typed, if it was fired from here; else as the engine shows it."""
+    return clean(request.origin.prompt if isinstance(request.origin, Ask) else request.prompt)
 
-    ValueError says why there is nothing to compare.
+
+# --- comparing policies --------------------------------------------------------------------------------------------
+
+
+def compare(state: State, rival: str = "") -> Contest:
+    """What just ran, replayed under its own policy and under another.
+
+    Both runs are simulated, since a measured time and a simulated one differ by the simulation's faults, too. If there
+    is nothing to compare, a ValueError says why.
     """
-    steps, columns = state.steps[state.woke :], state.history[state.woke :]
-    if not steps:
+    columns = state.history[state.woke :]
+    if not columns:
         raise ValueError("nothing has run yet; b fires a burst")
-    seen = {cell.request for column in columns for cell in column.cells}
-    requests = sorted((r for r in state.view.requests if r.id in seen and r.metrics.output_tokens), key=lambda r: r.id)
+    seen = {cell.request for column in columns for cell in column.cells} - {None}
+    requests = [r for id in sorted(seen) if (r := state.requests.get(id)) and r.metrics.output_tokens]
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
-    policies = Counter(step.policy for step in steps)  # more than one, if it was changed meanwhile
-    ran, costs = policies.most_common(1)[0][0], costs_of(steps)
-    other = "static" if ran == "continuous" else "continuous"
-    runs = [replay(state.view, requests, policy, steps[0].began, costs) for policy in (ran, other)]
+    policies = Counter(column.view.policy for column in columns)  # more than one, if the user changed it meanwhile
+    ran, costs = policies.most_common(1)[0][0], costs_of(columns)
+    rival = rival or next(policy for policy in POLICIES if policy != ran)
+    runs = [replay(state.view.engine.limits, requests, policy, columns[0].began, costs) for policy in (ran, rival)]
     real = measured(", then ".join(policies), columns, requests)
     note = (
         f"Both are simulated: {span(costs[0])} a decode step, {span(costs[1])} a chunk of prefill, as measured. "
         f"What really ran ({real.policy}) took {span(real.makespan)}, and {span(real.ttft_mean)} to the first token."
     )
-    return Contest(f"Compare: {ran} and {other}, {len(requests)} requests", runs, note)
+    return Contest(f"Compare: {ran} and {rival}, {len(requests)} requests", runs, note)
 
 
 def race(state: State) -> Contest:
-    """The race as far as it has come, measured. A request has the same number in both runs."""
+    """The race so far, measured. In every leg the requests are numbered from 1, so that legs can be compared."""
     runs, legs = [], state.view.legs
     for leg in legs:
         number = {request: i + 1 for i, request in enumerate(leg.requests)}
-        columns = [
-            c._replace(cells=tuple(Cell(kind, number.get(request)) for kind, request in c.cells))
-            for c in state.history
-            if leg.first_step <= c.step <= (leg.last_step or math.inf)
-        ]
-        requests = [r for r in state.view.requests if r.id in number]
+        steps = [c for c in state.history if leg.first_step <= c.step <= (leg.last_step or math.inf)]
+        columns = [c._replace(cells=tuple(Cell(kind, number.get(r)) for kind, r in c.cells)) for c in steps]
+        requests = [state.requests[id] for id in number if id in state.requests]
         runs.append(measured(leg.policy, columns, requests, "measured" if leg.last_step else "running …"))
-    title = "Race: static and continuous" + (f", {len(legs[0].requests)} requests" if legs else "")
+    size = f", {len(legs[0].requests)} requests" if legs else ""
+    title = f"Race: {' and '.join([leg.policy for leg in legs] or RIVALS)}{size}"
     note = "" if runs else "The race begins when everything that runs now has ended."
     return Contest(title, runs, "Paused: space goes on." if state.view.paused else note)
 
 
 def verdict(runs: Sequence[Run]) -> str:
-    """One sentence, once both runs are there."""
+    """One sentence that compares two runs, once both have ended."""
     if len(runs) < 2 or any(run.how == "running …" or not run.makespan for run in runs):
         return ""
     slow, fast = sorted(runs, key=lambda run: -run.makespan)

@@ -11,7 +11,7 @@ from nanobatch import Engine, Model, Text
 
 
 def pytest_report_header() -> str:
-    return f"BLAS under MLX: {device.name}"
+    return f"BLAS under MLX: {device.blas}"
 
 
 @pytest.fixture(scope="session")

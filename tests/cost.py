@@ -2,8 +2,8 @@
 
     python tests/cost.py [--model M] [--size 120x40] [--rounds 5]
 
-The same burst runs with nobody looking, then with the screen open in a pseudo-terminal of that size, again and again;
-the medians are compared, so that a noisy machine is noisy for both.
+The screen is open in a pseudo-terminal of that size. The same burst runs again and again, in turn with and without the
+screen looking at the engine. The medians are compared, so that a noisy machine is noisy for both.
 """
 
 import argparse
@@ -36,9 +36,9 @@ async def rounds(app: tui.Screen, asks: list[Ask], count: int) -> tuple[list[flo
         app.look = look if i % 2 else lambda: None
         began, before = room.clock(), room.engine.snapshot().output_tokens
         room.fire(asks)
-        while not (room.view.heard == room.posted and not room.view.busy):
-            await asyncio.sleep(0.01)
-        ended = max(request.ended for request in room.view.requests)
+        while (view := room.look()).heard < room.posted or view.busy:
+            await asyncio.sleep(0.05)
+        ended = max(request.ended for request in view.engine.ended)
         rate = (room.engine.snapshot().output_tokens - before) / (ended - began)
         (looking if i % 2 else alone).append(rate)
     return looking, alone

@@ -1,11 +1,15 @@
-"""What the engine tests share: a tap on the logits, and random schedules to drive an engine through."""
+"""What the engine tests share: a tap on the logits, random schedules for an engine, and Ctrl-C at any line."""
 
+import linecache
+import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nanobatch import Engine, Handle, Sampling
-from sched import Chunk
+import nanobatch
+import sched
+from nanobatch import Engine, Handle, Order, Sampling
+from parts import answers, prefix
 
 
 class Tap:
@@ -13,28 +17,29 @@ class Tap:
 
     def __init__(self, engine: Engine):
         self.logits: dict[tuple[int, int], np.ndarray] = {}
-        head, run, calls = engine.model.head, engine._run, []
+        runner, calls = engine.runner, []
+        head, run = runner.model.head, runner.run
 
         def tapped_head(x):
             calls.append(head(x))
             return calls[-1]
 
-        def tapped_run(plan, scrubs, began):
+        def tapped_run(order: Order):
             calls.clear()
-            flight = run(plan, scrubs, began)
-            outputs = [np.array(call) for call in calls]  # one for each chunk that emits, then the decoding rows'
-            rows = {slot: row for row, slot in enumerate(dict.fromkeys(d.slot for d in plan.decodes))}
-            for member in plan.emitters:
-                if isinstance(member, Chunk):
-                    index, logits = 0, outputs.pop(0)[0]
-                else:
-                    index = member.position - len(member.request.prompt) + 1
-                    logits = outputs[-1][member.slot if engine.exact else rows[member.slot]]
-                self.logits[member.request.id, index] = logits
+            flight = run(order)
+            outputs = [np.array(call) for call in calls]  # one for each chunk that is asked, then the decoding slots'
+            owners = {request.slot: request.id for request in engine.sched.running.values()}
+            asked = [chunk for chunk in order.chunks if chunk.asked]
+            assert len(outputs) == len(asked) + bool(order.newest), "a chunk that emits nothing went through the head"
+            chosen = {chunk.slot: output[0] for chunk, output in zip(asked, outputs, strict=False)}
+            for row, piece in enumerate(order.newest):
+                chosen[piece.slot] = outputs[-1][piece.slot if runner.exact else row]
+            for slot, logits in chosen.items():
+                self.logits[owners[slot], order.picks[slot].index] = logits
             return flight
 
-        engine.model = replace(engine.model, head=tapped_head)
-        engine._run = tapped_run
+        runner.model = replace(runner.model, head=tapped_head)
+        runner.run = tapped_run
 
     def of(self, handle: Handle) -> np.ndarray:
         """(tokens, V): what the request's tokens were chosen from."""
@@ -89,3 +94,32 @@ def run_schedule(engine: Engine, asks: list[Ask], rng: np.random.Generator) -> l
         step += 1
         if not (worked or waiting):
             return handles
+
+
+def interrupt(function, at: int) -> bool:
+    """Raise KeyboardInterrupt at the `at`-th line of ours that a function runs; False if it ends before that.
+
+    Not at `with` and `try`: a tracer is called there while a lock is held that nobody would release. Nor where a
+    listener has returned (`here`). A signal does not come there: Python looks for signals at the beginning of a
+    function, after a call, and where it jumps back.
+    """
+    files = {module.__file__ for module in (nanobatch, sched, answers, prefix)}
+    lines = iter(range(10**9))
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename not in files:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(("with ", "try:", "here.")) and next(lines) >= at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)

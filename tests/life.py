@@ -2,9 +2,9 @@
 
     python tests/life.py [folder of another checkout]
 
-One slot, one request, one token. The list ends with two figures: how many functions are entered, and how often the
-reader must change to another file along the way. They measure the way that a reader has to follow. To see whether a
-change to the code makes it longer, trace another checkout, too.
+One slot, one request, from `submit` to the step that delivers its first token. The list ends with two figures: how
+many functions are entered, and how often the reader must change to another file along the way. They measure the way
+that a reader has to follow. To see whether a change to the code makes it longer, trace another checkout, too.
 
 Three things are left out. The layers after the first: the loop over layers enters the same functions again. What
 `parts/ops.py` and `parts/device.py` define: one may take it on trust. And the slab's windows. A comprehension, a
@@ -28,6 +28,9 @@ from nanobatch import Engine, Sampling  # noqa: E402
 # Left out by name, not by file: another checkout may keep the same functions elsewhere.
 TRUSTED = [node for name in ("ops", "device") for node in ast.parse((HERE / f"parts/{name}.py").read_text()).body]
 LEFT_OUT = {node.name for node in TRUSTED if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | {"Window"}
+
+
+SAMPLING = Sampling(max_tokens=8)
 
 
 def is_ours(frame: FrameType) -> bool:
@@ -58,8 +61,11 @@ def trace(engine: Engine, prompt: str) -> list[tuple[int, str, str]]:  # depth, 
         entered.append((sum(map(is_ours, stack[1:])), str(file), frame.f_code.co_qualname.replace("<locals>.", "")))
 
     sys.setprofile(profile)
-    engine.submit(prompt, Sampling(max_tokens=1)).result()
+    handle = engine.submit(prompt, SAMPLING)
+    while not handle.tokens:
+        engine.step()
     sys.setprofile(None)
+    handle.cancel()
     return entered
 
 

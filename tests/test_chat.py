@@ -305,6 +305,29 @@ def test_llama_2_writes_one_bos_for_each_turn_of_the_user(tmp_path, adds_bos):
         assert text.encode_chat(messages).count(BOS) == text.render(messages).count("<s>") == count
 
 
+# --- prompts as a person types them ------------------------------------------------------------------------------
+
+
+def test_a_typed_prompt_is_one_message_of_a_user(tmp_path):
+    text = make_model(tmp_path, CHATML)
+    assert text.ask("Hi") == text.encode_chat(turns("Hi")) != text.encode("Hi")
+    assert text.ask(" ") == text.encode_chat(turns(" "))
+
+
+def test_a_raw_prompt_and_one_for_a_model_without_a_template_are_plain_text(tmp_path):
+    text = make_model(tmp_path / "1", CHATML)
+    assert text.ask("Hi", raw=True) == text.encode("Hi")
+    text = make_model(tmp_path / "2")
+    assert text.ask("Hi") == text.ask("Hi", raw=True) == text.encode("Hi")
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+@pytest.mark.parametrize("raw", [True, False])
+def test_an_empty_prompt_has_no_tokens(tmp_path, template, raw):
+    """A template would make a conversation of nothing, and a tokenizer a BOS: the engine shall refuse it as empty."""
+    assert make_model(tmp_path, template).ask("", raw) == []
+
+
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 

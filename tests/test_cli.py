@@ -50,6 +50,48 @@ def test_a_dash_reads_the_prompt_from_standard_input(model):
     assert answer(piped) == answer(given) != []
 
 
+def headings(done: subprocess.CompletedProcess) -> list[str]:
+    return [line.partition(": ")[2] for line in done.stdout.decode(errors="replace").splitlines() if line[:4] == "--- "]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["one", "two", "--max-tokens", "8", "--ignore-eos"],
+        ["--max-tokens", "8", "--ignore-eos", "one", "two"],
+        ["one", "--max-tokens", "8", "two", "--ignore-eos"],
+        ["one", "--ignore-eos", "--max-tokens=8", "--prompt", "two"],
+        ["--prompt", "two", "--max-tokens", "8", "one", "--ignore-eos"],  # plain ones come first
+        ["--ignore-eos", "--max-tokens", "8", "--", "one", "two"],
+    ],
+)
+def test_prompts_are_plain_arguments_wherever_they_stand_among_the_options(model, arguments):
+    expected = run("--model", model, "--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos")
+    done = run("--model", model, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert headings(done) == headings(expected) == ["one", "two"]
+    assert answer(done) == answer(expected) != []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-"], [], ["--prompt", "-"], ["first", "-"], ["-", "first"], ["first", "--prompt", "-"], ["-", "-"]]
+)
+def test_a_dash_among_the_prompts_or_no_prompt_at_all_stands_for_standard_input(model, arguments):
+    settings = ["--model", model, "--max-tokens", "8", "--ignore-eos"]
+    done = run(*settings, *arguments, stdin="a question")
+    prompts = ["a question" if argument == "-" else argument for argument in arguments if argument != "--prompt"]
+    expected = run(*settings, *(prompts or ["a question"]))
+    assert done.returncode == 0 and headings(done) == (prompts or ["a question"])
+    assert answer(done) == answer(expected) != []
+
+
+def test_a_prompt_that_looks_like_an_option_is_named_as_a_prompt(model):
+    refused = run("--model", model, "--max-tokens", "4", "--what")
+    assert refused.returncode == 2 and "--what" in lines(refused.stderr)[-1]
+    done = run("--model", model, "--max-tokens", "4", "--prompt=--what")
+    assert done.returncode == 0 and headings(done) == ["--what"]
+
+
 def test_a_seed_makes_an_answer_repeat_and_a_stop_text_ends_it(model):
     arguments = ["--model", model, "--prompt", "one", "--max-tokens", "30", "--ignore-eos", "--temperature", "1"]
     first = run(*arguments, "--seed", "1")
@@ -103,7 +145,7 @@ def test_no_option_changes_the_answer(model, option):
         (["--max-tokens", "2000"], "slot holds"),
         (["--slots", "0"], "slots = 0"),
         (["--max-len", "-1"], "max_len = -1"),
-        (["--max-len", "1" + "0" * 23], "max_len = 1"),
+        (["--max-len", "1" + "0" * 23], "max_len = 1000"),
         (["--slots", "1" + "0" * 19], "slots = 1"),
         (["--model", "x" * 400], "xxx"),
         (["--model", "~nobody/x"], "~nobody/x"),
@@ -195,7 +237,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_the_blas_can_be_turned_off_and_then_nothing_is_said():
-    done = python("import nanobatch; from parts import device; print(device.name)", NANOBATCH_BLAS="off")
+    done = python("import nanobatch; from parts import device; print(device.blas)", NANOBATCH_BLAS="off")
     assert (done.stdout, done.stderr, done.returncode) == ("mlx\n", "", 0)
 
 
@@ -213,7 +255,7 @@ def test_without_a_fast_blas_one_line_says_what_to_install(tmp_path):
         "import ctypes\ndef none(*args, **options): raise OSError('not found')\nctypes.CDLL = none\n"
     )
     done = python(
-        "import nanobatch; from parts import device; print(device.name)",
+        "import nanobatch; from parts import device; print(device.blas)",
         PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
         NANOBATCH_BLAS="",
     )

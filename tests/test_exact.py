@@ -12,11 +12,12 @@ from checkpoints import Reference, make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
 
 import kv
-from nanobatch import Engine, Model, Sampling, Text, keeps_bits
+from nanobatch import Engine, Model, Runner, Sampling, Text, keeps_bits
 from parts import device, ops
 from parts.device import mx
 from parts.ops import Dense, product
-from sched import POLICIES, Scheduler
+from parts.prefix import Prefixes
+from sched import POLICIES
 
 SCHEDULES = int(os.environ.get("NANOBATCH_EXACT_SCHEDULES", 200))
 SHAPES = [
@@ -39,10 +40,10 @@ def count_differences(model: Model, text: Text, seed: int) -> tuple[int, int, in
         "chunk": int(rng.choice([32, 64])),
         "budget": int(rng.choice([1, 64, 200])),
     }
-    policy, run_ahead = POLICIES[seed % 3], bool(rng.random() < 0.7)
+    policy, run_ahead = [*POLICIES][seed % len(POLICIES)], bool(rng.random() < 0.7)
     asks = random_asks(rng, 6, longest=120, tokens=12, cancels=0.25, alike=0.6)
     with Engine(model, text, policy=policy, run_ahead=run_ahead, **options) as engine:
-        for array in (*engine.slab.k, *engine.slab.v):  # what an earlier owner might have left
+        for array in (*engine.runner.slab.k, *engine.runner.slab.v):  # what an earlier owner might have left
             array[:] = mx.array(rng.standard_normal(array.shape, dtype=np.float32) * 3)
         tap = Tap(engine)
         handles = run_schedule(engine, asks, rng)
@@ -145,7 +146,7 @@ def test_one_pass_for_a_whole_step_or_one_for_each_chunk_gives_the_same_tokens(m
         asks, answers = random_asks(np.random.default_rng(seed), 8, longest=150, tokens=12, alike=0.4), []
         for one_pass in (True, False):
             with Engine(model, text, slots=6, max_len=192, chunk=32) as engine:
-                engine.one_pass = one_pass
+                engine.runner.one_pass = one_pass
                 answers.append([h.tokens for h in run_schedule(engine, asks, np.random.default_rng(seed))])
                 several += one_pass * sum(len(step.prefill) + bool(step.decode) > 1 for step in engine.snapshot().steps)
         assert answers[0] == answers[1]
@@ -154,13 +155,13 @@ def test_one_pass_for_a_whole_step_or_one_for_each_chunk_gives_the_same_tokens(m
 
 def test_a_step_is_one_pass_only_where_no_rows_numbers_depend_on_how_many_there_are(models, monkeypatch):
     """The arithmetic decides, not the library's name."""
-    monkeypatch.setattr(device, "name", "mkl")
+    monkeypatch.setattr(device, "blas", "mkl")
     monkeypatch.setattr(ops, "product", lambda x, weight: mx.sum(x[..., None] * weight, axis=-2))
-    assert keeps_bits(models[0][0], 4, 32, 100)
+    assert keeps_bits(models[0][0], 4, 32, 100, 16)
     monkeypatch.setattr(ops, "product", lambda x, weight: x @ weight * (1 + (x.size > 60 * x.shape[-1]) * 1e-6))
-    assert not keeps_bits(models[0][0], 4, 32, 100)
-    monkeypatch.setattr(device, "name", "openblas")
-    assert not keeps_bits(models[0][0], 4, 32, 100)
+    assert not keeps_bits(models[0][0], 4, 32, 100, 16)
+    monkeypatch.setattr(device, "blas", "openblas")
+    assert not keeps_bits(models[0][0], 4, 32, 100, 16)
 
 
 # --- teeth -------------------------------------------------------------------------------------------------------
@@ -201,34 +202,27 @@ def plant(monkeypatch, bug: str) -> None:
     elif bug == "a chunk reads no further than itself":
         monkeypatch.setattr(kv.Slab, "reach", lambda self, rows: 32)
     elif bug == "a prefix is matched one token too long":
-        match = Scheduler._match
+        beginnings = Prefixes.beginnings
 
-        def blurred(request):  # as if the last token of each chunk went unread
-            return request and replace(request, prompt=tuple(t * (i % 32 != 31) for i, t in enumerate(request.prompt)))
+        def blurred(self, prompt):  # as if the last token of each chunk went unread
+            return beginnings(self, tuple(token * (i % 32 != 31) for i, token in enumerate(prompt)))
 
-        def too_long(self, request, slots):
-            memory, self.memory = self.memory, [blurred(other) for other in self.memory]
-            try:
-                return match(self, blurred(request), slots)
-            finally:
-                self.memory = memory
-
-        monkeypatch.setattr(Scheduler, "_match", too_long)
+        monkeypatch.setattr(Prefixes, "beginnings", blurred)
     elif bug == "a prefix is copied before it is written":
         monkeypatch.setattr(
             kv.Slab, "prefix", lambda self, slot, rows: [slab[-1:, :, :rows] * 0 for slab in (*self.k, *self.v)]
         )
     elif bug == "the newest token is a step old":
-        run = Engine._run
+        run = Runner.run
 
-        def stale(self, plan, scrubs, began):
+        def stale(self, order):
             newest = mx.array(self._newest)
-            flight = run(self, plan, scrubs, began)
-            if plan.decodes:
+            flight = run(self, order)
+            if order.newest:
                 self._newest = newest
             return flight
 
-        monkeypatch.setattr(Engine, "_run", stale)
+        monkeypatch.setattr(Runner, "run", stale)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +281,7 @@ def test_a_non_finite_row_ends_its_own_request_and_its_slot_is_scrubbed(models, 
         after = engine.submit(good.prompt, good.sampling())
         assert bad.result().finish_reason == "error" and "finite" in bad.error and bad.tokens == []
         assert neighbour.result().finish_reason == "length"
-        assert after._request.slot == bad._request.slot
+        assert after.request.slot == bad.request.slot
         assert (after.result().tokens == alone.tokens) == scrubbed
 
 
@@ -298,6 +292,6 @@ def test_a_prompt_cancelled_before_its_first_token_leaves_no_poison(models):
         alone = engine.submit([5, 6, 7], Sampling(max_tokens=90)).result()
         bad = engine.submit([99] * 150, Sampling(max_tokens=6))
         engine.step(), engine.step()
-        assert 0 < bad._request.prefilled < 150
+        assert 0 < bad.request.prefilled < 150
         bad.cancel()
         assert engine.submit([5, 6, 7], Sampling(max_tokens=90)).result().tokens == alone.tokens

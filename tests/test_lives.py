@@ -1,6 +1,5 @@
 """Every request ends, exactly once, with a reason, whatever breaks; and what breaks is nobody else's affair."""
 
-import linecache
 import subprocess
 import sys
 import threading
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import soak
 from checkpoints import make_checkpoint
+from harness import interrupt
 from test_exact import poisoned
 
 import nanobatch
@@ -18,6 +18,7 @@ from parts.device import mx
 
 ROOT = Path(__file__).parent.parent
 LONG = Sampling(max_tokens=30, ignore_eos=True)
+FEW = Sampling(max_tokens=6, ignore_eos=True)
 
 
 def test_a_short_soak_of_random_requests_cancels_and_bad_input(parts):
@@ -61,9 +62,14 @@ def test_a_listener_that_raises_ends_its_own_request_alone(engine):
 CALLS = [
     "forward",
     "choose",
-    "Engine._start",
-    "Engine._prefill",
-    "Engine._decode",
+    "Runner.run",
+    "Runner._start",
+    "Runner._copy_prefix",
+    "Runner._window",
+    "Runner._choose",
+    "Flight.read",
+    "Order.of",
+    "Scheduler.plan",
     "Slab.reach",
     "mx.eval",
     "mx.async_eval",
@@ -76,7 +82,7 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
     parts, monkeypatch, target, run_ahead
 ):
     owner, _, name = target.rpartition(".")
-    owner = {"": nanobatch, "Engine": Engine, "Slab": nanobatch.Slab, "mx": mx}[owner]
+    owner = mx if owner == "mx" else getattr(nanobatch, owner) if owner else nanobatch
     real = getattr(owner, name)
     failures = 0
     with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine, engine.serving():
@@ -107,7 +113,7 @@ def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_it
         expected = engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True)).result().tokens
         a = engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True))
         b = engine.submit([3, 4], LONG)
-        while a._request.planned < 3:
+        while a.request.planned < 3:
             engine.step()
         assert len(a.tokens) < 3
         monkeypatch.setattr(nanobatch, "forward", lambda *args: 1 / 0)
@@ -116,10 +122,29 @@ def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_it
         assert b.finish_reason == "error" and "ZeroDivisionError" in b.error
 
 
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old_order(parts, monkeypatch, run_ahead):
+    """The budget lets one chunk into a step. A's cannot be run; B is in a slot, C to E in line: they lose nothing."""
+    prompts = [[n] * 40 for n in range(1, 6)]
+    with Engine(*parts, slots=2, max_len=128, chunk=32, budget=1, run_ahead=run_ahead) as engine:
+        expected = engine.generate(prompts, LONG)
+        heard = []
+        handles = [engine.submit(prompt, LONG, lambda handle, piece: heard.append(handle.id)) for prompt in prompts]
+        with monkeypatch.context() as broken:
+            broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+            engine.step()
+        a, b, *line = handles
+        assert a.finish_reason == "error" and b.request.phase == "queued" and engine.snapshot().waiting == 4
+        engine.check()
+        results = [handle.result(timeout=10) for handle in handles[1:]]
+        assert [result.tokens for result in results] == [result.tokens for result in expected[1:]]
+        assert list(dict.fromkeys(heard)) == [b.id, *(handle.id for handle in line)]
+        assert all(result.metrics.output_tokens == 30 and result.metrics.ttft_s > 0 for result in results)
+
+
 def test_if_not_even_a_new_slab_can_be_made_nobody_is_left_waiting(engine, monkeypatch):
-    """The serving thread dies of it. Whoever waits hears of it, and later, with memory again, all is well."""
+    """Whoever waits hears of it, and later, with memory again, all is well."""
     expected = engine.submit([4, 5], LONG).result().tokens
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
     with engine.serving():
         with monkeypatch.context() as broken:
             broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
@@ -128,33 +153,6 @@ def test_if_not_even_a_new_slab_can_be_made_nobody_is_left_waiting(engine, monke
             assert all(handle.result(timeout=2).finish_reason == "error" for handle in handles)
         assert engine.submit([4, 5], LONG).result(timeout=5).tokens == expected
     engine.check()
-
-
-def interrupt(function, at: int) -> bool:
-    """Raise KeyboardInterrupt at the `at`-th line of ours that a function runs; False if it ends before that.
-
-    Not at `with` and `try`: a tracer is called there while a lock is held that nobody would release. A signal is not:
-    Python looks for signals at the beginning of a function, after a call, and where it jumps back.
-    """
-    files, lines = {nanobatch.__file__, sched.__file__}, iter(range(10**9))
-
-    def trace(frame, event, argument):
-        if frame.f_code.co_filename not in files:
-            return None
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not line.startswith(("with ", "try:")) and next(lines) >= at:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function()
-        return False
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
@@ -203,14 +201,14 @@ def test_a_cancel_between_plan_and_run_still_leaves_a_clean_slot(parts):
     with Engine(poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1, run_ahead=False) as engine:
         alone = engine.submit([5, 6, 7], good).result().tokens
         bad = engine.submit([99] * 100, good)
-        run = engine._run
+        run = engine.runner.run
 
-        def cancel_first(*args):
+        def cancel_first(order):
             bad.cancel()
-            engine._run = run
-            return run(*args)
+            engine.runner.run = run
+            return run(order)
 
-        engine._run = cancel_first
+        engine.runner.run = cancel_first
         engine.step()
         assert engine.submit([5, 6, 7], good).result().tokens == alone
 
@@ -277,39 +275,81 @@ def test_a_failing_last_read_ends_nobody_who_was_still_in_line(parts, monkeypatc
     with Engine(*parts, slots=1, max_len=128, chunk=32, policy=policy) as engine:
         expected = engine.submit([4, 5], LONG).result().tokens
         a, b = engine.submit([1, 2], Sampling(max_tokens=2, ignore_eos=True)), engine.submit([4, 5], LONG)
-        while a._request.planned < 2:
+        while a.request.planned < 2:
             engine.step()
-        monkeypatch.setattr(engine, "_commit", lambda flight: 1 / 0)
-        engine.step()
-        monkeypatch.undo()
+        with monkeypatch.context() as broken:
+            broken.setattr(nanobatch.Flight, "read", lambda self: 1 / 0)
+            engine.step()
         assert a.finish_reason == "error" and b.result(timeout=5).tokens == expected
 
 
 @pytest.mark.parametrize("what", ["submit", "cancel"])
 def test_ctrl_c_at_any_line_of_submit_and_cancel_leaks_no_slot(parts, what):
     with Engine(*parts, slots=1, max_len=128, chunk=32) as engine:
-        expected = engine.submit([4, 5], LONG).result().tokens
+        expected = engine.submit([4, 5], FEW).result().tokens
         for at in range(60):
-            handle = engine.submit([1, 2], LONG)
+            handle = engine.submit([1, 2], FEW)
             engine.step()
-            interrupt(handle.cancel if what == "cancel" else lambda: engine.submit([7, 8], LONG), at)
+            interrupt(handle.cancel if what == "cancel" else lambda: engine.submit([7, 8], FEW), at)
             engine.check()
             handle.result(timeout=5)
-            assert engine.submit([4, 5], LONG).result(timeout=5).tokens == expected, f"line {at}"
+            assert engine.submit([4, 5], FEW).result(timeout=5).tokens == expected, f"line {at}"
 
 
-def test_poison_in_the_padding_of_an_interrupted_prompt_is_scrubbed_too(parts):
-    """max_len is no multiple of the chunk: the padding reaches beyond it, up to the end of the slab."""
+def test_ctrl_c_at_any_line_of_submit_is_no_other_requests_affair(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        expected = [engine.submit([n], FEW).result().tokens for n in range(3)]
+        interrupted = 0
+        for at in range(0, 80, 2):
+            others = [engine.submit([n], FEW) for n in range(3)]
+            for _ in range(4):
+                engine.step()
+            interrupted += interrupt(lambda: engine.submit([7, 8], FEW), at)
+            assert [handle.result(timeout=5).tokens for handle in others] == expected, f"line {at}"
+            while engine.step():
+                pass
+            engine.check()
+        assert interrupted > 5 and engine.snapshot().submitted == engine.snapshot().finished
+
+
+def test_ctrl_c_in_a_cancel_while_another_thread_starts_a_step_mixes_nobody_up(parts, monkeypatch):
+    """The slots are emptied under a step that is being started. Its tokens must not reach requests that begin again."""
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        expected = engine.submit([4, 5], LONG).result().tokens
+        run, interrupted, reasons = engine.runner.run, 0, set()
+        for at in range(0, 44, 3):
+            inside, go = threading.Event(), threading.Event()
+
+            def slow(order, inside=inside, go=go):
+                inside.set()
+                go.wait(2)
+                return run(order)
+
+            with monkeypatch.context() as patched, engine.serving():
+                patched.setattr(engine.runner, "run", slow)
+                doomed, other = engine.submit([1, 2], LONG), engine.submit([4, 5], LONG)
+                assert inside.wait(5)
+                threading.Timer(0.1, go.set).start()
+                interrupted += interrupt(doomed.cancel, at)
+                result = other.result(timeout=5)
+                reasons.add(result.finish_reason)
+                assert result.finish_reason == "error" or result.tokens == expected, f"line {at}"
+                assert doomed.result(timeout=5).finish_reason
+            engine.check()
+        assert interrupted > 5 and reasons <= {"length", "error"}
+        assert engine.submit([4, 5], LONG).result().tokens == expected
+
+
+def test_poison_in_the_padding_of_a_cancelled_prompt_is_scrubbed_too(parts):
+    """The last chunk takes 26 tokens and 6 of padding. It is in flight when the request is cancelled."""
     model, text = parts
     good = Sampling(max_tokens=95, ignore_eos=True)
-    with Engine(poisoned(model, 99), text, slots=1, max_len=100, chunk=64, run_ahead=False) as engine:
+    with Engine(poisoned(model, 99), text, slots=1, max_len=100, chunk=64) as engine:
         alone = engine.submit([5, 6, 7], good).result().tokens
         bad = engine.submit([99] * 90, Sampling(max_tokens=5))
-        commit, engine._commit = engine._commit, lambda flight: (_ for _ in ()).throw(KeyboardInterrupt)
-        with pytest.raises(KeyboardInterrupt):
+        while not bad.request.planned:
             engine.step()
-        engine._commit = commit
-        assert bad.finish_reason == "error"
+        bad.cancel()
         assert engine.submit([5, 6, 7], good).result().tokens == alone
 
 

@@ -347,11 +347,11 @@ def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
     with pytest.raises(ValueError, match=r"64 slots of 2,048.*--slots \d+ or --max-len \d+"):
         Engine(model, text, slots=64, max_len=2048)
     with Engine(model, text) as engine:  # not asked for a size, it takes one that fits
-        assert len(engine.sched.owners) >= 1 and "10" not in engine.summary.split(";")[0]
+        assert engine.sched.slots >= 1 and "10" not in engine.summary.split(";")[0]
         assert "slots of 1,024 tokens" in engine.summary and "9.54 MiB" in engine.summary
     monkeypatch.setattr(device, "free_memory", lambda: 1_000_000)
     with Engine(model, text) as engine:
-        assert engine.slab.k[0].nbytes * 4 <= 900_000
+        assert engine.runner.slab.k[0].nbytes * 4 <= 900_000
 
 
 def test_an_unknown_dtype_is_refused(whole):

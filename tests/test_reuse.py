@@ -42,7 +42,7 @@ def test_a_conversation_that_goes_on_continues_in_its_own_slot(parts):
         answer = first.result().tokens
         again = engine.submit(history + answer + tokens(10, seed=1), SHORT)
         assert again.result().metrics.cached_tokens == 96
-        assert again._request.slot == first._request.slot
+        assert again.request.slot == first.request.slot
 
 
 def test_the_longest_match_wins_live_or_free(parts):
@@ -88,7 +88,7 @@ def test_dynamic_rope_beyond_the_trained_length_shares_nothing(tmp_path):
 def test_copying_a_prefix_copies_no_more_than_the_prefix(parts):
     opening = tokens(64)
     with Engine(*parts, slots=4, max_len=16_384, chunk=32) as engine:
-        layer = engine.slab.k[0].nbytes
+        layer = engine.runner.slab.k[0].nbytes
         before = mx.get_active_memory()
         for seed in range(6):
             handles = [engine.submit(opening + tokens(8, seed=seed + n), SHORT) for n in range(4)]

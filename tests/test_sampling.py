@@ -71,8 +71,8 @@ def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definit
     counts = np.zeros(V)
     batch = 500
     for start in range(0, DRAWS, batch):
-        picks = [Pick(row, row, Sampling(**options), seed=11, index=start + row) for row in range(batch)]
-        tokens, _ = choose(mx.broadcast_to(mx.array(logits), (batch, V)), picks, no_history(batch))
+        picks = [Pick(slot, Sampling(**options), seed=11, index=start + slot) for slot in range(batch)]
+        tokens, _ = choose(mx.broadcast_to(mx.array(logits), (batch, V)), range(batch), picks, no_history(batch))
         counts += np.bincount(np.array(tokens), minlength=V)
     assert counts.sum() == DRAWS
     assert not counts[expected < 1e-12].any(), "a token came that should have been filtered"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import sched
-from sched import Plan, QueueFull, Request, Scheduler
+from parts.prefix import Beginning, Prefixes
+from sched import POLICIES, Plan, QueueFull, Request, Scheduler
 
 SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 4_000))  # 100,000 take less than a minute
 
@@ -28,8 +29,8 @@ class Story:
         self.eos: dict[int, int] = {}  # request -> how many tokens it says before it ends by itself
         self.ids = 0
 
-    def submit(self, prompt: int, max_tokens: int, eos: int | None = None) -> Request:
-        request = Request(self.ids, tuple(range(prompt)), max_tokens, self.now)
+    def submit(self, prompt: int, max_tokens: int, eos: int | None = None, shares: bool = True) -> Request:
+        request = Request(self.ids, tuple(range(prompt)), max_tokens, self.now, shares)
         self.ids += 1
         self.sched.submit(request)
         self.tokens[request.id] = []
@@ -51,6 +52,7 @@ class Story:
             cuts = {chunk.start: chunk.stop for chunk in plan.chunks if not chunk.emits}
             assert all(self.cuts.setdefault(start, stop) == stop for start, stop in cuts.items()), (self.cuts, cuts)
             assert cost <= max(self.sched.budget, self.sched.chunk + len(plan.decodes))
+            assert plan.waiting or not plan.blocked, "a slot is kept shut from nobody"
         done = self.flights.pop(0) if self.flights and (len(self.flights) > self.lag or not plan) else None
         if done:
             self.sched.commit(done, [m.request.id for m in done.emitters], self.accept, self.now)
@@ -146,9 +148,9 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it():
 
 def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
     """Chunks of 4 and a budget of 8: two chunks a step, of two slots, oldest first, however long a prompt is."""
-    story = Story(slots=3, budget=8, reuse=False)
+    story = Story(slots=3, budget=8)
     for length in (10, 6, 6):
-        story.submit(length, 1)
+        story.submit(length, 1, shares=False)
     assert story.run() == timeline(
         """
          1 | A:P B:P
@@ -172,9 +174,9 @@ def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
 
 def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one():
     """A budget of 128 lets two chunks of 64 into a step. Narrowed to 16 tokens each, two it is still."""
-    story = Story(slots=4, max_len=600, chunk=64, budget=128, far=100, reuse=False)
+    story = Story(slots=4, max_len=600, chunk=64, budget=128, far=100)
     for _ in range(4):
-        story.submit(400, 1)
+        story.submit(400, 1, shares=False)
     story.run()
     late = [[chunk.stop - chunk.start for chunk in plan.chunks] for plan in story.plans if plan.chunks[0].start >= 300]
     assert len(late) > 10 and all(widths == [16, 16] for widths in late)
@@ -250,7 +252,7 @@ def test_a_full_queue_refuses_at_once_and_says_both_numbers():
     with pytest.raises(QueueFull, match=r"2 requests.*max_queue is 2"):
         story.submit(1, 1)
     story.run()
-    assert story.sched.finished == 2
+    assert story.sched.submitted == 2 and all(len(tokens) == 1 for tokens in story.tokens.values())
 
 
 def test_what_cannot_fit_a_slot_is_refused_with_both_numbers_and_blocks_nobody():
@@ -268,6 +270,197 @@ def test_a_wrong_setting_is_refused_by_name(wrong):
         Scheduler(**{"slots": 1, "max_len": 1, **wrong})
 
 
+# --- policies ----------------------------------------------------------------------------------------------------
+
+
+def test_under_static_a_free_slot_is_blocked_while_others_wait_for_the_batch_to_end():
+    """A's slot is free from step 3 on, and C and D wait. In step 6 the line is empty: nobody is kept out."""
+    story = Story(policy="static")
+    for tokens in (2, 4, 2, 3):
+        story.submit(3, tokens)
+    story.run()
+    assert [plan.blocked for plan in story.plans] == [(), (), (0,), (0,), (), (), ()]
+
+
+def test_under_continuous_no_slot_is_ever_blocked():
+    story = Story(slots=3, budget=4)
+    for tokens in (2, 5, 3, 1, 4, 2, 6):
+        story.submit(3 * tokens, tokens)
+    story.run()
+    assert sum(plan.waiting for plan in story.plans) > 10 and not any(plan.blocked for plan in story.plans)
+
+
+def test_a_slot_whose_last_token_is_still_to_be_read_is_not_blocked():
+    """Run-ahead: step 2 is planned while A's only token is in flight, so A still has its slot. In step 3 it is free."""
+    story = Story(lag=1, policy="static")
+    for tokens in (1, 4, 2):
+        story.submit(3, tokens)
+    story.run()
+    assert [plan.blocked for plan in story.plans][:4] == [(), (), (0,), (0,)]
+
+
+def test_drain_admits_nobody_until_all_that_ran_has_ended_and_then_the_new_policy_finds_empty_slots():
+    story = Story(slots=2, chunk=4)
+    story.submit(9, 2), story.submit(9, 4), story.submit(9, 1), story.submit(9, 1)
+    story.step()
+    story.sched.drain("serial")
+    assert (story.sched.policy, story.sched.draining_to) == ("continuous", "serial")
+    while story.sched.running:
+        assert (story.sched.policy, story.sched.draining_to) == ("continuous", "serial")
+        story.step()
+    assert (story.sched.policy, story.sched.draining_to) == ("serial", None)
+    assert story.sched.prefixes.rows == [0, 0] and len(story.sched.waiting) == 2
+    before = len(story.plans)
+    story.run()
+    assert {plan.policy for plan in story.plans[:before]} == {"continuous"}
+    assert {plan.policy for plan in story.plans[before:]} == {"serial"}
+    assert not any(plan.admitted for plan in story.plans[1:before])
+    assert story.plans[before - 1].blocked == (0,), "A's slot is free, and shut while the engine drains"
+
+
+def test_a_drain_with_nothing_running_is_over_at_once_and_the_last_one_wins():
+    story = Story()
+    story.sched.drain("static")
+    assert (story.sched.policy, story.sched.draining_to) == ("static", None)
+    story.submit(3, 2), story.step()
+    story.sched.drain("serial"), story.sched.drain("continuous")
+    with pytest.raises(ValueError, match=f"magic.*{', '.join(POLICIES)}"):
+        story.sched.drain("magic")
+    assert story.sched.draining_to == "continuous"
+    story.run()
+    assert (story.sched.policy, story.sched.draining_to) == ("continuous", None)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_fourth_policy_is_served_and_what_it_asks_for_beyond_the_free_slots_is_not_given(monkeypatch, lag):
+    """Greedy asks for a hundred slots where there are two; shy for one, and for -1 in every other step."""
+    rooms = {"greedy": lambda self, free: 100, "shy": lambda self, free: -1 if self.running and self.steps % 2 else 1}
+    for policy, room in rooms.items():
+        monkeypatch.setitem(sched.POLICIES, policy, "one more.")
+        monkeypatch.setattr(Scheduler, "_room", room)
+        story = Story(lag=lag, policy=policy)
+        requests = [story.submit(5, 3) for _ in range(5)]
+        story.run()
+        assert all(request.finish_reason == "length" and request.policy == policy for request in requests)
+        assert max(len(plan.admitted) for plan in story.plans) == (2 if policy == "greedy" else 1)
+
+
+# --- prefixes ----------------------------------------------------------------------------------------------------
+
+
+class Sealed(tuple):
+    """A prompt that is only to be measured."""
+
+    def __getitem__(self, index):
+        raise AssertionError("a plan reads a prompt")
+
+    __iter__ = __contains__ = __eq__ = __hash__ = __getitem__
+
+
+class Read(int):
+    """A token that counts how often it is compared or hashed."""
+
+    count = 0
+
+    def __eq__(self, other):
+        Read.count += 1
+        return int(self) == int(other)
+
+    def __hash__(self):
+        Read.count += 1
+        return hash(int(self))
+
+
+def test_a_prompts_tokens_are_read_at_submit_and_never_in_a_plan(monkeypatch):
+    """64 prompts of 16,000 tokens, all alike but for their ends. To compare them anew in each plan takes a second."""
+
+    class Watched(set):
+        looks = 0
+
+        def isdisjoint(self, other):
+            Watched.looks += 1
+            return super().isdisjoint(other)
+
+    def watched(self):
+        self.slots = Watched()
+
+    monkeypatch.setattr(Beginning, "__init__", watched)
+    slots, tokens = 64, 16_000
+    planner = Scheduler(slots, tokens + 10, chunk=64, budget=64 + 64 * 10)
+    opening = list(range(tokens - 1))
+    for id in range(2 * slots):
+        Read.count = 0
+        request = Request(id, (*map(Read, opening), Read(id)), 4, 0.0)
+        planner.submit(request)
+        assert Read.count <= 3 * tokens
+        request.prompt = Sealed(request.prompt)
+    Read.count = Watched.looks = steps = 0
+    while plan := planner.plan(0.0):
+        planner.commit(plan, [0] * len(plan.emitters), lambda request, token: None, 0.0)
+        steps += 1
+    assert planner.submitted == 2 * slots and not planner.running and not planner.waiting
+    assert Read.count == 0
+    assert steps > 250 and Watched.looks < steps * 2 * slots * 9  # a search by halves among 249 beginnings
+
+
+def common(prompt: tuple, other: tuple) -> int:
+    return next(
+        (n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), min(len(prompt), len(other))
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 8])
+def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(chunk):
+    """Against the plain way: compare token by token with what each slot holds."""
+    found = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        slots = rng.randint(1, 5)
+        prefixes, held = Prefixes(slots, chunk), [()] * slots
+        owners: list[tuple[tuple, list]] = [((), [])] * slots  # by slot: the prompt, and its beginnings
+        for _ in range(60):
+            stem = tuple(rng.choices(range(2), k=rng.randint(1, 30)))
+            known = rng.choice([prompt for prompt, _ in owners])
+            prompt = known[: rng.randint(0, len(known))] + stem
+            beginnings = prefixes.beginnings(prompt)
+            assert len(beginnings) == len(prompt) // chunk
+            among = rng.sample(range(slots), rng.randint(1, slots))
+            rows = {slot: common(prompt, held[slot]) // chunk * chunk for slot in among}
+            most = max(rows.values())
+            first = next(slot for slot in among if rows[slot] == most) if most else None
+            assert prefixes.find(beginnings, among) == (most, first)
+            found += most > 0
+            slot = rng.randrange(slots)
+            if rng.random() < 0.6:
+                prefixes.forget(slot)
+                owners[slot], held[slot] = (prompt, beginnings), ()
+            if rng.random() < 0.7 and owners[slot][0]:  # more of its owner's prompt
+                rows = rng.randint(len(held[slot]), len(owners[slot][0]))
+                prefixes.hold(slot, owners[slot][1], rows)
+                held[slot] = owners[slot][0][:rows]
+            if rng.random() < 0.1:
+                owners[slot] = (held[slot], prefixes.beginnings(held[slot]))  # its request is gone; the slot remembers
+            if rng.random() < 0.02:
+                prefixes.clear()
+                held = [()] * slots
+            assert prefixes.rows == [len(rows) for rows in held]
+    assert found > 500
+
+
+def test_what_nobody_holds_any_more_is_forgotten_altogether():
+    """Else every prompt that ever came would stay in memory."""
+    planner = Scheduler(2, 200, chunk=4)
+    for id in range(100):
+        planner.submit(Request(id, tuple(range(id, id + 100)), 1, 0.0))
+        while plan := planner.plan(0.0):
+            planner.commit(plan, [0] * len(plan.emitters), lambda request, token: None, 0.0)
+        del plan
+        assert len(planner.prefixes._longer) <= 3 * 25
+
+
+# --- at random ---------------------------------------------------------------------------------------------------
+
+
 def random_schedule(seed: int) -> int:
     """One random life of a scheduler, its invariants checked after every step. Answers with the steps it took."""
     rng = random.Random(seed)
@@ -278,7 +471,7 @@ def random_schedule(seed: int) -> int:
         chunk=rng.choice([2, 4, 32]),
         budget=rng.randint(1, 80),
         far=rng.choice([2, 8, sys.maxsize]),
-        policy=rng.choice(sched.POLICIES),
+        policy=rng.choice(list(sched.POLICIES)),
         max_queue=rng.randint(1, 6),
     )
     requests, refused = [], 0
@@ -286,10 +479,13 @@ def random_schedule(seed: int) -> int:
         for _ in range(rng.choice([0, 0, 1, 3])):
             prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)
             try:
-                requests.append(story.submit(prompt, tokens, rng.choice([None, rng.randint(1, tokens)])))
+                eos = rng.choice([None, rng.randint(1, tokens)])
+                requests.append(story.submit(prompt, tokens, eos, shares=rng.random() < 0.8))
             except QueueFull:
                 refused += 1
                 assert len(story.sched.waiting) == story.sched.max_queue
+        if rng.random() < 0.05:
+            story.sched.drain(rng.choice(list(sched.POLICIES)))
         if requests and rng.random() < 0.2:
             story.sched.finish(rng.choice(requests), "cancelled", story.now)
         story.step()
@@ -305,7 +501,7 @@ def random_schedule(seed: int) -> int:
         assert request.ended is not None
     admitted = [r.admitted for r in requests if r.admitted is not None]
     assert admitted == sorted(admitted), "not first come first served"
-    assert story.sched.finished == len(requests) and len(story.sched.free) == len(story.sched.owners)
+    assert story.sched.submitted == len(requests) and len(story.sched.free) == story.sched.slots
     return story.sched.steps
 
 
@@ -332,7 +528,7 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
         def finish_twice(self, request, reason, now):
             finish(self, request, reason, now)
             if request.slot is not None:
-                self.free.append(request.slot)
+                self.prefixes.by_use.append(request.slot)
 
         monkeypatch.setattr(Scheduler, "finish", finish_twice)
     elif bug == "a slot has two owners":
@@ -340,8 +536,8 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
 
         def admit_twice(self, now):
             admitted = admit(self, now)
-            if admitted:
-                self.free.insert(0, admitted[0].slot)
+            for request in admitted:
+                request.slot = 0
             return admitted
 
         monkeypatch.setattr(Scheduler, "_admit", admit_twice)
@@ -357,10 +553,10 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
         commit = Scheduler.commit
 
         def commit_by_slot(self, plan, tokens, accept, now):
+            owners = {request.slot: request for request in self.running.values()}
             for member, token in zip(plan.emitters, tokens, strict=True):
-                owner = self.owners[member.slot]
-                if member.request.finish_reason and owner:
-                    accept(owner, token)
+                if member.request.finish_reason and member.slot in owners:
+                    accept(owners[member.slot], token)
             return commit(self, plan, tokens, accept, now)
 
         monkeypatch.setattr(Scheduler, "commit", commit_by_slot)

@@ -137,7 +137,7 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         terminal.sees("13 done", "idle")
         terminal.type("p")
         terminal.sees("idle  static")
-        terminal.type(" b")  # by hand, so that there is somebody to cancel
+        terminal.type(" b")  # paused, so that there are requests to cancel
         terminal.sees("queue 12", "paused")
         terminal.type("/step 60\r")
         terminal.sees("paused", "space Go on", "blocked", "one step ahead")

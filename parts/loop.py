@@ -1,0 +1,163 @@
+"""The one thread that steps an engine, and what others may wish of it between two steps.
+
+The problem. An engine is stepped by one thread at a time, but many want something of it: clients submit and cancel, a
+screen pauses, takes a single step, changes the policy. If each of them called the engine while it steps, they would
+wait for a step each time, and a pause in the middle of a step would show half a step.
+
+The way out. A loop has a thread of its own. What others want is written down as a wish, and the thread fulfils it
+between two steps. While there is nothing to do the thread sleeps on the engine's own condition, `engine.changed`: so a
+`submit` from anywhere wakes it, and an idle engine costs nothing.
+
+    turn:  wishes -> one step, unless paused -> `between`, the watcher's own work -> sleep until something changes
+
+The invariant: while a loop has started, nothing else steps its engine. Where next: `Engine.step` in `nanobatch.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from parts.answers import ListenerError, describe, here
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
+
+
+class Stopwatch:
+    """A clock for an engine: seconds since the start. It stands still while the engine is paused.
+
+    So TTFT and tokens/s tell what the engine does, not how long a person looked at it.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now, self._lost = now, now()
+        self._stopped: float | None = None
+
+    def __call__(self) -> float:
+        return (self._now() if self._stopped is None else self._stopped) - self._lost
+
+    def stop(self) -> None:
+        if self._stopped is None:
+            self._stopped = self._now()
+
+    def go(self) -> None:
+        if self._stopped is not None:
+            self._lost += self._now() - self._stopped
+            self._stopped = None
+
+
+class Loop:
+    """Steps an engine in a thread of its own, from `start` to `stop`, or inside a `with` block.
+
+    `between` is called after each step, and whenever the loop wakes up. It answers with the seconds after which it
+    wants to be called again at the latest, or None. `watch` is the engine's clock, if it is one that can be stopped.
+    """
+
+    def __init__(self, engine: Engine, between: Callable = lambda: None, watch: Stopwatch | None = None):
+        self.engine, self.paused, self.stepping = engine, False, 0  # `stepping`: steps still to be run by hand
+        self._between, self._watch = between, watch
+        self._wishes: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Loop:
+        if here.listens:
+            raise ListenerError("serving")
+        self.engine.attach(self)
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="nanobatch", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self, patience: float | None = None) -> bool:
+        """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be interrupted."""
+        thread = self._thread
+        with self.engine.changed:
+            self._stopping = True
+            self.engine.changed.notify_all()
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(patience)
+        return not thread.is_alive()
+
+    def __enter__(self) -> Engine:
+        return self.start().engine
+
+    def __exit__(self, *exception) -> None:
+        self.stop()
+
+    # --- what any thread may say; it returns at once
+
+    def wish(self, act: Callable[[], None]) -> None:
+        """Do this between two steps."""
+        with self.engine.changed:
+            self._wishes.append(act)
+            self.engine.changed.notify_all()
+
+    def pause(self) -> None:
+        """Run no other step than the one that runs now."""
+        self._go(True, 0)
+
+    def resume(self) -> None:
+        self._go(False, 0)
+
+    def step(self, count: int = 1) -> None:
+        """Run so many steps, then pause."""
+        self._go(True, self.stepping + count)
+
+    def _go(self, paused: bool, stepping: int) -> None:
+        with self.engine.changed:
+            self.paused, self.stepping = paused, stepping
+            self.wish(lambda: None)  # the loop wakes up, and stops the clock or lets it go
+
+    # --- the thread
+
+    def _run(self) -> None:
+        rest: float | None = 0.0
+        try:
+            while True:
+                with self.engine.changed:
+                    self.engine.changed.wait_for(self._is_awake, rest)
+                    if self._stopping:
+                        return
+                rest = self.turn()
+        finally:
+            self.engine.attach(None)
+
+    def _is_awake(self) -> bool:
+        # Steps by hand wake it even if there is nothing to do: it sees so, and forgets them.
+        return bool(self._stopping or self._wishes or self.stepping or (not self.paused and self.engine.has_work))
+
+    def turn(self) -> float | None:
+        """Fulfil the wishes, take a step, do what a watcher does between two. Answers with how long to sleep then."""
+        while self._wishes:
+            self._guarded(self._wishes.popleft())
+        moves = self.stepping or not self.paused
+        if self._watch:
+            (self._watch.go if moves else self._watch.stop)()
+        if moves:
+            self._guarded(self._step)
+        return self._guarded(self._between)
+
+    def _step(self) -> None:
+        """One step. The engine runs ahead: after a rest, its first call starts a step and has none to commit yet."""
+        before = self.engine.steps
+        worked = self.engine.step()
+        if worked and self.stepping and self.engine.steps == before:
+            worked = self.engine.step()
+        with self.engine.changed:
+            self.stepping = max(0, self.stepping - 1) if worked else 0
+
+    def _guarded(self, act: Callable[[], float | None]) -> float | None:
+        """This thread must not die while others may come and wait for it."""
+        try:
+            return act()
+        except BaseException as error:
+            with suppress(BaseException):
+                self.engine.note(describe(error))
+            return None

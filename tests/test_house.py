@@ -1,0 +1,346 @@
+"""The plan of the house: how long its files are, and which of them may import which.
+
+The plan stands first, as tables. The tests read the source and never run it. A test that fails names every file or
+line that breaks the plan, not only the first. `python -m pytest -s tests/test_house.py` prints all sizes.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+# The most lines: of a file, of a file in a folder, of a class, of any function.
+FILE = {"nanobatch": 750, "kv": 160, "tui": 650}
+IN_A_FOLDER = 600
+CLASS = {("nanobatch", "Engine"): 300}
+FUNCTION = 60
+# The most lines of code: without docstrings, comments and blank lines. The whole had 4,517 in nine files, 144 of them
+# imports; in 24 files, 282 are imports. It may become less.
+CODE = {"sched": 230}
+ALL_CODE = 4690
+
+# The file on the left may import those on the right, and what any file may import.
+MAY_IMPORT = {
+    "ask": "nanobatch parts/*",
+    "bench": "nanobatch parts/*",
+    "serve": "nanobatch parts/*",
+    "demo/*": "nanobatch parts/* demo/*",
+    "tui": "screen/* serve parts/answers parts/loop",
+    "nanobatch": "kv sched parts/*",
+    "parts/load": "parts/checkpoint parts/ops parts/ranks parts/device kv",
+    "parts/text": "parts/device parts/checkpoint",
+    "parts/sampling": "parts/device parts/checkpoint",
+    "parts/ops": "parts/device parts/checkpoint",
+    "parts/ranks": "parts/device parts/checkpoint",
+    "parts/checkpoint": "parts/device",
+    "parts/answers": "sched",
+    "parts/loop": "parts/answers",
+    "kv": "parts/device",
+    "sched": "parts/prefix",
+    "parts/prefix": "",
+    "parts/device": "",
+    "parts/checks": "",
+}
+ANY_FILE_MAY_IMPORT = "parts/checks"
+# Each file of the screen may import those of the lines below it, and these.
+SCREEN = """
+    session
+    keys panes
+    charts
+    state
+    remote timeline
+    room
+    ink
+"""
+SCREEN_MAY_IMPORT = "parts/answers parts/loop sched"
+# The screen shows its first frame before MLX is loaded: what it needs of the engine it imports inside a function.
+BEHIND_THE_FIRST_FRAME = {"tui": "nanobatch", "screen/*": "nanobatch"}
+
+WITHOUT_MLX = ["sched", "parts/prefix", "parts/loop", "parts/answers"]
+STANDARD_LIBRARY = {"sched": "", "parts/prefix": "", "parts/checks": "", "parts/device": "mlx"}  # and these packages
+
+
+# --- reading the source ------------------------------------------------------------------------------------------
+
+
+def names() -> list[str]:
+    """All files but the demo's: "nanobatch", "parts/ops" and so on, without the ending."""
+    return [name for folder in (".", "parts", "screen") for name in files_in(folder)]
+
+
+@cache
+def everything() -> list[str]:
+    return names() + files_in("demo")
+
+
+def files_in(folder: str) -> list[str]:
+    return [path.relative_to(ROOT).with_suffix("").as_posix() for path in sorted((ROOT / folder).glob("*.py"))]
+
+
+@cache
+def source(name: str) -> str:
+    return (ROOT / f"{name}.py").read_text()
+
+
+def length(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def lines_of_code(text: str) -> int:
+    """Lines that hold a token, and are no docstring."""
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in no_code]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (
+            ast.get_docstring(node, clean=False) is not None
+        ):
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+class Import(NamedTuple):
+    module: str  # "nanobatch" or "parts/ops", or of other people's packages the first name
+    inside: bool  # of a function
+
+
+@cache
+def imports(name: str, text: str | None = None) -> set[Import]:
+    """All that a file imports, but for what it imports under `if TYPE_CHECKING:`."""
+    ours = set(everything())
+
+    def resolve(parts: list[str]) -> str:
+        for path in ("/".join(parts[:2]), parts[0], f"demo/{parts[0]}"):
+            if path in ours:
+                return path
+        return parts[0]
+
+    def visit(node: ast.AST, inside: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(resolve(alias.name.split(".")), inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = name.split("/")[: -node.level] if node.level else []
+            base = [*above, *(node.module.split(".") if node.module else [])]
+            yield from (Import(resolve([*base, alias.name]), inside) for alias in node.names)
+        is_checking = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in node.orelse if is_checking else ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    return set(visit(ast.parse(source(name) if text is None else text), False))
+
+
+@cache
+def graph(inside: bool = True) -> dict[str, set[str]]:
+    """Each file of ours and what it imports: in any place, or only outside of functions."""
+    return {name: {i.module for i in imports(name) if inside or not i.inside} for name in everything()}
+
+
+def reached(edges: dict[str, set[str]], name: str) -> dict[str, list[str]]:
+    """What a file imports, itself or through others: each with the way that leads to it."""
+    ways, line = {}, [[name]]
+    for way in line:
+        for module in sorted(edges.get(way[-1], ())):
+            if module not in ways:
+                ways[module] = [*way, module]
+                line.append(ways[module])
+    return ways
+
+
+def matches(name: str, patterns: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns.split())
+
+
+def allowed(name: str) -> str | None:
+    """What a file may import of ours; None if the plan does not know it."""
+    rows = [line.split() for line in SCREEN.split("\n")]
+    for i, row in enumerate(rows):
+        if name in [f"screen/{other}" for other in row]:
+            return " ".join([SCREEN_MAY_IMPORT, *(f"screen/{other}" for below in rows[i + 1 :] for other in below)])
+    return next((files for pattern, files in MAY_IMPORT.items() if fnmatch(name, pattern)), None)
+
+
+def forbidden(name: str, found: set[Import]) -> list[str]:
+    """Those of a file's imports that the plan does not allow."""
+    behind = " ".join(files for pattern, files in BEHIND_THE_FIRST_FRAME.items() if fnmatch(name, pattern))
+    ours, may = set(everything()), f"{allowed(name) or ''} {ANY_FILE_MAY_IMPORT}"
+    return [
+        f"{name} imports {module}{' inside a function' if inside else ''}"
+        for module, inside in sorted(found)
+        if module in ours and not matches(module, f"{may} {behind}" if inside else may)
+    ]
+
+
+def engine_names(name: str, text: str) -> list[str]:
+    """Where a file touches an underscored name of an engine, outside the class `Engine` itself."""
+
+    def visit(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.ClassDef) and (name, node.name) == ("nanobatch", "Engine"):
+            return
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = ast.unparse(node.value)
+            if owner.split(".")[-1] in ("engine", "_engine"):
+                yield f"{name}.py:{node.lineno} touches {owner}.{node.attr}"
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child)
+
+    return list(visit(ast.parse(text)))
+
+
+def report(offenders: list[str]) -> str:
+    return "\n".join(["", *offenders])
+
+
+# --- sizes -------------------------------------------------------------------------------------------------------
+
+
+def test_no_file_is_longer_than_an_afternoon_allows():
+    offenders = []
+    for name in names():
+        lines, most = len(source(name).splitlines()), FILE.get(name, IN_A_FOLDER if "/" in name else None)
+        print(f"{name:20}{lines:6,} lines{f' of {most}' if most else ''}")
+        if most and lines > most:
+            offenders.append(f"{name}.py has {lines} lines, {lines - most} more than {most}")
+    assert not offenders, report(offenders)
+
+
+def test_no_class_is_longer_than_its_room():
+    offenders, found = [], 0
+    for (name, owner), most in CLASS.items():
+        for node in ast.walk(ast.parse(source(name))):
+            if isinstance(node, ast.ClassDef) and node.name == owner:
+                found += 1
+                print(f"class {owner:14}{length(node):6,} lines of {most}")
+                if length(node) > most:
+                    offenders.append(f"class {owner} has {length(node)} lines, {length(node) - most} more than {most}")
+    assert found == len(CLASS)
+    assert not offenders, report(offenders)
+
+
+def test_no_function_is_longer_than_a_page():
+    lengths = {}
+    for name in names():
+        for node in ast.walk(ast.parse(source(name))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lengths[f"{name}.py:{node.lineno} {node.name}"] = length(node)
+    assert len(lengths) > 100
+    longest = max(lengths, key=lengths.get)
+    print(f"longest function: {longest}, {lengths[longest]} lines of {FUNCTION}")
+    offenders = [f"{place} has {lines} lines" for place, lines in lengths.items() if lines > FUNCTION]
+    assert not offenders, report(offenders)
+
+
+def test_the_house_has_no_more_code_than_before_it_had_rooms():
+    code = {name: lines_of_code(source(name)) for name in names()}
+    offenders = []
+    for name, lines in {**code, "all files": sum(code.values())}.items():
+        most = ALL_CODE if name == "all files" else CODE.get(name)
+        print(f"{name:20}{lines:6,} lines of code{f' of {most:,}' if most else ''}")
+        if most and lines > most:
+            offenders.append(f"{name}: {lines:,} lines of code, {lines - most} more than {most:,}")
+    assert not offenders, report(offenders)
+
+
+# --- imports -----------------------------------------------------------------------------------------------------
+
+
+def test_every_file_has_its_place_in_the_plan():
+    offenders = [f"{name}.py is not in the plan" for name in everything() if allowed(name) is None]
+    assert not offenders, report(offenders)
+
+
+def test_every_import_runs_downwards():
+    offenders = [line for name in everything() for line in forbidden(name, imports(name))]
+    assert not offenders, report(offenders)
+
+
+def test_no_import_runs_in_a_circle():
+    ways = {name: reached(graph(), name) for name in everything()}
+    offenders = [" -> ".join(way[name]) for name, way in ways.items() if name in way]
+    assert not offenders, report(offenders)
+
+
+def test_planning_and_answering_need_no_mlx():
+    """Not even through what they import, and not inside a function."""
+    ways = {name: reached(graph(), name) for name in everything() if name in WITHOUT_MLX}
+    assert "sched" in ways
+    offenders = [" -> ".join(way["mlx"]) for way in ways.values() if "mlx" in way]
+    assert not offenders, report(offenders)
+
+
+def test_the_screens_first_frame_needs_no_mlx():
+    ways = {name: reached(graph(inside=False), name) for name in everything() if matches(name, "tui screen/*")}
+    assert len(ways) > 5
+    offenders = [" -> ".join(way["mlx"]) for way in ways.values() if "mlx" in way]
+    assert not offenders, report(offenders)
+
+
+def test_what_stands_lowest_needs_the_standard_library_only():
+    offenders = []
+    for name in (name for name in everything() if name in STANDARD_LIBRARY):
+        free = {*everything(), *sys.stdlib_module_names, *STANDARD_LIBRARY[name].split()}
+        offenders += [f"{name} imports {i.module}" for i in sorted(imports(name)) if i.module not in free]
+    assert not offenders, report(offenders)
+
+
+# --- the engine's own names --------------------------------------------------------------------------------------
+
+
+def test_only_the_class_engine_touches_its_underscored_names():
+    offenders = [line for name in everything() for line in engine_names(name, source(name))]
+    assert not offenders, report(offenders)
+
+
+# --- the tests of these tests ------------------------------------------------------------------------------------
+
+
+def test_a_line_of_code_is_no_prose():
+    text = '"""A docstring\n\nof three lines."""\n\n# a comment\nx = """a text\nof two lines"""  # and a comment\n'
+    assert lines_of_code(text) == 2
+    assert lines_of_code('def f(\n    x,\n):\n    """Says."""\n\n    return x\n') == 4
+
+
+def test_an_import_is_found_wherever_it_stands():
+    text = """
+import json, mlx.core as mx
+from parts import device, text
+from parts.ops import silu
+if TYPE_CHECKING:
+    from nanobatch import Engine
+else:
+    import kv
+class A:
+    def f(self):
+        with open("x"):
+            from nanobatch import Engine
+"""
+    outside = {Import(m, False) for m in ("json", "mlx", "parts/device", "parts/text", "parts/ops", "kv")}
+    assert imports("tui", text) == {*outside, Import("nanobatch", True)}
+    assert imports("parts/load", "from . import device\nfrom .ops import silu") == {
+        Import("parts/device", False),
+        Import("parts/ops", False),
+    }
+
+
+def test_an_import_against_the_plan_is_found():
+    wrong = {Import("nanobatch", False), Import("kv", True), Import("screen/panes", False)}
+    right = {Import("nanobatch", True), Import("screen/ink", False), Import("parts/checks", False), Import("re", False)}
+    assert len(forbidden("screen/state", wrong | right)) == 3
+    assert len(forbidden("kv", {Import("nanobatch", True), Import("parts/device", False)})) == 1
+    edges = {"a": {"b"}, "b": {"c", "mlx"}, "c": {"a"}}
+    assert reached(edges, "a") == {"b": ["a", "b"], "c": ["a", "b", "c"], "a": list("abca"), "mlx": ["a", "b", "mlx"]}
+
+
+def test_a_touch_of_the_engines_own_names_is_found():
+    inside = "class Engine:\n    def f(self, engine): return engine._a\n"
+    text = inside + "def g(x, engine): return x._engine._b(), x.engine._c, engine.d"
+    assert len(engine_names("nanobatch", text)) == 2
+    assert len(engine_names("parts/answers", text)) == 3
+    assert engine_names("tui", "engine.step(); engine.__class__; other._x") == []

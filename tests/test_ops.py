@@ -1,0 +1,239 @@
+"""Each operation, in the form that this device runs fastest, against its formula: in float64, or as MLX has it."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint
+
+from kv import Slab, Window
+from nanobatch import Model, attention, heads
+from parts import device
+from parts.checkpoint import Rope
+from parts.device import mx
+from parts.ops import Dense, Quantized, SideBySide, product, rms_norm, rope_angles, rope_frequencies, rotate, silu
+from parts.ops import softmax as ours_softmax
+
+HALF = [(mx.float16, 2e-3), (mx.bfloat16, 2e-2)]
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
+
+
+def wide(x: mx.array) -> np.ndarray:
+    """As float64: numpy knows no bfloat16."""
+    return np.array(x.astype(mx.float32), dtype=np.float64)
+
+
+# --- one number at a time ----------------------------------------------------------------------------------------
+
+
+def test_rms_norm_is_its_formula():
+    x, weight = normal(3, 5, 64, scale=4.0), normal(64, seed=1)
+    wanted = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
+    assert np.abs(wide(rms_norm(mx.array(x), mx.array(weight), 1e-5)) - wanted).max() < 2e-5
+    small = x * 1e-4  # where eps counts
+    wanted = small.astype(np.float64) / np.sqrt((small.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
+    assert np.abs(wide(rms_norm(mx.array(small), mx.array(weight), 1e-5)) - wanted).max() < 2e-6
+
+
+def test_silu_is_its_formula_from_far_below_zero_to_far_above():
+    x = np.concatenate([np.linspace(-80, 80, 20_001), [0.0, -1e-6, 1e-6]]).astype(np.float32)
+    wanted = x / (1 + np.exp(-x.astype(np.float64)))
+    assert (np.abs(wide(silu(mx.array(x))) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
+    assert wide(silu(mx.array([-200.0, -1e4, 200.0, 1e4]))).tolist() == [0.0, 0.0, 200.0, 1e4]  # no inf, no NaN
+
+
+@pytest.mark.parametrize(("dtype", "close"), HALF)
+def test_silu_in_half_precision_is_as_close_as_half_precision_is(dtype, close):
+    """e^-x as a power of a number that is held to three digits only would be far off where x is large."""
+    x = mx.array(np.linspace(-10, 10, 2_001).astype(np.float32)).astype(dtype)
+    y = silu(x)
+    wanted = wide(x) / (1 + np.exp(-wide(x)))
+    assert y.dtype == dtype and (np.abs(wide(y) - wanted) <= close * np.abs(wanted) + close * 0.1).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 15, 16, 40])
+@pytest.mark.parametrize("T", [1, 32, 224])
+def test_softmax_is_its_formula_in_both_forms(rows, T):
+    """Fewer than 16 rows are MLX's own operation, more are five. Either way with large numbers and masked ones."""
+    x = normal(rows, T, scale=30.0) + 500
+    x[:, 1:][normal(rows, T - 1, seed=2) > 0.5] = -np.inf
+    y = wide(ours_softmax(mx.array(x)))
+    powers = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True))
+    assert np.abs(y - powers / powers.sum(-1, keepdims=True)).max() < 2e-6
+    assert (y[np.isinf(x)] == 0).all(), "what is masked weighs exactly nothing"
+
+
+def test_both_forms_of_softmax_are_tried(monkeypatch):
+    """Which one is taken depends on the rows, and never on how many numbers each of them has."""
+    taken = []
+    softmax = mx.softmax
+    monkeypatch.setattr(mx, "softmax", lambda x, axis: taken.append(x.shape) or softmax(x, axis=axis))
+    for rows in (1, 15, 16, 40):
+        for T in (1, 32, 4_096):
+            ours_softmax(mx.zeros((rows, T)))
+            ours_softmax(mx.zeros((rows, 1, T)))
+    assert {shape[0] for shape in taken} == {1, 15} and len(taken) == 12
+
+
+def test_more_masked_numbers_change_no_bit_of_a_softmax():
+    """T grows with the neighbours."""
+    for rows in (4, 32):
+        x = normal(rows, 64, scale=3.0)
+        short = np.array(ours_softmax(mx.array(x)))
+        for T in (96, 256, 1_024):
+            padded = np.full((rows, T), -np.inf, np.float32)
+            padded[:, :64] = x
+            assert np.array(ours_softmax(mx.array(padded)))[:, :64].tobytes() == short.tobytes(), (rows, T)
+
+
+@pytest.mark.parametrize(("dtype", "close"), HALF)
+def test_softmax_in_half_precision_is_as_close_as_half_precision_is(dtype, close):
+    x = mx.array(normal(40, 64, scale=3.0)).astype(dtype)
+    powers = np.exp(wide(x) - wide(x).max(-1, keepdims=True))
+    y = ours_softmax(x)
+    assert y.dtype == dtype and np.abs(wide(y) - powers / powers.sum(-1, keepdims=True)).max() < 2 * close
+
+
+# --- positions ---------------------------------------------------------------------------------------------------
+
+
+def test_rotate_is_mx_fast_rope_at_every_row_and_position(tmp_path):
+    model = Model.load(make_checkpoint(tmp_path, head_dim=24))
+    x = mx.array(normal(5, 6, 1, 24))
+    starts = [0, 1, 31, 100, 200]
+    slab = Slab(1, 5, 2, 256, 24, mx.float32)
+    window = Window(slab, list(range(5)), starts, 1, 256, [s + 1 for s in starts])
+    ours = np.array(rotate(x, *rope_angles(model, window))) * 24**0.25  # attention wants it shorter
+    for row, start in enumerate(starts):
+        each = mx.fast.rope(x[row : row + 1], 24, traditional=False, base=10000.0, scale=1.0, offset=start)
+        assert np.abs(ours[row] - np.array(each[0])).max() < 2e-6, f"row {row} at {start}"
+
+
+def test_a_chunks_positions_go_up_one_by_one(tmp_path):
+    model = Model.load(make_checkpoint(tmp_path, head_dim=24))
+    x = mx.array(normal(1, 6, 32, 24))
+    window = Window(Slab(1, 5, 2, 256, 24, mx.float32), [3], [64], 32, 96, [100])
+    ours = np.array(rotate(x, *rope_angles(model, window))) * 24**0.25
+    fast = mx.fast.rope(x, 24, traditional=False, base=10000.0, scale=1.0, offset=64)
+    assert np.abs(ours - np.array(fast)).max() < 5e-6
+
+
+def rope(**settings) -> Rope:
+    defaults = dict.fromkeys(Rope.__annotations__, 1.0) | {"type": "default", "theta": 10_000.0}
+    return Rope(**(defaults | settings))
+
+
+def test_frequencies_are_theta_to_the_minus_two_i_over_dh():
+    wanted = 10_000.0 ** (-2 * np.arange(16) / 32)
+    assert np.abs(wide(rope_frequencies(rope(), 32)) / wanted - 1).max() < 2e-6
+
+
+def test_llama3_slows_what_turns_slowly_and_leaves_what_turns_fast():
+    settings = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 8192}
+    ours = wide(rope_frequencies(rope(type="llama3", theta=500_000.0, **settings), 128))
+    plain = 500_000.0 ** (-2 * np.arange(64) / 128)
+    turns = 8192 * plain / (2 * math.pi)
+    keep = np.clip((turns - 1) / 3, 0, 1)
+    assert (keep == 0).any() and (keep == 1).any() and ((keep > 0) & (keep < 1)).any()
+    assert np.abs(ours / (plain * ((1 - keep) / 8 + keep)) - 1).max() < 5e-6
+
+
+def test_dynamic_raises_theta_beyond_the_trained_length_only():
+    settings = rope(type="dynamic", factor=2.0, original_length=100)
+    plain = wide(rope_frequencies(rope(), 32))
+    assert np.array_equal(wide(rope_frequencies(settings, 32, 100)), plain)
+    theta = 10_000.0 * (2 * 250 / 100 - 1) ** (32 / 30)
+    assert np.abs(wide(rope_frequencies(settings, 32, 250)) / theta ** (-2 * np.arange(16) / 32) - 1).max() < 5e-6
+
+
+# --- attention ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("H", "Hkv", "L"), [(4, 4, 1), (4, 2, 1), (6, 1, 7), (8, 2, 5)])
+def test_attention_is_mx_fast_scaled_dot_product_attention(H, Hkv, L):
+    q, k, v = (
+        mx.array(normal(*shape, seed=seed))
+        for seed, shape in enumerate(((2, H, L, 16), (2, Hkv, 32, 16), (2, Hkv, 32, 16)))
+    )
+    visible = mx.arange(32) <= mx.array([[9], [20]])[:, :, None] + mx.arange(L)[None, :, None]  # (2, L, 32)
+    mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (2, 1, L, 32)
+    ours = attention(q * 16**-0.5, k, v, mx.concatenate([mask] * (H // Hkv), axis=2))
+    fast = mx.fast.scaled_dot_product_attention(q, k, v, scale=16**-0.5, mask=mask)  # (2, H, L, 16)
+    assert ours.shape == (2 * L, H * 16)
+    assert np.abs(np.array(ours) - np.array(fast.transpose(0, 2, 1, 3).reshape(2 * L, H * 16))).max() < 1e-5
+
+
+def test_heads_stand_where_the_fused_projection_puts_them():
+    """(B * L, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a turn."""
+    c = SimpleNamespace(H=4, Hkv=2, Dh=6, qk_norm=False)
+    window = Window(Slab(1, 3, 2, 32, 6, mx.float32), [0, 1, 2], [0, 1, 2], 1, 32, [1, 2, 3])
+    x = normal(3, 8 * 6)
+    angles = mx.ones((3, 1, 1, 6)), mx.zeros((3, 1, 1, 6))
+    q, k, v = heads(c, None, mx.array(x), window, angles)
+    apart = x.reshape(3, 8, 6)
+    for ours, wanted in ((q, apart[:, :4]), (k, apart[:, 4:6]), (v, apart[:, 6:])):
+        assert np.array_equal(np.array(ours), wanted[:, :, None])
+
+
+# --- products ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 2, 8, 100])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 16, 19])
+def test_a_product_in_blocks_of_rows_is_the_product(monkeypatch, rows, block):
+    """The last block is filled up with zeros, and what comes of them is cut off."""
+    monkeypatch.setattr(device, "rows_at_once", lambda rows, columns: min(rows, block))
+    for shape in ((rows, 40), (rows, 3, 40), (rows, 1, 40)):
+        x, weight = normal(*shape), normal(40, 96, seed=1)
+        y = product(mx.array(x), mx.array(weight))
+        assert y.shape == (*shape[:-1], 96)
+        assert np.abs(wide(y) - x.astype(np.float64) @ weight).max() < 2e-5
+
+
+@pytest.mark.parametrize("out", [1, 16, 33, 1024, 2048])
+@pytest.mark.parametrize("as_stored", [True, False])
+@pytest.mark.parametrize("biases", [(False,), (True,), (True, False), (False, False), (True, True)])
+def test_a_dense_matrix_is_x_w_t_plus_b_whichever_way_it_is_stored(monkeypatch, as_stored, out, biases):
+    """(out, in) as the checkpoint has it, or turned and widened with zeros; one part or several side by side."""
+    monkeypatch.setattr(device, "takes_rows", lambda outputs, inputs: as_stored)
+    weights = [normal(out + 5 * n, 24, seed=n) for n in range(len(biases))]
+    offsets = [normal(len(weight), seed=9) if has else None for weight, has in zip(weights, biases, strict=True)]
+    dense = Dense.of(
+        [
+            (mx.array(weight), None if offset is None else mx.array(offset))
+            for weight, offset in zip(weights, offsets, strict=True)
+        ]
+    )
+    x = normal(5, 24, seed=8)
+    parts = [
+        x.astype(np.float64) @ weight.T + (0 if offset is None else offset)
+        for weight, offset in zip(weights, offsets, strict=True)
+    ]
+    wanted = np.concatenate(parts, axis=-1)
+    y = dense(mx.array(x))
+    assert y.shape == wanted.shape and np.abs(wide(y) - wanted).max() < 2e-5
+    assert dense(mx.array(x[:, None])).shape == (5, 1, wanted.shape[-1])
+    if not as_stored:
+        assert dense.weight.shape[1] % 16 == 0 and dense.weight.shape[1] % 1024
+    together = np.concatenate(weights)
+    ids = mx.array([[0, len(together) - 1], [0, 0]])
+    assert np.array_equal(np.array(dense.rows(ids)), together[np.array(ids)])
+
+
+def test_quantized_matrices_are_what_they_unpack_to_alone_and_side_by_side():
+    weight = normal(48, 64)
+    packed = mx.quantize(mx.array(weight), group_size=32, bits=4)
+    plain = wide(mx.dequantize(*packed, group_size=32, bits=4))
+    bias = normal(48, seed=2)
+    quantized = Quantized(*packed, mx.array(bias), 4, 32)
+    x = normal(7, 64, seed=3)
+    wanted = x.astype(np.float64) @ plain.T + bias
+    assert np.abs(wide(quantized(mx.array(x))) - wanted).max() < 1e-4
+    assert np.array_equal(wide(quantized.rows(mx.array([3, 47]))), plain[[3, 47]])
+    dense = Dense.of([(mx.array(weight), None)])
+    both = wide(SideBySide((quantized, dense))(mx.array(x)))
+    assert np.abs(both - np.concatenate([wanted, x.astype(np.float64) @ weight.T], axis=-1)).max() < 1e-4

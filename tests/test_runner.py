@@ -1,0 +1,173 @@
+"""The device half alone: it is handed orders in plain numbers, and the same orders give the same bits."""
+
+import random
+
+import numpy as np
+import pytest
+from harness import random_asks
+
+from nanobatch import Engine, Order, Piece, Runner, Sampling
+from parts.device import device_lock, device_stream
+from parts.load import Sizes
+from parts.sampling import Pick
+
+SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100, summary="")
+KINDS = [
+    {},
+    {"temperature": 0.9, "seed": 5},
+    {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.3},
+    {"repetition_penalty": 1.7},
+    {"logprobs": 3, "logit_bias": {5: 2.0}},
+    {"temperature": 2.0, "min_p": 0.05, "seed": 7, "logprobs": 0},
+]
+
+
+class Recorded:
+    """What a runner was told, and what came of it."""
+
+    def __init__(self, runner: Runner):
+        self.runner, self.orders, self.tokens, self.logprobs = runner, [], [], []
+
+    def play(self, order: Order) -> None:
+        tokens, logprobs = self.runner.run(order).read()
+        self.orders.append(order)
+        self.tokens.append(tokens)
+        self.logprobs.append(logprobs)
+
+    @property
+    def slab(self) -> list[bytes]:
+        """Every row but the spare ones, which hold what nobody reads."""
+        slab = self.runner.slab
+        return [np.array(array)[:, :, : slab.length].tobytes() for array in (*slab.k, *slab.v)]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["exact", "compact"])
+def record(parts, request) -> Recorded:
+    """A real engine's life: random prompts that begin alike, chunks, copies of prefixes, every kind of sampling."""
+    model, text = parts
+    rng = np.random.default_rng(4)
+    asks = random_asks(rng, 24, longest=120, tokens=14, alike=0.6)
+    options = {"slots": SIZES.slots, "max_len": SIZES.max_len, "chunk": SIZES.chunk, "budget": SIZES.budget}
+    with Engine(model, text, exact=request.param, **options) as engine:
+        handles = []
+        recorded, run = Recorded(engine.runner), engine.runner.run
+
+        def recording(order):
+            flight = run(order)
+            tokens, logprobs = flight.read()
+            recorded.orders.append(order)
+            recorded.tokens.append(tokens)
+            recorded.logprobs.append(logprobs)
+            return flight
+
+        engine.runner.run = recording
+        for n, ask in enumerate(asks):
+            settings = {"max_tokens": ask.max_tokens, "ignore_eos": True, "seed": n} | KINDS[n % len(KINDS)]
+            handles.append(engine.submit(ask.prompt, Sampling(**settings)))
+            for _ in range(n % 3):
+                engine.step()
+            if n % 7 == 6:
+                handles[[*engine.sched.running][-1] - 1].cancel()  # the youngest, so that its slot is scrubbed
+        while engine.step():
+            pass
+        yield recorded
+
+
+def test_the_record_holds_everything_that_an_order_can_say(record):
+    orders = record.orders
+    assert sum(bool(order.scrubs) for order in orders) >= 1
+    assert sum(len(order.chunks) > 1 for order in orders) > 5 and sum(len(order.newest) > 1 for order in orders) > 20
+    assert sum(piece.source is not None for order in orders for piece in order.chunks) > 2
+    asked = [[piece.asked for piece in order.chunks] for order in orders]
+    assert sum(any(each) and not all(each) for each in asked) > 2, "no pass in which only some chunks end their prompts"
+    assert sum(bool(logprobs) for logprobs in record.logprobs) > 10
+    assert {pick.sampling.group for order in orders for pick in order.picks.values()} >= {
+        "greedy",
+        "edited",
+        "open",
+        "short list",
+        "sorted",
+    }
+    assert sum(bool(pick.recent) for order in orders for pick in order.picks.values()) > 3
+
+
+def test_an_order_says_who_samples_and_nothing_else_does(record):
+    compared = 0
+    for order, tokens in zip(record.orders, record.tokens, strict=True):
+        pieces = (*order.chunks, *order.newest)
+        asked = {piece.slot for piece in pieces if piece.asked}
+        assert order.picks.keys() == asked
+        assert len({piece.slot for piece in pieces}) == len(pieces), "a slot moves on by two units"
+        assert {slot for slot, token in enumerate(tokens) if token >= 0} == asked
+        compared += len(asked)
+    assert compared > 100
+
+
+@pytest.mark.parametrize("clock", ["steady", "wild"])
+@pytest.mark.parametrize("again", [1, 2])
+def test_the_same_orders_give_the_same_bits_on_a_fresh_runner_whatever_the_clock_says(parts, record, clock, again):
+    rng = random.Random(again)
+    options = {} if clock == "steady" else {"clock": lambda: rng.uniform(-1e9, 1e9)}
+    with device_lock, device_stream():
+        played = Recorded(Runner(parts[0], SIZES, record.runner.exact, **options))
+        for order in record.orders:
+            played.play(order)
+        assert played.tokens == record.tokens
+        assert played.logprobs == record.logprobs
+        assert played.slab == record.slab
+
+
+def test_a_runner_that_is_reset_is_as_good_as_new(parts, record):
+    with device_lock, device_stream():
+        played = Recorded(Runner(parts[0], SIZES, record.runner.exact))
+        for order in record.orders[::-1][:10]:  # nonsense: what they refer to was never written
+            played.play(order)
+        played.runner.reset()
+        played.tokens.clear()
+        for order in record.orders:
+            played.play(order)
+        assert played.tokens == record.tokens and played.slab == record.slab
+
+
+def test_to_wait_between_two_steps_or_not_changes_no_bit(parts, record):
+    """The engine runs ahead: it starts a step before it has read the one before."""
+    with device_lock, device_stream():
+        runner, flights = Runner(parts[0], SIZES, record.runner.exact), []
+        for order in record.orders:
+            flights.append(runner.run(order))
+        assert [flight.read()[0] for flight in flights] == record.tokens
+        runner.slab.check()
+
+
+@pytest.mark.parametrize("record", [True], indirect=True, ids=["exact"])
+def test_one_pass_or_several_for_a_step_give_the_same_bits(parts, record):
+    with device_lock, device_stream():
+        played = Recorded(Runner(parts[0], SIZES))
+        played.runner.one_pass = not record.runner.one_pass
+        for order in record.orders:
+            played.play(order)
+        assert played.tokens == record.tokens and played.slab == record.slab
+
+
+def test_a_flight_says_how_long_it_took_to_build_and_to_wait(parts):
+    """With a clock that ticks once a reading: none is negative, and both are there."""
+    ticks = iter(range(10**6))
+    with device_lock, device_stream():
+        runner = Runner(parts[0], SIZES, clock=lambda: float(next(ticks)))
+        began = next(ticks)
+        chunk = Piece(2, (7, 8, 9), 0, 16, 3, None, True)
+        flight = runner.run(Order((), (chunk,), (), {2: Pick(2, Sampling(), 0, 0)}))
+        assert flight.began == began + 1 and flight.build_s > 0 and flight.wait_s > 0
+        assert flight.build_s + flight.wait_s == next(ticks) - 1 - flight.began
+        tokens, logprobs = flight.read()
+        assert tokens[2] >= 0 and [*tokens[:2], *tokens[3:]] == [-1, -1, -1] and logprobs == {}
+
+
+def test_warming_up_leaves_no_trace(parts, record):
+    runner = Runner(parts[0], SIZES, record.runner.exact)
+    runner.warm_up()
+    with device_lock, device_stream():
+        played = Recorded(runner)
+        for order in record.orders[:20]:
+            played.play(order)
+        assert played.tokens == record.tokens[:20]
