@@ -78,7 +78,6 @@ WORDS = (
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),
     ("makespan", "from the first arrival to the last token of all."),
     ("commands", "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64 seed=7"),
-    *((name, f"a policy: {what}") for name, what in POLICIES.items()),
 )
 
 
@@ -112,6 +111,6 @@ def draw_help(state: State, p: Palette, width: int, height: int) -> list[Line]:
             pen.put(shorten(key.help, wide - 13), p.text, do=key.action)
         lines.append(pen.line)
     lines.append(heading(p, width, "Words"))
-    for name, text in WORDS:
+    for name, text in (*WORDS, *((name, f"a policy: {what}") for name, what in POLICIES.items())):
         lines += entry(p, width, name, text, names=13)
     return lines

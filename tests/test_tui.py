@@ -21,9 +21,11 @@ from textual.geometry import Region
 from textual.theme import BUILTIN_THEMES
 from words import Clock, word_engine
 
+import ask
 import tui
 from nanobatch import Engine
 from parts.loop import Stopwatch
+from sched import POLICIES, Scheduler
 from screen import charts, ink, keys, panes, room, session, state, timeline
 from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL
 from screen.room import EngineRoom, Settings
@@ -545,6 +547,35 @@ def test_cancelling_everything_ends_a_race():
     assert {r.reason for r in stage.state.requests.values()} == {"cancelled", "length"}
 
 
+def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
+    """It admits one request a step. Only `sched.py` is told of it."""
+    room_for = Scheduler._room
+    monkeypatch.setitem(POLICIES, "gentle", "one newcomer a step.")
+    monkeypatch.setattr(
+        Scheduler, "_room", lambda self, free: min(free, 1) if self.policy == "gentle" else room_for(self, free)
+    )
+    stage = Stage().load()
+    for _ in range(3):
+        stage.session.obey("/policy")  # the next one, again and again
+        stage.turns()
+    assert "gentle" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
+    stage.session.obey("/burst 20")
+    stage.turns(4)
+    slots = plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))
+    assert any("blocked" in line for line in slots) and "(gentle)" in slots[-1]
+    assert "╳" in "".join(plain(panes.draw_timeline(stage.state, ink.DARK, 73, 10))[1:-1])
+    stage.finish()
+    assert "gentle" in plain(charts.draw_ttft(stage.state, ink.DARK, 40, 9))[1]
+    stage.session.obey("/compare")
+    assert stage.state.contest.title == "Compare: gentle and continuous, 20 requests"
+    assert "one newcomer a step." in "".join(plain(keys.draw_help(stage.state, ink.DARK, 120, 90)))
+    for program in (tui, ask):
+        with pytest.raises(SystemExit):
+            program.parse_arguments(["--help"])
+        assert "gentle" in capsys.readouterr().out
+    assert tui.parse_arguments(["--policy", "gentle"]).policy == "gentle"
+
+
 # --- the engine room -------------------------------------------------------------------------------------------------
 
 
@@ -847,7 +878,7 @@ def test_help_names_every_key_and_the_words(size):
             seen += it.text()
         for key in keys.KEYS:
             assert key.help[:40] in seen, key
-        for name, _ in keys.WORDS:
+        for name in (*dict(keys.WORDS), *POLICIES):
             assert f" {name}  " in seen or f" {name} " in seen, name
         for kind in (PREFILL, DECODE, HELD, BLOCKED, ink.GHOST):
             assert f"{ink.NAMES[kind]} {ink.GLYPHS[kind]}" in seen
