@@ -30,7 +30,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-tokens", type=int, help="longest answer in tokens (default: to the end of the slot)")
     add("--slots", type=int, help="sequences that run at once (default: one for each prompt, up to 8)")
     add("--max-len", type=int, help="length of a slot, prompt and answer together (default: 1024, or what fits)")
-    add("--policy", default="continuous", help=", ".join(POLICIES))
+    add("--policy", default=next(iter(POLICIES)), help=", ".join(POLICIES))
     add("--compact", action="store_true", help="leave idle slots out: faster, equal tokens, other bits")
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add("--top-p", type=float, default=1.0, help="keep the likeliest tokens that reach this probability together")

@@ -749,12 +749,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--shape", choices=SHAPES, help="random weights of this shape instead, in a temporary folder")
     add("--vs", choices=[PEER], help="measure the peer, too")
     add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
-    add(
-        "--policy",
-        default="continuous",
-        choices=POLICIES,
-        help="when the next in line is admitted (open has all of them)",
-    )
+    add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="for every part but open, which has all")
     add("--compact", action="store_true", help="leave idle rows out: faster, equal tokens, other bits")
     add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
     add("--prompt", default="128", help="tokens of a prompt (default: 128)")

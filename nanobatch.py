@@ -55,7 +55,7 @@ from parts.loop import Loop
 from parts.ops import rms_norm, rope_angles, rotate, silu, softmax
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Pick, Sampling, choose
 from parts.text import Text
-from sched import PADDING, POLICIES, Plan, QueueFull, Request, Scheduler
+from sched import DEFAULT, PADDING, POLICIES, Plan, QueueFull, Request, Scheduler
 
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot"]
 
@@ -361,7 +361,7 @@ class Engine:
         *,
         slots: int | None = None,
         max_len: int | None = None,
-        policy: str = "continuous",
+        policy: str = DEFAULT,
         chunk: int = 64,
         budget: int | None = None,
         max_queue: int = 10_000,

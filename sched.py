@@ -44,6 +44,7 @@ POLICIES = {
     "static": "a batch is admitted together; the next one waits until all of it has ended.",
     "serial": "one request at a time.",
 }
+DEFAULT = next(iter(POLICIES))
 PADDING = 16  # a chunk's width is a multiple of this many tokens, so the device sees few shapes
 
 
@@ -131,7 +132,7 @@ class Scheduler:
         chunk: int = 64,
         budget: int = 200,
         far: int = 2**63,  # the row at which looking back costs a token as much as all the rest
-        policy: str = "continuous",
+        policy: str = DEFAULT,
         max_queue: int = 10_000,
     ):
         for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("max_queue", max_queue)):
