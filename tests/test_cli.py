@@ -218,7 +218,11 @@ def test_a_prompt_that_is_no_text_gets_its_line(model):
 def test_a_signal_while_it_answers_ends_it_quietly_and_at_once(model, sent, code):
     endless = ["--model", model, "--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--ignore-eos"]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "ask.py"), *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, str(ROOT / "ask.py"), *endless],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell's background job ignores Ctrl-C, and so does all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     process.stdout.read(40)  # it is answering by now
     process.send_signal(sent)
