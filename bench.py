@@ -440,7 +440,7 @@ def machine_rates(nbytes: int, rows: int, dtype: mx.Dtype) -> tuple[float, float
     mx.eval(matrix, one, some, square)
 
     def best(compute: Callable[[], mx.array]) -> float:
-        return min(timeit.repeat(lambda: mx.eval(compute()), number=1, repeat=20))
+        return min(timeit.repeat(lambda: mx.eval(compute()), number=1, repeat=10))
 
     read = min(best(lambda: one @ matrix), best(lambda: matrix.sum()))
     return (

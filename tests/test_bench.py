@@ -298,7 +298,14 @@ def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
 def test_ctrl_c_ends_the_sample_too(spec):
     """The signal goes to the benchmark alone, as from another program: its child must not be left behind."""
     command = [sys.executable, str(BENCH), "--model", spec.folder, "--parts", "decode", "--output", "100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job ignores Ctrl-C, and so does all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.parent.exists():
         process.kill()

@@ -145,7 +145,7 @@ def test_a_refused_prompt_has_no_end_to_tell_of(engine):
 
 def test_ctrl_c_at_any_line_of_a_step_lets_every_owner_be_told_once(engine):
     interrupted = 0
-    for at in range(0, 2_600, 11):
+    for at in range(0, 2_600, 23):
         told = []
         handles = [
             engine.submit([n] * 30 * n, SHORT, ended=lambda handle, told=told: told.append(handle.id))
