@@ -572,7 +572,7 @@ class Engine:
         return Loop(self)
 
     def attach(self, loop: Loop | None) -> None:
-        """From now on this loop alone steps the engine. None: again it is stepped by those who wait."""
+        """From now on this loop steps the engine, and those who wait sleep. None: those who wait step it again."""
         with self.changed:
             if loop and (self._closed or self._loop):
                 raise RuntimeError("the engine is closed" if self._closed else "the engine is serving already")

@@ -10,7 +10,9 @@ between two steps. While there is nothing to do the thread sleeps on the engine'
 
     turn:  wishes -> one step, unless paused -> `between`, the watcher's own work -> sleep until something changes
 
-The invariant: while a loop has started, nothing else steps its engine. Where next: `Engine.step` in `nanobatch.py`.
+The invariant: while a loop runs, a thread that waits for a request sleeps, and does not step the engine itself.
+
+Where next: `Engine.step` in `nanobatch.py`.
 """
 
 from __future__ import annotations
