@@ -566,7 +566,7 @@ def describe_machine() -> dict[str, str]:
         "Python": platform.python_version(),
         "mlx": installed["mlx"],
         "mlx-lm": installed.get("mlx-lm", "none"),
-        "BLAS": device.blas,
+        "BLAS": str(device.blas),
         "commit": output_of("git rev-parse --short HEAD") + " dirty" * bool(output_of("git status --porcelain")),
     }
 
@@ -776,7 +776,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--plot draws decode and open; add one of them to --parts")
     if (args.vs or "newcomer" in args.parts) and not importlib.util.find_spec("mlx_lm"):
         parser.error("mlx-lm is not installed; run pip install mlx-lm, or leave out --vs and newcomer")
-    if "newcomer" in args.parts and device.blas == "mlx":
+    if "newcomer" in args.parts and device.blas.name == "mlx":
         parser.error("newcomer needs another BLAS than MLX's own; on Linux without a GPU: pip install mkl")
     for path in filter(None, (args.json, args.plot)):
         try:

@@ -27,9 +27,13 @@ its own slot and no other.
 This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which gives the slots away.
 """
 
-from parts.device import mx
+from itertools import pairwise
+from typing import NamedTuple
 
-BUCKET = 32  # attention reads a multiple of this many rows, so the shapes are few; all of them give the same bits
+from parts.device import has_gpu, mx
+
+BUCKET = 32  # attention reads a multiple of this many rows, so that the shapes are few
+FAR = 128  # beyond so many, a decoding sequence reads a multiple of this
 SPARE = 16  # one spare row would do; sixteen keep every head of every slot on a 64-byte boundary
 
 
@@ -52,9 +56,10 @@ class Slab:
         """The row that idle slots write to."""
         return self.length
 
-    def reach(self, rows: int) -> int:
+    def reach(self, rows: int, decoding: bool = False) -> int:
         """How many rows attention reads to see the first `rows` of them: `rows`, rounded up to whole buckets."""
-        return min(self.length, -(-rows // BUCKET) * BUCKET)
+        bucket = FAR if decoding and rows > FAR else BUCKET
+        return min(self.length, -(-rows // bucket) * bucket)
 
     def written(self) -> tuple[mx.array, mx.array]:
         """Two views to wait for: once they are computed, so is all that was written before this call.
@@ -87,35 +92,58 @@ class Slab:
             assert (array.shape, array.dtype) == (self._shape, self._dtype), (array.shape, array.dtype)
 
 
+class Look(NamedTuple):
+    """Neighbouring sequences of a window that read equally far: their attention is one product."""
+
+    start: int  # the sequences start..stop of the window
+    stop: int
+    T: int  # how many rows they read
+    mask: mx.array  # (stop - start, 1, 1 or G * L, T), added to the scores
+
+
 class Window:
     """The rows of the slab that a prefill chunk, or all decoding sequences together, write and read in a forward pass.
 
-    There are B sequences; `slots` names their slots. `starts` holds the first row that each of them writes, L is how
-    many rows each of them writes, and `reach` is how many rows each of them reads. `lengths` holds the lengths of the
-    sequences, for models whose positions depend on them. (These are Python ints, because `+=` on an `mx.array` changes
-    it for every other holder of the array, too.)
+    There are B sequences; `slots` names their slots. `starts` holds the first row that each of them writes, and L is
+    how many rows each of them writes. `lengths` holds the lengths of the sequences, for models whose positions depend
+    on them. (These are Python ints, because `+=` on an `mx.array` changes it for every other holder of the array, too.)
+
+    `looks` says how far they read. Each sequence reads as far as its own length asks, in whole buckets. If all read as
+    far as the longest, it would cost the short ones time, and more: attention's last product adds up T numbers, and in
+    which order, so with which rounding, depends on T. A neighbour's length would show in the bits. (An idle slot reads
+    as far as the one before it, so that it needs no product of its own. What it reads is ignored.)
     """
 
-    def __init__(self, slab: Slab, slots: list[int], starts: list[int], L: int, reach: int, lengths: list[int]):
+    def __init__(self, slab: Slab, slots: list[int], starts: list[int], L: int, lengths: list[int]):
         # MLX checks no bounds. A write past the end of the slab would change whatever memory lies there.
         assert len(slots) == len(starts) == len(lengths) and (L == 1 or len(slots) == 1), (slots, starts, L)
-        assert all(0 <= slot < slab.slots for slot in slots) and reach <= slab.length, (slots, reach)
+        assert all(0 <= slot < slab.slots for slot in slots), slots
         for start in starts:
             assert 0 <= start <= slab.length - L or (start, L) == (slab.spare, 1), (start, L)
-        self.slab, self.slots, self.starts, self.L, self.reach, self.lengths = slab, slots, starts, L, reach, lengths
+        self.slab, self.slots, self.starts, self.L, self.lengths = slab, slots, starts, L, lengths
         self.B = len(slots)
         self.positions = mx.array(starts)[:, None] + mx.arange(L)  # (B, L)
-        # Row j is visible from position p if j <= p. That is causality, and it also hides what earlier owners left.
-        visible = mx.arange(reach) <= self.positions[:, :, None]  # (B, L, reach)
-        self.mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (B, 1, L, reach), added to the scores
         self._slots, self._rows = mx.array(slots), mx.array(starts)
         # `write` needs the row's index for every number of a (B, Hkv, 1, Dh). Made here, it serves all layers.
         self._is_all = slots == list(range(slab.slots))
         self._row = mx.broadcast_to(self._rows[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
 
-    def mask_for(self, G: int) -> mx.array:  # (B, 1, 1 or G * L, reach)
-        """The mask for scores in which the L tokens of G query heads follow one another."""
-        return self.mask if self.L == 1 else mx.concatenate([self.mask] * G, axis=2)
+    def looks(self, G: int) -> list[Look]:
+        """How far the sequences read. The scores that a mask is made for have the L tokens of G heads in a row."""
+        reaches: list[int] = []
+        for start in self.starts:
+            is_idle = start == self.slab.spare
+            reaches.append((reaches or [BUCKET])[-1] if is_idle else self.slab.reach(start + self.L, self.L == 1))
+        longest = max(reaches)
+        # Row j is visible from position p if j <= p. That is causality, and it also hides what earlier owners left.
+        visible = mx.arange(longest) <= self.positions[:, :, None]  # (B, L, longest)
+        mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (B, 1, L, longest)
+        if self.L > 1:
+            mask = mx.concatenate([mask] * G, axis=2)
+        # On a GPU, one more product costs more than it saves.
+        cuts = [i for i in range(1, self.B) if reaches[i] != reaches[i - 1] and not has_gpu()]
+        runs = pairwise([0, *cuts, self.B])
+        return [Look(i, j, T := max(reaches[i:j]), mask[i:j, ..., :T]) for i, j in runs]
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B, Hkv, L, Dh).
@@ -136,12 +164,11 @@ class Window:
             else:  # one row in some slots
                 slab[layer][self._slots, :, self._rows] = new[:, :, 0]
 
-    def read(self, layer: int) -> tuple[mx.array, mx.array]:  # (B, Hkv, reach, Dh) each
-        """The keys and values of the first `reach` rows: views of the slab, or copies if only some slots take part."""
-        both = self.slab.k[layer][:, :, : self.reach], self.slab.v[layer][:, :, : self.reach]
-        if self.B == 1:
-            slot = self.slots[0]
-            return both[0][slot : slot + 1], both[1][slot : slot + 1]
-        if self._is_all:
-            return both
-        return mx.take(both[0], self._slots, axis=0), mx.take(both[1], self._slots, axis=0)
+    def read(self, layer: int, look: Look) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
+        """The keys and values that a look reads: views of the slab, or copies if only some slots take part."""
+        slots = self.slots[look.start : look.stop]
+        first, last = slots[0], slots[-1]
+        both = self.slab.k[layer], self.slab.v[layer]
+        if slots == list(range(first, last + 1)):
+            return tuple(each[first : last + 1, :, : look.T] for each in both)
+        return tuple(mx.take(each[:, :, : look.T], self._slots[look.start : look.stop], axis=0) for each in both)

@@ -50,7 +50,7 @@ from parts import answers, checkpoint, device
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
 from parts.checkpoint import Config, ModelError
 from parts.device import device_lock, device_stream, mx
-from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit, keeps_bits, slab_shape
+from parts.load import WIDEST_PASS, Layer, Model, ModelReader, Sizes, far_position, fit, keeps_bits, slab_shape
 from parts.loop import Loop
 from parts.ops import rms_norm, rope_angles, rotate, silu, softmax
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Pick, Sampling, choose
@@ -89,21 +89,26 @@ def forward(
     """
     c = model.config
     sizes = [array.size for array in ids]  # N is their sum
-    views = [(window, rope_angles(model, window), window.mask_for(c.H // c.Hkv)) for window in windows]
+    angles = [rope_angles(model, window) for window in windows]
+    looks = [window.looks(c.H // c.Hkv) for window in windows]
     x = model.table.rows(ids[0] if len(ids) == 1 else mx.concatenate([array.flatten() for array in ids]))  # (N, D)
     for index, layer in enumerate(model.layers):
         # Attention: each token's query is compared with the keys of all tokens up to itself; the result weights their
         # values.
         qkv = layer.qkv(rms_norm(x, layer.attn_norm, c.norm_eps))  # (N, (H + 2 Hkv) * Dh)
         queries = []
-        for own, (window, angles, _) in zip(cut(qkv, sizes), views, strict=True):
-            q, k, v = heads(c, layer, own, window, angles)  # (B, H, L, Dh), twice (B, Hkv, L, Dh)
+        for own, window, turns in zip(cut(qkv, sizes), windows, angles, strict=True):
+            q, k, v = heads(c, layer, own, window, turns)  # (B, H, L, Dh), twice (B, Hkv, L, Dh)
             window.write(index, k, v)  # all windows write before the first one reads
             queries.append(q)
         if index == c.layers - 1 and any(asked) and not all(asked):
             x = mx.concatenate(list(compress(cut(x, sizes), asked)))
-            sizes, queries, views = (list(compress(each, asked)) for each in (sizes, queries, views))
-        sums = [attention(q, *window.read(index), mask) for q, (window, _, mask) in zip(queries, views, strict=True)]
+            sizes, queries, windows, looks = (list(compress(each, asked)) for each in (sizes, queries, windows, looks))
+        sums = [
+            attention(q[look.start : look.stop], *window.read(index, look), look.mask)
+            for q, window, own in zip(queries, windows, looks, strict=True)
+            for look in own
+        ]
         x = x + layer.o(mx.concatenate(sums).reshape(*x.shape[:-1], -1))  # heads side by side -> (N, D)
         # The MLP: each token by itself.
         gate, up = mx.split(layer.gate_up(rms_norm(x, layer.mlp_norm, c.norm_eps)), 2, axis=-1)  # (N, hidden) each
@@ -256,15 +261,21 @@ class Runner:
     def _passes(self, order: Order) -> list[list[tuple[Piece, ...]]]:
         """The forward passes of a step. Each is a list of groups, and each group of pieces shares a window.
 
-        All share one pass if `keeps_bits` says that the results stay identical, or if `exact` is off: eight users of
-        a 15M model, with prompts of 128 tokens, are served in 11 % less time. A chunk that copies another slot's prefix
-        starts a new pass, because an earlier chunk may still be writing those rows.
+        They share passes if `keeps_bits` says that the results stay identical, or if `exact` is off: eight users of a
+        15M model, with prompts of 128 tokens, are served in 11 % less time. A chunk starts a new pass if it copies
+        another slot's prefix, because an earlier chunk may still be writing those rows, and if the pass would become
+        wider than what `keeps_bits` has tried. The decoding sequences join the last one.
         """
         passes: list[list[tuple[Piece, ...]]] = []
-        for group in [*((chunk,) for chunk in order.chunks), *[order.newest] * bool(order.newest)]:
-            if not passes or not self.one_pass or group[0].source is not None:
+        for chunk in order.chunks:
+            width = sum(other.width for (other,) in passes[-1]) if passes else 0
+            if not width or not self.one_pass or chunk.source is not None or width + chunk.width > WIDEST_PASS:
                 passes.append([])
-            passes[-1].append(group)
+            passes[-1].append((chunk,))
+        if order.newest:
+            if not passes or not self.one_pass:
+                passes.append([])
+            passes[-1].append(order.newest)
         return passes
 
     def _copy_prefix(self, piece: Piece) -> float:
@@ -284,15 +295,12 @@ class Runner:
 
         Of the decoding slots, exact: every slot takes part, idle ones too, so that the shape never changes. A matrix
         product of another shape may add its numbers in another order, and rounding makes that show: compact rows
-        give equal tokens, constant rows give equal bits. One shape does change with the company: how far attention
-        reads. Beyond a sequence's own length that adds weights of exactly 0, and in whole buckets the numbers before
-        are added in the same order (tests/test_exact.py counts the bits that differ, over random companies: none).
+        give equal tokens, constant rows give equal bits.
         """
         slab, first = self.slab, group[0]
         if first.ids:
             ids = [*first.ids, *[0] * (first.width - len(first.ids))]
-            reach = slab.reach(first.start + first.width)
-            return mx.array([ids]), Window(slab, [first.slot], [first.start], first.width, reach, [first.length])
+            return mx.array([ids]), Window(slab, [first.slot], [first.start], first.width, [first.length])
         at = {piece.slot: piece.start for piece in group}
         slots = list(range(slab.slots)) if self.exact else list(at)
         starts = [at.get(slot, slab.spare) for slot in slots]
@@ -300,8 +308,8 @@ class Runner:
             slots.append(slots[0])
             starts.append(slab.spare)
         lengths = [at.get(slot, 0) + 1 for slot in slots]
-        window = Window(slab, slots, starts, 1, slab.reach(max(at.values()) + 1), lengths)
-        return self._newest[mx.array(slots)], window  # the ids are on the device, and nothing has read them yet
+        # The ids are on the device, and nothing has read them yet.
+        return self._newest[mx.array(slots)], Window(slab, slots, starts, 1, lengths)
 
     def _choose(
         self, x: mx.array, group: Sequence[Piece], window: Window, picks: Mapping[int, Pick]
@@ -347,11 +355,11 @@ class Engine:
     """The scheduler and the runner, tied together, and all that other threads may ask of them. `step` is the heart.
 
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default as many
-    and as long as fit the free memory (`summary` says what was chosen). `chunk` is the width of a prefill chunk, less
-    where it looks back far. `budget` is what one step may cost, in tokens: by default one for each slot, two chunks,
-    and another chunk for every eight slots, since with more slots, more become free in the same step. `exact` keeps the
-    device's shapes constant, so that a request has the same bits in any company; without, idle slots are left out.
-    `reuse` lets prompts that begin alike share rows; `run_ahead` starts a step before the one before has been read.
+    and as long as fit the memory (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the width of a
+    prefill chunk, less where it looks back far. `budget` is what one step may cost, in tokens: by default one for each
+    slot, two chunks, and another chunk for every eight slots, since with more slots, more become free in the same step.
+    `exact` keeps the device's shapes constant, so that a request has the same bits in any company; without, idle
+    slots are left out. `reuse`: prompts that begin alike share rows. `run_ahead`: a step starts before one is read.
     """
 
     def __init__(
@@ -373,7 +381,6 @@ class Engine:
     ):
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
         sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget)
-        self.summary = sizes.summary
         limits = {"chunk": chunk, "budget": sizes.budget, "far": far_position(model.config), "max_queue": max_queue}
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
@@ -386,6 +393,7 @@ class Engine:
         self._closed = self._slab_is_lost = False
         with device_lock, device_stream():
             self.runner = runner or Runner(model, sizes, exact, clock)
+        self.summary = f"{sizes.summary}; {device.named()}{'' if self.runner.one_pass else ', passes apart'}"
         device.close_at_exit(self)
 
     @classmethod

@@ -24,7 +24,7 @@ from kv import BUCKET, Slab
 from parts import checkpoint, checks, device
 from parts.checkpoint import Config, ModelError, Weights
 from parts.device import has_gpu, mx, readable
-from parts.ops import Dense, Quantized, SideBySide, rope_frequencies
+from parts.ops import Dense, Quantized, SideBySide, gives_same_bits, rope_frequencies
 
 
 class Layer(NamedTuple):
@@ -221,6 +221,8 @@ def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, in
 
 # --- how wide a step may be ----------------------------------------------------------------------------------------
 
+WIDEST_PASS = 128  # rows of chunks; with more, the products cost as much per row, and it would take longer to try them
+
 
 def far_position(c: Config) -> int:
     """The position at which looking back on all before costs a token as much as everything else in a layer does.
@@ -236,19 +238,13 @@ def far_position(c: Config) -> int:
 def keeps_bits(model: Model, slots: int, chunk: int, budget: int, narrow: int) -> bool:
     """Are a row's numbers in a product the same, bit by bit, whatever else goes through the weights with it?
 
-    If so, all that a step does can be one pass. MKL keeps them from four rows on, OpenBLAS does not. We do not believe
-    it but try it: each of a layer's matrices, on what may stand alone, on pairs, and on the most that a step can hold.
-    `narrow` is the width of the narrowest chunk.
+    If so, chunks and decoding sequences can share a pass. This is not believed but tried: each of a layer's matrices,
+    with each number of rows that a pass can have (see `Runner._passes`). `narrow` is the width of the narrowest chunk.
     """
-    if has_gpu() or "mkl" not in device.blas:
+    layer = model.layers[0]
+    dense = [part for part in (layer.qkv, layer.o, layer.gate_up, layer.down) if isinstance(part, Dense)]
+    if has_gpu() or len(dense) < 4 or model.dtype != mx.float32:
         return False
-    layer, c = model.layers[0], model.config
-    widest = min(max(budget, chunk), slots * chunk) + slots
-    for dense, inputs in ((layer.qkv, c.D), (layer.o, c.H * c.Dh), (layer.gate_up, c.D), (layer.down, c.hidden)):
-        x = mx.random.normal((widest, inputs), model.dtype, key=mx.random.key(0))
-        whole = dense(x)
-        alone = [dense(x[:slots]), dense(x[None, :narrow])[0], dense(x[None, :chunk])[0]]
-        for part in (*alone, dense(x[: slots + narrow]), dense(x[: slots + chunk])):
-            if not mx.array_equal(part, whole[: part.shape[0]]).item():
-                return False
-    return True
+    most = min(max(WIDEST_PASS, chunk), max(budget, chunk), slots * chunk)
+    widths = [rows for chunks in range(narrow, most + 1, narrow) for rows in (chunks, chunks + slots)]
+    return all(gives_same_bits((slots, *widths), part.weight, part.as_stored) for part in dense)

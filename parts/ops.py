@@ -43,11 +43,10 @@ def silu(x: mx.array) -> mx.array:
 def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
     """e^x / sum(e^x). The largest x is subtracted from all first: that changes no result, and no power overflows.
 
-    The tuned form takes five operations, with a power as in `silu`. Each operation has a price of its own, so for few
-    numbers MLX's one operation is faster. "Few" is counted without T, which grows with the neighbours: if the choice
-    depended on T, so would the bits.
+    The tuned form takes five operations, with a power as in `silu`. For few numbers MLX's one operation would be a
+    little faster. But how many there are depends on the neighbours, and a choice by that would show in the bits.
     """
-    if x.dtype != mx.float32 or math.prod(x.shape[:-1]) < 16:
+    if x.dtype != mx.float32:
         return mx.softmax(x, axis=-1)
     powers = mx.power(math.e, x - mx.max(x, axis=-1, keepdims=True))
     return powers / mx.sum(powers, axis=-1, keepdims=True)
@@ -104,20 +103,22 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
 class Dense(NamedTuple):
     """y = x W + b, with W stored (in, out): over the checkpoint's (out, in), one row's x @ W.T takes twice as long.
 
-    Unless the BLAS takes that order faster (`device.takes_rows`): then W is a view of what the checkpoint has.
+    Unless the BLAS takes that order faster (`Blas.takes_rows`): then W is a view of what the checkpoint has.
 
     Else W is widened with zeros to a multiple of 16 columns. A BLAS computes columns and rows in blocks, and where
-    neither comes out even, OpenBLAS adds the last rows' numbers up in another order: a slot's bits would depend on its
-    number. And to no multiple of 1,024: rows that lie a multiple of 4 KiB apart compete for the same few places in the
-    processor's cache. With 49,168 columns instead of 49,152, the head of a 135M model took 11 ms instead of 40 (MKL).
+    neither comes out even, OpenBLAS adds the last rows' numbers up in another order: fewer rows could then be computed
+    at once (`rows_alike`). And to no multiple of 1,024: rows that lie a multiple of 4 KiB apart compete for the same
+    few places in the processor's cache. With 49,168 columns instead of 49,152, the head of a 135M model took 11 ms
+    instead of 40 (MKL).
     """
 
     weight: mx.array  # (in, out and a few more)
     bias: mx.array | None  # (out,)
     out: int
+    as_stored: bool = False  # the weight is a view of (out, in)
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
-        y = product(x, self.weight)
+        y = product(x, self.weight, self.as_stored)
         if y.shape[-1] != self.out:
             y = y[..., : self.out]
         return y if self.bias is None else y + self.bias
@@ -132,8 +133,8 @@ class Dense(NamedTuple):
         out, bias = weight.shape[0], None
         if any(b is not None for _, b in parts):
             bias = mx.concatenate([mx.zeros(w.shape[0], w.dtype) if b is None else b for w, b in parts])
-        if device.takes_rows(*weight.shape):
-            return Dense(weight.T, bias, out)
+        if device.blas.takes_rows(*weight.shape):
+            return Dense(weight.T, bias, out, True)
         more = -out % 16
         if (out + more) % 1024 == 0:
             more += 16
@@ -144,13 +145,46 @@ class Dense(NamedTuple):
         return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)
 
 
-def product(x: mx.array, weight: mx.array) -> mx.array:  # (B, ..., in) -> (B, ..., out)
-    """x @ weight, in blocks of rows where the BLAS asks for it (`device.rows_at_once`)."""
-    B, block = x.shape[0], device.rows_at_once(x.shape[0], weight.shape[-1])
+def product(x: mx.array, weight: mx.array, as_stored: bool = False) -> mx.array:  # (B, ..., in) -> (B, ..., out)
+    """x @ weight, in blocks of rows where one product would give a row other bits in another place (`rows_alike`)."""
+    B = x.shape[0]
+    block = rows_alike(B, weight, as_stored)
     if block == B:
-        return x @ weight
+        return mx.matmul(x, weight)
     x = mx.pad(x, [(0, -B % block), *[(0, 0)] * (x.ndim - 1)])
-    return mx.concatenate([x[row : row + block] @ weight for row in range(0, B, block)])[:B]
+    return mx.concatenate([mx.matmul(x[row : row + block], weight) for row in range(0, B, block)])[:B]
+
+
+def rows_alike(rows: int, weight: mx.array, as_stored: bool = False) -> int:
+    """How many of so many rows to multiply at once, so that a row gets the same bits in whichever place it stands."""
+    if rows == 1 or weight.dtype != mx.float32 or device.has_gpu():
+        return rows
+    blocks = [device.blas.rows_at_once(rows, weight.shape[1]), *[8] * (rows > 4), 4]
+    return next((block for block in blocks if gives_same_bits((block,), weight, as_stored)), 1)
+
+
+_tried: dict[tuple, bool] = {}
+
+
+def gives_same_bits(counts: tuple[int, ...], weight: mx.array, as_stored: bool = False) -> bool:
+    """Does a row get the same bits in every place of every product, if they have so many rows?
+
+    A BLAS computes a few rows at a time, and what is left over at the end in other ways. Some add a row's numbers up in
+    another order there (OpenBLAS's AVX2 kernels do, in some places of five rows or more, unless there are eight), or
+    another order for few rows than for many, and rounding makes that show. Which of them do, no manual says. A BLAS
+    never looks at the numbers, only at the shape: so we try it, once for each shape, with the same row in all places.
+    """
+    key = counts, weight.shape, as_stored
+    if key not in _tried:
+        row = mx.random.normal((1, weight.shape[0]), weight.dtype, key=mx.random.key(0))
+        first = None
+        for count in counts:
+            bits = mx.matmul(mx.repeat(row, count, axis=0), weight).view(mx.uint32)  # (count, out)
+            first = bits[:1] if first is None else first
+            _tried[key] = mx.all(bits == first).item()
+            if not _tried[key]:
+                break
+    return _tried[key]
 
 
 class Quantized(NamedTuple):

@@ -2,6 +2,7 @@
 
 import linecache
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,8 +78,13 @@ def random_asks(
     return asks
 
 
-def run_schedule(engine: Engine, asks: list[Ask], rng: np.random.Generator) -> list[Handle]:
-    """Submit the asks at random moments and step until all have ended, with every invariant checked in every step."""
+def run_schedule(
+    engine: Engine, asks: list[Ask], rng: np.random.Generator, at_last: Callable[[], object] = lambda: None
+) -> list[Handle]:
+    """Submit the asks at random moments and step until all have ended, with every invariant checked in every step.
+
+    `at_last` is called when they have.
+    """
     waiting, handles, cancels = list(asks), [], {}
     step = 0
     while True:
@@ -92,6 +98,8 @@ def run_schedule(engine: Engine, asks: list[Ask], rng: np.random.Generator) -> l
         worked = engine.step()
         engine.check()
         step += 1
+        if not waiting and all(handle.finish_reason for handle in handles):
+            at_last()
         if not (worked or waiting):
             return handles
 

@@ -17,14 +17,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 
 # The most lines: of a file, of a file in a folder, of a class, of any function.
-FILE = {"nanobatch": 750, "kv": 160, "tui": 650}
+FILE = {"nanobatch": 750, "kv": 180, "tui": 650}
 IN_A_FOLDER = 600
 CLASS = {("nanobatch", "Engine"): 300}
 FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. The whole had 4,517 in nine files, 144 of them
 # imports; in 24 files, 282 are imports. It may become less.
 CODE = {"sched": 230}
-ALL_CODE = 4690
+ALL_CODE = 4815
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
@@ -45,7 +45,8 @@ MAY_IMPORT = {
     "kv": "parts/device",
     "sched": "parts/prefix",
     "parts/prefix": "",
-    "parts/device": "",
+    "parts/device": "parts/blas",
+    "parts/blas": "",
     "parts/checks": "",
 }
 ANY_FILE_MAY_IMPORT = "parts/checks"

@@ -149,7 +149,7 @@ def whole(model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32) -> np.n
     c = model.config
     slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, model.dtype)
     assert slab.k[0].dtype == dtype
-    window = Window(slab, [0], [0], len(tokens), slab.reach(len(tokens)), [len(tokens)])
+    window = Window(slab, [0], [0], len(tokens), [len(tokens)])
     logits = model.head(nanobatch.forward(model, [mx.array([tokens])], [window])[0])
     assert logits.shape == (len(tokens), c.V)
     return np.array(logits.astype(mx.float32))

@@ -1,0 +1,148 @@
+"""Random requests in company, and each of them alone: how many of their logits differ in a bit?
+
+    python tests/company.py                     100 schedules on the BLAS that nanobatch takes here
+    python tests/company.py --everywhere 300    300 on each BLAS and each set of its kernels that can run here
+
+A company is random in all that might show: the model's shape, how many slots there are, chunk, budget, policy, when the
+others come, how their prompts begin, which are cancelled, what the slots held before. In most of them a neighbour whose
+prompt is long, up to 1,600 tokens, decodes beside all the others, since far is where attention adds up most.
+
+A BLAS belongs to a process and cannot be changed in it. So each has a process of its own.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from parts import blas, device  # noqa: E402  first, as in a program of ours
+
+# isort: split
+import numpy as np  # noqa: E402
+from checkpoints import make_checkpoint  # noqa: E402
+from harness import Tap, random_asks, run_schedule  # noqa: E402
+
+from nanobatch import Engine, Model, Sampling, Text  # noqa: E402
+from parts.device import mx  # noqa: E402
+from sched import POLICIES  # noqa: E402
+
+SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
+    {"num_key_value_heads": 1, "head_dim": 24},
+    {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16},
+    {"num_key_value_heads": 4, "hidden_size": 96, "tie_word_embeddings": True},
+    {"num_key_value_heads": 2, "head_dim": 64},
+    {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 128},
+    {"model_type": "qwen3", "head_dim": 16, "hidden_size": 48},
+    {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 100, "intermediate_size": 1030},
+    # Widths that are no multiple of anything, where a BLAS treats the last rows and columns of a product differently.
+    {"num_key_value_heads": 1, "head_dim": 12, "hidden_size": 36, "intermediate_size": 33, "vocab_size": 275},
+]
+
+
+class Count(NamedTuple):
+    compared: int  # logit vectors
+    differ: int
+    reused: int  # prompt tokens whose rows were taken over from another slot
+    beside: int  # logit vectors that were compared while a neighbour read further than the request did
+
+    def __add__(self, other: "Count") -> "Count":
+        return Count(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def make_models(folder: Path) -> list[tuple[Model, Text]]:
+    folders = [make_checkpoint(folder / str(i), seed=i, **shape) for i, shape in enumerate(SHAPES)]
+    return [(model := Model.load(each), Text(each, model.config.V)) for each in folders]
+
+
+def count(models: list[tuple[Model, Text]], seed: int) -> Count:
+    """One random schedule, in company and alone."""
+    rng = np.random.default_rng(seed)
+    model, text = models[seed % len(models)]
+    slots = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 11, 16, 33]))
+    is_long = slots > 1 and rng.random() < 0.7
+    options = {
+        "slots": slots,
+        "max_len": 1792 if is_long else 192,
+        "chunk": int(rng.choice([32, 64, 64, 96, 128])),
+        "budget": int(rng.choice([1, 64, 200, 400, 1_000_000])),
+    }
+    policy = "continuous" if is_long else [*POLICIES][seed // len(models) % len(POLICIES)]
+    asks = random_asks(rng, 5, longest=120, tokens=10, cancels=0.2, alike=0.6)
+    logits, handles, far = {}, [], None
+    with Engine(model, text, policy=policy, run_ahead=bool(rng.random() < 0.7), **options) as engine:
+        for array in (*engine.runner.slab.k, *engine.runner.slab.v):  # what an earlier owner might have left
+            array[:] = mx.random.normal(array.shape, key=mx.random.key(seed)) * 3
+        tap = Tap(engine)
+        if is_long:
+            prompt = rng.integers(0, 256, int(130 + 1470 * rng.random() ** 3)).tolist()
+            far = engine.submit(prompt, Sampling(max_tokens=150, ignore_eos=True))
+            while not far.tokens:
+                engine.step()
+        handles = run_schedule(engine, asks, rng, lambda: far and far.cancel())
+        logits = tap.logits
+    total = Count(0, 0, 0, 0)
+    with Engine(model, text, reuse=False, **options) as engine:
+        tap = Tap(engine)
+        again = [(handle, ask.prompt) for handle, ask in zip(handles, asks, strict=True)]
+        if far and rng.random() < 0.15:
+            again.append((far, prompt))
+        for handle, prompt in again:
+            alone = engine.submit(prompt, Sampling(max_tokens=max(1, min(10, len(handle.tokens))), ignore_eos=True))
+            assert alone.result().metrics.cached_tokens == 0
+            many = min(len(handle.tokens), 10)
+            assert handle.tokens[:many] == alone.tokens[:many]
+            differ = sum(logits[handle.id, i].tobytes() != tap.logits[alone.id, i].tobytes() for i in range(many))
+            beside = many if far and handle is not far else 0
+            total += Count(many, differ, handle.metrics.cached_tokens, beside)
+    return total
+
+
+def everywhere() -> list[str]:
+    """NANOBATCH_BLAS for each BLAS, and each set of kernels, that this machine can run."""
+    if sys.platform != "linux":
+        return [""]
+    own = blas.core()
+    x86 = [*blas.CORES.values(), "Nehalem"]
+    kernels = x86[x86.index(own) :] if own in x86 else ["NEOVERSEN1", "ARMV8"] if own is None else []
+    mkl = ["mkl"] * bool(list(Path(sys.prefix, "lib").glob("libmkl_rt.so.*")))
+    return ["off", *(f"openblas:{kernel}" for kernel in kernels), *mkl]
+
+
+def run_everywhere(schedules: int) -> list[str]:
+    """A line for each, two at a time."""
+    waiting, running, lines = everywhere(), [], []
+    while waiting or running:
+        while waiting and len(running) < 2:
+            command = [sys.executable, __file__, "--schedules", str(schedules)]
+            environment = os.environ | {"NANOBATCH_BLAS": waiting.pop(0)}
+            running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        out, _ = running.pop(0).communicate()
+        lines.append(out.strip() or "a process has died")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=100, metavar="N")
+    parser.add_argument("--everywhere", type=int, metavar="N", help="N on each BLAS, and all its kernels, in turn")
+    args = parser.parse_args()
+    if args.everywhere:
+        sys.exit(not all(" 0 differ" in line for line in run_everywhere(args.everywhere)))
+    with tempfile.TemporaryDirectory() as folder:
+        models = make_models(Path(folder))
+        total = sum((count(models, seed) for seed in range(args.schedules)), Count(0, 0, 0, 0))
+    print(
+        f"{device.blas}: {args.schedules} schedules, {total.compared:,} logit vectors, {total.beside:,} of them beside "
+        f"a long neighbour, {total.reused:,} prompt tokens reused, {total.differ} differ"
+    )
+
+
+if __name__ == "__main__":
+    main()
