@@ -11,17 +11,20 @@ Where next: `nanobatch.py`, which answers.
 
 from __future__ import annotations
 
+# It comes first, so that Ctrl-C is quiet during the other imports, too.
+from parts import program  # isort: split
+
 import argparse
 import os
 import sys
 from dataclasses import fields
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling
-from parts.text import printable
+from parts.checks import one_line, printable
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("ask.py", description="Run prompts through a Llama model, all at once.")
+    parser = program.Parser("ask.py", description="Run prompts through a Llama model, all at once.")
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="what to answer; - reads standard input, and so does no prompt")
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
@@ -66,16 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
                 for handle, prompt in zip(handles, prompts, strict=True):
                     show(handle, prompt)
     except (ValueError, QueueFull, UnicodeDecodeError) as error:
-        print(f"nanobatch: {printable(str(error))}", file=sys.stderr)
+        print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # the program that read our output has seen enough
         sys.stdout = None  # so that Python does not try to flush it at exit
         return 141
     except OSError as error:  # a full disk
         sys.stdout = None
-        print(f"nanobatch: the answer cannot be written: {error}", file=sys.stderr)
+        print(f"nanobatch: the answer cannot be written: {one_line(error)}", file=sys.stderr)
         return 1
     return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
 
@@ -91,8 +92,8 @@ def show(handle: Handle, prompt: str) -> None:
     rate = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f} tokens/s"
     print(f"\n    [{result.finish_reason}: {m.output_tokens} tokens, TTFT {ttft}, {rate}]", flush=True)
     if result.error:
-        print(f"nanobatch: request {handle.id}: {printable(result.error)}", file=sys.stderr)
+        print(f"nanobatch: request {handle.id}: {one_line(result.error)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -34,6 +34,9 @@ Read `drive` first, then `Sample`. Where next: `sched.py`, whose three policies 
 
 from __future__ import annotations
 
+# It comes first, so that Ctrl-C is quiet during the other imports, too.
+from parts import program  # isort: split
+
 import argparse
 import importlib.metadata
 import importlib.util
@@ -64,7 +67,7 @@ from nanobatch import POLICIES, Engine, Handle, QueueFull, Request, Sampling, Sc
 from parts import device
 from parts.answers import StepView
 from parts.checkpoint import find, read_config
-from parts.checks import read_whole, shown
+from parts.checks import one_line, read_whole, shown
 from parts.device import mx
 
 ROOT = Path(__file__).resolve().parent
@@ -733,17 +736,8 @@ def make_model(folder: Path, shape: str) -> Path:
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        self.exit(2, one_line(message))
-
-
-def one_line(error: object) -> str:
-    return f"bench: {' '.join(str(error).split())}\n"
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("bench.py", description="Measure nanobatch, and mlx-lm beside it.")
+    parser = program.Parser("bench.py", description="Measure nanobatch, and mlx-lm beside it.")
     add, usual = parser.add_argument, "decode,closed,steps"
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
     add("--shape", choices=SHAPES, help="random weights of this shape instead, in a temporary folder")
@@ -837,13 +831,11 @@ def main(arguments: list[str] | None = None) -> int:
         show(data)
         if args.plot:
             Path(args.plot).write_text(draw(data["records"]))
-    except KeyboardInterrupt:
-        return 130
     except (ValueError, Failure, OSError) as error:
-        sys.stderr.write(one_line(error))
+        print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -22,6 +22,9 @@ Before this: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/t
 
 from __future__ import annotations
 
+# It comes first, so that Ctrl-C is quiet during the other imports, too.
+from parts import program  # isort: split
+
 import argparse
 import asyncio
 import json
@@ -43,7 +46,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
-from parts.checks import read_whole
+from parts.checks import read_whole, shown
 from screen import charts, keys, panes
 from screen.ink import DARK, Line, Palette, Pen, clean
 from screen.room import BURST, EngineRoom, Settings, load_engine
@@ -473,15 +476,9 @@ class Screen(App):
 # --- the command line --------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        print(f"nanobatch: {clean(message)}", file=sys.stderr)
-        sys.exit(2)
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """A wrong value gets one line and exit code 2 before any screen opens."""
-    parser = Parser("tui.py", description="Watch an LLM serving engine work.")
+    parser = program.Parser("tui.py", description="Watch an LLM serving engine work.")
     add = parser.add_argument
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add("--slots", help="sequences that run at once (default: 8, or what fits)")
@@ -504,18 +501,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             raise ValueError("--size needs two numbers, such as 120x40")
         folder = args.model == "demo" or (args.model and Path(args.model).expanduser().is_dir())
         if not folder and (args.model.count("/") != 1 or args.model[0] in "./~"):
-            raise ValueError(f"--model {args.model!r} is neither a folder nor a hub id of the form owner/name")
+            raise ValueError(f"--model {shown(args.model)} is neither a folder nor a hub id of the form owner/name")
         for order in orders_of(args.script):
             if order[0] not in (*POLICIES, *SCRIPTED, "wait") and not hasattr(Session, f"_do_{order[0]}"):
-                raise ValueError(f"--script: {order[0]!r} is no command")
+                raise ValueError(f"--script: {shown(order[0])} is no command")
         lines = Path(args.prompts).read_text(encoding="utf-8").splitlines() if args.prompts else []
         args.asks = [line.strip() for line in lines if line.strip()]
         if args.prompts and not args.asks:
             raise ValueError(f"--prompts {args.prompts}: there is no prompt in it")
-        for name in ("trace", "screenshot"):
-            path = getattr(args, name)
-            if path and not Path(path).absolute().parent.is_dir():
-                raise ValueError(f"--{name} {path}: there is no such folder")
+        for path in filter(None, (args.trace, args.screenshot)):
+            Path(path).open("a").close()  # better to learn now that it cannot be written than at the end
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
@@ -556,4 +551,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

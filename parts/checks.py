@@ -1,11 +1,18 @@
-"""Numbers from outside, held against their limits before anything is done with them.
+"""Numbers from outside, held against their limits before anything is done with them; and how a refusal is worded.
 
 `whole` and `real` check what a Python program gives; `read_whole` and `read_real` read a number from text, as a command
 line has it. What this file keeps: a number that passes has the right type and lies within its limits. Anything else
 raises a ValueError of one line, with the setting's name, the value (cut short if it is long) and the limits.
+
+What a refusal quotes comes from anywhere, too, and may be a whole book: `shown` cuts a value, `one_line` a message.
 """
 
 import math
+import re
+
+# What a terminal obeys instead of showing it: the C0 and C1 control characters, except tab and newline, and the marks
+# that change the direction of writing.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def whole(name: str, value: object, least: int, most: float = math.inf) -> int:
@@ -52,3 +59,16 @@ def shown(value: object, longest: int = 40) -> str:
     except ValueError:  # Python writes no int of more than 4,300 digits
         text = "a number of thousands of digits"
     return text if len(text) <= longest else text[:longest] + "…"
+
+
+def printable(text: str) -> str:
+    """The text without control characters. Prompts and answers come from anywhere; none may move a reader's cursor."""
+    return CONTROLS.sub("", text)
+
+
+def one_line(message: object, longest: int = 400) -> str:
+    """A message in one line that can be printed: a long one loses its middle, since the remedy stands at the end."""
+    if isinstance(message, BaseException):  # some say nothing, such as MemoryError; then their name has to do
+        message = str(message) or type(message).__name__
+    line = printable(" ".join(str(message).split()))
+    return line if len(line) <= longest else f"{line[: longest // 2]} … {line[-longest // 2 :]}"

@@ -68,7 +68,7 @@ class ModelReader:
 
     def __init__(self, folder: Path, dtype: str = "auto"):
         if dtype not in ("auto", "float32", "checkpoint"):
-            raise ValueError(f"dtype = {dtype!r}; choose auto, float32 or checkpoint")
+            raise ValueError(f"dtype = {checks.shown(dtype)}; choose auto, float32 or checkpoint")
         self.folder = folder
         self.float32 = dtype == "float32" or (dtype == "auto" and not has_gpu())
         self.weights = Weights(folder)

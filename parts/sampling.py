@@ -62,7 +62,9 @@ class Sampling:
 
     def __new__(cls, *args, **given):  # Python's TypeError for an unknown field would not name the others
         if unknown := given.keys() - cls.__annotations__.keys():
-            raise ValueError(f"Sampling has no field {min(unknown)!r}; the fields are {', '.join(cls.__annotations__)}")
+            raise ValueError(
+                f"Sampling has no field {shown(min(unknown))}; the fields are {', '.join(cls.__annotations__)}"
+            )
         return super().__new__(cls)
 
     def __post_init__(self):

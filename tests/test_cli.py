@@ -232,6 +232,85 @@ def test_a_signal_while_it_answers_ends_it_quietly_and_at_once(model, sent, code
     assert b"Traceback" not in stderr
 
 
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        *(("ask.py", name) for name in ("argparse", "dataclasses", "ctypes", "mlx", "tokenizers")),
+        *(("bench.py", name) for name in ("argparse", "timeit", "mlx", "tokenizers")),
+        # The screen's loader imports MLX and what is beyond, while the first frame is shown.
+        *(("tui.py", name) for name in ("argparse", "textual", "mlx", "tokenizers")),
+    ],
+)
+def test_ctrl_c_during_the_imports_is_quiet_in_every_program(tmp_path, program, module):
+    """A signal came while the imports ran, outside of any `try`: a traceback, and no exit code 130.
+
+    Here the signal comes from within an import: of the first module that a program needs, of the last, and between.
+    """
+    reached = tmp_path / "reached"
+    (tmp_path / f"{module}.py").write_text(
+        f"import signal, time\nopen({str(reached)!r}, 'w').close()\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(5)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(ROOT / program)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "NANOBATCH_BLAS": "off"},
+        # A shell's background job ignores Ctrl-C, and so does all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert reached.exists(), "the signal never came"
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
+@pytest.mark.parametrize("program", ["ask.py", "bench.py", "tui.py"])
+def test_in_a_background_job_that_ignores_ctrl_c_a_program_ignores_it_too(tmp_path, program):
+    (tmp_path / "argparse.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nraise SystemExit(7)\n")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / program)],
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert done.returncode == 7
+
+
+def test_importing_a_program_changes_nothing_about_ctrl_c():
+    code = "import signal; before = signal.getsignal(2); import ask, bench, tui; print(signal.getsignal(2) is before)"
+    assert python(code).stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("ask.py", ["--max-tokens"]),
+        ("ask.py", ["--slots=1", "--what"]),
+        ("ask.py", ["--policy"]),
+        ("ask.py", ["--model"]),
+        ("tui.py", ["--model"]),
+        ("tui.py", ["--slots"]),
+        ("tui.py", ["--policy"]),
+        ("tui.py", ["--script"]),
+        ("tui.py", ["--prompts"]),
+        ("tui.py", ["--trace"]),
+        ("bench.py", ["--parts"]),
+        ("bench.py", ["--rows"]),
+        ("bench.py", ["--shape"]),
+        ("bench.py", ["--model"]),
+        ("bench.py", ["--json"]),
+        ("bench.py", ["--from"]),
+    ],
+)
+def test_a_value_as_long_as_a_book_is_quoted_in_a_short_line_with_the_remedy(program, arguments):
+    """5,000 characters were said again, whole."""
+    book = "x" * 4000 + "\x1b[31m\n" + "y" * 1000
+    command = [sys.executable, str(ROOT / program), *arguments[:-1], f"{arguments[-1]}={book}"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    (line,) = lines(done.stderr)
+    assert done.returncode == 2 and line.startswith("nanobatch: ") and len(line) < 500 and "\x1b" not in line
+    assert "x" * 10 in line and "y" * 1000 not in line
+
+
 # --- what lies under MLX -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,57 @@
+"""What the programs share: a mistake on the command line takes one line, and Ctrl-C ends them quietly at any moment.
+
+The problem. The imports of a program take up to a second, and Ctrl-C may come while they run, outside of any `try`.
+There it is an exception like others: Python prints a traceback, and a library that catches it goes on as if nothing had
+happened. So a program imports this file before all others. From here on Ctrl-C ends the process at once: there is
+nothing yet that would have to be closed. `run` lets Python handle the signal as usual while `main` runs, so that
+`with` and `finally` do their work. When `main` has ended, Ctrl-C ends the process at once again.
+
+The invariant: after Ctrl-C the exit code is 130. Where the signal is ignored, as in a shell's background job, it stays
+so. A program that only imports one of ours, such as a test, keeps its own way with signals.
+"""
+
+import os
+import signal
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+
+def _on_ctrl_c(handler) -> None:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _leave(*_) -> None:
+    os._exit(130)
+
+
+_started = getattr(sys.modules["__main__"], "__file__", None)
+if _started and os.path.dirname(os.path.realpath(_started)) == ROOT:
+    _on_ctrl_c(_leave)
+
+# These, too, may be interrupted.
+import argparse  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from typing import NoReturn  # noqa: E402
+
+from parts.checks import one_line  # noqa: E402
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
+    try:
+        _on_ctrl_c(signal.default_int_handler)
+        code = main()
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        _on_ctrl_c(_leave)
+    sys.exit(code)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says a mistake in one line, without the usage, and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"nanobatch: {one_line(message)}\n")
