@@ -17,7 +17,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from parts.checks import real, whole
+from parts.checks import one_line, real, shown, whole
 from parts.device import mx
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -25,11 +25,15 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
 FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; no other file is ever read
+LONGEST = 100_000_000  # bytes of a text file, or of the header of a file with weights
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
 
 
 class ModelError(ValueError):
     """A checkpoint that cannot be served. The message is one line: the file, what is wrong, what to do."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
 
 
 # --- the config --------------------------------------------------------------------------------------------------
@@ -101,18 +105,33 @@ class Config:
         return shapes
 
 
-def read_json(path: Path) -> dict:
-    """The JSON object in a file, or one line that says why there is none."""
+def check_plain(path: Path) -> None:
+    """Refuse what is no plain file. To open a pipe may take for ever, and so may reading /dev/zero."""
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} is no plain file; download it again.")
+
+
+def read_text(path: Path) -> str:
+    """The text in a file, or one line that says why there is none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        check_plain(path)
+        if path.stat().st_size > LONGEST:
+            raise ModelError(f"{path} is longer than {LONGEST:,} bytes; download it again.")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; a model folder needs it. Download the model again.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); download it again.") from None
+    except (OSError, UnicodeDecodeError, MemoryError) as error:
+        raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file, or one line that says why there is none."""
+    text = read_text(path)
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ModelError(f"{path} is {_what_is(text.encode()) or f'not JSON ({error})'}; download it again.") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # no JSON, or a number of more than 4,300 digits
+        what = _what_is(text[:64].encode()) or f"not JSON ({one_line(error)})"
+        raise ModelError(f"{path} is {what}; download it again.") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again.")
     return value
@@ -137,7 +156,7 @@ class _Fields:
             raise ModelError(f"{error}.") from None
 
     def refuse(self, key: str, value, supported) -> ModelError:
-        return ModelError(f"{self.path}: {key} = {value!r} is not supported. Supported: {', '.join(supported)}.")
+        return ModelError(f"{self.path}: {key} = {shown(value)} is not supported. Supported: {', '.join(supported)}.")
 
 
 def read_config(folder: Path, has_head: bool) -> Config:
@@ -214,7 +233,7 @@ def _rope(fields: _Fields, max_positions: int) -> Rope:
     raw = fields.values
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-        raise ModelError(f"{fields.path}: rope scaling is {scaling!r} where one flat object belongs.")
+        raise ModelError(f"{fields.path}: rope scaling is {shown(scaling)} where one flat object belongs.")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise fields.refuse("rope type", kind, ROPE_TYPES)
@@ -242,13 +261,13 @@ def find(model: str) -> Path:
             return path
         exists = path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have, or an unknown user's home
-        raise ModelError(f"{model[:80]!r} is no folder ({error.args[-1]}); name one, or a hub id.") from None
+        raise ModelError(f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id.") from None
     if exists:
         raise ModelError(f"{path} is a file; name the folder that holds config.json.")
     if model == "demo":
         raise ModelError(f"{path} is missing; the demo model comes with the checkout. Name a model of your own.")
     if model.count("/") != 1 or model[0] in "./~":
-        raise ModelError(f"{model!r} is neither a folder nor a hub id of the form owner/name.")
+        raise ModelError(f"{shown(model)} is neither a folder nor a hub id of the form owner/name.")
     return _download(model)
 
 
@@ -269,9 +288,8 @@ def _download(repo: str) -> Path:
         try:  # the network may be down, but an older download may be here
             return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
         except Exception:
-            cause = " ".join(str(error).split()) or type(error).__name__
-            why = f"is not in the cache and could not be downloaded: check the network ({cause[:200]})"
-    raise ModelError(f"{repo!r} {why}.")
+            why = f"is not in the cache and could not be downloaded: check the network ({one_line(error, 200)})"
+    raise ModelError(f"{shown(repo)} {why}.")
 
 
 def _what_is(head: bytes) -> str | None:
@@ -291,13 +309,14 @@ def read_header(path: Path) -> dict[str, dict]:
         | N (u64) | {"model.norm.weight": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}} | 32 bytes |
     """
     try:
+        check_plain(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(64)
             length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
             if what := _what_is(start):
                 raise ModelError(f"{path} is {what}; download it again.")
-            if not 2 <= length <= size - 8:
+            if not 2 <= length <= min(size - 8, LONGEST):
                 raise ModelError(f"{path} is not a safetensors file, or it is cut off; download it again.")
             file.seek(8)
             header = json.loads(file.read(length))
@@ -314,10 +333,10 @@ def read_header(path: Path) -> dict[str, dict]:
             end += 8 + length
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; download the model again.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"{path} has a broken header ({error}); download it again.") from None
+        raise ModelError(f"{path} has a broken header ({one_line(error)}); download it again.") from None
     if size != end:
         what = "cut off" if size < end else "longer than its header says"
         raise ModelError(f"{path} is {what}: {size:,} bytes, expected {end:,}; download it again.")
@@ -334,7 +353,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
             raise ModelError(f"{index} has no weight_map; download it again.")
         for tensor, file in places.items():
             if not isinstance(file, str) or Path(file).name != file or len(file) > 200:
-                raise ModelError(f"{index}: {tensor} is said to be in {str(file)[:80]!r}; download it again.")
+                raise ModelError(f"{index}: {tensor} is said to be in {shown(file)}; download it again.")
             files.setdefault(folder / file, set()).add(tensor)
         for file in files:
             if not file.exists():
@@ -358,7 +377,7 @@ class Weights:
                 raise ModelError(f"{path} lacks {min(gone)}, which the index names: one is stale; download both again.")
             for name, entry in entries.items():
                 if entry.get("dtype") not in DTYPES:
-                    raise ModelError(f"{path}: {name} is {entry.get('dtype')!r}. Supported: {', '.join(DTYPES)}.")
+                    raise ModelError(f"{path}: {name} is {shown(entry.get('dtype'))}. Supported: {', '.join(DTYPES)}.")
                 self.entries[name], self.files[name] = entry, path
         if not self.entries:
             raise ModelError(f"{folder}: its weight files hold no tensors; download the model again.")
@@ -430,8 +449,8 @@ class Weights:
         if path not in self._lazy:
             try:
                 self._lazy[path] = mx.load(str(path))
-            except RuntimeError as error:
-                raise ModelError(f"{path} cannot be read ({error}); download it again.") from None
+            except (RuntimeError, MemoryError) as error:
+                raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
         array = self._lazy[path].pop(name)
         # One pass is enough, because the largest magnitude is NaN or inf if any number is, and 0 if all of them are.
         # (Packed integers, biases and quantization offsets may well be all zero.)

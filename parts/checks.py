@@ -68,7 +68,7 @@ def printable(text: str) -> str:
 
 def one_line(message: object, longest: int = 400) -> str:
     """A message in one line that can be printed: a long one loses its middle, since the remedy stands at the end."""
-    if isinstance(message, BaseException):  # some say nothing, such as MemoryError; then their name has to do
-        message = str(message) or type(message).__name__
     line = printable(" ".join(str(message).split()))
+    if not line and isinstance(message, BaseException):  # some say nothing, such as MemoryError
+        return type(message).__name__
     return line if len(line) <= longest else f"{line[: longest // 2]} … {line[-longest // 2 :]}"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from parts.checks import read_real, read_whole, real, whole
+from parts.checks import one_line, printable, read_real, read_whole, real, whole
 
 HUGE = pytest.param(10**5000, id="more digits than Python prints")
 
@@ -57,3 +57,16 @@ def test_a_value_as_long_as_a_book_is_cut_short(check):
     with pytest.raises(ValueError) as caught:
         check("n", "a word\n" * 5000, 1, 10)
     assert len(str(caught.value)) < 120 and "…" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_message_is_one_line_that_keeps_its_beginning_and_its_end():
+    """The file stands at the beginning, the remedy at the end, and what was read from the file between them."""
+    line = one_line("config.json:\n\tkind = " + "x\x1b[31m\u202e " * 5000 + "; download it again.")
+    assert line.startswith("config.json: kind = x") and line.endswith("; download it again.")
+    assert len(line) < 410 and "…" in line and line == printable(line) and "\n" not in line
+    assert one_line("short") == "short" and len(one_line("y" * 400)) == 400
+
+
+def test_an_exception_is_named_if_it_says_nothing():
+    assert one_line(MemoryError()) == "MemoryError" and one_line(ValueError(" a\n b ")) == "a b"
+    assert one_line(ValueError("\n")) == "ValueError"

@@ -1,15 +1,22 @@
 """Every way a checkpoint may be written is read, and every way it may be broken is said in one line."""
 
 import json
+import math
+import os
+import random
 import shutil
+import socket
 import struct
+import threading
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import V, make_checkpoint, make_tokenizer
 
 from nanobatch import Engine, Model, Sampling, Text
-from parts import device
+from parts import checkpoint, device, text
 from parts.checkpoint import ModelError
 from parts.device import mx
 
@@ -357,3 +364,169 @@ def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
 def test_an_unknown_dtype_is_refused(whole):
     with pytest.raises(ValueError, match="float8"):
         Engine.load(whole, dtype="float8")
+
+
+# --- attacks: what is not a file, and what is not a number ---------------------------------------------------------
+
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+FILES += ("model.safetensors", "model.safetensors.index.json", "chat_template.jinja")
+
+
+def tried(folder) -> str:
+    """ "loaded", or the one line of a ModelError. Everything that a folder holds is read; no other error may come."""
+    try:
+        with Engine.load(folder, slots=1, max_len=64) as engine:
+            engine.text.ask("a question")
+        return "loaded"
+    except ModelError as error:
+        line = str(error)
+        assert "\n" not in line and len(line) < 500, line
+        return line
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "/dev/zero", "/dev/null", "loop"])
+@pytest.mark.parametrize("file", FILES)
+def test_what_is_no_plain_file_is_refused_and_never_waited_for(folder, file, kind, monkeypatch):
+    """To open a pipe that nothing writes to takes for ever, and there is no end to /dev/zero."""
+    path, said = folder / file, []
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        monkeypatch.chdir(folder)  # a socket's name must be short
+        socket.socket(socket.AF_UNIX).bind(file)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path if kind == "loop" else kind)
+    thread = threading.Thread(target=lambda: said.append(tried(folder)), daemon=True)
+    thread.start()
+    thread.join(20)
+    if thread.is_alive() and kind == "pipe":
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # else the thread would hold the device's lock for ever
+    is_missing = kind == "loop" and file not in ("config.json", "tokenizer.json", "model.safetensors")
+    assert said and (said[0] == "loaded" if is_missing else str(path) in said[0]), said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"])
+def test_a_file_that_must_not_be_read_is_refused(folder, file):
+    (folder / file).touch()
+    (folder / file).chmod(0)
+    assert str(folder / file) in tried(folder)
+
+
+STRANGE = [10**400, 10**30, 2**63, 2**62, 2**31, 10**9, 0, -1, -(2**62), 1e308, -1e308, 5e-324, 1.5, True, None]
+STRANGE += [math.nan, math.inf, -math.inf, "x" * 5000, "NaN", "\ud800", "", [], {}, [1] * 5000, {"a": {"b": 1}}]
+FIELDS = """
+    head_dim rope_scaling rope_parameters sliding_window layer_types attention_bias mlp_bias quantization hidden_act
+    quantization_config max_window_layers partial_rotary_factor rope_traditional use_sliding_window
+"""
+SCALING = "rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings rope_type type"
+
+
+def strange(rng: random.Random, config: dict) -> dict:
+    """A good config with one to three values replaced, in it or in its rope scaling."""
+    config = config | {"model_type": rng.choice(("llama", "mistral", "qwen2", "qwen3"))}
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        value = rng.choice(STRANGE)
+        if rng.random() < 0.3:
+            usual = {"rope_type": rng.choice(("linear", "dynamic", "llama3", "default")), "factor": 2.0}
+            config["rope_scaling"] = usual | {rng.choice(SCALING.split()): value}
+        else:
+            config[rng.choice([*config, *FIELDS.split()])] = value
+    return config
+
+
+def test_of_hundreds_of_strange_configs_each_loads_or_is_refused_in_one_line(folder):
+    """A value of 5,000 characters was said again whole; a number of 5,000 digits raised another error."""
+    rng, config, count = random.Random(11), json.loads((folder / "config.json").read_text()), Counter()
+    for _ in range(300):
+        (folder / "config.json").write_text(json.dumps(strange(rng, config)))
+        count[tried(folder) == "loaded"] += 1
+    assert count[True] > 30 and count[False] > 150, count
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": ' * 100_000, "[" * 100_000, '{"vocab_size": 1' + "0" * 5000 + "}", '{"model_type": "' + "x" * 5000 + '"}'],
+    ids=["nested objects", "nested lists", "5,000 digits", "5,000 characters"],
+)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_json_that_python_cannot_read_is_refused(folder, file, text):
+    (folder / file).write_text(text)
+    line = tried(folder)
+    assert file in line or (line == "loaded" and file != "config.json" and "model_type" in text)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("generation_config.json", {"eos_token_id": "x" * 5000}),
+        ("tokenizer_config.json", {"eos_token": "\ud800"}),
+        ("tokenizer_config.json", {"bos_token": "\ud800"}),
+        ("tokenizer_config.json", {"chat_template": [{"name": [], "template": "x"}, {"name": {}}, 5]}),
+        ("tokenizer_config.json", {"chat_template": "{{ 1"}),
+        ("model.safetensors.index.json", {"weight_map": {"x" * 5000: "model.safetensors"}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": "x" * 5000}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": "\ud800"}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": "a\0b"}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": ".."}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": ""}}),
+        ("model.safetensors.index.json", {"weight_map": {"x": "config.json"}}),
+    ],
+    ids=lambda value: str(value)[:60].encode("ascii", "backslashreplace").decode(),
+)
+def test_strange_values_beside_the_config_are_harmless_or_refused(folder, file, content):
+    (folder / file).write_text(json.dumps(content))
+    line = tried(folder)
+    assert line == "loaded" if file == "tokenizer_config.json" and "{{ 1" not in str(content) else str(folder) in line
+
+
+def spoilt(rng: random.Random, data: bytes) -> bytes:
+    """A file with weights that has been cut off, or has other bytes, in its header or behind, or strange values."""
+    data, end = bytearray(data), 8 + struct.unpack("<Q", data[:8])[0]
+    how = rng.choice(("cut", "length", "header", "header", "values", "values", "numbers"))
+    if how == "cut":
+        return data[: rng.randrange(len(data))]
+    if how == "values":
+        header = json.loads(data[8:end])
+        entry = header[rng.choice([name for name in header if name != "__metadata__"])]
+        others = [["F64"], ["a", "b"], [0, 2**62], [-5, 0], [True, 4], [[0], [1]], [math.nan, 0], "BF16", "U32"]
+        entry[rng.choice([*entry])] = rng.choice(STRANGE + others)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + data[end:]
+    first, last = {"length": (0, 8), "header": (8, end), "numbers": (end, len(data))}[how]
+    for _ in range(rng.randint(1, 3)):
+        data[rng.randrange(first, last)] = rng.randrange(256)
+    return bytes(data)
+
+
+def test_of_hundreds_of_spoilt_weight_files_each_loads_or_is_refused_in_one_line(folder):
+    """MLX itself checks little: it reads beyond the end, and aborts."""
+    rng, path, count = random.Random(12), folder / "model.safetensors", Counter()
+    data = path.read_bytes()
+    for _ in range(300):
+        path.write_bytes(spoilt(rng, data))
+        count[tried(folder) == "loaded"] += 1
+    assert count[True] > 20 and count[False] > 150, count
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "file"),
+    [
+        (Path, "read_text", "config.json"),
+        (checkpoint.struct, "unpack", "model.safetensors"),
+        (text, "Tokenizer", "tokenizer.json"),
+        (mx, "load", "model.safetensors"),
+    ],
+)
+def test_an_error_that_says_nothing_is_called_by_its_name(folder, monkeypatch, owner, function, file):
+    """`str(MemoryError())` is empty, and so was what stood between the brackets; or nothing caught it at all."""
+
+    def full(*arguments, **options):
+        raise MemoryError
+
+    full.from_file = full
+    monkeypatch.setattr(owner, function, full)
+    refused(folder, file, "(MemoryError)")
