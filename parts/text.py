@@ -11,26 +11,16 @@ Where next: `checkpoint.py`, which reads the rest of a model folder.
 
 from __future__ import annotations
 
-import datetime
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from parts.checkpoint import ModelError, read_json
-
-# What a terminal obeys instead of showing it: the C0 and C1 control characters, except tab and newline, and the marks
-# that change the direction of writing.
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """The text without control characters. Prompts and answers come from anywhere; none may move a reader's cursor."""
-    return CONTROLS.sub("", text)
+from parts.checkpoint import ModelError, check_plain, read_json, read_text
+from parts.checks import one_line, shown
 
 
 class Text:
@@ -40,16 +30,18 @@ class Text:
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ModelError(f"{path} is missing; save the model's tokenizer in the fast format (tokenizer.json).")
+        check_plain(path)
         try:
-            self.tokenizer = Tokenizer.from_file(str(path))
+            self.tokenizer = calmly(Tokenizer.from_file, str(path))
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+            silent = special_ids(self.tokenizer)
         except Exception as error:  # the library raises a bare Exception
-            raise ModelError(f"{path} is not a tokenizer ({error}); download it again.") from None
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+            raise ModelError(f"{path} is not a tokenizer ({one_line(error)}); download it again.") from None
         if largest >= vocabulary:
             raise ModelError(f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}.")
-        self.folder, self.vocabulary, self._silent = folder, vocabulary, special_ids(self.tokenizer)
+        self.folder, self.vocabulary, self._silent = folder, vocabulary, silent
         config = folder / "tokenizer_config.json"
         older = folder / "special_tokens_map.json"
         self.config = (read_json(older) if older.exists() else {}) | (read_json(config) if config.exists() else {})
@@ -63,7 +55,9 @@ class Text:
             value = read_json(path).get("eos_token_id") if path.exists() else None
             for token in value if isinstance(value, list) else [] if value is None else [value]:
                 if type(token) is not int:
-                    raise ModelError(f"{path}: eos_token_id = {value!r}, but it must be a token id or a list of them.")
+                    raise ModelError(
+                        f"{path}: eos_token_id = {shown(value)}, but it must be a token id or a list of them."
+                    )
                 ids.add(token)
         return frozenset(ids | ({self._special_id("eos_token")} - {None}))
 
@@ -74,7 +68,8 @@ class Text:
         return value if isinstance(value, str) else ""
 
     def _special_id(self, name: str) -> int | None:
-        return self.tokenizer.token_to_id(self.special(name)) if self.special(name) else None
+        with suppress(UnicodeEncodeError):  # half a surrogate pair, which is no token
+            return self.tokenizer.token_to_id(self.special(name)) if self.special(name) else None
 
     def stream(self, stops: Sequence[str]) -> TextStream:
         return TextStream(self.tokenizer, stops, self._silent)
@@ -122,7 +117,11 @@ class Text:
             text.encode()
         except UnicodeEncodeError as error:  # half a surrogate pair, which bytes that are no UTF-8 become as text
             raise ValueError(f"the prompt is no valid text at character {error.start}; give UTF-8") from None
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return calmly(self.tokenizer.encode, text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # a character that it does not know, if it has no token for such
+            why = f"the model's tokenizer cannot read this prompt ({one_line(error)})"
+            raise ValueError(f"{why}; give other words, or token ids") from None
 
     @property
     def has_template(self) -> bool:
@@ -132,61 +131,43 @@ class Text:
     def _source(self) -> str | None:
         """The template's text. It is a file of its own, or in the config, alone or as one of several with names."""
         path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
+        if path.exists():
+            return read_text(path)
         source = self.config.get("chat_template")
         if isinstance(source, list):
-            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            named = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default", next(iter(named.values()), None))
         return source if isinstance(source, str) else None
 
     @cached_property
     def _template(self):
-        """The template, compiled as Hugging Face does it: in a sandbox, because it comes from anywhere."""
-        import jinja2.ext
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from parts.template import Template
 
-        class Generation(jinja2.ext.Extension):
-            """{% generation %} marks what the assistant said, for training. Here it is replaced by what it encloses."""
-
-            tags: ClassVar = {"generation"}
-
-            def parse(self, parser):
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-                return jinja2.nodes.Scope(body, lineno=line)
-
-        def raise_exception(message: str):
-            raise jinja2.TemplateError(message)
-
-        def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-            return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-        )
-        environment.filters["tojson"] = tojson
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
-            return environment.from_string(self._source)
-        except jinja2.TemplateError as error:
-            raise ModelError(f"the chat template in {self.folder} is broken ({error}); give plain text.") from None
+            return Template(self._source)
+        except Exception as error:
+            raise ModelError(
+                f"the chat template in {self.folder} is broken ({one_line(error)}); give plain text."
+            ) from None
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text that the template makes of a conversation. It ends where the assistant's answer begins."""
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise ValueError(f"a chat message is {message!r}, but it must be a mapping with a role and a content")
+                raise ValueError(
+                    f"a chat message is {shown(message)}, but it must be a mapping with a role and a content"
+                )
         if not self.has_template:
             raise ValueError("this model has no chat template; give it a plain text")
         specials = {name: self.special(name) for name in self.config if name.endswith("_token") and self.special(name)}
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        render = self._template.render
+        template = self._template
         try:
-            return render(messages=messages, add_generation_prompt=True, tools=None, documents=None, **specials)
+            return template.render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **specials
+            )
         except Exception as error:  # a template is another author's program, and may raise anything
-            raise ValueError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from None
+            raise ValueError(f"the chat template refuses these messages: {one_line(error)}") from None
 
 
 class TextStream:
@@ -239,7 +220,7 @@ class TextStream:
         return self._release(piece)
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return calmly(self._tokenizer.decode, tokens, skip_special_tokens=True)
 
     def _complete(self) -> int:
         """How many of the waiting tokens form a text that no later token can change; not all of them do.
@@ -273,6 +254,16 @@ class TextStream:
         shown = self._release(self._decode(tokens)[self._decoded :])
         held, self._held = self._held, ""
         return shown + held
+
+
+def calmly(function: Callable, *arguments: Any, **options: Any) -> Any:
+    """Call a function of the tokenizer. If its Rust panics, that is no Exception: it would pass all that catch one."""
+    try:
+        return function(*arguments, **options)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"the tokenizer failed: {error}") from None
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:

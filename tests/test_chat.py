@@ -8,6 +8,10 @@ against `transformers`, and none of it may touch the network.
 import datetime
 import json
 import socket
+import sys
+import threading
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -450,6 +454,127 @@ def test_a_template_cannot_get_out_of_its_sandbox(tmp_path, source):
     message = refusal(make_model(tmp_path, source), messages)
     assert "<class" not in message and "/" not in message.replace(str(tmp_path), "")
     assert messages == turns("Hi")
+
+
+MILLION = "{% set x = 'a' * 10 ** 6 %}"
+GROWS = "{% set s = namespace(x=START) %}{% for _ in range(60) %}{% set s.x = STEP %}{% endfor %}"
+ENDLESS = [
+    "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}",
+    "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{{ j }}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    GROWS.replace("START", "'a'").replace("STEP", "[s.x, s.x]") + "{{ s.x }}",
+    "{% for i in range(10 ** 5) %}{% set x = range(10 ** 5) | list | sort %}{% endfor %}",
+    "{% for i in range(10 ** 5) %}{% set x = range(10 ** 5) | map('string') | list %}{% endfor %}",
+]
+HUGE = [
+    "{{ 'a' * 10 ** 9 }}",
+    "{{ 10 ** 9 * 'a' }}",
+    "{% set x = ['a'] * 10 ** 9 %}",
+    "{{ 'a'.center(10 ** 9) }}",
+    "{{ 'a'.zfill(10 ** 9) }}",
+    "{{ 'a\\t'.expandtabs(10 ** 9) }}",
+    "{{ 'a' | center(10 ** 9) }}",
+    "{{ 'a' | center(width=10 ** 9) }}",
+    "{{ 'a' | indent(10 ** 9, true) }}",
+    "{{ [1] | batch(10 ** 9, 'x') | list }}",
+    "{{ [1] | slice(10 ** 9) | list }}",
+    "{{ messages | tojson(indent=10 ** 9) }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '%*d' % (10 ** 9, 1) }}",
+    "{{ '%999999999d' | format(1) }}",
+    "{{ '{:999999999}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10 ** 9) }}",
+    "{{ '{x:999999999}'.format_map({'x': 1}) }}",
+    MILLION + "{{ x.replace('a', x) }}",
+    MILLION + "{{ x | replace('a', x) }}",
+    MILLION + "{{ x.translate({97: x}) }}",
+    MILLION + "{{ x.join(x) }}",
+    MILLION + "{{ x | join(x) }}",
+    MILLION + "{{ range(10 ** 5) | join(x) }}",
+    MILLION + "{{ [x] * 1000 }}",
+    MILLION + "{{ ([x] * 1000) | string }}",
+    MILLION + "{% for i in range(1000) %}{{ x }}{% endfor %}",
+    MILLION + "{% for i in range(1000) %}{% set y = x | upper %}{% endfor %}",
+    GROWS.replace("START", "'a'").replace("STEP", "s.x + s.x"),
+    GROWS.replace("START", "'a'").replace("STEP", "s.x ~ s.x"),
+    GROWS.replace("START", "[1]").replace("STEP", "s.x + s.x"),
+    GROWS.replace("START", "7").replace("STEP", "s.x * s.x"),
+    GROWS.replace("START", "'a'").replace("{% set s.x = STEP %}", "{% set s.x %}{{ s.x }}{{ s.x }}{% endset %}"),
+    "{{ 10 ** (10 ** 9) }}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_template_that_does_not_end_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
+    """A server would have waited for it for ever. A signal, which comes to the main thread alone, would not do."""
+    monkeypatch.setattr("parts.template.SECONDS", 0.3)
+    text, said, began = make_model(tmp_path, source), [], time.monotonic()
+
+    def render() -> None:
+        said.append(refusal(text, turns("Hi")))
+
+    thread = threading.Thread(target=render, daemon=True)
+    thread.start()
+    render()
+    thread.join(30)
+    assert len(said) == 2 and all("takes more than 0.3 s" in line for line in said)
+    assert time.monotonic() - began < 20 and sys.gettrace() is None
+
+
+@pytest.mark.parametrize("source", HUGE)
+def test_a_template_that_wants_gigabytes_is_refused_before_it_has_them(tmp_path, source):
+    """Where memory runs out, the process dies with all its requests."""
+    text = make_model(tmp_path, source)
+    tracemalloc.start()
+    try:
+        assert "makes more than 100,000,000 characters" in refusal(text, turns("Hi"))
+        assert tracemalloc.get_traced_memory()[1] < 500_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_template_that_is_stopped_takes_nothing_from_another(tmp_path, monkeypatch):
+    """Each thread, and each rendering, has its own time and its own characters."""
+    monkeypatch.setattr("parts.template.SECONDS", 1.0)
+    endless, good = make_model(tmp_path / "endless", ENDLESS[0]), make_model(tmp_path / "good", LLAMA3)
+    expected = good.render(turns("Hi"))
+    thread = threading.Thread(target=lambda: refusal(endless, turns("Hi")), daemon=True)
+    thread.start()
+    monkeypatch.setattr("parts.template.SIZE", 10 * len(expected))
+    count = 0
+    while thread.is_alive():
+        assert good.render(turns("Hi")) == expected
+        count += 1
+    assert count > 20
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_limits_are_far_from_what_an_honest_conversation_takes(tmp_path, name):
+    """A million characters are more than most models can read."""
+    text = make_model(tmp_path, TEMPLATES[name])
+    messages = turns(*["some words of a turn, " * 450] * 101)
+    assert sum(len(message["content"]) for message in messages) > 999_000
+    assert len(text.render(messages)) > (999_000 if name != "everything" else 100_000)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ " + "[" * 3000 + "]" * 3000 + " }}",
+        "{{ " + "not " * 3000 + "1 }}",
+        "{{ " + " + ".join(["1"] * 3000) + " }}",
+        "{{ messages" + ".a" * 3000 + " }}",
+        "{{ messages" + " | string" * 3000 + " }}",
+        "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+        "{% for x in [1] %}" * 30 + "{% endfor %}" * 30,
+        "x" * 1_000_001,
+    ],
+    ids=lambda source: source[:12],
+)
+def test_a_template_nested_too_deep_or_too_long_is_a_broken_model(tmp_path, source):
+    """Compiling it ended in a RecursionError, which nothing caught."""
+    assert str(tmp_path) in refusal(make_model(tmp_path, source), turns("Hi"), ModelError)
 
 
 @pytest.mark.parametrize("attribute", ["__class__", "__init__", "__dict__", "__globals__", "__subclasses__", "_x"])

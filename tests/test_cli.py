@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from tokenizers import Tokenizer, models
 
 ROOT = Path(__file__).parent.parent
 
@@ -171,6 +172,10 @@ def test_a_mistake_gets_its_line_and_exit_code_2(model, arguments, words):
     assert len(said) == 1 or said[0].startswith("usage:"), said
 
 
+# It knows no word, and has no token for words that it does not know.
+LATE = Tokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]")).to_str().encode()
+
+
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
@@ -185,6 +190,9 @@ def test_a_mistake_gets_its_line_and_exit_code_2(model, arguments, words):
         ("model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "no tensors"),
         ("tokenizer.json", None, "tokenizer.json is missing"),
         ("tokenizer.json", b"[]", "not a tokenizer"),
+        ("tokenizer.json", LATE, "cannot read this prompt (WordLevel error: Missing [UNK] token"),
+        ("chat_template.jinja", b"{{ 'a' * 10 ** 9 }}", "makes more than 100,000,000 characters; give plain text"),
+        ("chat_template.jinja", b"{{ " + b"(" * 3000 + b"1" + b")" * 3000 + b" }}", "recursion depth"),
     ],
 )
 def test_a_broken_model_gets_its_line_and_exit_code_2(model, tmp_path, file, content, words):

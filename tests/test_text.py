@@ -10,10 +10,10 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
-from checkpoints import BOS, make_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from checkpoints import BOS, V, make_tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from nanobatch import Text
+from nanobatch import Engine, Sampling, Text
 from parts.text import TextStream
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
@@ -160,6 +160,79 @@ def test_tokens_drawn_at_random_join_to_the_whole_decode_wherever_they_are_cut(n
             wrong.append((ids, pieces, rest, whole))
     assert broken > 1000
     assert not wrong, f"{len(wrong)} of 2000; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
+
+
+def pieces_of(texts: list[str], count: int = 400) -> list[str]:
+    """Parts of texts, some of one character, some of several: a vocabulary that took no training."""
+    rng, pieces = random.Random(9), {" ", "a", "e"}
+    while len(pieces) < count:
+        text = rng.choice(texts)
+        start = rng.randrange(len(text))
+        pieces.add(text[start : start + rng.choice((1, 1, 2, 3, 6))])
+    return sorted(pieces)
+
+
+def by_number(pieces: list[str]) -> dict[str, int]:
+    return {piece: n for n, piece in enumerate(dict.fromkeys(["<unk>", *pieces]))}
+
+
+def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
+    """Beside the three above: what else is published, with the decoder that puts its pieces together."""
+    texts = corpus()
+    plain = pieces_of(texts)
+    marked = [piece.replace(" ", "▁") for piece in plain]
+    words = [*(word for text in texts[:300] for word in text.split()), *plain]
+    parts = [f"##{piece}" for piece in plain[::2]]
+    bytewise = [f"<0x{byte:02X}>" for byte in range(256)]
+    unigram = models.Unigram([("<unk>", 0.0), *((piece, -1.0 - len(piece)) for piece in dict.fromkeys(marked))], 0)
+    fallback = models.Unigram([(piece, -2.0) for piece in by_number([*bytewise, *marked])], 0, byte_fallback=True)
+    spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return {
+        "Unigram": (unigram, decoders.Metaspace()),
+        "Unigram that never prepends": (unigram, decoders.Metaspace(prepend_scheme="never")),
+        "Unigram with bytes": (fallback, decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+        "WordPiece": (models.WordPiece(by_number(plain + parts), unk_token="<unk>"), decoders.WordPiece()),
+        "WordPiece, not tidied": (
+            models.WordPiece(by_number(plain + parts), unk_token="<unk>"),
+            decoders.WordPiece(cleanup=False),
+        ),
+        "WordLevel": (models.WordLevel(by_number(words), unk_token="<unk>"), None),
+        "WordLevel that is fused": (models.WordLevel(by_number(words), unk_token="<unk>"), decoders.Fuse()),
+        "BPE with metaspace": (models.BPE(by_number(marked), []), decoders.Metaspace(prepend_scheme="first")),
+        "BPE with bytes": (
+            models.BPE(by_number([*bytewise, *marked]), [], byte_fallback=True),
+            decoders.Sequence(spaced),
+        ),
+        "BPE with an end of words": (
+            models.BPE(by_number([*plain, *(f"{piece}</w>" for piece in plain[::2])]), []),
+            decoders.BPEDecoder("</w>"),
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", [*TOKENIZERS, *other_kinds()])
+def test_random_tokens_of_every_kind_of_tokenizer_stream_as_they_decode(kind):
+    """Each kind has its own way with spaces, bytes and ends of words, and all have tokens that were added later."""
+    if kind in TOKENIZERS:
+        tokenizer = Tokenizer.from_str(TOKENIZERS[kind]().to_str())
+    else:
+        model, decoder = other_kinds()[kind]
+        tokenizer = Tokenizer(model)
+        if decoder:
+            tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "<|end|>")])
+    tokenizer.add_tokens([AddedToken("<tool>"), AddedToken(" é ", normalized=False), AddedToken("中😀")])
+    rng, size, wrong, long = random.Random(10), tokenizer.get_vocab_size() + 5, [], 0
+    for _ in range(300):
+        some = [rng.randrange(size) for _ in range(4)]  # so that tokens come again, too
+        ids = [rng.choice(some) if rng.random() < 0.2 else rng.randrange(size) for _ in range(rng.randint(1, 60))]
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        pieces, rest = stream(tokenizer, ids)
+        if "".join(pieces) + rest != whole:
+            wrong.append((ids, pieces, rest, whole))
+        long += len(whole) > 20
+    assert long > 150, "there was hardly any text"
+    assert not wrong, f"{len(wrong)} of 300; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
 
 
 @every_tokenizer
@@ -400,3 +473,86 @@ def test_only_a_bos_at_the_start_is_one_too_many(tmp_path, adds_bos):
     text = make_text(tmp_path, adds_bos, bos_token="<s>")
     assert text.encode("a<s>b<s><s>").count(BOS) == 3 + adds_bos
     assert make_text(tmp_path, adds_bos).encode("<s><s>a").count(BOS) == 2 + adds_bos  # none named, none removed
+
+
+# --- tokenizers that fail late -----------------------------------------------------------------------------------
+
+WORDS = {"hello": 0, "world": 1}
+FAIL_AT_ENCODE = {
+    "WordLevel without its [UNK]": models.WordLevel(WORDS, unk_token="[UNK]"),
+    "WordPiece without its [UNK]": models.WordPiece(WORDS, unk_token="[UNK]"),
+    "BPE without its <unk>": models.BPE(WORDS, [], unk_token="<unk>"),
+    "Unigram without unk_id": models.Unigram([("hello", -1.0), ("world", -1.0)]),
+    "a regex that never ends, which panics": models.BPE(WORDS, []),
+}
+
+
+def late_failure(folder: Path, name: str) -> Text:
+    tokenizer = Tokenizer(FAIL_AT_ENCODE[name])
+    if "regex" in name:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Text(folder, V)
+
+
+@pytest.mark.parametrize("name", FAIL_AT_ENCODE)
+def test_a_tokenizer_that_cannot_read_a_prompt_refuses_it_in_one_line_and_its_neighbours_go_on(
+    parts, tmp_path, name, capfd
+):
+    """The library raises a bare Exception, which no caller catches, or panics, which is not even an Exception."""
+    text = late_failure(tmp_path, name)
+    with Engine(parts[0], text, slots=2, max_len=64) as engine:
+        alone = engine.submit([5, 6, 7], Sampling(max_tokens=8, ignore_eos=True)).result().tokens
+        neighbour = engine.submit([5, 6, 7], Sampling(max_tokens=8, ignore_eos=True))
+        engine.step()
+        with pytest.raises(ValueError, match=r"cannot read this prompt \(.+\); give other words") as caught:
+            engine.submit("a" * 30 + "b")
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+        assert neighbour.result().tokens == alone
+        engine.check()
+    assert capfd.readouterr().err.count("panicked") == ("panics" in name), (
+        "so this was the panic that it is meant to be"
+    )
+
+
+def panicking() -> Tokenizer:
+    """Its decoder panics at an empty token: at token 1 at once, and at token 2, which waits as a byte, at the end."""
+    vocabulary = {"hello": 0, "": 1, "<0x41>": 2, "<0x00>": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="hello"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("<0x41>", ""), decoders.Strip("w", 3, 3)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("token", [1, 2])
+def test_the_decoder_here_really_panics(token):
+    with pytest.raises(BaseException, match="index out of bounds") as caught:
+        panicking().decode([token])
+    assert not isinstance(caught.value, Exception)
+
+
+def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts, tmp_path):
+    """A panic is no Exception: where the end of a request decodes what is left, it came out of `cancel`."""
+    panicking().save(str(tmp_path / "tokenizer.json"))
+    with Engine(parts[0], Text(tmp_path, V), slots=2, max_len=128) as engine:
+
+        def says(token: int, count: int) -> Sampling:
+            return Sampling(max_tokens=count, logit_bias={token: 1e6}, ignore_eos=True)
+
+        for token, count in ((1, 1), (2, 4)):  # how many tokens it takes to notice
+            failing, neighbour = engine.submit([5, 6], says(token, 4)), engine.submit([5, 6], says(0, 4))
+            result = failing.result()
+            assert (result.finish_reason, result.tokens) == ("error", [token] * count)
+            assert "index out of bounds" in result.error and "\n" not in result.error
+            assert neighbour.result().text == "hellohellohellohello" and neighbour.finish_reason == "length"
+            engine.check()
+        cancelled = engine.submit([5, 6], says(2, 50))
+        while not cancelled.tokens:
+            engine.step()
+        cancelled.cancel()
+        assert cancelled.finish_reason == "cancelled"
+        assert engine.submit([5, 6], says(0, 4)).result().finish_reason == "length"
+        engine.check()
+        closed = engine.submit([5, 6], says(2, 50))
+        while not closed.tokens:
+            engine.step()
+    assert closed.finish_reason == "cancelled"
