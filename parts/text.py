@@ -260,9 +260,9 @@ def calmly(function: Callable, *arguments: Any, **options: Any) -> Any:
     """Call a function of the tokenizer. If its Rust panics, that is no Exception: it would pass all that catch one."""
     try:
         return function(*arguments, **options)
-    except (Exception, KeyboardInterrupt):
-        raise
     except BaseException as error:
+        if type(error).__name__ != "PanicException":  # Ctrl-C is none, nor is the SystemExit of a signal's handler
+            raise
         raise RuntimeError(f"the tokenizer failed: {error}") from None
 
 

@@ -14,7 +14,7 @@ from checkpoints import BOS, V, make_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from nanobatch import Engine, Sampling, Text
-from parts.text import TextStream
+from parts.text import TextStream, calmly
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
 ALPHABETS = (
@@ -528,6 +528,17 @@ def test_the_decoder_here_really_panics(token):
     with pytest.raises(BaseException, match="index out of bounds") as caught:
         panicking().decode([token])
     assert not isinstance(caught.value, Exception)
+
+
+@pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])
+def test_what_ends_the_program_is_not_taken_for_a_panic(ending):
+    """SIGTERM came while the tokenizer ran; its handler's SystemExit became an error of one request, and was lost."""
+
+    def interrupted(*arguments, **options):
+        raise ending(143)
+
+    with pytest.raises(ending):
+        calmly(interrupted, [1])
 
 
 def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts, tmp_path):
