@@ -428,8 +428,7 @@ class Engine:
                         raise  # Ctrl-C is for the whole program
                     return True
         finally:
-            if self._ledger.farewells:
-                self._ledger.say_farewell()
+            self._ledger.say_farewell()
 
     def _turn(self) -> bool:
         """Plan, run, commit.
@@ -525,9 +524,9 @@ class Engine:
     ) -> Handle:
         """Put a prompt in line: a text, chat messages, or token ids as they are. Never blocks; QueueFull if it is full.
 
-        `listener(handle, piece)` is called with each piece of text, by the thread that steps. `ended(handle)` is called
-        once, however the request ends, after its state is final; by the thread that ends it. Neither may step or wait.
-        `origin` is for those who watch: it is shown in their snapshots as it is.
+        `listener(handle, piece)` is called with each piece of text, by the thread that steps; `ended(handle)` once,
+        however the request ends, after its state is final. Neither may step or wait (ListenerError). subtle: if one
+        joins a thread that uses the engine, both hang: the engine is locked until it returns. Snapshots show `origin`.
         """
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
@@ -591,12 +590,13 @@ class Engine:
         """Until `ready()`: asleep while a loop steps the engine, else by stepping it. False if time runs out."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not ready():
-            if answers.here.listens:
+            loop = self._loop
+            if answers.here.listens or (loop and loop.is_here):
                 raise answers.ListenerError("waiting")
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            if self._loop:
+            if loop:
                 with self.changed:
                     self.changed.wait_for(lambda: ready() or not self._loop, min(left, threading.TIMEOUT_MAX))
             else:
@@ -640,8 +640,8 @@ class Engine:
             for handle in list(self._ledger.open.values()):
                 self._end(handle, "cancelled")
         self._ledger.say_farewell()
-        if self._loop:
-            self._loop.stop()
+        if loop := self._loop:
+            loop.stop()
         with device_lock, device_stream():
             self._flights.clear()
             device.synchronize()

@@ -185,20 +185,22 @@ Listener = Callable[[Handle, str], None]
 class Here(threading.local):
     """What is going on in this thread."""
 
-    listens = False  # does an owner's function run?
+    def __init__(self) -> None:
+        self.listens = False  # does an owner's function run?
+        self.owes: dict[Ledger, None] = {}  # where requests have ended whose owners are to be told by this thread
 
 
 here = Here()
 
 
 class ListenerError(RuntimeError):
-    """An owner's function steps or waits.
+    """An owner's function steps or waits, or a wish waits (`parts/loop.py`).
 
-    A step inside it would commit the next step half-way through this one, and waiting there would never end.
+    A step inside a listener would commit the next step half-way through this one, and waiting there would never end.
     """
 
     def __init__(self, what: str):
-        super().__init__(f"{what} inside a listener: the engine waits for that listener; do it in a thread of your own")
+        super().__init__(f"{what} inside a listener or a wish: the engine waits for it; use a thread of your own")
 
 
 def tell(listener: Callable, *arguments: Any) -> None:
@@ -208,6 +210,11 @@ def tell(listener: Callable, *arguments: Any) -> None:
         listener(*arguments)
     finally:
         here.listens = before
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Is it meant for the whole program? Python raises it in the main thread; elsewhere a function has made its own."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def describe(error: BaseException) -> str:
@@ -349,6 +356,7 @@ class Snapshot:
     queue: tuple[tuple[int, float], ...]  # its head: (request, seconds waited), oldest first
     requests: tuple[RequestView, ...]  # those that are in a slot now, and those in line that came since
     ended: tuple[RequestView, ...]  # since, oldest first
+    missed_ends: int  # ends since that are no longer kept
     steps: tuple[StepView, ...]  # since, oldest first
     missed: int  # steps since that are no longer kept
     faults: tuple[str, ...]  # what went wrong since outside of any request: in an `ended`, or in a wish of a watcher
@@ -394,10 +402,13 @@ class Ledger:
         self.output_tokens += 1
         try:
             return handle.take(token, clock(), logprobs.get(request.slot))
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # a panic in the tokenizer's Rust is no Exception, nor is a listener's sys.exit
-            handle.error = describe(error)
+            if is_ctrl_c(error):
+                raise
+            if request.finish_reason:  # the listener has cancelled it before it raised: what is final stays as it is
+                self.faults.add(f"the listener of request {request.id} raised {describe(error)}")
+            else:
+                handle.error = describe(error)
             return "error"
 
     def retire(self, id: int) -> None:
@@ -408,16 +419,24 @@ class Ledger:
             del self.open[id]
 
     def say_farewell(self) -> None:
-        """Call `ended` of all that have ended. What it raises changes no request; those who watch will see it."""
-        while self.farewells and not here.listens:  # inside an owner's function, the call around it goes on here
-            for handle in list(self.farewells.values()):
+        """Call `ended` of all that have ended. What it raises changes no request; those who watch will see it.
+
+        Inside an owner's function this does nothing yet: the call around it goes on here when it holds no lock any
+        more. It may be another engine's, if a listener of that one has cancelled a request of this one.
+        """
+        here.owes[self] = None
+        while here.owes and not here.listens:
+            ledger = next(iter(here.owes))
+            for handle in list(ledger.farewells.values()):
                 try:
                     handle.tell_end()
-                except KeyboardInterrupt:
-                    raise
                 except BaseException as error:
-                    self.faults.add(f"`ended` of request {handle.id} raised {describe(error)}")
-                self.farewells.pop(handle.id, None)  # not before: Ctrl-C may come at any line
+                    if is_ctrl_c(error):
+                        raise
+                    ledger.faults.add(f"`ended` of request {handle.id} raised {describe(error)}")
+                ledger.farewells.pop(handle.id, None)  # not before: Ctrl-C may come at any line
+            if not ledger.farewells:
+                here.owes.pop(ledger, None)
 
     def snapshot(self, sched: Scheduler, blocked: Collection[int], now: float, since: Snapshot | None) -> Snapshot:
         """`blocked`: the slots that the newest plan has kept shut."""
@@ -428,7 +447,7 @@ class Ledger:
             came = list(islice(sched.waiting, self.QUEUE))
         else:
             came = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
-        steps = self.steps.since(seen.steps)
+        steps, ended = self.steps.since(seen.steps), self.ended.since(seen.ended)
         newest = max(seen.request, next(reversed(sched.waiting), -1))
         return Snapshot(
             now=now,
@@ -439,7 +458,8 @@ class Ledger:
             waiting=len(sched.waiting),
             queue=tuple((r.id, now - r.arrived) for r in islice(sched.waiting.values(), self.QUEUE)),
             requests=tuple(RequestView.of(self.open[id]) for id in sorted([*sched.running, *came])),
-            ended=self.ended.since(seen.ended),
+            ended=ended,
+            missed_ends=self.ended.count - seen.ended - len(ended),
             steps=steps,
             missed=self.steps.count - seen.steps - len(steps),
             faults=self.faults.since(seen.faults),

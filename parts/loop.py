@@ -77,15 +77,23 @@ class Loop:
         return self
 
     def stop(self, patience: float | None = None) -> bool:
-        """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be interrupted."""
+        """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be interrupted.
+
+        Inside a listener it does not wait: that may be another engine's, which holds the device that our thread needs.
+        """
         thread = self._thread
         with self.engine.changed:
             self._stopping = True
             self.engine.changed.notify_all()
-        if thread is None or thread is threading.current_thread():
+        if thread is None or self.is_here:
             return True
-        thread.join(patience)
+        thread.join(0 if here.listens else patience)
         return not thread.is_alive()
+
+    @property
+    def is_here(self) -> bool:
+        """Is this the loop's own thread?"""
+        return threading.current_thread() is self._thread
 
     def __enter__(self) -> Engine:
         return self.start().engine
@@ -96,7 +104,7 @@ class Loop:
     # --- what any thread may say; it returns at once
 
     def wish(self, act: Callable[[], None]) -> None:
-        """Do this between two steps."""
+        """Do this between two steps. It may step the engine, but not wait for it, because it waits for this."""
         with self.engine.changed:
             self._wishes.append(act)
             self.engine.changed.notify_all()

@@ -1,9 +1,13 @@
 """However a request ends, its owner is told once, after the fact, and with nothing locked. And what an owner's function
 may not do: step the engine, or wait for it."""
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
+from checkpoints import make_checkpoint
 from harness import interrupt
 from test_exact import poisoned
 
@@ -11,6 +15,7 @@ import nanobatch
 from nanobatch import Engine, Sampling
 from parts.device import device_lock
 
+ROOT = Path(__file__).parent.parent
 LONG = Sampling(max_tokens=30, ignore_eos=True)
 SHORT = Sampling(max_tokens=3, ignore_eos=True)
 
@@ -35,6 +40,11 @@ class Told:
 
     def once(self, *handles) -> bool:
         return sorted(id for id, _ in self.calls) == sorted(handle.id for handle in handles)
+
+
+@pytest.fixture(scope="module")
+def parts_folder(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), seed=1)
 
 
 @pytest.fixture(params=[True, False], ids=["run-ahead", "plain"])
@@ -243,7 +253,7 @@ WAYS = list(steps_or_waits(None, None))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("serving", [False, True])
 def test_a_listener_that_steps_or_waits_ends_alone_and_no_neighbours_token_changes(engine, way, serving):
-    """Number 26: it committed the next step half-way through this one, and its neighbours got each other's tokens."""
+    """It committed the next step half-way through this one, and its neighbours got each other's tokens."""
     prompts = [[1, 2], [3], [4] * 40]
     expected = [engine.submit(prompt, LONG).result().tokens for prompt in prompts]
     own = engine.submit([9, 9], LONG).result().tokens
@@ -283,6 +293,69 @@ def test_an_ended_that_steps_or_waits_is_refused_and_nothing_else_changes(engine
     assert first.result().tokens == expected[0][:3] and other.result().tokens == expected[1]
     faults = engine.snapshot(before).faults
     assert len(faults) == 1 and "ListenerError" in faults[0] and "inside a listener" in faults[0]
+
+
+def test_a_listener_that_presses_ctrl_c_in_a_serving_thread_ends_alone(engine):
+    """Python raises a real one in the main thread only. This one took everybody in the same step with it."""
+    expected = engine.submit([1, 2], LONG).result().tokens
+    with engine.serving():
+        good = engine.submit([1, 2], LONG)
+        bad = engine.submit([1, 2], LONG, lambda handle, piece: (_ for _ in ()).throw(KeyboardInterrupt))
+        told = engine.submit([1, 2], LONG, ended=lambda handle: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert bad.result(timeout=10).error == "KeyboardInterrupt"
+        assert good.result(timeout=10).tokens == told.result(timeout=10).tokens == expected
+
+
+def test_what_a_listener_raises_after_it_has_cancelled_itself_changes_nothing_that_is_final(engine):
+    """The handle got an error after its owner had been told that there was none."""
+    told, before = Told(engine), engine.snapshot()
+    handle = engine.submit([1, 2], LONG, lambda handle, piece: (handle.cancel(), 1 / 0), ended=told)
+    assert handle.result().finish_reason == "cancelled" and handle.error is None
+    assert told.calls == [(handle.id, handle.result())]
+    assert [view.error for view in engine.snapshot(before).ended] == [None]
+    (fault,) = engine.snapshot(before).faults
+    assert f"request {handle.id} " in fault and "ZeroDivisionError" in fault
+
+
+def test_an_owner_is_told_of_a_cancel_by_a_listener_of_another_engine(engine, parts):
+    """He was told when his own engine stepped next: if nothing else came, never."""
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as other:
+        told = Told(other)
+        handles = [other.submit([n], LONG, ended=told) for n in range(3)]
+
+        def listener(handle, piece):
+            if len(handle.tokens) == 3:
+                handles[0].cancel(), other.close()
+                assert told.calls == [], "the engine of this listener is locked"
+
+        assert engine.submit([1], LONG, listener).result().finish_reason == "length"
+        assert told.once(*handles)
+
+
+@pytest.mark.parametrize("act", ["other.close()", "loop.stop()"])
+def test_a_listener_that_closes_another_engine_does_not_wait_for_its_thread(parts_folder, act):
+    """That thread wanted the device, which the listener's own step held: both hung, and so did the program's end."""
+    code = f"""
+import sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from nanobatch import Engine, Model, Sampling, Text
+from parts.loop import Loop
+folder = Path({str(parts_folder)!r})
+one, other = (Engine(Model.load(folder), Text(folder, 272), slots=2, max_len=128, chunk=32) for _ in range(2))
+loop = Loop(other).start()
+def listener(handle, piece):
+    global waiting
+    waiting = other.submit([1], Sampling(max_tokens=100, ignore_eos=True))
+    time.sleep(0.1)  # by now its thread wants to step
+    {act}
+result = one.submit([1], Sampling(max_tokens=1, ignore_eos=True), listener).result()
+assert result.finish_reason == "length", result
+assert loop.stop(patience=5)
+other.close()
+assert waiting.result().finish_reason == "cancelled"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_listener_may_ask_for_what_is_there_already(engine):

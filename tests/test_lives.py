@@ -31,6 +31,16 @@ def test_a_short_soak_of_random_requests_cancels_and_bad_input(parts):
 # --- listeners ---------------------------------------------------------------------------------------------------
 
 
+def test_a_short_storm_of_threads_whose_listeners_do_all_that_they_must_not(tmp_path):
+    """Sixteen threads, two engines, 22 kinds of functions. A listener that stepped gave its neighbours wrong tokens;
+    one that waited, or closed another engine, left threads behind that hang, and a process that cannot exit."""
+    model = str(make_checkpoint(tmp_path, seed=1))
+    storm = [sys.executable, str(ROOT / "tests" / "storm.py"), "--requests", "400", "--model", model]
+    done = subprocess.run(storm, capture_output=True, timeout=120, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
+    assert " 0 wrong" in done.stdout
+
+
 def test_a_listener_hears_every_piece_and_may_cancel_and_submit(engine):
     heard, more = [], []
 

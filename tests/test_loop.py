@@ -97,6 +97,21 @@ def test_a_wish_that_raises_is_noted_and_the_next_one_is_fulfilled(engine, loop)
     assert engine.submit([1], SHORT).result(timeout=10).finish_reason == "length"
 
 
+@pytest.mark.parametrize("how", ["result", "iterate", "generate", "serve"])
+def test_a_wish_that_waits_is_refused_and_the_engine_is_served_on(engine, loop, how):
+    """The loop's thread waited for a step that only itself could take, and so did everybody from then on."""
+    acts = {
+        "result": lambda: engine.submit([7], SHORT).result(),
+        "iterate": lambda: list(engine.submit([7], SHORT)),
+        "generate": lambda: engine.generate([[7]], SHORT),
+        "serve": lambda: engine.serving().start(),
+    }
+    loop.wish(acts[how])
+    assert soon(lambda: engine.snapshot().faults)
+    assert ("already" if how == "serve" else "waiting inside a listener or a wish") in engine.snapshot().faults[0]
+    assert engine.submit([1], SHORT).result(timeout=10).finish_reason == "length"
+
+
 def test_between_is_called_after_each_step_and_as_often_as_it_asks(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         steps = []
