@@ -65,8 +65,9 @@ class State:
         for request in self.ended[: -self.REMEMBERED]:
             self.requests.pop(request.id, None)
         del self.ended[: -self.REMEMBERED]
-        if news.missed:
-            self.faults.append(Fault(f"{news.missed:,} steps went by unseen: the screen looked away for too long"))
+        for count, what in ((news.missed, "steps went by"), (news.missed_ends, "requests ended")):
+            if count:
+                self.faults.append(Fault(f"{count:,} {what} unseen: the screen looked away for too long"))
         for step in news.steps:
             self._add(step)
         self.owners |= {slot.slot: slot.request for slot in news.slots if slot.request is not None}

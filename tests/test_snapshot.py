@@ -114,6 +114,19 @@ def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engin
     assert engine.snapshot(look).ended == ()
 
 
+def test_ends_that_are_no_longer_kept_when_a_watcher_looks_are_counted(engine):
+    """The newest 500 are kept; those before were lost between two looks without a sign."""
+    start = engine.snapshot()
+    for n in range(501):
+        engine.submit([n % 256], SHORT).cancel()
+    look = engine.snapshot(start)
+    assert look.missed_ends == 1 and [view.id for view in look.ended] == list(range(2, 502))
+    for _ in range(700):
+        engine.submit([1], SHORT).cancel()
+    assert engine.snapshot(look).missed_ends == 200 and engine.snapshot(start).missed_ends == 701
+    assert engine.snapshot(engine.snapshot(look)).missed_ends == 0 == start.missed_ends
+
+
 def test_two_watchers_do_not_take_from_each_other(engine):
     one = other = engine.snapshot()
     ended = [], []
@@ -203,7 +216,7 @@ def test_under_static_a_free_slot_is_blocked_while_others_wait_and_under_continu
 
 
 def test_a_slot_whose_last_token_is_in_flight_is_not_blocked(parts):
-    """Number 32: it was drawn as blocked once for each answer that ends by length."""
+    """It was drawn as blocked once for each answer that ends by length."""
     with Engine(*parts, slots=2, max_len=128, chunk=32, policy="static") as engine:
         a = engine.submit([1], Sampling(max_tokens=2, ignore_eos=True))
         engine.submit([2], Sampling(max_tokens=9, ignore_eos=True))

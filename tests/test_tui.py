@@ -23,7 +23,7 @@ from words import Clock, word_engine
 
 import ask
 import tui
-from nanobatch import Engine
+from nanobatch import Engine, Sampling
 from parts.loop import Stopwatch
 from sched import POLICIES, Scheduler
 from screen import charts, ink, keys, panes, room, session, state, timeline
@@ -404,6 +404,22 @@ def test_the_rate_is_what_the_steps_delivered():
     assert stage.state.delivered(history[0].began) == 0
     middle = history[20]
     assert history[19].total <= stage.state.delivered(middle.ended - 1e-6) <= history[20].total
+
+
+def test_a_screen_that_looked_away_for_too_long_says_how_many_steps_and_ends_it_has_not_seen():
+    stage = Stage(slots=1).load()
+    for _ in range(700):
+        stage.engine.submit([1]).cancel()
+    for _ in range(42):
+        stage.engine.submit([1], Sampling(max_tokens=100, ignore_eos=True)).result()
+    stage.turns()
+    gone = stage.engine.steps - 4096
+    assert gone > 0 and [fault.message for fault in stage.state.faults] == [
+        f"{gone:,} steps went by unseen: the screen looked away for too long",
+        "242 requests ended unseen: the screen looked away for too long",
+    ]
+    stage.turns()
+    assert len(stage.state.faults) == 2 and len(stage.state.ended) == 500
 
 
 def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
