@@ -23,10 +23,11 @@ from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling
 from parts.checks import one_line, printable
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = program.Parser("ask.py", description="Run prompts through a Llama model, all at once.")
     add = parser.add_argument
-    add("prompts", nargs="*", metavar="PROMPT", help="what to answer; - reads standard input, and so does no prompt")
+    reads = "- reads standard input, and so does no prompt; after -- nothing is an option"
+    add("prompts", nargs="*", metavar="PROMPT", help=f"what to answer; {reads}")
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add("--prompt", action="append", default=[], help="the same as PROMPT; may be repeated")
     add("--raw", action="store_true", help="take prompts as plain text, even if the model has a chat template")
@@ -43,12 +44,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, help="the same seed gives the same tokens")
     add("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
-    return parser.parse_intermixed_args(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is no option, whatever it says
+    args = parser.parse_intermixed_args(arguments[:end])
+    args.prompts += arguments[end + 1 :]
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Stream the answers in the prompts' order, while all of them run. 2 if the input was at fault."""
-    args = parse_arguments(arguments)
+    args = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     handles: list[Handle] = []
     if sys.stdin is None:  # closed by the caller: then the first file to be opened would pass for standard input
         os.open(os.devnull, os.O_RDONLY)

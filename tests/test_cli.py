@@ -93,6 +93,15 @@ def test_a_prompt_that_looks_like_an_option_is_named_as_a_prompt(model):
     assert done.returncode == 0 and headings(done) == ["--what"]
 
 
+@pytest.mark.parametrize("before", [[], ["one"]])
+def test_what_follows_two_dashes_is_a_prompt_whatever_it_looks_like(model, before):
+    """`-- --odd` was refused, unless a plain prompt stood before it: argparse forgot the two dashes half way."""
+    odd = ["--odd", "two", "--max-tokens", "--"]
+    done = run(*before, "--model", model, "--max-tokens", "4", "--", *odd)
+    assert done.returncode == 0, done.stderr
+    assert headings(done) == before + odd
+
+
 def test_a_seed_makes_an_answer_repeat_and_a_stop_text_ends_it(model):
     arguments = ["--model", model, "--prompt", "one", "--max-tokens", "30", "--ignore-eos", "--temperature", "1"]
     first = run(*arguments, "--seed", "1")
@@ -223,14 +232,13 @@ def test_a_prompt_that_is_no_text_gets_its_line(model):
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_signal_while_it_answers_ends_it_quietly_and_at_once(model, sent, code):
+def test_a_signal_while_it_answers_ends_it_at_once_also_in_a_background_job(model, sent, code, background_job):
     endless = ["--model", model, "--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--ignore-eos"]
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "ask.py"), *endless],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A shell's background job ignores Ctrl-C, and so does all that it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=background_job,
     )
     process.stdout.read(40)  # it is answering by now
     process.send_signal(sent)
