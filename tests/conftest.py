@@ -4,6 +4,9 @@
 from parts import device  # first, as in a program of ours: else what imports MLX leaves the tests on the slow BLAS
 
 # isort: on
+import signal
+from collections.abc import Callable, Iterator
+
 import pytest
 from checkpoints import make_checkpoint
 
@@ -24,3 +27,11 @@ def parts(tmp_path_factory) -> tuple[Model, Text]:
 def engine(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         yield engine
+
+
+@pytest.fixture
+def background_job() -> Iterator[Callable[[], None]]:
+    """A shell's background job ignores Ctrl-C, and so does all that it starts, unless the child does what this says."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, before)

@@ -296,7 +296,7 @@ def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
         bench.measure(spec._replace(part="growth", length=2**30))
 
 
-def test_ctrl_c_ends_the_sample_too(spec):
+def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_job):
     """The signal goes to the benchmark alone, as from another program: its child must not be left behind."""
     command = [sys.executable, str(BENCH), "--model", spec.folder, "--parts", "decode", "--output", "100000"]
     process = subprocess.Popen(
@@ -305,8 +305,7 @@ def test_ctrl_c_ends_the_sample_too(spec):
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"NANOBATCH_BLAS": "off"},  # where there is no fast BLAS, a line would say so
-        # A shell's background job ignores Ctrl-C, and so does all that it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=background_job,
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.parent.exists():

@@ -129,6 +129,23 @@ def test_a_wrong_engine_option_is_refused(parts, options, words):
         Engine(*parts, **options)
 
 
+@pytest.mark.parametrize("budget", [2_000_000, 2**31 - 1])
+def test_a_large_budget_takes_no_memory_at_start(parts, budget):
+    """The trial whether one pass keeps bits was as wide as the budget: 9.3 GiB and 52 s, or an OverflowError.
+
+    A step is never wider than a chunk and a token for each slot.
+    """
+
+    def peak(budget: int) -> int:
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        with Engine(*parts, slots=2, max_len=128, chunk=32, budget=budget):
+            return mx.get_peak_memory() - before
+
+    assert peak(budget) <= peak(64)
+
+
 def test_a_full_queue_refuses_at_once(parts):
     with Engine(*parts, slots=1, max_len=128, max_queue=2) as engine:
         waiting = [engine.submit([1], LONG), engine.submit([2], LONG)]

@@ -371,8 +371,12 @@ class Read(int):
         return hash(int(self))
 
 
-def test_a_prompts_tokens_are_read_at_submit_and_never_in_a_plan(monkeypatch):
-    """64 prompts of 16,000 tokens, all alike but for their ends. To compare them anew in each plan takes a second."""
+def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatch):
+    """A prompt's tokens are read at submit, and never in a plan.
+
+    64 prompts of 16,000 tokens, all alike but for their ends. To compare them anew in each plan took a second, under
+    the lock.
+    """
 
     class Watched(set):
         looks = 0
