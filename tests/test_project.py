@@ -150,7 +150,7 @@ def test_the_readmes_python_runs_as_printed(capsys):
 
 
 def test_ci_runs_the_readmes_install_and_test_commands_as_printed():
-    (command,) = re.findall(r"cd nanobatch && (.* && python -m pytest)$", README, re.MULTILINE)
+    (command,) = re.findall(r"^(python3 -m venv .* && python -m pytest)$", README, re.MULTILINE)
     assert command in (ROOT / ".ci" / "run").read_text()
 
 
