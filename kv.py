@@ -33,7 +33,8 @@ from typing import NamedTuple
 from parts.device import has_gpu, mx
 
 BUCKET = 32  # attention reads a multiple of this many rows, so that the shapes are few
-FAR = 128  # beyond so many, a decoding sequence reads a multiple of this
+# A decoding sequence reads a multiple of as many more as its length asks: so neighbours more often read equally far.
+COARSER = ((512, 128), (128, 64), (0, BUCKET))  # (beyond so many rows, a multiple of)
 SPARE = 16  # one spare row would do; sixteen keep every head of every slot on a 64-byte boundary
 
 
@@ -58,7 +59,7 @@ class Slab:
 
     def reach(self, rows: int, decoding: bool = False) -> int:
         """How many rows attention reads to see the first `rows` of them: `rows`, rounded up to whole buckets."""
-        bucket = FAR if decoding and rows > FAR else BUCKET
+        bucket = next(bucket for beyond, bucket in COARSER if rows > beyond) if decoding else BUCKET
         return min(self.length, -(-rows // bucket) * bucket)
 
     def written(self) -> tuple[mx.array, mx.array]:

@@ -105,9 +105,9 @@ def forward(
             x = mx.concatenate(list(compress(cut(x, sizes), asked)))
             sizes, queries, windows, looks = (list(compress(each, asked)) for each in (sizes, queries, windows, looks))
         sums = [
-            attention(q[look.start : look.stop], *window.read(index, look), look.mask)
+            attention(part, *window.read(index, look), look.mask)
             for q, window, own in zip(queries, windows, looks, strict=True)
-            for look in own
+            for part, look in zip(cut(q, [look.stop - look.start for look in own]), own, strict=True)
         ]
         x = x + layer.o(mx.concatenate(sums).reshape(*x.shape[:-1], -1))  # heads side by side -> (N, D)
         # The MLP: each token by itself.
