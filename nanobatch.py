@@ -347,7 +347,7 @@ class Engine:
     """The scheduler and the runner, tied together, and all that other threads may ask of them. `step` is the heart.
 
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default as many
-    and as long as fit the free memory (`summary` says what was chosen). `chunk` is the width of a prefill chunk, less
+    and as long as fit the free memory, up to `usual_len` (`summary` says what was chosen). `chunk` is the width of a prefill chunk, less
     where it looks back far. `budget` is what one step may cost, in tokens: by default one for each slot, two chunks,
     and another chunk for every eight slots, since with more slots, more become free in the same step. `exact` keeps the
     device's shapes constant, so that a request has the same bits in any company; without, idle slots are left out.
@@ -361,6 +361,7 @@ class Engine:
         *,
         slots: int | None = None,
         max_len: int | None = None,
+        usual_len: int = 1024,
         policy: str = DEFAULT,
         chunk: int = 64,
         budget: int | None = None,
@@ -372,7 +373,7 @@ class Engine:
         runner: Runner | None = None,  # another device half, for tests
     ):
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
-        sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget)
+        sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget, usual_len)
         self.summary = sizes.summary
         limits = {"chunk": chunk, "budget": sizes.budget, "far": far_position(model.config), "max_queue": max_queue}
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, **limits)
@@ -463,7 +464,7 @@ class Engine:
             for request in self.sched.commit(plan, [tokens[member.slot] for member in plan.emitters], accept, read):
                 self._ledger.retire(request.id)
             times = {"started": flight.began, "build_s": flight.build_s, "wait_s": flight.wait_s + read - began}
-            self._ledger.steps.add(StepView.of(plan, ghosts, read=read, ended=self.clock(), **times))
+            self._ledger.record(StepView.of(plan, ghosts, read=read, ended=self.clock(), **times))
             self.changed.notify_all()
 
     # --- ends, and failures

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -31,6 +31,13 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 def printable(text: str) -> str:
     """The text without control characters. Prompts and answers come from anywhere; none may move a reader's cursor."""
     return CONTROLS.sub("", text)
+
+
+class Prompt(NamedTuple):
+    """A prompt that has been read."""
+
+    ids: tuple[int, ...]
+    shown: str  # as a person would read it
 
 
 class Text:
@@ -97,8 +104,10 @@ class Text:
         """A conversation, through the model's own template. No BOS is added to what the template writes."""
         return self._ids(self.render(messages), False)
 
-    def read(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], str]:
-        """A prompt's token ids, and the prompt as a person would read it: a text, chat messages, or ids as they are."""
+    def read(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt) -> Prompt:
+        """A prompt is a text, chat messages, or ids as they are. One that has been read stays as it is."""
+        if isinstance(prompt, Prompt):
+            return prompt
         if isinstance(prompt, str):
             ids, shown = self.encode(prompt) if prompt else (), prompt
         elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -110,7 +119,17 @@ class Text:
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         self.check_ids((min(ids), max(ids)))
-        return tuple(ids), shown
+        return Prompt(tuple(ids), shown)
+
+    @cached_property
+    def longest(self) -> int:
+        """The characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    def after(self, before: Sequence[int], token: int) -> str:
+        """The text that a token adds to those before it. A special token is shown by its name."""
+        decode = self.tokenizer.decode
+        return decode([*before, token], skip_special_tokens=False)[len(decode(before, skip_special_tokens=False)) :]
 
     def check_ids(self, ids: Iterable[int]) -> None:
         for token in ids:
@@ -122,6 +141,10 @@ class Text:
             text.encode()
         except UnicodeEncodeError as error:  # half a surrogate pair, which bytes that are no UTF-8 become as text
             raise ValueError(f"the prompt is no valid text at character {error.start}; give UTF-8") from None
+        if (
+            len(text) > 10_000
+        ):  # `encode` holds Python's lock: 2 MB of text would stop all threads for 4 s. This does not.
+            return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     @property
