@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parts.answers import Metrics, TokenLogprob
@@ -98,9 +99,8 @@ def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
     lengths = [number(asked, name, 1, 2**63) for name in ("max_tokens", "max_completion_tokens") if name in asked]
     n = number(asked, "n", 1, N) if "n" in asked else 1
     if n * len(prompts) > CHOICES:
-        raise Refusal(
-            400, f"{len(prompts)} prompts x n = {n}, but one request has at most {CHOICES} choices", param="n"
-        )
+        words = f"{len(prompts)} prompts with n = {n} each, but one request has at most {CHOICES} choices"
+        raise Refusal(400, words, "invalid_value", "n")
     settings = {name: asked[name] for name in PLAIN if name in asked}
     if type(asked.get("top_k")) is int and asked["top_k"] == -1:
         settings["top_k"] = 0  # as other servers write "all"
@@ -274,7 +274,7 @@ class Words:
         self._text, self._stream = text, text.stream(())
         self._tokens: list[int] = []
         self._waiting: list[Word] = []
-        self._length = 0  # of all texts so far
+        self._length = self._shown = 0  # characters: of all texts so far, and of those that have been shown
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         """The answer's tokens so far. The newest may lack its log probability for a moment."""
@@ -286,10 +286,13 @@ class Words:
             self._waiting.append(Word(piece, self._length, logprob, likely))
             self._length += len(piece)
 
-    def release(self, shown: int) -> list[Word]:
-        """Those whose text has been shown: the first `shown` characters have."""
-        count = next((i for i, w in enumerate(self._waiting) if w.offset + len(w.text) > shown), len(self._waiting))
-        released, self._waiting = self._waiting[:count], self._waiting[count:]
+    def release(self, count: int) -> list[Word]:
+        """Those whose text has been shown, now that so many more characters have."""
+        self._shown += count
+        # One without a text of its own waits for the text after it: it may be the end token, which is not shown.
+        ends = (w.offset + max(len(w.text), 1) for w in self._waiting)
+        ready = sum(1 for _ in takewhile(lambda end: end <= self._shown, ends))
+        released, self._waiting = self._waiting[:ready], self._waiting[ready:]
         return released
 
     def finish(self, text: str) -> list[Word]:
@@ -391,7 +394,3 @@ def model(name: str, created: int, max_len: int) -> dict:
 def event(body: dict | str) -> bytes:
     """One server-sent event."""
     return b"data: " + (body.encode() if isinstance(body, str) else dump(body)) + b"\n\n"
-
-
-def events(bodies: Sequence[dict | None]) -> Iterator[bytes]:
-    return (event(body) for body in bodies if body)

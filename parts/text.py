@@ -141,9 +141,7 @@ class Text:
             text.encode()
         except UnicodeEncodeError as error:  # half a surrogate pair, which bytes that are no UTF-8 become as text
             raise ValueError(f"the prompt is no valid text at character {error.start}; give UTF-8") from None
-        if (
-            len(text) > 10_000
-        ):  # `encode` holds Python's lock: 2 MB of text would stop all threads for 4 s. This does not.
+        if len(text) > 10_000:  # `encode` keeps Python's lock: 2 MB of text would stop all threads for 4 s
             return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
