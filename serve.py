@@ -229,8 +229,9 @@ class Door:
     async def _metrics(self, visit: Visit) -> Response:
         visit.is_news = False
         self._scraped = self.served.engine.snapshot(self._scraped) if self.served else None
-        paused_s = self.loop.paused_s if self.loop else 0.0
-        text = self.figures.text(self._scraped, len(self._server.server_state.connections), paused_s)
+        gauges = {"http_connections": len(self._server.server_state.connections), "watchers": self._watchers}
+        gauges["paused_seconds"] = self.loop.paused_s if self.loop else 0.0
+        text = self.figures.text(self._scraped, gauges)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     # --- a prompt and its answer

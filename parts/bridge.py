@@ -69,6 +69,9 @@ class Answer:
         asks = []
         try:
             engine.text.check_ids(wish.settings["logit_bias"])
+        except ValueError as error:
+            raise Refusal(400, str(error), "invalid_value", "logit_bias") from None
+        try:
             for prompt in wish.prompts:
                 read = read_prompt(engine, prompt)
                 room = engine.sched.max_len - len(read.ids)

@@ -211,7 +211,7 @@ class Figures:
         for before, after in pairwise(times):
             self.gap.add(after - before)
 
-    def text(self, engine: Snapshot | None, connections: int, paused_s: float) -> str:
+    def text(self, engine: Snapshot | None, gauges: dict[str, float]) -> str:
         """All of it in Prometheus' text format."""
         lines = ["# TYPE nanobatch_http_requests_total counter"]
         for (status, reason), count in sorted(self.requests.items()):
@@ -219,13 +219,12 @@ class Figures:
         counters = {"prompt": self.prompt_tokens, "cached_prompt": self.cached_tokens, "generated": self.tokens}
         for name, value in counters.items():
             lines += [f"# TYPE nanobatch_{name}_tokens_total counter", f"nanobatch_{name}_tokens_total {value}"]
-        gauges = {"http_connections": connections, "paused_seconds": round(paused_s, 3)}
         if engine:
             running = sum(slot.request is not None for slot in engine.slots)
-            gauges |= {"requests_running": running, "requests_waiting": engine.waiting}
+            gauges = gauges | {"requests_running": running, "requests_waiting": engine.waiting}
             gauges |= {"slots": engine.limits.slots, "slot_tokens": engine.limits.max_len}
         for name, value in gauges.items():
-            lines += [f"# TYPE nanobatch_{name} gauge", f"nanobatch_{name} {value}"]
+            lines += [f"# TYPE nanobatch_{name} gauge", f"nanobatch_{name} {value:g}"]
         if engine:
             took = sorted(step.seconds for step in engine.steps)
             lines.append("# TYPE nanobatch_step_seconds summary")

@@ -108,7 +108,9 @@ def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
         settings["top_p"] = 1e-9  # the likeliest token alone
     settings |= {"stop": read_stop(asked.get("stop", [])), "logit_bias": read_bias(asked.get("logit_bias", {}))}
     settings["logprobs"] = chat_logprobs(asked) if chat else completions_logprobs(asked)
-    return Wish(prompts, settings, min(lengths, default=None), n, stream, boolean(options, "include_usage"))
+    return Wish(
+        prompts, settings, min(lengths, default=None), n, stream, boolean(options, "include_usage", "stream_options")
+    )
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -225,10 +227,10 @@ def completions_logprobs(asked: dict[str, Any]) -> int | None:
     return None if asked.get("logprobs") in (None, False) else number(asked, "logprobs", 0, TOP)
 
 
-def boolean(asked: dict[str, Any], name: str) -> bool:
+def boolean(asked: dict[str, Any], name: str, param: str | None = None) -> bool:
     value = asked.get(name)
     if value is not None and not isinstance(value, bool):
-        raise bad(name, value, "true or false")
+        raise bad(name, value, "true or false", param)
     return bool(value)
 
 
