@@ -346,13 +346,12 @@ class Runner:
 class Engine:
     """The scheduler and the runner, tied together, and all that other threads may ask of them. `step` is the heart.
 
-    `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default as many
-    and as long as fit the free memory, up to `usual_len` (`summary` says what was chosen). `chunk` is the width of a
-    prefill chunk, less where it looks back far. `budget` is what one step may cost, in tokens: by default one for each
-    slot, two chunks, and another chunk for every eight slots, since with more slots, more become free in the same step.
-    `exact` keeps the device's shapes constant, so that a request has the same bits in any company; without, idle slots
-    are left out. `reuse` lets prompts that begin alike share rows; `run_ahead` starts a step before the one before has
-    been read.
+    `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default what fits
+    the free memory, up to 8 of `usual_len` (see `summary`). `chunk` is the width of a prefill chunk, less where it
+    looks back far. `budget` is what one step may cost, in tokens: by default one for each slot, two chunks, and another
+    chunk for every eight slots. `exact` keeps the device's shapes constant, so that a request has the same bits in any
+    company. `reuse` lets prompts that begin alike share rows; `run_ahead` starts a step before the one before has been
+    read.
     """
 
     def __init__(
