@@ -350,8 +350,7 @@ class Engine:
     the free memory, up to 8 of `usual_len` (see `summary`). `chunk` is the width of a prefill chunk, less where it
     looks back far. `budget` is what one step may cost, in tokens: by default one for each slot, two chunks, and another
     chunk for every eight slots. `exact` keeps the device's shapes constant, so that a request has the same bits in any
-    company. `reuse` lets prompts that begin alike share rows; `run_ahead` starts a step before the one before has been
-    read.
+    company. `reuse` lets prompts that begin alike share rows; `run_ahead` starts a step before the last one is read.
     """
 
     def __init__(

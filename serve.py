@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # they need MLX, which is loaded when the socket has been bou
     from parts.loop import Loop
 
 CONNECTIONS = 512
+SWEEP_S = 0.5
 HEAD_S, IDLE_S = 30.0, 75.0  # a connection waits so long for its first request, and for another one
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
 WATCH_S, WATCH_STUCK_S, WATCHERS = 0.1, 5.0, 16
@@ -78,6 +79,7 @@ class Door:
         self.loop: Loop | None = None
         self.draining = False
         self._born = int(time.time())
+        self._visits: set[Visit] = set()
         self._answers: dict[int, Answer] = {}  # by the number of the call
         self._watchers, self._scraped = 0, None  # `_scraped`: the snapshot of the last look at /metrics
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
@@ -145,15 +147,21 @@ class Door:
         sweeper.cancel()
 
     async def _sweep(self) -> None:
-        """Close connections that never send a whole request: `uvicorn` would wait for it for ever."""
+        """Now and then: pings, and an end to connections that never send a whole request, or never take an answer.
+
+        `uvicorn` would wait for them for ever.
+        """
         silent: dict = {}
         while True:
-            await asyncio.sleep(1)
+            await asyncio.sleep(SWEEP_S)
             now, found = time.monotonic(), list(self._server.server_state.connections)
-            found = [c for c in found if not c.cycle or (c.cycle.response_complete and not c.timeout_keep_alive_task)]
-            silent = {connection: silent.get(connection, now) for connection in found}
-            for connection, since in silent.items():
-                if now - since > HEAD_S:
+            idle = [c for c in found if not c.cycle or (c.cycle.response_complete and not c.timeout_keep_alive_task)]
+            silent = {connection: silent.get(connection, now) for connection in idle}
+            for answer in self._answers.values():
+                answer.break_silence(now)
+            stuck = {id(visit.request.scope) for visit in self._visits if visit.is_stuck(now)}
+            for connection in found:
+                if id(connection.scope) in stuck or now - silent.get(connection, now) > HEAD_S:
                     connection.transport.abort()
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -161,6 +169,7 @@ class Door:
         client = scope["client"][0] if scope.get("client") else ""
         number, began = self.journal.begin(client, f"{scope['method']} {scope['path']}"[:200]), time.perf_counter()
         visit = Visit(Request(scope, receive), number, send, self.journal)
+        self._visits.add(visit)
         try:
             guard(visit.request, self.options, self._is_local)
             response = await self._route(visit.request)(visit)
@@ -169,13 +178,11 @@ class Door:
         except (ClientDisconnect, Gone):
             response = None
             visit.note(hung_up=True, status=visit.status or 499)
-            for connection in list(self._server.server_state.connections):
-                if connection.scope is scope:  # one that takes nothing would not let itself be closed
-                    connection.transport.abort()
         except Exception as error:  # a fault of ours: this client is told, and the others do not notice
             response = refused(visit, Refusal(500, describe(error), "internal_error"))
         if response and visit.status is None:
             await response(scope, receive, visit.send)
+        self._visits.discard(visit)
         visit.note(latency_s=time.perf_counter() - began)
         if visit.is_news:
             call = self.journal.end(number)
@@ -272,7 +279,8 @@ class Door:
         try:
             await visit.begin_events()
             hello = {"protocol": wire.PROTOCOL, "model": self.served.name, "summary": engine.summary, "texts": texts}
-            await visit.write(b"event: hello\n" + event(hello), WATCH_STUCK_S)
+            visit.patience = WATCH_STUCK_S
+            await visit.write(b"event: hello\n" + event(hello))
             while not (gone.done() or self.draining):
                 before, seen = seen, engine.snapshot(seen)
                 last, door = door, self.look(door.seen if door else 0)
@@ -280,7 +288,7 @@ class Door:
                 rest = rest + WATCH_S if still and (last.seen, last.open) == (door.seen, door.open) else 0.0
                 if rest % 1.0 < WATCH_S:  # when nothing happens, one a second
                     frame = wire.Frame(self.loop.paused, self.loop.stepping, seen, door)
-                    await visit.write(event(sender.pack(frame)), WATCH_STUCK_S)
+                    await visit.write(event(sender.pack(frame)))
                 await asyncio.wait([gone], timeout=WATCH_S)
             await visit.write(b"", more=False)
         finally:

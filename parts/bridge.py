@@ -18,7 +18,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,6 +56,7 @@ class Answer:
         self._served, self._events, self._news = served, events, asyncio.Event()
         self._pieces: deque[tuple[int, str | None]] = deque()  # (choice, text); None: the choice has ended
         self._times: list[list[float]] = []  # for each choice, when its pieces came here
+        self._heard = time.monotonic()  # when the last of them did
 
     # --- in a thread beside the door's
 
@@ -114,6 +114,7 @@ class Answer:
             self.left -= 1
         else:
             self._times[index].append(time.perf_counter())
+        self._heard = time.monotonic()
         self._pieces.append((index, piece))
         self._news.set()
 
@@ -121,9 +122,7 @@ class Answer:
         """What has come since, neighbouring pieces joined. Empty after a long silence."""
         if not self._pieces:
             self._news.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(PING_S):
-                    await self._news.wait()
+            await self._news.wait()
         joined: list[tuple[int, str | None]] = []
         while self._pieces:
             index, piece = self._pieces.popleft()
@@ -131,6 +130,12 @@ class Answer:
                 piece = joined.pop()[1] + piece
             joined.append((index, piece))
         return joined
+
+    def break_silence(self, now: float) -> None:
+        """Called now and then: where nothing has come for long, `_come` answers with nothing."""
+        if now - self._heard > PING_S:
+            self._heard = now
+            self._news.set()
 
     async def whole(self) -> Response:
         while self.left:

@@ -14,6 +14,7 @@ import asyncio
 import hmac
 import ipaddress
 import socket
+import time
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -41,7 +42,7 @@ class Options(NamedTuple):
 
 
 class Gone(Exception):
-    """The client has hung up, or takes nothing any more."""
+    """The client has hung up."""
 
 
 class Visit:
@@ -50,6 +51,7 @@ class Visit:
     def __init__(self, request: Request, number: int, send: Any, journal: Journal):
         self.request, self.number, self.status, self.is_news = request, number, None, True
         self._send, self._journal = send, journal
+        self.patience, self._waits_since = STUCK_S, None  # `_waits_since`: a write has begun then
 
     @property
     def call(self) -> Call:
@@ -71,13 +73,15 @@ class Visit:
         headers |= {"X-Accel-Buffering": "no"} | ({"X-Request-Id": id} if id else {})  # so that no proxy holds it back
         await self.send({"type": "http.response.start", "status": 200, "headers": encoded(headers)})
 
-    async def write(self, body: bytes, patience: float = STUCK_S, more: bool = True) -> None:
-        """Gone, if the client takes nothing for so many seconds."""
-        try:
-            async with asyncio.timeout(patience):
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise Gone from None
+    async def write(self, body: bytes, more: bool = True) -> None:
+        """It waits while the client takes nothing. A timer for each token would cost more than all else here."""
+        self._waits_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._waits_since = None
+
+    def is_stuck(self, now: float) -> bool:
+        """Has the client taken nothing for longer than we are patient?"""
+        return self._waits_since is not None and now - self._waits_since > self.patience
 
 
 # --- may it come in? ---------------------------------------------------------------------------------------------
