@@ -45,7 +45,7 @@ from starlette.responses import Response
 
 from parts import openai, wire
 from parts.answers import describe
-from parts.bridge import Answer, Served
+from parts.bridge import Answer, Mailbox, Served
 from parts.checks import read_whole, shown
 from parts.http import Gone, Options, Visit, guard, hang_up, listen, may_read, read_body, refused, reply
 from parts.journal import DoorView, Figures, Journal, LogFile
@@ -142,6 +142,7 @@ class Door:
         asyncio.run(self._listen())
 
     async def _listen(self) -> None:
+        self._mailbox = Mailbox(asyncio.get_running_loop())
         sweeper = asyncio.ensure_future(self._sweep())
         await self._server.serve([self._socket])
         sweeper.cancel()
@@ -246,7 +247,7 @@ class Door:
     async def _complete(self, chat: bool, visit: Visit) -> Response | None:
         """From a body to its answer, whole or as a stream, while somebody listens."""
         body, events = await read_body(visit.request), asyncio.get_running_loop()
-        answer = self._answers[visit.number] = Answer(self.served, events)
+        answer = self._answers[visit.number] = Answer(self.served, self._mailbox)
         tasks = []
         try:
             await events.run_in_executor(self._pool, answer.ask, chat, body, visit.call.client)

@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.responses import Response
 
@@ -47,13 +47,36 @@ class Served(NamedTuple):
     suffix: str  # of this process: behind a balancer, two servers never give the same id
 
 
+class Mailbox:
+    """From the threads that know something to the door's: one wake-up for all that is told at a time.
+
+    A wake-up is a system call, made by the thread that steps: eight pieces of one step need one, not eight.
+    """
+
+    def __init__(self, events: asyncio.AbstractEventLoop):
+        self._events, self._letters, self._is_called = events, deque(), False
+
+    def post(self, take: Callable, *arguments: Any) -> None:
+        """Have this called by the door's thread."""
+        self._letters.append((take, arguments))
+        if not self._is_called:
+            self._is_called = True
+            self._events.call_soon_threadsafe(self._open)
+
+    def _open(self) -> None:
+        self._is_called = False  # before the first letter is taken: from here on, another one calls again
+        while self._letters:
+            take, arguments = self._letters.popleft()
+            take(*arguments)
+
+
 class Answer:
     """One request's choices, as they come from the engine."""
 
-    def __init__(self, served: Served, events: asyncio.AbstractEventLoop):
+    def __init__(self, served: Served, mailbox: Mailbox):
         self.handles: list[Handle] = []
         self.left = 0  # choices that have not ended
-        self._served, self._events, self._news = served, events, asyncio.Event()
+        self._served, self._mailbox, self._news = served, mailbox, asyncio.Event()
         self._pieces: deque[tuple[int, str | None]] = deque()  # (choice, text); None: the choice has ended
         self._times: list[list[float]] = []  # for each choice, when its pieces came here
         self._heard = time.monotonic()  # when the last of them did
@@ -105,7 +128,7 @@ class Answer:
     # --- in the engine's thread
 
     def _tell(self, index: int, handle: Handle, piece: str | None) -> None:
-        self._events.call_soon_threadsafe(self._take, index, piece)
+        self._mailbox.post(self._take, index, piece)
 
     # --- in the door's thread
 

@@ -30,9 +30,9 @@ N, CHOICES, STOPS, STOP_LENGTH, BIASES, TOP = 16, 128, 16, 1000, 1000, 20  # the
 
 # These go to `Sampling` as they are, and it checks them.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "ignore_eos")
-KNOWN = {*PLAIN, "model", "stream", "stream_options", "max_tokens", "n", "stop", "logprobs", "logit_bias"}
-CHAT = {*KNOWN, "messages", "max_completion_tokens", "top_logprobs"}
-COMPLETIONS = {*KNOWN, "prompt"}
+KNOWN = {*PLAIN, "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "stop"}
+CHAT = {*KNOWN, "logprobs", "logit_bias", "messages", "top_logprobs"}
+COMPLETIONS = {*KNOWN, "logprobs", "logit_bias", "prompt"}
 # They change nothing in an answer: who asks, what a bill or a cache of the provider should say.
 NO_WISH = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
 # What else asks for nothing. So does everything that is null, false, zero or empty.

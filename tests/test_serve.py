@@ -17,7 +17,7 @@ from checkpoints import make_checkpoint
 from doors import CHAT, COMPLETIONS, ROOT, Server
 
 COUNT = "3, 4, 5, 6, 7."
-LONG = {"max_tokens": 900, "ignore_eos": True}  # a second or two, if nobody hangs up
+LONG = {"max_tokens": 900, "ignore_eos": True}  # seconds, unless the client hangs up
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,6 @@ def test_the_openai_client_gets_the_same_answer_as_a_stream(client):
 
 
 def test_completions_take_a_text_texts_and_token_ids(server, client):
-    ids = {"Once": None, "Two": None}
     whole = client.completions.create(model="demo", prompt="Once upon", max_tokens=6, temperature=0)
     assert whole.object == "text_completion" and re.fullmatch(r"cmpl-\d+-[0-9a-f]{4}", whole.id)
     both = client.completions.create(model="demo", prompt=["Once upon", "Two"], max_tokens=6, temperature=0)
@@ -83,7 +82,6 @@ def test_completions_take_a_text_texts_and_token_ids(server, client):
     from_ids = server.complete([[5, 6, 7], [8, 9]], temperature=0).json
     assert len(from_ids["choices"]) == 2 and from_ids["usage"]["prompt_tokens"] == 5
     assert server.complete([5, 6, 7], temperature=0).json["choices"][0] == from_ids["choices"][0]
-    assert ids
 
 
 def test_a_stream_of_completions_says_the_same_as_a_whole_one(server):
@@ -351,14 +349,9 @@ def test_errors_become_the_clients_own_exceptions(client):
 
 
 def test_unknown_paths_and_methods_say_what_there_is(server):
-    for path in ("/", "/v1", "/v1/embeddings", "/v1/responses", "/v1/chat/completions/", "/..%2f", "/\u2603"):
-        reply = (
-            server.ask(path.encode("utf-8").decode("latin-1") if not path.isascii() else path)
-            if path.isascii()
-            else None
-        )
-        if reply:
-            assert reply.status == 404 and CHAT in reply.error["message"], path
+    for path in ("/", "/v1", "/v1/embeddings", "/v1/responses", f"{CHAT}/", "/..%2f", "/%ff%00", "//"):
+        reply = server.ask(path)
+        assert reply.status == 404 and CHAT in reply.error["message"], path
     for path, allow in ((CHAT, "POST, OPTIONS"), ("/v1/models", "GET, HEAD, OPTIONS")):
         for method in ("PUT", "DELETE", "PATCH", "GET" if path == CHAT else "POST"):
             reply = server.ask(path, method=method)
@@ -423,7 +416,7 @@ def test_head_and_options_answer_without_a_body(server):
 def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
     for text in ("hello\n\n", "GET\n\n", "POST / HTTP/1.1\nContent-Length: -5\n\n", "\x16\x03\x01" * 50 + "\n\n"):
         assert server.line().send(text).everything().startswith(b"HTTP/1.1 400")
-    assert server.line().send("GET /" + "x" * 200_000).everything().startswith(b"HTTP/1.1 400")
+    assert server.line().send("GET /" + "x" * 70_000).everything().startswith(b"HTTP/1.1 400")
     assert server.ask("/health").status == 200
 
 
