@@ -16,8 +16,8 @@ thing: it wakes the door's thread. The socket is bound before the model is loade
 
 The invariant: each request at the door ends with an answer, or with its client's hang-up. Then its slots are free.
 
-Before this: `ask.py`, the smallest user of the engine. Next: `parts/openai.py`, what a body may ask for;
-`parts/journal.py`, what is remembered of all this.
+Before this: `ask.py`, the smallest user of the engine. Next: `parts/bridge.py`, the way of one request; `parts/openai.py`,
+what a body may ask for; `parts/journal.py`, what is remembered of all this.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from parts.bridge import Answer, Mailbox, Served
 from parts.checks import read_whole, shown
 from parts.http import Gone, Options, Visit, guard, hang_up, listen, may_read, read_body, refused, reply
 from parts.journal import DoorView, Figures, Journal, LogFile
-from parts.openai import Refusal, event
+from parts.openai import Refusal, ending, event
 from sched import POLICIES
 
 if TYPE_CHECKING:  # they need MLX, which is loaded when the socket has been bound
@@ -209,7 +209,7 @@ class Door:
         if path not in ("/health", "/metrics") and self.served is None:
             raise Refusal(503, "the model is being loaded; try again", "loading", Retry_After="1")
         if path not in ("/health", "/metrics") and self.draining:
-            raise Refusal(503, "the server is ending", "draining", Retry_After="5")
+            raise ending()
         return handler
 
     # --- the small routes
@@ -247,6 +247,8 @@ class Door:
     async def _complete(self, chat: bool, visit: Visit) -> Response | None:
         """From a body to its answer, whole or as a stream, while somebody listens."""
         body, events = await read_body(visit.request), asyncio.get_running_loop()
+        if self.draining:  # meanwhile
+            raise ending()
         answer = self._answers[visit.number] = Answer(self.served, self._mailbox)
         tasks = []
         try:

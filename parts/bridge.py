@@ -27,7 +27,7 @@ from parts import openai
 from parts.answers import describe
 from parts.http import Visit, reply
 from parts.journal import Figures
-from parts.openai import Refusal, Shape, Words, event
+from parts.openai import Refusal, Shape, Words, ending, event
 from sched import QueueFull
 
 if TYPE_CHECKING:  # they need MLX
@@ -110,7 +110,7 @@ class Answer:
         except QueueFull as error:
             raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
         except RuntimeError:  # the engine has been closed meanwhile
-            raise Refusal(503, "the server is ending", "draining", Retry_After="5") from None
+            raise ending() from None
         self.shape = Shape(chat, self.handles[0].id, suffix, name, wish.usage)
 
     def _submit(self, asks: Sequence[tuple], client: str) -> None:

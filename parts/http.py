@@ -126,7 +126,9 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**17)  # so that we notice who does not read
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 2**17
+        )  # so that a client that does not read is noticed
         listener.bind(address)
         listener.listen(128)
     except OSError:

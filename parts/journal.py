@@ -1,4 +1,4 @@
-"""What happens at the door: who came, what they asked for, what became of it. For the screen, the log and /metrics.
+"""What happens at the door: which clients came, what became of them. For the screen, the log and /metrics.
 
 The problem. A request that is refused never reaches the engine, and the engine does not know that a client hung up, so
 no snapshot of it tells. A door without a book of its own would lose exactly what its owner wants to know.
@@ -130,7 +130,7 @@ class Journal:
 
 
 class LogFile:
-    """A line for each request, written by a thread of its own: where nobody reads our stderr, a write waits for ever.
+    """A line for each request, written by a thread of its own: a write to a pipe that is never read waits for ever.
 
     Lines that find no room are counted, not kept.
     """

@@ -2,7 +2,7 @@
 
 The problem. Every client speaks this protocol, and each in its own way. Some send a field as null and mean that it is
 not there, some send wishes that ask for nothing (`"presence_penalty": 0`, `"tools": []`), and some send wishes that we
-cannot fulfil. Whoever gets an answer to another question than the one that was asked does not notice.
+cannot fulfil. A client that gets an answer to another question than its own does not notice.
 
 What this file keeps. A body is understood completely, or refused with a status, a message and the field's name. No
 field is ignored if it asks for something. Nothing here knows sockets or engines: dictionaries in, dictionaries out.
@@ -33,7 +33,7 @@ PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty",
 KNOWN = {*PLAIN, "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "stop"}
 CHAT = {*KNOWN, "logprobs", "logit_bias", "messages", "top_logprobs"}
 COMPLETIONS = {*KNOWN, "logprobs", "logit_bias", "prompt"}
-# They change nothing in an answer: who asks, what a bill or a cache of the provider should say.
+# They change nothing in an answer: a user's name, notes for a bill, hints for a cache.
 NO_WISH = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
 # What else asks for nothing. So does everything that is null, false, zero or empty.
 NEUTRAL = {
@@ -65,6 +65,10 @@ class Refusal(Exception):
     def body(self) -> dict:
         kind = self.TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def ending() -> Refusal:
+    return Refusal(503, "the server is ending", "draining", Retry_After="5")
 
 
 def dump(body: Any) -> bytes:
