@@ -16,8 +16,8 @@ thing: it wakes the door's thread. The socket is bound before the model is loade
 
 The invariant: each request at the door ends with an answer, or with its client's hang-up. Then its slots are free.
 
-Before this: `ask.py`, the smallest user of the engine. Next: `parts/bridge.py`, the way of one request; `parts/openai.py`,
-what a body may ask for; `parts/journal.py`, what is remembered of all this.
+Before this: `ask.py`, the smallest user of the engine. Next: `parts/bridge.py`, the way of one request;
+`parts/openai.py`, what a body may ask for; `parts/journal.py`, what is remembered of all this.
 """
 
 from __future__ import annotations

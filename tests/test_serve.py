@@ -17,7 +17,7 @@ from checkpoints import make_checkpoint
 from doors import CHAT, COMPLETIONS, ROOT, Server
 
 COUNT = "3, 4, 5, 6, 7."
-LONG = {"max_tokens": 900, "ignore_eos": True}  # seconds, unless the client hangs up
+LONG = {"max_tokens": 400, "ignore_eos": True}  # seconds, unless the client hangs up
 
 
 @pytest.fixture(scope="module")
