@@ -354,12 +354,12 @@ class Runner:
 class Engine:
     """The scheduler and the runner, tied together, and all that other threads may ask of them. `step` is the heart.
 
-    `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default as many
-    and as long as fit the memory (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the width of a
-    prefill chunk, less where it looks back far. `budget` is what one step may cost, in tokens: by default one for each
-    slot, two chunks, and another chunk for every eight slots, since with more slots, more become free in the same step.
-    `exact` keeps the device's shapes constant, so that a request has the same bits in any company; without, idle
-    slots are left out. `reuse`: prompts that begin alike share rows. `run_ahead`: a step starts before one is read.
+    `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default what fits
+    the free memory, up to 8 of `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the
+    width of a prefill chunk, less where it looks back far. `budget` is what one step may cost, in tokens: by default
+    one for each slot, two chunks, and another chunk for every eight slots. `exact` keeps the device's shapes constant,
+    so that a request has the same bits in any company; without, idle slots are left out. `reuse` lets prompts that
+    begin alike share rows; `run_ahead` starts a step before the last one is read.
     """
 
     def __init__(
@@ -369,6 +369,7 @@ class Engine:
         *,
         slots: int | None = None,
         max_len: int | None = None,
+        usual_len: int = 1024,
         policy: str = DEFAULT,
         chunk: int = 64,
         budget: int | None = None,
@@ -380,7 +381,7 @@ class Engine:
         runner: Runner | None = None,  # another device half, for tests
     ):
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
-        sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget)
+        sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget, usual_len)
         limits = {"chunk": chunk, "budget": sizes.budget, "far": far_position(model.config), "max_queue": max_queue}
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
@@ -470,7 +471,7 @@ class Engine:
             for request in self.sched.commit(plan, [tokens[member.slot] for member in plan.emitters], accept, read):
                 self._ledger.retire(request.id)
             times = {"started": flight.began, "build_s": flight.build_s, "wait_s": flight.wait_s + read - began}
-            self._ledger.steps.add(StepView.of(plan, ghosts, read=read, ended=self.clock(), **times))
+            self._ledger.record(StepView.of(plan, ghosts, read=read, ended=self.clock(), **times))
             self.changed.notify_all()
 
     # --- ends, and failures

@@ -93,7 +93,7 @@ class Handle:
         self._ends = sampling.stop_tokens | (frozenset() if sampling.ignore_eos else engine.text.end_tokens)
         self._stream = engine.text.stream(sampling.stop_texts)
         self._pieces: list[str] = []
-        self._times: list[float] = []  # of its tokens
+        self.times: list[float] = []  # when each token came, on the engine's clock
 
     @property
     def text(self) -> str:
@@ -126,7 +126,7 @@ class Handle:
 
     @property
     def metrics(self) -> Metrics:
-        r, times = self.request, self._times
+        r, times = self.request, self.times
         gaps = sorted(b - a for a, b in pairwise(times))
         return Metrics(
             queued_s=None if r.admitted is None else r.admitted - r.arrived,
@@ -147,7 +147,7 @@ class Handle:
         if token < 0:
             self.error = "the model computed a number that is not finite"
             return "error"
-        self._times.append(now)
+        self.times.append(now)
         self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(TokenLogprob(logprob.logprob, logprob.top[: self.sampling.logprobs]))
@@ -364,6 +364,7 @@ class Snapshot:
     submitted: int
     finished: int
     output_tokens: int
+    steps_s: float  # the seconds of all steps so far
     seen: Seen
 
 
@@ -391,7 +392,7 @@ class Ledger:
     def __init__(self) -> None:
         self.open: dict[int, Handle] = {}
         self.steps, self.ended, self.faults = Log(4096), Log(500), Log(100)
-        self.output_tokens = 0
+        self.output_tokens, self.steps_s = 0, 0.0
         self.farewells: dict[int, Handle] = {}  # of all that has ended, and whose owner has not been told yet
 
     def deliver(
@@ -410,6 +411,10 @@ class Ledger:
             else:
                 handle.error = describe(error)
             return "error"
+
+    def record(self, step: StepView) -> None:
+        self.steps.add(step)
+        self.steps_s += step.seconds
 
     def retire(self, id: int) -> None:
         """Forget a request that has ended. Its owner is told when no lock is held any more (`say_farewell`)."""
@@ -467,5 +472,6 @@ class Ledger:
             submitted=sched.submitted,
             finished=sched.submitted - len(sched.waiting) - len(sched.running),
             output_tokens=self.output_tokens,
+            steps_s=self.steps_s,
             seen=Seen(self.steps.count, self.ended.count, self.faults.count, newest),
         )

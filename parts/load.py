@@ -167,6 +167,7 @@ def fit(
     max_len: int | None = None,
     chunk: int = 64,
     budget: int | None = None,
+    usual_len: int = 1024,
     **other,  # options of an engine that take no memory
 ) -> Sizes:
     """Slots and their length as asked for, or chosen to fit the memory. A ValueError if that cannot be.
@@ -180,7 +181,7 @@ def fit(
         raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
     if c.window is not None and max_len is not None and max_len > c.window:
         raise ValueError(f"max_len = {max_len}, but this model's attention slides over {c.window}; choose less")
-    count, length = slots or 8, max_len or min(1024, c.max_positions, c.window or 1024)
+    count, length = slots or 8, max_len or min(usual_len, c.max_positions, c.window or usual_len)
     room = math.inf if free is None else 0.9 * free
 
     def taken(count: int, length: int) -> int:

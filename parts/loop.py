@@ -38,6 +38,7 @@ class Stopwatch:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now, self._lost = now, now()
+        self._began = self._lost
         self._stopped: float | None = None
 
     def __call__(self) -> float:
@@ -46,6 +47,11 @@ class Stopwatch:
     def stop(self) -> None:
         if self._stopped is None:
             self._stopped = self._now()
+
+    @property
+    def stood(self) -> float:
+        """The seconds that it has stood still so far."""
+        return self._now() - self._began - self()
 
     def go(self) -> None:
         if self._stopped is not None:
@@ -100,6 +106,15 @@ class Loop:
 
     def __exit__(self, *exception) -> None:
         self.stop()
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._thread and self._thread.is_alive())
+
+    @property
+    def paused_s(self) -> float:
+        """The seconds that it has been paused so far."""
+        return self._watch.stood if self._watch else 0.0
 
     # --- what any thread may say; it returns at once
 

@@ -15,12 +15,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from parts.checkpoint import ModelError, check_plain, read_json, read_text
 from parts.checks import one_line, shown
+
+
+class Prompt(NamedTuple):
+    """A prompt that has been read."""
+
+    ids: tuple[int, ...]
+    shown: str  # as a person would read it
 
 
 class Text:
@@ -92,8 +99,10 @@ class Text:
         """A conversation, through the model's own template. No BOS is added to what the template writes."""
         return self._ids(self.render(messages), False)
 
-    def read(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], str]:
-        """A prompt's token ids, and the prompt as a person would read it: a text, chat messages, or ids as they are."""
+    def read(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt) -> Prompt:
+        """A prompt is a text, chat messages, or ids as they are. One that has been read stays as it is."""
+        if isinstance(prompt, Prompt):
+            return prompt
         if isinstance(prompt, str):
             ids, shown = self.encode(prompt) if prompt else (), prompt
         elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -105,7 +114,17 @@ class Text:
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         self.check_ids((min(ids), max(ids)))
-        return tuple(ids), shown
+        return Prompt(tuple(ids), shown)
+
+    @cached_property
+    def longest(self) -> int:
+        """The characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    def after(self, before: Sequence[int], token: int) -> str:
+        """The text that a token adds to those before it. A special token is shown by its name."""
+        decode = self.tokenizer.decode
+        return decode([*before, token], skip_special_tokens=False)[len(decode(before, skip_special_tokens=False)) :]
 
     def check_ids(self, ids: Iterable[int]) -> None:
         for token in ids:
@@ -118,7 +137,8 @@ class Text:
         except UnicodeEncodeError as error:  # half a surrogate pair, which bytes that are no UTF-8 become as text
             raise ValueError(f"the prompt is no valid text at character {error.start}; give UTF-8") from None
         try:
-            return calmly(self.tokenizer.encode, text, add_special_tokens=add_special_tokens).ids
+            # Not `encode`, which keeps Python's lock: 2 MB of text would stop all threads for 4 s.
+            return calmly(self.tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens)[0].ids
         except Exception as error:  # a character that it does not know, if it has no token for such
             why = f"the model's tokenizer cannot read this prompt ({one_line(error)})"
             raise ValueError(f"{why}; give other words, or token ids") from None

@@ -132,9 +132,9 @@ def soak(model: Model, text: Text, requests: int, seed: int = 0, log=None) -> Re
     return report
 
 
-def resident() -> float:
-    """MiB of this process in memory; 0 where that cannot be read."""
-    status = Path("/proc/self/statm")
+def resident(process: int | str = "self") -> float:
+    """MiB of a process in memory; 0 where that cannot be read."""
+    status = Path(f"/proc/{process}/statm")
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if status.exists() else 0.0
 
 

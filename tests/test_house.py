@@ -22,15 +22,15 @@ IN_A_FOLDER = 600
 CLASS = {("nanobatch", "Engine"): 300}
 FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. The whole had 4,517 in nine files, 144 of them
-# imports; in 24 files, 282 are imports. It may become less.
+# imports; in 24 files, 282 are imports. The door has 1,180 of them. It may become less.
 CODE = {"sched": 230}
-ALL_CODE = 5000
+ALL_CODE = 6200
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
     "ask": "nanobatch parts/*",
     "bench": "nanobatch parts/*",
-    "serve": "nanobatch parts/*",
+    "serve": "nanobatch parts/* sched",
     "demo/*": "nanobatch parts/* demo/*",
     "tui": "screen/* serve parts/answers parts/loop parts/program",
     "nanobatch": "kv sched parts/*",
@@ -43,6 +43,11 @@ MAY_IMPORT = {
     "parts/checkpoint": "parts/device",
     "parts/answers": "sched",
     "parts/loop": "parts/answers",
+    "parts/bridge": "parts/http parts/journal parts/openai parts/answers sched",
+    "parts/http": "parts/journal parts/openai",
+    "parts/wire": "parts/journal parts/answers",
+    "parts/journal": "parts/answers",
+    "parts/openai": "parts/answers",
     "kv": "parts/device",
     "sched": "parts/prefix",
     "parts/prefix": "",
@@ -64,9 +69,9 @@ SCREEN = """
 """
 SCREEN_MAY_IMPORT = "parts/answers parts/loop sched"
 # The screen shows its first frame before MLX is loaded: what it needs of the engine it imports inside a function.
-BEHIND_THE_FIRST_FRAME = {"tui": "nanobatch", "screen/*": "nanobatch"}
+BEHIND_THE_FIRST_FRAME = {"tui": "nanobatch", "screen/*": "nanobatch", "parts/bridge": "nanobatch"}
 
-WITHOUT_MLX = ["sched", "parts/prefix", "parts/loop", "parts/answers"]
+WITHOUT_MLX = ["sched", "parts/prefix", "parts/loop", "parts/answers", "parts/openai", "parts/journal", "parts/wire"]
 STANDARD_LIBRARY = {"sched": "", "parts/prefix": "", "parts/checks": "", "parts/program": ""}
 STANDARD_LIBRARY |= {"parts/device": "mlx"}  # and this package
 

@@ -9,6 +9,7 @@ import pytest
 
 import ask
 import bench
+import serve
 import tui
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +55,17 @@ def test_every_command_for_the_screen_in_the_readme_is_understood():
     assert len(commands) >= 3
     for command in commands:
         tui.parse_arguments(shlex.split(command))
+
+
+def test_every_command_for_the_server_in_the_readme_is_understood():
+    commands = re.findall(r"python serve\.py([^\n`]*)", README)
+    assert len(commands) >= 1
+    for command in commands:
+        serve.parse_arguments(shlex.split(command))
+    flags = set(re.findall(r"`(--[a-z-]+)`", README.split("## Over HTTP")[1].split("\n## ")[0]))
+    for flag in flags:
+        serve.parse_arguments([flag, "1"])
+    assert "--api-key" in flags
 
 
 def test_every_command_for_the_benchmark_in_the_readme_is_understood():

@@ -1,0 +1,269 @@
+"""From a body to its answer: a request crosses from the door's thread to the thread that steps, and back.
+
+The problem. The thread that steps must not wait, neither for a client nor for a lock that the door holds. Nor may the
+door's thread: it serves all clients at once, and a long prompt takes a second to turn into tokens.
+
+    a few threads    understand, turn into tokens, submit
+    the engine's     listener: wake the door, and nothing else     ended: the same, once for each choice
+    the door's       events as the pieces come, or one JSON at the end
+
+The invariant: when `Answer.cancel` has been called, no choice of it holds a slot.
+
+Where next: `journal.py`, what is remembered of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from starlette.responses import Response
+
+from parts import openai
+from parts.answers import describe
+from parts.http import Visit, reply
+from parts.journal import Figures
+from parts.openai import Refusal, Shape, Words, ending, event
+from sched import QueueFull
+
+if TYPE_CHECKING:  # they need MLX
+    from nanobatch import Engine, Handle
+    from parts.text import Prompt
+
+PING_S = 10.0  # in a long silence, a comment says so often that we are still here
+PING, TOO_LONG = b": ping\n\n", "context_length_exceeded"
+
+
+class Served(NamedTuple):
+    """What is answered with."""
+
+    engine: Engine
+    name: str  # the model's
+    defaults: dict[str, float]  # settings for a request that says nothing of them
+    suffix: str  # of this process: behind a balancer, two servers never give the same id
+
+
+class Mailbox:
+    """From the threads that know something to the door's: one wake-up for all that is told at a time.
+
+    A wake-up is a system call, made by the thread that steps: eight pieces of one step need one, not eight.
+    """
+
+    def __init__(self, events: asyncio.AbstractEventLoop):
+        self._events, self._letters, self._is_called = events, deque(), False
+
+    def post(self, take: Callable, *arguments: Any) -> None:
+        """Have this called by the door's thread."""
+        self._letters.append((take, arguments))
+        if not self._is_called:
+            self._is_called = True
+            self._events.call_soon_threadsafe(self._open)
+
+    def _open(self) -> None:
+        self._is_called = False  # before the first letter is taken: from here on, another one calls again
+        while self._letters:
+            take, arguments = self._letters.popleft()
+            take(*arguments)
+
+
+class Answer:
+    """One request's choices, as they come from the engine."""
+
+    def __init__(self, served: Served, mailbox: Mailbox):
+        self.handles: list[Handle] = []
+        self.left = 0  # choices that have not ended
+        self._served, self._mailbox, self._news = served, mailbox, asyncio.Event()
+        self._pieces: deque[tuple[int, str | None]] = deque()  # (choice, text); None: the choice has ended
+        self._times: list[list[float]] = []  # for each choice, when its pieces came here
+        self._heard = time.monotonic()  # when the last of them did
+
+    # --- in a thread beside the door's
+
+    def ask(self, chat: bool, body: bytes, client: str) -> None:
+        """Understand a body and put its prompts in line: a choice for each, or none at all."""
+        from nanobatch import Sampling
+
+        engine, name, defaults, suffix = self._served
+        wish = self.wish = openai.understand(body, chat, (name, "default"))
+        asks = []
+        try:
+            engine.text.check_ids(wish.settings["logit_bias"])
+        except ValueError as error:
+            raise Refusal(400, str(error), "invalid_value", "logit_bias") from None
+        try:
+            for prompt in wish.prompts:
+                read = read_prompt(engine, prompt)
+                room = engine.sched.max_len - len(read.ids)
+                settings = defaults | wish.settings | {"max_tokens": min(wish.max_tokens or room, room)}
+                for i in range(wish.n):
+                    seed = {"seed": settings["seed"] + i} if type(settings.get("seed")) is int else {}
+                    asks.append((read, Sampling(**settings | seed)))
+            if len(asks) > engine.sched.max_queue:
+                raise ValueError(f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}")
+            self._submit(asks, client)
+        except ValueError as error:
+            raise openai.of_sampling(error) from None
+        except QueueFull as error:
+            raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
+        except RuntimeError:  # the engine has been closed meanwhile
+            raise ending() from None
+        self.shape = Shape(chat, self.handles[0].id, suffix, name, wish.usage)
+
+    def _submit(self, asks: Sequence[tuple], client: str) -> None:
+        self.left, self._times = len(asks), [[] for _ in asks]
+        try:
+            for index, ask in enumerate(asks):
+                # Without streaming, the door is woken once for each choice, and not for each token.
+                listener = partial(self._tell, index) if self.wish.stream else None
+                ended = partial(self._tell, index, piece=None)
+                self.handles.append(self._served.engine.submit(*ask, listener, origin=client, ended=ended))
+        except BaseException:
+            self.cancel()
+            raise
+
+    # --- in the engine's thread
+
+    def _tell(self, index: int, handle: Handle, piece: str | None) -> None:
+        self._mailbox.post(self._take, index, piece)
+
+    # --- in the door's thread
+
+    def _take(self, index: int, piece: str | None) -> None:
+        if piece is None:
+            self.left -= 1
+        else:
+            self._times[index].append(time.perf_counter())
+        self._heard = time.monotonic()
+        self._pieces.append((index, piece))
+        self._news.set()
+
+    async def _come(self) -> list[tuple[int, str | None]]:
+        """What has come since, neighbouring pieces joined. Empty after a long silence."""
+        if not self._pieces:
+            self._news.clear()
+            await self._news.wait()
+        joined: list[tuple[int, str | None]] = []
+        while self._pieces:
+            index, piece = self._pieces.popleft()
+            if piece and joined and joined[-1][0] == index and joined[-1][1]:
+                piece = joined.pop()[1] + piece
+            joined.append((index, piece))
+        return joined
+
+    def break_silence(self, now: float) -> None:
+        """Called now and then: where nothing has come for long, `_come` answers with nothing."""
+        if now - self._heard > PING_S:
+            self._heard = now
+            self._news.set()
+
+    async def whole(self) -> Response:
+        while self.left:
+            await self._come()
+        if failure := self._failure():
+            raise failure
+        choices = []
+        for index, (handle, words) in enumerate(zip(self.handles, self._words(), strict=True)):
+            if words:
+                words.take(handle.tokens, handle.logprobs)
+            said = words and words.finish(handle.text)
+            choices.append(self.shape.choice(index, handle.text, handle.finish_reason, said))
+        return reply(self.shape.whole(choices, self._usage()), headers={"X-Request-Id": self.shape.id})
+
+    async def stream(self, visit: Visit) -> None:
+        """Server-sent events: one for each piece of text, or for several that have come together."""
+        await visit.begin_events(self.shape.id)
+        words, left = self._words(), len(self.handles)
+        first = [body for index in range(left) if (body := self.shape.first(index))]
+        await visit.write(b"".join(map(event, first)) or PING)
+        while left:
+            bodies = []
+            for index, piece in await self._come():
+                if piece is None and (failure := self._failure()):
+                    visit.note(reason=failure.code, message=failure.message)
+                    await visit.write(b"".join(map(event, [*bodies, failure.body, "[DONE]"])), more=False)
+                    return
+                bodies += self._bodies(index, piece, words[index])
+                left -= piece is None
+            await visit.write(b"".join(map(event, bodies)) or PING)
+        total = [self.shape.total(self._usage())] if self.wish.usage else []
+        await visit.write(b"".join(map(event, [*total, "[DONE]"])), more=False)
+
+    def _bodies(self, index: int, piece: str | None, words: Words | None) -> list[dict]:
+        """What a stream says of a piece, or of a choice's end."""
+        handle, said = self.handles[index], None
+        if words:
+            words.take(list(handle.tokens), list(handle.logprobs))
+            said = words.finish(handle.text) if piece is None else words.release(len(piece))
+        bodies = [self.shape.piece(index, piece or "", said)] if piece or said else []
+        return [*bodies, self.shape.last(index, handle.finish_reason)] if piece is None else bodies
+
+    def _words(self) -> list[Words | None]:
+        wanted = self.wish.settings["logprobs"] is not None
+        return [Words(self._served.engine.text) if wanted else None for _ in self.handles]
+
+    def _usage(self) -> dict:
+        metrics = [handle.metrics for handle in self.handles]
+        return openai.usage(metrics[:: self.wish.n], metrics)
+
+    def _failure(self) -> Refusal | None:
+        """What to say if a choice has ended without being complete."""
+        for handle in self.handles:
+            if handle.finish_reason == "error":
+                return Refusal(500, f"request {handle.id} failed: {handle.error}", "failed")
+            if handle.finish_reason == "cancelled":
+                return Refusal(503, f"request {handle.id} was cancelled by the server", "cancelled")
+        return None
+
+    # --- in any thread
+
+    def cancel(self) -> None:
+        """Whatever has become of it: from now on it holds no slot."""
+        for handle in self.handles if self.left else ():
+            handle.cancel()
+
+    def account(self, visit: Visit, figures: Figures) -> None:
+        """What is remembered of it. A stream's times are those at the door; without one, the engine's own."""
+        total, metrics = self._usage(), [handle.metrics for handle in self.handles]
+        began = time.perf_counter() - (time.time() - visit.call.at)
+        for handle, own, times in zip(self.handles, metrics, self._times, strict=True):
+            figures.times(times[0] - began if times else own.ttft_s, times or handle.times)
+        first, times = metrics[0], self._times[0]
+        reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)
+        visit.note(
+            reason=visit.call.reason or worst(handle.finish_reason for handle in self.handles),
+            prompt_tokens=total["prompt_tokens"],
+            cached_tokens=total["prompt_tokens_details"]["cached_tokens"],
+            tokens=total["completion_tokens"],
+            ttft_s=times[0] - began if times else first.ttft_s,
+            prompt_tps=(first.prompt_tokens - first.cached_tokens) / reading if reading > 0 else None,
+            generation_tps=first.tokens_per_s,
+        )
+
+
+def read_prompt(engine: Engine, prompt: str | list) -> Prompt:
+    """A prompt's tokens, if a slot has room for them and for one more."""
+    text, max_len = engine.text, engine.sched.max_len
+    param = "messages" if isinstance(prompt, list) and isinstance(prompt[0], dict) else "prompt"
+    size = sum(len(message["content"]) for message in prompt) if param == "messages" else len(prompt)
+    least = size if isinstance(prompt[0], int) else size // text.longest
+    try:
+        read = text.read(prompt) if least < max_len else None  # else it would take long, and all for nothing
+    except ValueError as error:
+        raise Refusal(400, str(error), "invalid_value", param) from None
+    except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
+        raise Refusal(400, f"the {param} cannot be read: {describe(error)}", "invalid_value", param) from None
+    if read is None or len(read.ids) >= max_len:
+        tokens = f"at least {least:,}" if read is None else f"{len(read.ids):,}"
+        words = f"this model's maximum context length is {max_len:,} tokens, but the {param} take {tokens}"
+        raise Refusal(400, f"{words}; give less, or start the server with a larger --max-len", TOO_LONG, param)
+    return read
+
+
+def worst(reasons: Iterable[str | None]) -> str:
+    """Of the reasons why several choices ended, the one that speaks for all."""
+    found = set(reasons)
+    return next((reason for reason in ("error", "cancelled", "length", "stop") if reason in found), "")

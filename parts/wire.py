@@ -1,0 +1,126 @@
+"""What those who watch are told, as JSON: what one end packs, the other rebuilds.
+
+The problem. A screen may watch an engine in another process, or on another machine. It draws frozen views, and it must
+draw the same ones there: `Snapshot`, and all that hangs on it.
+
+The way out. A view is packed as the list of its fields, in their order, without their names: most of a frame are steps,
+and names would make it three times as long. The types of the fields say how it is rebuilt. Frames are differences: each
+holds what has happened since the one before, and of an open request only the text that has been added.
+
+The invariant: `Receiver.take(Sender.pack(frame))` equals the frame, after JSON. If the two ends are of different
+versions, `PROTOCOL` tells.
+
+Where next: `serve.py`, which sends frames from `/watch`.
+"""
+
+from __future__ import annotations
+
+import types
+import zlib
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+from parts.answers import RequestView, Snapshot
+from parts.journal import DoorView
+
+
+class Frame(NamedTuple):
+    """What a watcher is told ten times a second."""
+
+    paused: bool
+    stepping: int
+    engine: Snapshot
+    door: DoorView
+
+
+def pack(value: Any) -> Any:
+    """A view as JSON has it: the lists of its fields."""
+    if isinstance(value, (list, tuple)):
+        return [pack(one) for one in value]
+    if names := names_of(type(value)):
+        return [pack(getattr(value, name)) for name in names]
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)  # an origin may be anything
+
+
+@cache
+def names_of(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+
+
+@cache
+def hints_of(kind: type) -> tuple[Any, ...]:
+    """The types of the fields of a dataclass or a NamedTuple, in their order; empty for any other type."""
+    is_view = is_dataclass(kind) or (isinstance(kind, type) and hasattr(kind, "_fields"))
+    hints = get_type_hints(kind) if is_view else {}
+    return tuple(hints[name] for name in (names_of(kind) or getattr(kind, "_fields", ())))
+
+
+def unpack(kind: Any, data: Any) -> Any:
+    """The view of this type that was packed as this. ValueError if it was not."""
+    if hints := hints_of(kind):
+        return kind(*(unpack(hint, one) for hint, one in zip(hints, data, strict=True)))
+    if get_origin(kind) is tuple:
+        hints = get_args(kind)
+        if hints[1:] == (...,):
+            return tuple(unpack(hints[0], one) for one in data)
+        return tuple(unpack(hint, one) for hint, one in zip(hints, data, strict=True))
+    if get_origin(kind) is types.UnionType:
+        return data  # of plain types, and None
+    return data
+
+
+def _shape(kind: Any) -> Any:
+    """All names and types that hang on a view."""
+    inner = [_shape(hint) for hint in (hints_of(kind) or get_args(kind))]
+    return str(getattr(kind, "__name__", kind)), names_of(kind) if isinstance(kind, type) else (), inner
+
+
+PROTOCOL = zlib.crc32(repr(_shape(Frame)).encode())  # another version has other fields
+
+
+class Sender:
+    """One watcher's end of the wire. It remembers what of each open request's text has been sent."""
+
+    def __init__(self, texts: bool):
+        self._texts, self._sent = texts, {}  # by request: (has its prompt been sent, characters of its text)
+
+    def pack(self, frame: Frame) -> list:
+        engine, door = frame.engine, frame.door
+        if not self._texts:  # figures alone
+            door = replace(door, open=tuple(map(figures, door.open)), ended=tuple(map(figures, door.ended)))
+            engine = replace(engine, faults=("",) * len(engine.faults))
+        before, self._sent = self._sent, {r.id: len(r.text) for r in engine.requests}
+        requests, ended = (tuple(self._cut(r, before) for r in many) for many in (engine.requests, engine.ended))
+        return pack(frame._replace(engine=replace(engine, requests=requests, ended=ended), door=door))
+
+    def _cut(self, request: RequestView, sent: dict[int, int]) -> RequestView:
+        if not self._texts:
+            return replace(request, prompt="", text="", origin=None, error=request.error and "error")
+        if request.id not in sent:
+            return request
+        return replace(request, prompt="", text=request.text[sent[request.id] :])
+
+
+def figures(call):
+    return replace(call, client="", message="")
+
+
+class Receiver:
+    """The other end: it puts the texts together again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, RequestView] = {}
+
+    def take(self, data: list) -> Frame:
+        frame = unpack(Frame, data)
+        engine = frame.engine
+        requests, ended = (tuple(map(self._join, many)) for many in (engine.requests, engine.ended))
+        self._known = {request.id: request for request in requests}
+        return frame._replace(engine=replace(engine, requests=requests, ended=ended))
+
+    def _join(self, request: RequestView) -> RequestView:
+        if request.id not in self._known:
+            return request
+        known = self._known[request.id]
+        return replace(request, prompt=known.prompt, text=known.text + request.text)

@@ -1,0 +1,178 @@
+"""The door in this process, on a small random model: what a server that cannot be paused or broken would not show."""
+
+import threading
+import time
+
+import pytest
+from doors import COMPLETIONS, Line, Server
+from soak_http import soak
+
+import serve
+from parts import bridge, http
+from parts.http import Options
+from parts.loop import Loop, Stopwatch
+
+BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
+
+
+class Here(Server):
+    """A door in this process, spoken to like a server in another."""
+
+    def __init__(self, engine, **options):
+        self.door = serve.Door(Options(port=0, **options)).start()
+        self.loop = Loop(engine, watch=Stopwatch()).start()
+        self.door.open(engine, self.loop, "small")
+        host, port = self.door.address.removeprefix("http://").split(":")
+        self.host, self.port = host, int(port)
+
+    def __exit__(self, *exception) -> None:
+        self.door.close()
+        self.loop.stop()
+
+
+@pytest.fixture
+def here(engine):
+    with Here(engine) as here:
+        yield here
+
+
+def test_in_a_long_silence_a_stream_gets_pings(here, monkeypatch):
+    """Proxies close a connection on which nothing moves; a full line or a pause may last minutes."""
+    monkeypatch.setattr(bridge, "PING_S", 0.3)
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"stream": True})
+    line.until(b": ping\n\n")
+    line.until(b": ping\n\n")
+    here.loop.resume()
+    assert b"[DONE]" in line.until(b"[DONE]")
+
+
+def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY)
+    time.sleep(0.3)
+    assert here.gauge("paused_seconds") > 0.1
+    here.door.drain(10)
+    assert line.reply().json["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(here, engine, monkeypatch, stream):
+    expected = here.complete(seed=1).json["choices"][0]["text"]
+    run, calls = engine.runner.run, []
+
+    def fail(order):
+        calls.append(order)
+        if len(calls) == 3:
+            raise RuntimeError("the device is on fire")
+        return run(order)
+
+    monkeypatch.setattr(engine.runner, "run", fail)
+    reply = here.complete(stream=stream)
+    error = reply.events[-2]["error"] if stream else reply.error
+    assert reply.status == (200 if stream else 500)
+    assert (error["code"], error["type"]) == ("failed", "server_error") and "on fire" in error["message"]
+    assert here.complete(seed=1).json["choices"][0]["text"] == expected
+    assert here.door.look().ended[1].reason == "failed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, stream):
+    """A person at the screen cancels it: `finish_reason` "stop" would be a lie."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
+    deadline = time.monotonic() + 5
+    while not (found := here.door.look().open) or not found[0].requests:
+        assert time.monotonic() < deadline
+    engine.cancel(engine._ledger.open[found[0].requests[0]])
+    said = line.until(b'"code":"cancelled"') if stream else line.reply()
+    assert b"finish_reason" not in said if stream else (said.status, said.error["code"]) == (503, "cancelled")
+
+
+def test_a_reader_that_takes_nothing_is_dropped(here, monkeypatch):
+    monkeypatch.setattr(http, "STUCK_S", 0.3)
+    line = Line(here.host, here.port, receive=4096)
+    line.post(COMPLETIONS, BODY | {"stream": True, "logprobs": 20, "n": 16, "max_tokens": 100, "temperature": 1})
+    deadline = time.monotonic() + 20
+    while not (ended := here.door.look().ended):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert ended[0].hung_up and not here.door.look().open
+    line.hang_up()
+
+
+def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
+    monkeypatch.setattr(http, "BODY_S", 0.2)
+    line = here.line().send(f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{")
+    assert line.reply().status == 408
+
+
+def test_a_connection_that_sends_no_request_is_closed(here, monkeypatch):
+    """512 of them would be all that the door lets in."""
+    monkeypatch.setattr(serve, "HEAD_S", 0.2)
+    silent, slow = here.line(), here.line().send("GET /health HTT")
+    kept = here.line().send("GET /health HTTP/1.1\nHost: localhost\n\n")
+    assert kept.reply().status == 200
+    for line in (silent, slow):
+        assert line.everything() == b""
+    assert kept.send("GET /health HTTP/1.1\nHost: localhost\n\n").reply().status == 200
+
+
+def test_the_health_of_a_server_whose_loop_has_ended_is_not_fine(here):
+    """Every request would wait for ever."""
+    assert here.ask("/health").json == {"status": "ok"}
+    here.loop.stop()
+    assert here.ask("/health").status == 503
+
+
+def test_a_fault_of_ours_is_a_500_and_no_traceback(here, monkeypatch, capfd):
+    monkeypatch.setattr(bridge.Answer, "_usage", lambda self: 1 / 0)
+    reply = here.complete()
+    assert (reply.status, reply.error["code"]) == (500, "internal_error") and "ZeroDivisionError" in reply.error[
+        "message"
+    ]
+    monkeypatch.undo()
+    assert here.complete().status == 200 and "Traceback" not in capfd.readouterr().err
+
+
+def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
+    """All choices of a request get in line, or none does."""
+    engine.sched.max_queue = 4
+    with Here(engine) as here:
+        here.loop.pause()
+        first = here.line().post(COMPLETIONS, BODY | {"n": 3})
+        deadline = time.monotonic() + 5
+        while engine.snapshot().waiting < 3:
+            assert time.monotonic() < deadline
+        assert here.complete(n=3).status == 429
+        assert engine.snapshot().waiting == 3
+        here.loop.resume()
+        assert len(first.reply().json["choices"]) == 3
+
+
+def test_a_long_prompt_stops_no_other_thread(engine):
+    """Turning megabytes into tokens keeps Python's lock, if it is asked to in the wrong way."""
+    gaps, done = [], threading.Event()
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.002)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    engine.text.encode("so long " * 100_000)
+    done.set()
+    thread.join()
+    assert max(gaps) < 0.5, max(gaps)
+
+
+def test_a_short_soak(tmp_path):
+    """`python tests/soak_http.py` is the long form."""
+    with Server("--slots", "8") as server:
+        report = soak(server, 120, clients=8, cases=12)
+    assert not report.faults, report.faults[:5]
+    assert report.answered > 40 and report.hung_up > 20 and report.refused > 3
