@@ -357,9 +357,8 @@ class Engine:
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default what fits
     the free memory, up to 8 of `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the
     width of a prefill chunk, less where it looks back far. `budget` is what one step may cost, in tokens: by default
-    one for each slot, two chunks, and another chunk for every eight slots. `exact` keeps the device's shapes constant,
-    so that a request has the same bits in any company; without, idle slots are left out. `reuse` lets prompts that
-    begin alike share rows; `run_ahead` starts a step before the last one is read.
+    one for each slot, two chunks, and one more for every eight slots. `exact` keeps the device's shapes constant, so
+    that a request has the same bits in any company. `reuse` lets prompts share rows; `run_ahead` starts steps early.
     """
 
     def __init__(
