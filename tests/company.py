@@ -60,8 +60,8 @@ def make_models(folder: Path) -> list[tuple[Model, Text]]:
     return [(model := Model.load(each), Text(each, model.config.V)) for each in folders]
 
 
-def count(models: list[tuple[Model, Text]], seed: int) -> Count:
-    """One random schedule, in company and alone."""
+def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count:
+    """Random schedules, in company and alone, one after another on the same two engines."""
     rng = np.random.default_rng(seed)
     model, text = models[seed % len(models)]
     slots = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 11, 16, 33]))
@@ -73,33 +73,39 @@ def count(models: list[tuple[Model, Text]], seed: int) -> Count:
         "budget": int(rng.choice([1, 64, 200, 400, 1_000_000])),
     }
     policy = "continuous" if is_long else [*POLICIES][seed // len(models) % len(POLICIES)]
-    asks = random_asks(rng, 5, longest=120, tokens=10, cancels=0.2, alike=0.6)
-    logits, handles, far = {}, [], None
+    long_prompt = rng.integers(0, 256, 1600).tolist() * is_long
+    total = Count(0, 0, 0, 0)
     with Engine(model, text, policy=policy, run_ahead=bool(rng.random() < 0.7), **options) as engine:
         for array in (*engine.runner.slab.k, *engine.runner.slab.v):  # what an earlier owner might have left
             array[:] = mx.random.normal(array.shape, key=mx.random.key(seed)) * 3
-        tap = Tap(engine)
-        if is_long:
-            prompt = rng.integers(0, 256, int(130 + 1470 * rng.random() ** 3)).tolist()
-            far = engine.submit(prompt, Sampling(max_tokens=150, ignore_eos=True))
-            while not far.tokens:
-                engine.step()
-        handles = run_schedule(engine, asks, rng, lambda: far and far.cancel())
-        logits = tap.logits
+        with Engine(model, text, reuse=False, **options) as alone:
+            taps = Tap(engine), Tap(alone)
+            for _ in range(rounds):
+                total += play(engine, alone, taps, long_prompt[: int(130 + 1470 * rng.random() ** 2)], rng)
+    return total
+
+
+def play(
+    engine: Engine, other: Engine, taps: tuple[Tap, Tap], long_prompt: list[int], rng: np.random.Generator
+) -> Count:
+    """One schedule in one engine, and each of its requests alone in the other."""
+    asks = random_asks(rng, 4, longest=120, tokens=8, cancels=0.2, alike=0.6)
+    far = engine.submit(long_prompt, Sampling(max_tokens=120, ignore_eos=True)) if long_prompt else None
+    while far and not far.tokens:
+        engine.step()
+    handles = run_schedule(engine, asks, rng, lambda: far and far.cancel())
+    again = [(handle, ask.prompt) for handle, ask in zip(handles, asks, strict=True)]
+    if far and rng.random() < 0.1:
+        again.append((far, long_prompt))
     total = Count(0, 0, 0, 0)
-    with Engine(model, text, reuse=False, **options) as engine:
-        tap = Tap(engine)
-        again = [(handle, ask.prompt) for handle, ask in zip(handles, asks, strict=True)]
-        if far and rng.random() < 0.15:
-            again.append((far, prompt))
-        for handle, prompt in again:
-            alone = engine.submit(prompt, Sampling(max_tokens=max(1, min(10, len(handle.tokens))), ignore_eos=True))
-            assert alone.result().metrics.cached_tokens == 0
-            many = min(len(handle.tokens), 10)
-            assert handle.tokens[:many] == alone.tokens[:many]
-            differ = sum(logits[handle.id, i].tobytes() != tap.logits[alone.id, i].tobytes() for i in range(many))
-            beside = many if far and handle is not far else 0
-            total += Count(many, differ, handle.metrics.cached_tokens, beside)
+    for handle, prompt in again:
+        many = min(len(handle.tokens), 10)
+        alone = other.submit(prompt, Sampling(max_tokens=max(1, many), ignore_eos=True))
+        assert alone.result().metrics.cached_tokens == 0
+        assert handle.tokens[:many] == alone.tokens[:many]
+        pairs = [(taps[0].logits[handle.id, i], taps[1].logits[alone.id, i]) for i in range(many)]
+        differ = sum(ours.tobytes() != theirs.tobytes() for ours, theirs in pairs)
+        total += Count(many, differ, handle.metrics.cached_tokens, many if far and handle is not far else 0)
     return total
 
 
@@ -137,7 +143,9 @@ def main() -> None:
         sys.exit(not all(" 0 differ" in line for line in run_everywhere(args.everywhere)))
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder))
-        total = sum((count(models, seed) for seed in range(args.schedules)), Count(0, 0, 0, 0))
+        # Four on each pair of engines, so that they find what the ones before have left.
+        rounds = [min(4, args.schedules - done) for done in range(0, args.schedules, 4)]
+        total = sum((count(models, seed, rounds[seed]) for seed in range(len(rounds))), Count(0, 0, 0, 0))
     print(
         f"{device.blas}: {args.schedules} schedules, {total.compared:,} logit vectors, {total.beside:,} of them beside "
         f"a long neighbour, {total.reused:,} prompt tokens reused, {total.differ} differ"

@@ -43,7 +43,7 @@ def test_no_company_changes_a_single_bit_on_any_blas_and_any_of_its_kernels(caps
     for line in lines:
         assert f" {SCHEDULES} schedules" in line and line.endswith(" 0 differ"), line
         compared, beside, reused = (int(line.split(f" {what}")[0].split()[-1].replace(",", "")) for what in WHAT)
-        assert compared > 15 * SCHEDULES and beside > 8 * SCHEDULES and reused > 10 * SCHEDULES
+        assert compared > 12 * SCHEDULES and beside > 6 * SCHEDULES and reused > 10 * SCHEDULES
 
 
 WHAT = ("logit vectors", "of them beside", "prompt tokens reused")
@@ -279,7 +279,7 @@ def see_how_far_attention_reads(monkeypatch) -> None:
 
 def test_how_far_a_request_reads_depends_on_no_neighbour(models, monkeypatch):
     see_how_far_attention_reads(monkeypatch)
-    total = count(models, range(16))
+    total = count(models, range(8))
     assert total.beside > 100 and total.differ == 0
 
 
@@ -308,7 +308,7 @@ def test_a_bug_in_how_neighbours_share_a_product_is_caught(models, monkeypatch, 
         monkeypatch.setattr(nanobatch, "softmax", a_form_by_their_number)
     else:
         monkeypatch.setattr(kv.Window, "looks", locals()[bug.replace(" ", "_")])
-    for seed in range(60):
+    for seed in range(30):
         try:
             if company.count(models, seed).differ:
                 return
