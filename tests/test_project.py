@@ -14,6 +14,7 @@ import tui
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+SPEED = (ROOT / "docs" / "speed.md").read_text()
 MODULES = [str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.py"), *ROOT.glob("parts/*.py"), *ROOT.glob("screen/*.py"))]
 
 
@@ -69,14 +70,14 @@ def test_every_command_for_the_server_in_the_readme_is_understood():
 
 
 def test_every_command_for_the_benchmark_in_the_readme_is_understood():
-    commands = re.findall(r"python bench\.py([^\n`]*)", README)
+    commands = re.findall(r"python bench\.py([^\n`]*)", SPEED)
     assert len(commands) >= 3
     for command in commands:
         bench.parse_arguments(shlex.split(command.partition("#")[0]))
 
 
 @pytest.mark.parametrize("name", ["bench-15m", "bench-135m", "bench-135m-closed"])
-def test_every_speed_in_the_readme_is_in_the_committed_results(name):
+def test_every_table_of_speeds_is_in_the_committed_results(name):
     """A line such as "| 8 | 605 | 414 | 1.46 |": rows or users, ours, mlx-lm's, and the ratio of the two."""
     table = bench.summarise(json.loads((ROOT / "docs" / f"{name}.json").read_text())["records"])
     rows = set()
@@ -84,7 +85,7 @@ def test_every_speed_in_the_readme_is_in_the_committed_results(name):
         if who == "nanobatch continuous" and (part, x, figure, "mlx-lm") in table:
             peer, count = table[part, x, figure, "mlx-lm"], "".join(filter(str.isdigit, x))
             rows.add((count, *map(bench.number, (ours.median, peer.median)), f"{ours.median / peer.median:.2f}"))
-    section = README.split(f"docs/{name}.json")[0].rpartition("docs/")[2]
+    section = SPEED.split(f"docs/{name}.json")[0].rpartition("docs/")[2]
     printed = re.findall(r"^\| (\d+) \|(.+)\|$", section, re.MULTILINE)
     assert len(printed) >= 2
     for count, line in printed:
@@ -93,7 +94,7 @@ def test_every_speed_in_the_readme_is_in_the_committed_results(name):
             assert (count, ours, peer, ratio) in rows, (count, ours, peer, ratio)
 
 
-# What the README says in prose about speed, and the figure that it is taken from: file, part, x, figure, contestant,
+# What docs/speed.md says in prose, and the figure that it is taken from: file, part, x, figure, contestant,
 # and by whose same figure it is divided.
 OURS, STATIC, SERIAL, PEER = "nanobatch continuous", "nanobatch static", "nanobatch serial", "mlx-lm"
 CLAIMS = {
@@ -129,9 +130,29 @@ CLAIMS = {
 SETTINGS = set(re.findall(r"\S+", "2 8 15 16 32 64 80 95 128 135 256 512 2,000 10,000 16,384 0.32.2 0.32.4"))
 
 
-def test_every_number_about_speed_in_the_readmes_prose_is_in_the_committed_results():
-    section = README.split("## How fast it is")[1].split("\n## ")[0]
-    prose = re.sub(r"```.*?```|^\|.*?$|\]\(.*?\)|`.*?`", "", section, flags=re.DOTALL | re.MULTILINE)
+# The README's table: the beginning of a line, and where its figures are.
+TABLE = {
+    "15M parameters, one row": ("15m", "decode", "rows 1", "decode tokens/s", PEER),
+    "15M, 8 rows |": ("15m", "decode", "rows 8", "decode tokens/s", PEER),
+    "15M, 8 users in a closed": ("15m", "closed", "users 8", "total tokens/s", PEER),
+    "15M, 8 users, mean time": ("15m", "closed", "users 8", "TTFT mean ms", PEER),
+    "135M, 8 rows": ("135m", "decode", "rows 8", "decode tokens/s", PEER),
+    "15M, 8 rows, mlx-lm on": ("newcomer-mkl", "newcomer", "rows 8", "decode tokens/s", "mlx-lm as installed"),
+}
+
+
+def test_the_readmes_table_of_speeds_is_in_the_committed_results():
+    lines = re.findall(r"^\| (\d+M.*)\|$", README.split("## How fast it is")[1].split("\n## ")[0], re.MULTILINE)
+    assert len(lines) == len(TABLE)
+    for line, (begins, (name, part, x, figure, peer)) in zip(lines, TABLE.items(), strict=True):
+        table = bench.summarise(json.loads((ROOT / "docs" / f"bench-{name}.json").read_text())["records"])
+        ours, theirs = (table[part, x, figure, who].median for who in (OURS, peer))
+        wanted = [bench.number(ours), bench.number(theirs), f"{ours / theirs:.2f}"]
+        assert line.startswith(begins) and [cell.strip() for cell in line.split("|")[1:]] == wanted, (line, wanted)
+
+
+def test_every_number_in_the_prose_about_speed_is_in_the_committed_results():
+    prose = re.sub(r"```.*?```|^\|.*?$|\]\(.*?\)|`.*?`", "", SPEED, flags=re.DOTALL | re.MULTILINE)
     prose = " ".join(prose.split())
     for printed, (name, part, x, figure, who, *by) in CLAIMS.items():
         table = bench.summarise(json.loads((ROOT / "docs" / f"bench-{name}.json").read_text())["records"])
@@ -151,7 +172,7 @@ def test_every_number_about_speed_in_the_readmes_prose_is_in_the_committed_resul
 def test_every_picture_in_the_readme_is_there_and_shows_text():
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
     assert len(pictures) >= 2
-    for picture in pictures:
+    for picture in [*pictures, *(f"docs/{name}" for name in re.findall(r"!\[.+?\]\((.+?)\)", SPEED))]:
         assert (ROOT / picture).read_text().count("<text") > 5
 
 
