@@ -11,6 +11,7 @@ they come. (Here, a row is one sequence of the batch.)
     long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
     growth    a longer line, more slots, longer slots, longer prompts: what costs more than it seems to?
     plan      planning by itself, where most is to be compared: how long are 64 slots kept waiting?
+    sampling  a step in which all rows want the same setting, beside a greedy one: what does one user's wish cost all?
     newcomer  mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends (see `parts/device.py`)
 
 How a fair answer is made. `--vs mlx-lm` measures the peer, too, in all parts that it can do. Both engines have the same
@@ -79,8 +80,23 @@ PARTS = {  # the name of a part, which is a method of `Sample`, and the caption 
     "long": "a long prompt arrives while seven rows decode",
     "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
     "plan": "the scheduler alone, without a model: 64 slots, prompts of 16,000 tokens that begin alike",
+    "sampling": "a decode step in which all rows have a setting, beside a greedy step of the same run",
     "newcomer": "mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends",
 }
+HOT = {"temperature": 1.0}
+SETTINGS = {  # for `sampling`
+    "logprobs=0": {"logprobs": 0},
+    "logprobs=20": {"logprobs": 20},
+    "logit_bias of 100,000 tokens": {"logit_bias": dict.fromkeys(range(100_000), 0.25)},
+    "repetition_penalty=1.3": {"repetition_penalty": 1.3},
+    "temperature=1": HOT,
+    "top_k=40": {"top_k": 40, **HOT},
+    "top_k=1000": {"top_k": 1000, **HOT},
+    "min_p=0.1": {"min_p": 0.1, **HOT},
+    "top_p=0.9": {"top_p": 0.9, **HOT},
+    "top_p=0.9, temperature=1.5": {"top_p": 0.9, "temperature": 1.5},
+}
+SETTINGS["all of them"] = {name: value for settings in SETTINGS.values() for name, value in settings.items()}
 PEER, NEWCOMER = "mlx-lm", "mlx-lm as installed"
 ROWS = 8  # in the parts that do not vary it
 CROWD, LONGEST = 40, 256  # requests of `open`, and their longest answer; the shortest has 16 tokens
@@ -191,8 +207,8 @@ class Nanobatch:
         self.handles: dict[int, Handle] = {}  # those under way
         self.reported = Counter()  # tokens of each
 
-    def submit(self, ask: Ask) -> int:
-        handle = self.engine.submit(ask.prompt, Sampling(max_tokens=ask.max_tokens, ignore_eos=True))
+    def submit(self, ask: Ask, **settings) -> int:
+        handle = self.engine.submit(ask.prompt, Sampling(max_tokens=ask.max_tokens, ignore_eos=True, **settings))
         self.handles[handle.id] = handle
         return handle.id
 
@@ -366,11 +382,25 @@ class Sample:
         share = {"floor / step": floor["floor ms"] / figures["step ms"]}
         return figures | {"text, of commit ms": text_ms} | floor | share
 
-    def decode_steps(self) -> list[StepView]:
-        """Steps in which all rows decode, `queue` requests wait, and nothing else happens."""
+    def sampling(self) -> Figures:
+        """In turn, so that a noisy machine is noisy for both: some steps with the setting, some greedy ones."""
+        spec, seconds = self.spec, defaultdict(list)
+        for name, settings in SETTINGS.items():
+            bias = {id: value for id, value in settings.get("logit_bias", {}).items() if id < spec.vocabulary}
+            for _ in range(5):
+                for kind, wish in (("greedy", {}), (name, settings | {"logit_bias": bias})):
+                    seconds[name, kind] += [b.ended - a.ended for a, b in pairwise(self.decode_steps(**wish))]
+                    while self.contestant.handles:
+                        list(self.contestant.step())  # until all have ended
+        median = {key: statistics.median(values) for key, values in seconds.items()}
+        ratios = {f"{name} / greedy": median[name, name] / median[name, "greedy"] for name in SETTINGS}
+        return {"greedy ms": 1e3 * statistics.median(median[name, "greedy"] for name in SETTINGS)} | ratios
+
+    def decode_steps(self, **settings) -> list[StepView]:
+        """Steps in which all rows decode with these settings, `queue` requests wait, and nothing else happens."""
         spec, engine = self.spec, self.contestant.engine
         for ask in self.asks(spec.rows, output=spec.output + spec.overlap):
-            self.contestant.submit(ask)
+            self.contestant.submit(ask, **settings)
         handles = list(self.contestant.handles.values())
         while not all(handle.tokens for handle in handles):
             engine.step()
@@ -528,6 +558,7 @@ def make_plan(parts: Sequence[str], rows: Sequence[int], usual: Spec, has_peer: 
         "long": [("prompt 2000", {"late": 2000, "output": 256}, [ours, *peer])],
         "growth": [(f"{word} {n}", change, [ours]) for word, series in growth.items() for n, change in series],
         "plan": [("slots 64", {}, [ours])],
+        "sampling": [(f"rows {ROWS}", {"prompt": 16, "output": 10}, [ours])],
         "newcomer": [(f"rows {ROWS}", {}, [ours, NEWCOMER])],
     }
     return [Cell(x, usual._replace(part=part, **c), who) for part in parts for x, c, who in changes[part]]
@@ -711,6 +742,7 @@ SHAPES = {  # width, layers, heads, key and value heads, width of the MLP, vocab
     "15m": (288, 6, 6, 6, 768, 32_000),
     "smollm2-135m": (576, 30, 9, 3, 1536, 49_152),
     "llama-1b": (2048, 16, 32, 8, 8192, 128_256),
+    "flat-152k": (128, 2, 4, 2, 384, 152_000),  # little but a vocabulary, and flat logits: the worst case for sampling
 }
 FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 

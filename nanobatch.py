@@ -53,7 +53,7 @@ from parts.device import device_lock, device_stream, mx
 from parts.load import WIDEST_PASS, Layer, Model, ModelReader, Sizes, far_position, fit, keeps_bits, slab_shape
 from parts.loop import Loop
 from parts.ops import rms_norm, rope_angles, rotate, silu, softmax
-from parts.sampling import PENALTY_CONTEXT, Logprobs, Pick, Sampling, choose
+from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
 from sched import DEFAULT, PADDING, POLICIES, Plan, QueueFull, Request, Scheduler
 
@@ -225,8 +225,7 @@ class Runner:
         self.slab = None  # let the old one go before a new one is made
         self.slab = Slab(*self._shape, self.model.dtype)
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
-        # (slots, 20): the tokens before it, for those whose repetitions are penalised; V stands for none
-        self._history = mx.full((self.slab.slots, PENALTY_CONTEXT), self.model.config.V, mx.int32)
+        self._memory = Memory(self.slab.slots, self.model.config.V)
 
     def run(self, order: Order) -> Flight:
         """Turn an order into one lazy graph, sampling included, and start it."""
@@ -247,7 +246,7 @@ class Runner:
                 emitted[slots] = tokens
                 logprobs += measured
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
-        mx.async_eval(emitted, self._newest, self._history, logprobs)
+        mx.async_eval(emitted, self._newest, self._memory.recent, logprobs)
         return Flight(emitted, logprobs, began, self.clock() - began - waited, waited)
 
     def warm_up(self) -> None:
@@ -317,19 +316,9 @@ class Runner:
         """Choose a token for each piece from the states of its window's tokens."""
         if last := len(group[0].ids):  # of a chunk, the last token before the padding
             x = x[last - 1 : last]
-        wanted = [picks[piece.slot] for piece in group]
-        for pick in wanted:
-            if pick.recent:
-                none = [self.model.config.V] * (PENALTY_CONTEXT - len(pick.recent))
-                self._history[pick.slot] = mx.array([*none, *pick.recent])
         rows = [0 if last else window.slots.index(piece.slot) for piece in group]
-        tokens, measured = choose(self.model.head(x), rows, wanted, self._history)
-        penalised = [i for i, pick in enumerate(wanted) if pick.sampling.repetition_penalty != 1]
-        if penalised:
-            which = mx.array([wanted[i].slot for i in penalised])
-            newest = mx.maximum(tokens[mx.array(penalised)], 0)[:, None]
-            self._history[which] = mx.concatenate([self._history[which][:, 1:], newest], axis=1)
-        return mx.array([pick.slot for pick in wanted]), tokens, measured
+        tokens, measured = choose(self.model.head(x), rows, [picks[piece.slot] for piece in group], self._memory)
+        return mx.array([piece.slot for piece in group]), tokens, measured
 
     def _start(self, *results: mx.array) -> float:
         """Start a forward pass, as soon as the one before has read the last of the slab. Answers with the seconds.

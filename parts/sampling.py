@@ -15,13 +15,18 @@ position), so there is no generator whose state a neighbour could advance.
 The order is mlx-lm's. First come logit_bias and repetition_penalty, and then logprobs are taken. Next come top_p, min_p
 and top_k, each on the probabilities at temperature 1. The temperature comes last, and acts on the tokens that are left.
 
+Eight rows of a vocabulary of 152,000 are 1.2 million numbers, and to sort them takes ten times as long as the whole
+forward pass of a small model. So a large vocabulary is never sorted. `likeliest` finds a few tokens by way of blocks,
+and `keep_nearest` finds by bisection how far down a filter reaches. Both do so on the device, in shapes that are known
+beforehand: no result is read inside a step, and the engine can start the next one.
+
 Where next: `nanobatch.py`, which calls `choose` in every step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -30,8 +35,9 @@ from parts.checks import real, shown, whole
 from parts.device import mx
 
 PENALTY_CONTEXT = 20  # repetition_penalty looks at this many of the last tokens, whether of the prompt or of the answer
-# For a top_k up to this a short list is sorted; for a larger one, or top_p alone, all of V.
-SHORT_LIST = 64
+SHORT_LIST = 64  # for a top_k up to this, so many tokens are sorted
+SORTABLE = 4096  # for a larger one, or for top_p alone, a whole vocabulary up to this size is; of a larger one, nothing
+BLOCK = 64  # logits are padded to a multiple of this, so that they fall into blocks
 LIMITS = {  # for each field that is a number: the check, the least and the most
     "max_tokens": (whole, 1, math.inf),
     "temperature": (real, 0, 1_000_000),
@@ -105,7 +111,7 @@ class Sampling:
             return "edited" if edited else "greedy"
         if 0 < self.top_k <= SHORT_LIST:
             return "short list"
-        return "sorted" if self.top_k or self.top_p < 1 or self.min_p > 0 else "open"
+        return "long list" if self.top_k or self.top_p < 1 else "open"
 
 
 class Pick(NamedTuple):
@@ -133,95 +139,271 @@ class Logprobs(NamedTuple):
             yield slot, chosen, tuple(zip(ids, values, strict=True))
 
 
+class Memory:
+    """What the device remembers of each slot from step to step: its recent tokens, and its request's logit_bias."""
+
+    def __init__(self, slots: int, V: int):
+        self.V = V
+        # (slots, 20): the newest tokens of those whose repetitions are penalised; V stands for none
+        self.recent = mx.full((slots, PENALTY_CONTEXT), V, mx.int32)
+        self._no_bias = mx.zeros(V)
+        self._biases: dict[int, tuple[Sampling, mx.array]] = {}  # by slot, for whose pick it was made
+
+    def begin(self, picks: Sequence[Pick]) -> None:
+        """Before tokens are chosen: remember the ends of prompts, and forget the biases of requests that have ended."""
+        for pick in picks:
+            if pick.recent:
+                none = [self.V] * (PENALTY_CONTEXT - len(pick.recent))
+                self.recent[pick.slot] = mx.array([*none, *pick.recent])
+            if pick.slot in self._biases and self._biases[pick.slot][0] is not pick.sampling:
+                del self._biases[pick.slot]
+
+    def bias(self, pick: Pick) -> mx.array:  # (V,)
+        """logit_bias for each token. It is built once a request, since 100,000 entries take longer than a step."""
+        if not pick.sampling.logit_bias:
+            return self._no_bias
+        if pick.slot not in self._biases:
+            tokens, values = map(list, (pick.sampling.logit_bias.keys(), pick.sampling.logit_bias.values()))
+            bias = mx.zeros(self.V).at[mx.array(tokens)].add(mx.array(values, dtype=mx.float32))
+            self._biases[pick.slot] = pick.sampling, bias
+        return self._biases[pick.slot][1]
+
+    def add(self, picks: Sequence[Pick], tokens: mx.array) -> None:
+        """After tokens have been chosen: those whose repetitions are penalised become recent ones."""
+        penalised = [i for i, pick in enumerate(picks) if pick.sampling.repetition_penalty != 1]
+        if penalised:
+            slots = mx.array([picks[i].slot for i in penalised])
+            newest = mx.maximum(tokens[mx.array(penalised)], 0)[:, None]
+            self.recent[slots] = mx.concatenate([self.recent[slots][:, 1:], newest], axis=1)
+
+
 def choose(
-    logits: mx.array, rows: Sequence[int], picks: Sequence[Pick], history: mx.array
+    logits: mx.array, rows: Sequence[int], picks: Sequence[Pick], memory: Memory
 ) -> tuple[mx.array, list[Logprobs]]:
     """A token for each pick: logits (B, V) -> (picks,) int32, -1 where the logits were not finite.
 
-    `rows` holds each pick's row of the logits. `history` (slots, PENALTY_CONTEXT) holds each slot's recent tokens, and
-    V where there were none.
+    `rows` holds each pick's row of the logits.
     """
-    groups: dict[str, list[int]] = {}
+    memory.begin(picks)
+    groups: dict[tuple[str, bool], list[int]] = {}
     for place, pick in enumerate(picks):
-        groups.setdefault(pick.sampling.group, []).append(place)
+        groups.setdefault((pick.sampling.group, pick.sampling.logprobs is not None), []).append(place)
     tokens, order, logprobs = [], [], []
-    for group, places in groups.items():
+    for (group, is_measured), places in groups.items():
         members = [picks[place] for place in places]
         some = mx.array([rows[place] for place in places])
         if group == "greedy":
             chosen = mx.argmax(logits, axis=-1)[some]
+            best = logits[some, chosen]
         else:
-            x = edit(logits[some].astype(mx.float32), members, history)  # (n, V)
-            chosen = mx.argmax(x, axis=-1) if group == "edited" else draw(x, members, group)
-            logprobs += measure(x, members, chosen)
-        value = logits[some, chosen]  # argmax and sort let NaN pass in silence, so we look
-        tokens.append(mx.where(mx.isfinite(value), chosen.astype(mx.int32), -1))
+            x = edit(logits[some].astype(mx.float32), members, memory)  # (n, V)
+            best, spread = Spread.of(x)
+            chosen = mx.argmin(spread.gap, axis=-1) if group == "edited" else draw(spread, members, group)
+            logprobs += [measure(spread, members, chosen, x.shape[-1])] if is_measured else []
+        # NaN passes a comparison in silence. As the maximum, it shows.
+        tokens.append(mx.where(mx.isfinite(best), chosen.astype(mx.int32), -1))
         order += places
     together = mx.concatenate(tokens)
     if order != sorted(order):
         together = together[mx.array([order.index(place) for place in range(len(picks))])]
+    memory.add(picks, together)
     return together, logprobs
 
 
-def edit(x: mx.array, picks: list[Pick], history: mx.array) -> mx.array:  # (n, V) -> (n, V)
+def edit(x: mx.array, picks: list[Pick], memory: Memory) -> mx.array:  # (n, V) -> (n, V)
     """logit_bias, then repetition_penalty."""
-    biases = [(i, token, bias) for i, pick in enumerate(picks) for token, bias in pick.sampling.logit_bias.items()]
-    if biases:
-        rows, tokens, values = zip(*biases, strict=True)
-        x = x.at[mx.array(rows), mx.array(tokens)].add(mx.array(values, dtype=x.dtype))
+    if any(pick.sampling.logit_bias for pick in picks):
+        x = x + mx.stack([memory.bias(pick) for pick in picks])
     if any(pick.sampling.repetition_penalty != 1 for pick in picks):
-        n, V = x.shape
-        recent = mx.zeros((n, V + 1), mx.bool_)  # one column more, for the empty places of the history
-        recent[mx.arange(n)[:, None], history[mx.array([pick.slot for pick in picks])]] = True
-        penalty = column([pick.sampling.repetition_penalty for pick in picks])
-        x = mx.where(recent[:, :V], mx.where(x < 0, x * penalty, x / penalty), x)
+        recent = memory.recent[mx.array([pick.slot for pick in picks])]  # (n, 20)
+        # An empty place repeats the newest token. Where no repetition is penalised all are empty, and any token will
+        # do: it is divided by 1.
+        recent = mx.minimum(mx.where(recent < memory.V, recent, recent[:, -1:]), memory.V - 1)
+        old, penalty = mx.take_along_axis(x, recent, axis=-1), column([p.sampling.repetition_penalty for p in picks])
+        x = mx.put_along_axis(x, recent, mx.where(old < 0, old * penalty, old / penalty), axis=-1)
     return x
 
 
-def draw(x: mx.array, picks: list[Pick], group: str) -> mx.array:  # (n, V) -> (n,)
-    """Filter the tokens, then take the one at which the running sum of the weights passes u times the whole sum.
+class Spread(NamedTuple):
+    """How the tokens of each row spread out below the likeliest one. V is padded to a multiple of BLOCK here.
+
+    probability = e^-gap / total
+
+    token       a      b      c                 padding
+    logit       2.1    4.0    3.3
+    gap         1.9    0      0.7               inf
+    weight      0.15   1      0.50              0           total 1.65
+    """
+
+    gap: mx.array  # (n, V): by how much a logit is smaller than the row's largest
+    weights: mx.array  # (n, V): e^-gap
+    total: mx.array  # (n, 1): the sum of the weights
+
+    @staticmethod
+    def of(x: mx.array) -> tuple[mx.array, Spread]:  # (n, V) -> the largest (n,), and the spread
+        if x.shape[-1] % BLOCK:
+            x = mx.pad(x, [(0, 0), (0, -x.shape[-1] % BLOCK)], constant_values=-math.inf)
+        best = fold(mx.max, x)
+        gap = best - x
+        weights = shrink(gap)
+        # MLX is lazy: for a request that needs no probability, neither the weights nor their sum are computed.
+        return best[:, 0], Spread(gap, weights, fold(mx.sum, weights))
+
+
+def shrink(gap: mx.array) -> mx.array:
+    """e^-gap, as a power of 1/e: on a CPU, MLX takes less than half as long for it as for an `exp`."""
+    return mx.power(math.exp(-1), gap)
+
+
+def fold(reduce: Callable[..., mx.array], x: mx.array) -> mx.array:  # (n, V) -> (n, 1)
+    """The maximum or the sum of each row: first down the columns of a matrix, then along the row that is left.
+
+    On a CPU this takes a third of the time of going along the whole row. It is more exact, too: near the end of a long
+    float32 sum, small numbers are lost beside what has been added up before.
+    """
+    return reduce(reduce(x.reshape(len(x), BLOCK, -1), axis=1), axis=-1, keepdims=True)
+
+
+def likeliest(gap: mx.array, k: int) -> mx.array:  # (n, V) -> (n, k)
+    """The ids of the k smallest gaps, the smallest first; among equal ones, the lowest id first.
+
+    The k smallest lie in those k blocks whose own smallest are smallest. For k = 2, with blocks of 3:
+
+    gaps       5 2 7 | 4 9 8 | 1 0 6 | 3 3 9
+    smallest       2       4       0       3        blocks 0 and 2 are left, and only they are sorted
+
+    For why: any other block's smallest has those of these k blocks before it, and they are k already. The same holds
+    among equal gaps, because blocks are in the order of ids. To find the k blocks is the same task on a shorter row.
+    """
+    n, V = gap.shape
+    size = 2 ** round(math.log2(V / k) / 2)  # so that there are about as many blocks as numbers in k blocks
+    if size < 4:
+        return mx.argsort(gap, axis=-1)[:, :k]
+    blocks = mx.pad(gap, [(0, 0), (0, -V % size)], constant_values=math.inf).reshape(n, -1, size)
+    best = mx.sort(likeliest(blocks.min(axis=-1), k), axis=-1)[:, :, None]
+    left = mx.take_along_axis(blocks, best, axis=1).reshape(n, -1)  # (n, k * size)
+    ids = (best * size + mx.arange(size, dtype=mx.uint32)).reshape(n, -1)
+    return mx.minimum(take(ids, likeliest(left, k)), V - 1)  # only a row of NaN would choose the padding
+
+
+def draw(spread: Spread, picks: list[Pick], group: str) -> mx.array:  # (n,)
+    """Filter the tokens, then let `land` take one of those that are kept."""
+    settings = [pick.sampling for pick in picks]
+    gap, ids, keep = spread.gap, None, None
+    if group == "short list" or (group == "long list" and gap.shape[-1] <= SORTABLE):
+        ids = likeliest(gap, SHORT_LIST if group == "short list" else gap.shape[-1])
+        gap = take(gap, ids)
+        keep = keep_first(gap, spread.total, settings)
+    elif group == "long list":
+        keep = keep_nearest(spread, settings)
+    elif any(s.min_p > 0 for s in settings):
+        keep = gap <= farthest(settings)
+    weights = shrink(gap / column([max(s.temperature, 1e-6) for s in settings]))
+    u = column([uniform(pick.seed, pick.index) for pick in picks])
+    place = land(weights if keep is None else weights * keep, u)
+    return (place if ids is None else take(ids, place))[:, 0]
+
+
+def farthest(settings: list[Sampling]) -> mx.array:  # (n, 1)
+    """The largest gap that min_p keeps: a token that is m times as likely as the likeliest one has the gap -log(m)."""
+    return column([-math.log(s.min_p) if s.min_p else math.inf for s in settings])
+
+
+def keep_first(gap: mx.array, total: mx.array, settings: list[Sampling]) -> mx.array:  # (n, k) -> bool
+    """What the filters keep of the likeliest tokens, which are sorted. Each keeps the first so many.
+
+    probability  0.4   0.3   0.2   0.06       top_k = 3      keeps three
+    above        0     0.4   0.7   0.9        top_p = 0.6    keeps two, those with less than 0.6 above them
+    """
+    most = gap.shape[-1]
+    keep = (mx.arange(most) < column([min(s.top_k or most, most) for s in settings])) & (gap <= farthest(settings))
+    if any(s.top_p < 1 for s in settings):
+        above = mx.cumsum(shrink(gap), axis=-1, inclusive=False)
+        keep &= above < column([max(s.top_p, 1e-30) if s.top_p < 1 else math.inf for s in settings]) * total
+    return keep
+
+
+def keep_nearest(spread: Spread, settings: list[Sampling]) -> mx.array:  # (n, V) bool
+    """The same for any number of tokens, and none is sorted: the filters keep all gaps up to some bound. Which one?
+
+    A bound is too far if the tokens nearer than it have all the probability that top_p wants, or are as many as top_k.
+    Bisection finds the farthest that is not, exactly. For this, a float's bits are read as a whole number. The order of
+    floats above 0 is the order of those numbers, so the bound is found bit by bit, the highest first:
+
+    is 2.0 too far?   yes: the bit is 0
+    is 1.1e-19 ...    no:  the bit is 1        and so on, 31 times
+
+    Probabilities are counted in units of 2^-31. A sum of whole numbers is exact, in whatever order a device adds.
+    """
+    gap, V = spread.gap, spread.gap.shape[-1]
+    scale = 2.0**31 / spread.total
+
+    def units(weights: mx.array) -> mx.array:
+        return (weights * scale).astype(mx.uint32)
+
+    mass, far = units(spread.weights), farthest(settings)
+    most = mx.array([[min(s.top_k or V, V)] for s in settings])
+    # top_p of 1 keeps everything: half as much again is never reached. Each of the others keeps one token at least.
+    wanted = column([max(s.top_p, 1e-30) if s.top_p < 1 else 1.5 for s in settings])
+    wanted = mx.ceil(wanted * mass.sum(axis=-1, keepdims=True)).astype(mx.uint32)
+
+    def nearer(bound: mx.array) -> tuple[mx.array, mx.array, mx.array]:  # (n, 1) -> (n, 1) each
+        """How many tokens are nearer than the bound, how much mass they have, and the mass of a token at the bound."""
+        count, own = (gap < bound).sum(axis=-1, keepdims=True), units(shrink(bound))
+        # subtle: the others have `own` at most, and are raised to it. Python would write sum(m for m in mass if ...),
+        # but to choose among so many numbers takes MLX five times as long. The sums may pass 2^32 and begin again at 0;
+        # the difference is right nevertheless.
+        return count, mx.maximum(mass, own).sum(axis=-1, keepdims=True) - own * (V - count).astype(mx.uint32), own
+
+    bits = mx.zeros(far.shape, mx.uint32)
+    for bit in reversed(range(31)):
+        guess = bits + 2**bit
+        count, reached, _ = nearer(guess.view(mx.float32))
+        fits = (guess.view(mx.float32) <= far) & (count < most) & (reached < wanted)
+        bits = mx.where(fits, guess, bits)
+    bound = bits.view(mx.float32)
+    count, reached, own = nearer(bound)
+    # Of the tokens at the bound itself, so many are kept as top_k and top_p have room for: those with the lowest ids.
+    room = mx.minimum(most - count, (wanted - reached - 1) // mx.maximum(own, 1) + 1)
+    ties = gap == bound
+    return (gap < bound) | (ties & (mx.cumsum(ties, axis=-1) <= room))
+
+
+def land(weights: mx.array, u: mx.array) -> mx.array:  # (n, V) and (n, 1) -> (n, 1)
+    """The place at which the running sum of the weights passes u times the whole sum.
 
     weights  | 0.5      | 0.3   | 0.2 |        u = 0.6 falls into the second
     sums     0         0.5     0.8    1
+
+    One running sum over V float32 numbers would lose the small ones. So blocks are added up, and blocks of blocks. The
+    place is found from the top: in which large block it lies, in which of its blocks, and where in that one.
     """
-    settings = [pick.sampling for pick in picks]
-    if group == "open":
-        ids, kept = None, x
-    else:
-        most = SHORT_LIST if group == "short list" and x.shape[-1] > SHORT_LIST else x.shape[-1]
-        ids = mx.argpartition(-x, kth=most - 1, axis=-1)[:, :most] if most < x.shape[-1] else None
-        short = x if ids is None else mx.take_along_axis(x, ids, axis=-1)
-        order = mx.argsort(-short, axis=-1)
-        ids = order if ids is None else mx.take_along_axis(ids, order, axis=-1)  # (n, most), the likeliest first
-        kept = mx.take_along_axis(short, order, axis=-1)  # logits, in the order of ids
-        keep = mx.arange(most) < column([min(s.top_k or most, most) for s in settings])
-        if any(s.top_p < 1 for s in settings):
-            p = mx.exp(kept - mx.logsumexp(x, axis=-1, keepdims=True))
-            above = mx.cumsum(p, axis=-1, inclusive=False)  # the probability of all likelier tokens together
-            keep &= (above < column([s.top_p for s in settings])) | (column([s.top_p for s in settings]) == 1)
-        if any(s.min_p > 0 for s in settings):
-            keep &= kept - kept[:, :1] >= column([math.log(s.min_p) if s.min_p else -math.inf for s in settings])
-        kept = mx.where(keep, kept, -mx.inf)
-    best = kept.max(axis=-1, keepdims=True)
-    weights = mx.exp((kept - best) / column([max(s.temperature, 1e-6) for s in settings]))
-    sums = mx.cumsum(weights, axis=-1)
-    u = column([uniform(pick.seed, pick.index) for pick in picks])
-    place = (sums <= u * sums[:, -1:]).sum(axis=-1, keepdims=True)
-    place = mx.minimum(place, kept.shape[-1] - 1)  # only NaN gets beyond the last
-    return (place if ids is None else mx.take_along_axis(ids, place, axis=-1))[:, 0]
+    levels = [weights]
+    while levels[-1].shape[-1] > BLOCK:
+        sums = levels[-1].reshape(len(weights), -1, BLOCK).sum(axis=-1)
+        levels.append(mx.pad(sums, [(0, 0), (0, -sums.shape[-1] % BLOCK)]))
+    mark, place = u * levels[-1].sum(axis=-1, keepdims=True), mx.zeros(u.shape, mx.int32)
+    for level in reversed(levels):
+        block = take(level, place * BLOCK + mx.arange(BLOCK))
+        sums = mx.cumsum(block, axis=-1)
+        # Rounding may put the mark at an end of the block, where a token may have been filtered. Keep off the ends.
+        mark = mx.clip(mark, 0, sums[:, -1:] * (1 - 2**-22))
+        inside = mx.minimum((sums <= mark).sum(axis=-1, keepdims=True), BLOCK - 1)
+        mark, place = mark - take(sums - block, inside), place * BLOCK + inside
+    return place
 
 
-def measure(x: mx.array, picks: list[Pick], chosen: mx.array) -> list[Logprobs]:
-    """The log probabilities that some requests want to know, at temperature 1 and before any filter."""
-    wanted = [i for i, pick in enumerate(picks) if pick.sampling.logprobs is not None]
-    if not wanted:
-        return []
-    some, ids = x[mx.array(wanted)], chosen[mx.array(wanted)]
-    logprobs = some - mx.logsumexp(some, axis=-1, keepdims=True)  # (n, V)
-    most = min(max(picks[i].sampling.logprobs for i in wanted), x.shape[-1])
-    top_ids = mx.argsort(-logprobs, axis=-1)[:, :most]
-    slots, own = [picks[i].slot for i in wanted], mx.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0]
-    return [Logprobs(slots, own, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1))]
+def measure(spread: Spread, picks: list[Pick], chosen: mx.array, V: int) -> Logprobs:
+    """log(e^-gap / total): the log probabilities at temperature 1, before any filter."""
+    log_total = mx.log(spread.total)
+    most = min(max(pick.sampling.logprobs for pick in picks), V)
+    top_ids = likeliest(spread.gap, most) if most else mx.zeros((len(picks), 0), mx.uint32)
+    own = (-take(spread.gap, chosen[:, None]) - log_total)[:, 0]
+    return Logprobs([pick.slot for pick in picks], own, top_ids, -take(spread.gap, top_ids) - log_total)
+
+
+def take(x: mx.array, places: mx.array) -> mx.array:  # (n, m) and (n, k) -> (n, k)
+    return mx.take_along_axis(x, places, axis=-1)
 
 
 def column(values: list[float]) -> mx.array:  # (n, 1)

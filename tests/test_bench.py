@@ -200,6 +200,7 @@ SMALL = {
     "growth": {"queue": 20, "length": 96},
     "newcomer": {},
     "plan": {},
+    "sampling": {},
 }
 
 
@@ -214,7 +215,8 @@ def test_every_part_is_tried_here():
         for part in SMALL
         if part != "plan"  # it needs no contestant
         for who in ("nanobatch continuous", "nanobatch static compact", "mlx-lm")
-        if who != "mlx-lm" or part not in ("steps", "growth")  # the peer does not say what its steps consist of
+        if who != "mlx-lm"
+        or part not in ("steps", "growth", "sampling")  # the peer does not say what its steps consist of
     ],
 )
 def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):

@@ -10,7 +10,7 @@ from checkpoints import Reference, make_checkpoint
 from nanobatch import Engine, Model, Sampling, Text
 from parts import sampling
 from parts.device import mx
-from parts.sampling import PENALTY_CONTEXT, Pick, choose, uniform
+from parts.sampling import Memory, Pick, choose, uniform
 
 DRAWS = 20_000
 V = 272
@@ -26,8 +26,11 @@ def parts(folder) -> tuple[Model, Text]:
     return Model.load(folder), Text(folder, V)
 
 
-def no_history(slots: int) -> mx.array:
-    return mx.full((slots, PENALTY_CONTEXT), V, mx.int32)
+@pytest.fixture(params=["sorted", "bisected"])
+def how(request, monkeypatch) -> str:
+    """A vocabulary as small as that of the tests is sorted for a long list. A larger one would be bisected."""
+    monkeypatch.setattr(sampling, "SORTABLE", sampling.SORTABLE if request.param == "sorted" else 0)
+    return request.param
 
 
 # --- the definitions ---------------------------------------------------------------------------------------------
@@ -41,6 +44,7 @@ OPTIONS = {
     "top_p": {"temperature": 1.0, "top_p": 0.8},
     "a small top_p": {"temperature": 1.0, "top_p": 0.05},
     "min_p": {"temperature": 1.5, "min_p": 0.1},
+    "top_p and a top_k beyond the short list": {"temperature": 3.0, "top_p": 0.97, "top_k": 70},
     "top_p, then top_k": {"temperature": 0.9, "top_p": 0.9, "top_k": 6},
     "top_p, min_p, top_k": {"temperature": 1.3, "top_p": 0.95, "min_p": 0.05, "top_k": 8},
     "logit_bias": {"temperature": 1.0, "logit_bias": {3: 4.0, 7: -2.0, 11: -1000.0}},
@@ -62,8 +66,15 @@ def expected_distribution(logits: np.ndarray, options: dict) -> np.ndarray:
     return np.array(mx.softmax(x / options["temperature"], axis=-1)[0], dtype=np.float64)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definition(name):
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        *[(name, "sorted") for name in OPTIONS],
+        *[(name, "bisected") for name, options in OPTIONS.items() if Sampling(**options).group == "long list"],
+    ],
+    indirect=["how"],
+)
+def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definition(name, how):
     """Each token's count lies within five standard deviations, and no token comes that mlx-lm would filter."""
     options = OPTIONS[name]
     logits = np.random.default_rng(3).standard_normal(V).astype(np.float32) * 2.5
@@ -72,7 +83,7 @@ def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definit
     batch = 500
     for start in range(0, DRAWS, batch):
         picks = [Pick(slot, Sampling(**options), seed=11, index=start + slot) for slot in range(batch)]
-        tokens, _ = choose(mx.broadcast_to(mx.array(logits), (batch, V)), range(batch), picks, no_history(batch))
+        tokens, _ = choose(mx.broadcast_to(mx.array(logits), (batch, V)), range(batch), picks, Memory(batch, V))
         counts += np.bincount(np.array(tokens), minlength=V)
     assert counts.sum() == DRAWS
     assert not counts[expected < 1e-12].any(), "a token came that should have been filtered"
@@ -119,6 +130,220 @@ def test_penalty_and_bias_change_greedy_answers_as_in_mlx_lm(folder, parts, opti
         handle = engine.submit(prompt, Sampling(max_tokens=30, ignore_eos=True, **options))
         assert handle.result().tokens == tokens
         neighbour.result()
+
+
+# --- large vocabularies, ties, and what is not finite ----------------------------------------------------------------
+
+KINDS = {
+    "greedy": {},
+    "open": {"temperature": 0.8},
+    "logprobs=0": {"logprobs": 0},
+    "logprobs=20": {"logprobs": 20},
+    "logit_bias": {"logit_bias": {token: (token % 7) - 3.0 for token in range(200)}},
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "top_k": {"temperature": 1.0, "top_k": 40},
+    "a large top_k": {"temperature": 1.3, "top_k": 90},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "a short list of everything": {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "logprobs": 5},
+    "all": {
+        "temperature": 1.1,
+        "top_k": 80,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "logprobs": 3,
+        "logit_bias": {5: 2.0, 8: -1000.0},
+    },
+}
+
+
+def picks_of(kinds: list[str], at: int = 0) -> list[Pick]:
+    """A pick for each kind, in slots of their own, from `at` on."""
+    return [
+        Pick(at + i, Sampling(**KINDS[kind]), seed=i, index=4, recent=(3, 1 + i, 3)) for i, kind in enumerate(kinds)
+    ]
+
+
+def outcome(logits: np.ndarray, picks: list[Pick], slots: int = 32) -> dict[int, tuple]:
+    """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
+    tokens, parts = choose(mx.array(logits), range(len(picks)), picks, Memory(slots, logits.shape[-1]))
+    measured = {slot: (own, top) for part in parts for slot, own, top in part.read()}
+    found = {}
+    for pick, token in zip(picks, tokens.tolist(), strict=True):
+        own, top = measured.get(pick.slot, (None, ()))
+        found[pick.slot] = token, own, top[: pick.sampling.logprobs]
+    return found
+
+
+@pytest.mark.parametrize("size", [61, 271, 4_160, 5_003, 152_064])
+def test_a_row_has_the_same_bits_alone_and_among_one_to_sixteen_others(size):
+    """At vocabularies that are odd, prime, or a multiple of a block, small and large: for every kind of sampling."""
+    rng = np.random.default_rng(size)
+    kinds = [kind for kind in KINDS if size > 200 or kind != "logit_bias"]
+    logits = (rng.standard_normal((len(kinds), size)) * 2).astype(np.float32)
+    alone = {pick.slot: outcome(logits[i : i + 1], [pick])[pick.slot] for i, pick in enumerate(picks_of(kinds))}
+    assert all(0 <= token < size for token, *_ in alone.values())
+    for count in (2, 5, len(kinds)):
+        some = rng.permutation(len(kinds))[:count]
+        picks = [picks_of(kinds)[i] for i in some]
+        for slot, found in outcome(logits[some], picks).items():
+            assert found == alone[slot], kinds[slot]
+    for i, kind in enumerate(kinds):  # among those who want the same
+        neighbours = picks_of([kind] * 16)
+        place = int(rng.integers(16))
+        neighbours[place] = picks_of(kinds)[i]._replace(slot=place)
+        rows = (rng.standard_normal((16, size)) * 2).astype(np.float32)
+        rows[place] = logits[i]
+        assert outcome(rows, neighbours)[place] == alone[i], kind
+
+
+@pytest.mark.parametrize("size, k", [(5, 5), (64, 20), (271, 3), (320, 64), (5_003, 1), (5_003, 100), (152_064, 20)])
+@pytest.mark.parametrize("levels", [2, 40, 10**9])
+def test_the_likeliest_tokens_are_found_without_a_sort_and_ties_go_to_the_lowest_ids(size, k, levels):
+    """Blocks of equal numbers are where one may be taken for the other: with two levels nearly all are equal."""
+    gaps = np.random.default_rng(k).integers(0, levels, (3, size)).astype(np.float32)
+    gaps[1, : size // 2] = math.inf
+    found = np.array(sampling.likeliest(mx.array(gaps), k))
+    assert np.array_equal(found, np.argsort(gaps, axis=-1, kind="stable")[:, :k])
+
+
+def test_bisection_keeps_what_a_sort_would_keep():
+    """And the filters' strictest decides, whichever it is, in the same step for all rows."""
+    rng, compared = np.random.default_rng(8), 0
+    for levels in (3, 50, 10**6):
+        x = rng.integers(0, levels, (24, 640)).astype(np.float32) * np.float32(9 / levels)
+        settings = [
+            Sampling(
+                temperature=1,
+                top_k=int(rng.choice([0, 1, 66, 200, 640, 10**9])),
+                top_p=float(rng.choice([1, 1 - 1e-6, 0.997, 0.61, 0.3, 1e-3, 1e-60])),
+                min_p=float(rng.choice([0, 0.001, 0.2, 1])),
+            )
+            for _ in x
+        ]
+        _, spread = sampling.Spread.of(mx.array(x))
+        order = sampling.likeliest(spread.gap, 640)
+        first = sampling.keep_first(sampling.take(spread.gap, order), spread.total, settings)
+        wanted = np.zeros(x.shape, bool)
+        np.put_along_axis(wanted, np.array(order).astype(int), np.array(first), axis=-1)
+        kept = np.array(sampling.keep_nearest(spread, settings))
+        for row, setting in enumerate(settings):
+            assert np.array_equal(kept[row], wanted[row]), setting
+        assert kept.any(axis=-1).all()
+        compared += len({int(count) for count in kept.sum(axis=-1)})
+    assert compared > 30
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({"top_p": 0.5}, [2, 3]),  # 0.25 each: the third has 0.5 above it, which is not less than 0.5
+        ({"top_p": 0.51}, [2, 3, 66]),
+        ({"top_k": 3}, [2, 3, 66]),
+        ({"top_k": 65}, [2, 3, 66, 69]),
+        ({"min_p": 1.0}, [2, 3, 66, 69]),
+        ({"top_p": 0.8, "top_k": 65}, [2, 3, 66, 69]),
+        ({"top_p": 0.7, "top_k": 2, "min_p": 0.5}, [2, 3]),
+    ],
+)
+def test_among_equal_tokens_a_filter_keeps_those_with_the_lowest_ids(options, kept, how):
+    logits = np.full((200, V), -40, np.float32)
+    logits[:, [2, 3, 66, 69]] = 1
+    picks = [Pick(i, Sampling(temperature=1, **options), seed=1, index=i) for i in range(200)]
+    tokens, _ = choose(mx.array(logits), range(200), picks, Memory(200, V))
+    assert sorted(set(tokens.tolist())) == kept
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, "all nan", "all -inf", "all inf"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(kind, bad, how):
+    """In the middle of a row, too, where comparisons pass over NaN in silence."""
+    logits = np.random.default_rng(2).standard_normal((3, V)).astype(np.float32)
+    good = outcome(logits, picks_of([kind] * 3))
+    if isinstance(bad, str):
+        logits[1] = float(bad.split()[1])
+    else:
+        logits[1, 130] = bad
+    found = outcome(logits, picks_of([kind] * 3))
+    assert found[1][0] == -1 and (found[0], found[2]) == (good[0], good[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_logit_of_minus_infinity_forbids_a_token(kind, how):
+    """As a model's own mask of ids that no text has would be: most of the vocabulary, the ends of it among them."""
+    logits = np.full((100, V), -math.inf, np.float32)
+    logits[:, [70, 71, 200]] = [1, 2, 1.5]
+    picks = [pick._replace(index=i, recent=()) for i, pick in enumerate(picks_of([kind] * 100))]
+    found = outcome(logits, picks, slots=100)
+    tokens = {token for token, *_ in found.values()}
+    assert tokens <= {70, 71, 200} and (len(tokens) > 1) == (picks[0].sampling.temperature > 0)
+
+
+def test_small_weights_are_not_lost_beside_a_large_one():
+    """One token has a weight of 1, and 152,000 others have 1e-8 each: 0.15 % together. A float32 sum that has reached 1
+    does not grow by 1e-8 any more, however often it is added."""
+    weights = np.full((1, 152_000), 1e-8, np.float32)
+    weights[0, 0] = 1
+    draws = [sampling.land(mx.array(weights), mx.array([[u]])).item() for u in (0.5, 0.998, 0.999, 0.9999)]
+    assert draws[:2] == [0, 0] and draws[2:] == pytest.approx([51_900, 141_985], rel=0.01)
+
+
+@pytest.mark.parametrize("size", [64, 320, 4_160, 152_064])
+def test_a_token_lands_where_the_running_sum_passes_the_mark_and_never_on_one_without_weight(size):
+    rng = np.random.default_rng(size)
+    rows = np.arange(40)
+    weights = rng.random((40, size), np.float32) * (rng.random((40, size), np.float32) < 0.2)
+    weights[:, -1] = 0
+    u = rng.integers(0, 2**22, 40)
+    u[:4] = [0, 1, 2**22 - 2, 2**22 - 1]
+    u = ((u + 0.5) / 2**22).astype(np.float32)
+    places = np.array(sampling.land(mx.array(weights), mx.array(u)[:, None]))[:, 0]
+    sums = weights.astype(np.float64).cumsum(axis=-1)
+    found = sums[rows, places]
+    share, before = found / sums[:, -1], (found - weights[rows, places]) / sums[:, -1]
+    assert (weights[rows, places] > 0).all()
+    assert (before - 1e-6 <= u).all() and (u <= share + 1e-6).all()
+
+
+def test_no_kind_of_sampling_sorts_a_large_vocabulary(monkeypatch):
+    """It took ten steps' time. Most of what is sorted are a few thousand numbers."""
+    size, longest = 152_064, []
+    for name in ("sort", "argsort", "partition", "argpartition"):
+        real = getattr(mx, name)
+
+        def spy(x, *args, real=real, **options):
+            longest.append(x.shape[-1])
+            return real(x, *args, **options)
+
+        monkeypatch.setattr(mx, name, spy)
+    outcome(np.zeros((len(KINDS), size), np.float32), picks_of(list(KINDS)))
+    assert longest and max(longest) < size / 50
+
+
+def test_a_bias_is_built_once_a_request_and_forgotten_with_it():
+    """100,000 entries took a second in each step."""
+    memory, bias = Memory(2, V), {5: 1.0}
+    first, same, other = (Pick(0, Sampling(logit_bias=bias), 0, 0) for _ in range(3))
+    same = same._replace(sampling=first.sampling, index=7)
+    memory.begin([first])
+    built = memory.bias(first)
+    memory.begin([same])
+    assert memory.bias(same) is built and built.tolist()[:7] == [0, 0, 0, 0, 0, 1, 0]
+    memory.begin([other])
+    assert memory.bias(other) is not built
+    memory.begin([Pick(0, Sampling(), 0, 0)])
+    assert not memory.bias(Pick(0, Sampling(), 0, 0)).any()
+
+
+def test_requests_that_follow_each_other_in_a_slot_have_their_own_bias(parts):
+    wishes = [{}, {7: 100.0}, {9: 100.0}, {}, {7: 100.0}]
+    with Engine(*parts, slots=1, max_len=64) as engine:
+        plain, *results = [
+            engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True, logit_bias=bias)).result().tokens
+            for bias in wishes
+        ]
+    assert results == [[7] * 3, [9] * 3, plain, [7] * 3]
 
 
 # --- in company --------------------------------------------------------------------------------------------------
