@@ -19,6 +19,7 @@ KINDS = [
     {"repetition_penalty": 1.7},
     {"logprobs": 3, "logit_bias": {5: 2.0}},
     {"temperature": 2.0, "min_p": 0.05, "seed": 7, "logprobs": 0},
+    {"temperature": 0.9, "top_p": 0.8},
 ]
 
 
