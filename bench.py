@@ -13,14 +13,15 @@ they come. (Here, a row is one sequence of the batch.)
     plan      planning by itself, where most is to be compared: how long are 64 slots kept waiting?
     sampling  a step in which all rows want the same setting, beside a greedy one: what does one user's wish cost all?
     newcomer  mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends (see `parts/device.py`)
+    same      how many of the peer's tokens are ours: a peer that computes something else is no peer
 
-How a fair answer is made. `--vs mlx-lm` measures the peer, too, in all parts that it can do. Both engines have the same
-weights in the same precision on the same BLAS. Both get the same prompts at the same times, answer greedily, and never
-stop early. One loop (`drive`) talks to both in the same words. Each sample has a process of its own, so it inherits no
-other sample's memory, caches or threads; it warms up on a burst of the same shapes. Contestants take turns (A B, B A,
-A B), so a machine that slows down slows all of them. A table shows the median of the samples, the lowest and highest in
-brackets, and the ratio to the peer. One thing differs: nanobatch turns its tokens into text on the way, while the peer
-leaves that to its caller.
+How a fair answer is made. `--vs mlx-lm` or `--vs llama.cpp` measures a peer, too, in all parts that it can do
+(`peers.py`). Both engines have the same weights in the same precision, mlx-lm also the same BLAS, and llama.cpp as many
+threads. Both get the same prompts at the same times, answer greedily, and never stop early. One loop (`drive`) talks to
+both in the same words. Each sample has a process of its own, so it inherits no other sample's memory, caches or
+threads; it warms up on a burst of the same shapes. Contestants take turns (A B, B A, A B), so a machine that slows down
+slows all of them. A table shows the median of the samples, the lowest and highest in brackets, and the ratio to the
+peer. One thing differs: nanobatch turns its tokens into text on the way, while the peer leaves that to its caller.
 
 A token counts when the loop holds it as a plain number. In an open loop, TTFT begins when the prompt was due, not when
 a busy loop got round to sending it; otherwise a slow engine would make its own examination easier.
@@ -40,7 +41,6 @@ from parts import program  # isort: split
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -60,7 +60,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,6 +70,7 @@ from parts.answers import StepView
 from parts.checkpoint import find, read_config
 from parts.checks import one_line, read_whole, shown
 from parts.device import mx
+from peers import PEERS, LlamaCpp, MlxLm, News, cores, obstacle
 
 ROOT = Path(__file__).resolve().parent
 PARTS = {  # the name of a part, which is a method of `Sample`, and the caption of its table
@@ -82,6 +83,7 @@ PARTS = {  # the name of a part, which is a method of `Sample`, and the caption 
     "plan": "the scheduler alone, without a model: 64 slots, prompts of 16,000 tokens that begin alike",
     "sampling": "a decode step in which all rows have a setting, beside a greedy step of the same run",
     "newcomer": "mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends",
+    "same": "the peer's answers beside ours: equal tokens, up to the first difference of each answer",
 }
 HOT = {"temperature": 1.0}
 SETTINGS = {  # for `sampling`
@@ -97,7 +99,7 @@ SETTINGS = {  # for `sampling`
     "top_p=0.9, temperature=1.5": {"top_p": 0.9, "temperature": 1.5},
 }
 SETTINGS["all of them"] = {name: value for settings in SETTINGS.values() for name, value in settings.items()}
-PEER, NEWCOMER = "mlx-lm", "mlx-lm as installed"
+NEWCOMER = "mlx-lm as installed"
 ROWS = 8  # in the parts that do not vary it
 CROWD, LONGEST = 40, 256  # requests of `open`, and their longest answer; the shortest has 16 tokens
 LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2  # `open`: as shares of what static batching can do; inf has to come first
@@ -113,6 +115,7 @@ class Answer:
 
     sent: float
     times: list[float] = field(default_factory=list)  # of its tokens
+    tokens: list[int] = field(default_factory=list)
 
     @property
     def ttft_ms(self) -> float:
@@ -133,13 +136,14 @@ def rank(values: Iterable[float], share: float) -> float:
 
 
 def decode_figures(answers: Sequence[Answer], count: int) -> Figures:
-    """The rate once all rows have their first token, until one of them has `count` more."""
+    """The rate once all rows have their first token, until one of them has `count` more; and the time until then."""
     began = max(a.times[0] for a in answers)
     later = [[t for t in a.times if t > began] for a in answers]
     if not all(later):
         raise ValueError(f"a row ended before all {len(answers)} had begun; give a longer --output")
     ended = min(times[:count][-1] for times in later)
-    return {"decode tokens/s": sum(t <= ended for times in later for t in times) / (ended - began)}
+    rate = sum(t <= ended for times in later for t in times) / (ended - began)
+    return {"decode tokens/s": rate, "prefill ms": 1e3 * (began - min(a.sent for a in answers))}
 
 
 def open_figures(answers: Sequence[Answer]) -> Figures:
@@ -205,58 +209,31 @@ class Nanobatch:
         _, policy, *compact = name.split()
         self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy, exact=not compact)
         self.handles: dict[int, Handle] = {}  # those under way
-        self.reported = Counter()  # tokens of each
+        self.reported = Counter()  # how many tokens of each
 
     def submit(self, ask: Ask, **settings) -> int:
         handle = self.engine.submit(ask.prompt, Sampling(max_tokens=ask.max_tokens, ignore_eos=True, **settings))
         self.handles[handle.id] = handle
         return handle.id
 
-    def step(self) -> Iterator[tuple[int, int, bool]]:
-        """For each request under way: its id, how many tokens it got, and whether it has ended."""
+    def step(self) -> Iterator[News]:
+        """For each request under way: its id, the tokens that it got, and whether it has ended."""
         self.engine.step()
         for key, handle in list(self.handles.items()):
             if handle.finish_reason == "error":
                 raise Failure(handle.error)
             if handle.finish_reason:
                 del self.handles[key]
-            count = len(handle.tokens) - self.reported[key]
-            self.reported[key] += count
-            yield key, count, handle.finish_reason is not None
+            tokens = handle.tokens[self.reported[key] :]
+            self.reported[key] += len(tokens)
+            yield key, tokens, handle.finish_reason is not None
 
     def close(self) -> None:
         self.engine.close()
 
 
-class MlxLm:
-    """The peer, as fast as we can make it. Its batch is as wide as we have slots. It prefills as many prompts together
-    as fit, each in one piece; fewer at a time, or chunks, gave fewer tokens a second. It is greedy. On a CPU it
-    computes in float32, because everything else is slow there."""
-
-    def __init__(self, folder: str, rows: int):
-        from mlx_lm.generate import BatchGenerator
-        from mlx_lm.utils import load_model
-
-        model, _ = load_model(Path(folder))
-        if mx.default_device().type == mx.DeviceType.cpu:
-            model.set_dtype(mx.float32)
-        mx.eval(model.parameters())
-        self.generator = BatchGenerator(model, completion_batch_size=rows, prefill_batch_size=rows)
-
-    def submit(self, ask: Ask) -> int:
-        return self.generator.insert([ask.prompt], max_tokens=[ask.max_tokens])[0]
-
-    def step(self) -> list[tuple[int, int, bool]]:
-        _, responses = self.generator.next()
-        return [(r.uid, 1, r.finish_reason is not None) for r in responses]
-
-    def close(self) -> None:
-        self.generator.close()
-        mx.synchronize()  # it runs ahead, and a process that exits while the device works may hang
-
-
 def drive(
-    contestant: Nanobatch | MlxLm,
+    contestant: Nanobatch | MlxLm | LlamaCpp,
     asks: Iterable[Ask],
     users: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -285,8 +262,9 @@ def drive(
             continue
         came = list(contestant.step())
         now = clock()
-        for key, count, has_ended in came:
-            under_way[key].times += [now] * count
+        for key, tokens, has_ended in came:
+            under_way[key].times += [now] * len(tokens)
+            under_way[key].tokens += tokens
             if has_ended:
                 del under_way[key]
     return answers
@@ -299,7 +277,7 @@ class Spec(NamedTuple):
     """What one sample measures. It travels to its process as JSON."""
 
     part: str
-    contestant: str  # "mlx-lm", or "nanobatch", a policy, and perhaps "compact"
+    contestant: str  # the name of a peer, or "nanobatch", a policy, and perhaps "compact"
     folder: str
     vocabulary: int
     rows: int
@@ -322,11 +300,12 @@ class Sample:
 
     def __init__(self, spec: Spec):
         self.spec, self.random = spec, random.Random(0)
+        self.longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
         if spec.contestant.startswith("nanobatch"):
-            longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
-            self.contestant = Nanobatch(spec.folder, spec.contestant, spec.rows, longest)
+            self.contestant = Nanobatch(spec.folder, spec.contestant, spec.rows, self.longest)
         else:
-            self.contestant = MlxLm(spec.folder, spec.rows)
+            peer, *_ = PEERS[spec.contestant.split()[0]]
+            self.contestant = peer(spec.folder, spec.rows, self.longest)
         drive(self.contestant, self.asks(spec.rows, output=min(spec.output, 16)))
         mx.reset_peak_memory()  # what loading took does not count
 
@@ -345,7 +324,8 @@ class Sample:
     def closed(self) -> Figures:
         users = self.spec.rows
         figures = closed_figures(drive(self.contestant, self.asks(4 * users), users), users)
-        return figures | {"peak memory MiB": mx.get_peak_memory() / 2**20}
+        memory = mx.get_peak_memory() / 2**20  # of MLX alone
+        return figures | ({} if isinstance(self.contestant, LlamaCpp) else {"peak memory MiB": memory})
 
     def open(self) -> Figures:
         """Prompts come as a Poisson process: the times between them are exponential, and only scaled by the rate."""
@@ -363,6 +343,15 @@ class Sample:
         late = Ask(self.asks(1, spec.late)[0].prompt, 2, after=min(32, spec.output // 4))
         *answers, last = drive(self.contestant, [*rows, late])
         return long_figures(answers, last, alone)
+
+    def same(self) -> Figures:
+        spec, asks = self.spec, self.asks(self.spec.rows)
+        with closing(Nanobatch(spec.folder, "nanobatch continuous", spec.rows, self.longest)) as ours:
+            mine = [answer.tokens for answer in drive(ours, asks)]
+        pairs = zip(mine, (answer.tokens for answer in drive(self.contestant, asks)), strict=True)
+        equal = sum(sum(takewhile(bool, map(int.__eq__, *pair))) for pair in pairs)
+        figures = {"equal tokens %": 100 * equal / (spec.rows * spec.output), "tokens": spec.rows * spec.output}
+        return figures | {"distinct tokens": len(set(chain(*mine)))}
 
     def growth(self) -> Figures:
         figures = step_figures(self.decode_steps())
@@ -540,9 +529,9 @@ class Cell(NamedTuple):
     contestants: list[str]
 
 
-def make_plan(parts: Sequence[str], rows: Sequence[int], usual: Spec, has_peer: bool) -> list[Cell]:
-    """All cells of these parts. `usual` is the spec that they change; its contestant is our own."""
-    ours, peer = usual.contestant, [PEER] * has_peer
+def make_plan(parts: Sequence[str], rows: Sequence[int], usual: Spec, vs: str | None) -> list[Cell]:
+    """All cells of these parts. `usual` is the spec that they change; its contestant is our own. `vs` is the peer."""
+    ours, peer = usual.contestant, [vs] if vs else []
     policies = [ours.replace(ours.split()[1], policy) for policy in reversed(POLICIES)]
     growth = {
         "queue": [(n, {"queue": n}) for n in (0, 100, 1_000, 10_000)],
@@ -560,6 +549,7 @@ def make_plan(parts: Sequence[str], rows: Sequence[int], usual: Spec, has_peer: 
         "plan": [("slots 64", {}, [ours])],
         "sampling": [(f"rows {ROWS}", {"prompt": 16, "output": 10}, [ours])],
         "newcomer": [(f"rows {ROWS}", {}, [ours, NEWCOMER])],
+        "same": [(f"rows {ROWS}", {}, peer)],
     }
     return [Cell(x, usual._replace(part=part, **c), who) for part in parts for x, c, who in changes[part]]
 
@@ -590,16 +580,17 @@ def describe_machine() -> dict[str, str]:
     cpu = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*:\s*(.+)", cpu.read_text()) if cpu.exists() else None
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    installed = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
+    installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     return {
         "processor": model[1] if model else output_of("sysctl -n machdep.cpu.brand_string") or platform.machine(),
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cores": str(cores()),
         "device": str(mx.device_info().get("device_name", "GPU")) if on_gpu else "CPU",
         "system": f"{platform.system()} {platform.release()}",
         "load average": f"{os.getloadavg()[0]:.2f}",
         "Python": platform.python_version(),
         "mlx": installed["mlx"],
         "mlx-lm": installed.get("mlx-lm", "none"),
+        "llama-cpp-python": installed.get("llama-cpp-python", "none"),
         "BLAS": str(device.blas),
         "commit": output_of("git rev-parse --short HEAD") + " dirty" * bool(output_of("git status --porcelain")),
     }
@@ -638,7 +629,7 @@ def compared_with(key: Key, known: Iterable[Key]) -> Key | None:
     if part == "growth":
         return next(k for k in known if k[0] == part and k[1].split()[0] == x.split()[0] and k[2] == name)
     rivals = [k for k in known if k[:3] == key[:3]]
-    return next((k for word in ("mlx-lm", "static") for k in rivals if word in k[3]), None)
+    return next((k for word in (*PEERS, "static") for k in rivals if word in k[3]), None)
 
 
 def cell_text(key: Key, table: dict[Key, Summary]) -> str:
@@ -670,7 +661,7 @@ def show(data: dict) -> None:
         keys = [key for key in figures if key[0] == part]
         if not keys:
             continue
-        columns = sorted(dict.fromkeys(key[3] for key in keys), key=lambda who: who in (PEER, NEWCOMER))
+        columns = sorted(dict.fromkeys(key[3] for key in keys), key=lambda who: who in (*PEERS, NEWCOMER))
         table = Table("", "", *columns)
         for x in dict.fromkeys(key[1] for key in keys):
             for name in dict.fromkeys(key[2] for key in keys if key[1] == x):
@@ -680,7 +671,7 @@ def show(data: dict) -> None:
         console.print(f"\n{part}: {caption}", table, sep="\n")
 
 
-COLOURS = {"continuous": "#2f8f5b", "static": "#c27c1a", "serial": "#a3599f", "mlx-lm": "#3d7fc4"}
+COLOURS = {"continuous": "#2f8f5b", "static": "#c27c1a", "serial": "#a3599f", "mlx-lm": "#3d7fc4", "llama": "#c4473d"}
 GREY = "#7d858d"  # can be read on white and on black
 
 
@@ -769,11 +760,11 @@ def make_model(folder: Path, shape: str) -> Path:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = program.Parser("bench.py", description="Measure nanobatch, and mlx-lm beside it.")
+    parser = program.Parser("bench.py", description="Measure nanobatch, and another engine beside it.")
     add, usual = parser.add_argument, "decode,closed,steps"
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
     add("--shape", choices=SHAPES, help="random weights of this shape instead, in a temporary folder")
-    add("--vs", choices=[PEER], help="measure the peer, too")
+    add("--vs", choices=PEERS, help="measure this peer, too")
     add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
     add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="for every part but open, which has all")
     add("--compact", action="store_true", help="leave idle rows out: faster, equal tokens, other bits")
@@ -800,8 +791,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--model {args.model} and --shape {args.shape} exclude each other; give one")
     if args.plot and not args.source and not {"decode", "open"} & set(args.parts):
         parser.error("--plot draws decode and open; add one of them to --parts")
-    if (args.vs or "newcomer" in args.parts) and not importlib.util.find_spec("mlx_lm"):
-        parser.error("mlx-lm is not installed; run pip install mlx-lm, or leave out --vs and newcomer")
+    wanted = {"--vs": args.vs, "newcomer": "mlx-lm" if "newcomer" in args.parts else None}
+    for what, peer in wanted.items():
+        if peer and (why := obstacle(peer)):
+            parser.error(f"{why} {what}")
+    if "same" in args.parts and not args.vs:
+        parser.error(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
     if "newcomer" in args.parts and device.blas.name == "mlx":
         parser.error("newcomer needs another BLAS than MLX's own; on Linux without a GPU: pip install mkl")
     for path in filter(None, (args.json, args.plot)):
@@ -840,7 +835,7 @@ def measure_all(args: argparse.Namespace) -> dict:
         ours = f"nanobatch {args.policy}" + " compact" * args.compact
         vocabulary = read_config(folder, has_head=False).V
         usual = Spec("", ours, str(folder), vocabulary, ROWS, args.prompt, args.output)
-        plan = make_plan(args.parts, args.rows, usual, bool(args.vs))
+        plan = make_plan(args.parts, args.rows, usual, args.vs)
         console = Console(stderr=True)
         bar = Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
         task = bar.add_task("", total=args.samples * sum(len(cell.contestants) for cell in plan))

@@ -24,12 +24,13 @@ FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. The whole had 4,517 in nine files, 144 of them
 # imports; in 24 files, 282 are imports. The door has 1,180 of them. It may become less.
 CODE = {"sched": 230}
-ALL_CODE = 6300
+ALL_CODE = 6500
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
     "ask": "nanobatch parts/*",
-    "bench": "nanobatch parts/*",
+    "bench": "nanobatch peers parts/*",
+    "peers": "parts/*",
     "serve": "nanobatch parts/* sched",
     "demo/*": "nanobatch parts/* demo/*",
     "tui": "screen/* serve parts/answers parts/loop parts/program",

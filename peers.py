@@ -1,0 +1,226 @@
+"""The peers of `bench.py`: other engines, each asked in its own way, and all of them giving the same kind of answer.
+
+The problem. A benchmark is fair if the other engine is as fast as its own people would make it, and does the same work.
+But each engine has its own interface, its own file format and its own defaults. So each peer is a class here, and says
+what was chosen for it and why.
+
+What this file keeps. A peer has the same weights as ours, is greedy, never stops early, and computes in float32 on a
+CPU. `python bench.py --vs llama.cpp --parts same` counts how many of its tokens are ours.
+
+Where next: `drive` in `bench.py`, the loop that measures all of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from parts.checkpoint import Config
+from parts.device import has_gpu, mx
+from parts.load import ModelReader
+
+News = tuple[int, list[int], bool]  # what a request got in a step: its key, its tokens, whether it has ended
+
+
+class Asked(Protocol):
+    prompt: list[int]
+    max_tokens: int
+
+
+class MlxLm:
+    """mlx-lm's BatchGenerator. Its batch is as wide as we have slots. It prefills as many prompts together as fit, each
+    in one piece; fewer at a time, or chunks, gave fewer tokens a second. On a CPU it computes in float32, because
+    everything else is slow there."""
+
+    def __init__(self, folder: str, rows: int, length: int):
+        from mlx_lm.generate import BatchGenerator
+        from mlx_lm.utils import load_model
+
+        model, _ = load_model(Path(folder))
+        if not has_gpu():
+            model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+        self.generator = BatchGenerator(model, completion_batch_size=rows, prefill_batch_size=rows)
+
+    def submit(self, ask: Asked) -> int:
+        return self.generator.insert([ask.prompt], max_tokens=[ask.max_tokens])[0]
+
+    def step(self) -> list[News]:
+        _, responses = self.generator.next()
+        return [(r.uid, [r.token], r.finish_reason is not None) for r in responses]
+
+    def close(self) -> None:
+        self.generator.close()
+        mx.synchronize()  # it runs ahead, and a process that exits while the device works may hang
+
+
+@dataclass
+class Row:
+    """A request that llama.cpp works on."""
+
+    key: int
+    sequence: int  # of its cache
+    left: int  # tokens still to come
+    length: int = 0  # tokens that have gone in
+    newest: int = 0
+
+
+class LlamaCpp:
+    """llama.cpp on the CPU, through the C functions that llama-cpp-python binds, with a thread for each core.
+
+    A step is one `llama_decode`, as in llama.cpp's own server: the newest token of each row, and beside them as many
+    prompts as fit the batch, each in one piece. numpy finds the best token, which is quicker than llama.cpp's samplers.
+
+    The cache is float32, and attention the plain one: llama.cpp's own choice, flash attention, rounds more than float32
+    does, so that some answers differ.
+    """
+
+    BATCH = 2048  # tokens in one call at most, as in llama.cpp's server, unless a prompt is longer
+
+    def __init__(self, folder: str, rows: int, length: int):
+        import llama_cpp
+        import numpy
+
+        self.c, self.numpy = llama_cpp, numpy
+        with tempfile.TemporaryDirectory(prefix="nanobatch-") as place:
+            file = Path(place, "model.gguf")
+            self.V = write_gguf(Path(folder), file).V
+            options = self.c.llama_model_default_params()
+            options.n_gpu_layers = 0
+            self.model = self.c.llama_model_load_from_file(str(file).encode(), options)
+        self.size = max(self.BATCH, rows + length)
+        options = self.c.llama_context_default_params()
+        options.n_seq_max, options.n_ctx, options.n_batch = rows, rows * -(-length // 256) * 256, self.size
+        options.type_k = options.type_v = self.c.GGML_TYPE_F32
+        options.flash_attn_type = self.c.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        options.n_threads = options.n_threads_batch = cores()
+        self.context = self.model and self.c.llama_init_from_model(self.model, options)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp cannot load {folder}; its own messages stand above")
+        self.batch = self.c.llama_batch_init(self.size, 0, 1)
+        self.waiting: deque[tuple[int, Asked]] = deque()
+        self.running: list[Row] = []
+        self.free, self.count = list(range(rows)), 0
+
+    def submit(self, ask: Asked) -> int:
+        self.count += 1
+        self.waiting.append((self.count, ask))
+        return self.count
+
+    def step(self) -> list[News]:
+        self.batch.n_tokens = 0
+        for row in self.running:
+            self.put(row, [row.newest])
+        while self.waiting and self.free and self.batch.n_tokens + len(self.waiting[0][1].prompt) <= self.size:
+            key, ask = self.waiting.popleft()
+            self.running.append(Row(key, self.free.pop(), ask.max_tokens))
+            self.put(self.running[-1], ask.prompt)
+        if code := self.c.llama_decode(self.context, self.batch):
+            raise RuntimeError(f"llama_decode answered with {code}")
+        logits = self.c.llama_get_logits(self.context)  # of each row's last token, in their order
+        best = self.numpy.ctypeslib.as_array(logits, (len(self.running), self.V)).argmax(axis=1)
+        for row, token in zip(self.running, best.tolist(), strict=True):
+            row.newest, row.left = token, row.left - 1
+            if not row.left:
+                self.c.llama_memory_seq_rm(self.c.llama_get_memory(self.context), row.sequence, -1, -1)
+                self.free.append(row.sequence)
+        came = [(row.key, [row.newest], not row.left) for row in self.running]
+        self.running = [row for row in self.running if row.left]
+        return came
+
+    def put(self, row: Row, ids: Sequence[int]) -> None:
+        """Tokens that go in with the next call. A token is chosen from the last of them."""
+        batch = self.batch
+        for at, id in enumerate(ids, batch.n_tokens):
+            batch.token[at], batch.pos[at], batch.logits[at] = id, row.length, False
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, row.sequence
+            row.length += 1
+        batch.n_tokens += len(ids)
+        batch.logits[batch.n_tokens - 1] = True
+
+    def close(self) -> None:
+        self.c.llama_batch_free(self.batch)
+        self.c.llama_free(self.context)
+        self.c.llama_model_free(self.model)
+
+
+# By name: the peer, the packages that it needs, and how to get them.
+PEERS = {
+    "mlx-lm": (MlxLm, ("mlx_lm",), "pip install mlx-lm"),
+    "llama.cpp": (LlamaCpp, ("llama_cpp", "gguf"), "pip install llama-cpp-python gguf (it compiles for minutes)"),
+}
+
+
+def obstacle(peer: str) -> str | None:
+    """Why it cannot be measured here, and what helps; None if it can."""
+    _, packages, remedy = PEERS[peer]
+    if missing := [name for name in packages if not importlib.util.find_spec(name)]:
+        return f"{peer} is not installed ({' and '.join(missing)} missing); run {remedy}, or leave out"
+    if peer == "llama.cpp" and has_gpu():
+        return "llama.cpp is measured on a CPU alone, where both compute in float32; leave out"
+    return None
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# --- GGUF, the files of llama.cpp ------------------------------------------------------------------------------------
+
+OF_A_LAYER = {  # our names of a layer's tensors, and GGUF's
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(folder: Path, file: Path) -> Config:
+    """A plain Llama in float32, as llama.cpp reads it, without a tokenizer. Answers with its config."""
+    import numpy
+    from gguf import GGUFWriter
+
+    reader = ModelReader(folder, "float32")
+    c = reader.config
+    if c.model_type not in ("llama", "mistral") or c.rope.type != "default" or c.qkv_bias or c.o_bias or c.mlp_bias:
+        raise ValueError(f"{folder} is no plain Llama; --vs llama.cpp takes none with biases or scaled positions")
+    writer = GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(c.V)
+    writer.add_context_length(c.max_positions)
+    writer.add_block_count(c.layers)
+    writer.add_embedding_length(c.D)
+    writer.add_feed_forward_length(c.hidden)
+    writer.add_head_count(c.H)
+    writer.add_head_count_kv(c.Hkv)
+    writer.add_key_length(c.Dh)
+    writer.add_value_length(c.Dh)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+    writer.add_rope_dimension_count(c.Dh)
+    writer.add_rope_freq_base(c.rope.theta)
+    modules = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    modules |= {} if c.tied else {"lm_head": "output"}
+    for n in range(c.layers):
+        modules |= {f"model.layers.{n}.{ours}": f"blk.{n}.{theirs}" for ours, theirs in OF_A_LAYER.items()}
+    for ours, theirs in modules.items():
+        weight = numpy.array(reader.part(ours)[0])
+        # A rotary position turns pairs of numbers. Ours are the two halves of a head; llama.cpp's stand side by side.
+        if heads := {"q_proj": c.H, "k_proj": c.Hkv}.get(ours.split(".")[-1]):
+            weight = weight.reshape(heads, 2, c.Dh // 2, c.D).swapaxes(1, 2).reshape(-1, c.D)
+        writer.add_tensor(f"{theirs}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return c
