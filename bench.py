@@ -12,6 +12,7 @@ they come. (Here, a row is one sequence of the batch.)
     growth    a longer line, more slots, longer slots, longer prompts: what costs more than it seems to?
     plan      planning by itself, where most is to be compared: how long are 64 slots kept waiting?
     sampling  a step in which all rows want the same setting, beside a greedy one: what does one user's wish cost all?
+    busy      a decode step while other programs keep each core busy: how much worse than on a quiet machine?
     newcomer  mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends (see `parts/device.py`)
     same      how many of the peer's tokens are ours: a peer that computes something else is no peer
 
@@ -82,6 +83,7 @@ PARTS = {  # the name of a part, which is a method of `Sample`, and the caption 
     "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
     "plan": "the scheduler alone, without a model: 64 slots, prompts of 16,000 tokens that begin alike",
     "sampling": "a decode step in which all rows have a setting, beside a greedy step of the same run",
+    "busy": "a decode step alone, and beside one process on each core that never rests",
     "newcomer": "mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends",
     "same": "the peer's answers beside ours: equal tokens, up to the first difference of each answer",
 }
@@ -385,6 +387,22 @@ class Sample:
         ratios = {f"{name} / greedy": median[name, name] / median[name, "greedy"] for name in SETTINGS}
         return {"greedy ms": 1e3 * statistics.median(median[name, "greedy"] for name in SETTINGS)} | ratios
 
+    def busy(self) -> Figures:
+        """In turn, as a machine may also have other things to do. A busy process ends when this one does."""
+        seconds, busy = {False: [], True: []}, "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"
+        for beside in (False, True) * 3:
+            others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range((os.cpu_count() or 1) * beside)]
+            try:
+                seconds[beside] += [b.ended - a.ended for a, b in pairwise(self.decode_steps())]
+            finally:
+                for other in others:
+                    other.kill()
+                    other.wait()
+            while self.contestant.handles:
+                list(self.contestant.step())  # until all have ended
+        quiet, beside = (1e3 * statistics.median(seconds[beside]) for beside in (False, True))
+        return {"step ms": quiet, "step beside others ms": beside, "beside others / alone": beside / quiet}
+
     def decode_steps(self, **settings) -> list[StepView]:
         """Steps in which all rows decode with these settings, `queue` requests wait, and nothing else happens."""
         spec, engine = self.spec, self.contestant.engine
@@ -548,6 +566,7 @@ def make_plan(parts: Sequence[str], rows: Sequence[int], usual: Spec, vs: str | 
         "growth": [(f"{word} {n}", change, [ours]) for word, series in growth.items() for n, change in series],
         "plan": [("slots 64", {}, [ours])],
         "sampling": [(f"rows {ROWS}", {"prompt": 16, "output": 10}, [ours])],
+        "busy": [(f"rows {ROWS}", {}, [ours])],
         "newcomer": [(f"rows {ROWS}", {}, [ours, NEWCOMER])],
         "same": [(f"rows {ROWS}", {}, peer)],
     }

@@ -202,6 +202,7 @@ SMALL = {
     "newcomer": {},
     "plan": {},
     "sampling": {},
+    "busy": {},
     "same": {"output": 8},
 }
 
@@ -217,7 +218,8 @@ def test_every_part_is_tried_here():
         for part in SMALL
         if part != "plan"  # it needs no contestant
         for who in ("nanobatch continuous", "nanobatch static compact", *PEERS)
-        if who not in PEERS or part not in ("steps", "growth", "sampling")  # a peer does not say what its steps are
+        if who not in PEERS
+        or part not in ("steps", "growth", "sampling", "busy")  # a peer does not say what its steps are
     ],
 )
 def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
