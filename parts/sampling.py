@@ -298,7 +298,10 @@ def draw(spread: Spread, picks: list[Pick], group: str) -> mx.array:  # (n,)
         keep = keep_nearest(spread, settings)
     elif any(s.min_p > 0 for s in settings):
         keep = gap <= farthest(settings)
-    weights = shrink(gap / column([max(s.temperature, 1e-6) for s in settings]))
+    if ids is None and all(s.temperature == 1 for s in settings):
+        weights = spread.weights  # as below, bit for bit
+    else:
+        weights = shrink(gap / column([max(s.temperature, 1e-6) for s in settings]))
     u = column([uniform(pick.seed, pick.index) for pick in picks])
     place = land(weights if keep is None else weights * keep, u)
     return (place if ids is None else take(ids, place))[:, 0]
@@ -336,37 +339,39 @@ def keep_nearest(spread: Spread, settings: list[Sampling]) -> mx.array:  # (n, V
     Probabilities are counted in units of 2^-31. A sum of whole numbers is exact, in whatever order a device adds.
     """
     gap, V = spread.gap, spread.gap.shape[-1]
-    scale = 2.0**31 / spread.total
+    scale, far = 2.0**31 / spread.total, farthest(settings)
+    most = mx.array([[min(s.top_k or V, V)] for s in settings])
 
     def units(weights: mx.array) -> mx.array:
         return (weights * scale).astype(mx.uint32)
 
-    mass, far = units(spread.weights), farthest(settings)
-    most = mx.array([[min(s.top_k or V, V)] for s in settings])
-    # top_p of 1 keeps everything: half as much again is never reached. Each of the others keeps one token at least.
+    mass = units(spread.weights)
+    has_top_p = any(s.top_p < 1 for s in settings)
+    # A top_p of 1 keeps everything: half as much again is never reached. Any other keeps one token at least.
     wanted = column([max(s.top_p, 1e-30) if s.top_p < 1 else 1.5 for s in settings])
     wanted = mx.ceil(wanted * mass.sum(axis=-1, keepdims=True)).astype(mx.uint32)
 
-    def nearer(bound: mx.array) -> tuple[mx.array, mx.array, mx.array]:  # (n, 1) -> (n, 1) each
-        """How many tokens are nearer than the bound, how much mass they have, and the mass of a token at the bound."""
-        count, own = (gap < bound).sum(axis=-1, keepdims=True), units(shrink(bound))
-        # subtle: the others have `own` at most, and are raised to it. Python would write sum(m for m in mass if ...),
-        # but to choose among so many numbers takes MLX five times as long. The sums may pass 2^32 and begin again at 0;
-        # the difference is right nevertheless.
-        return count, mx.maximum(mass, own).sum(axis=-1, keepdims=True) - own * (V - count).astype(mx.uint32), own
+    def room_at(bound: mx.array) -> mx.array:  # (n, 1) -> (n, 1)
+        """How many tokens at this bound are kept, if there are so many: none, if it is too far."""
+        count = (gap < bound).sum(axis=-1, keepdims=True)
+        room = (most - count) * (bound <= far)
+        if has_top_p:
+            # subtle: this is the mass of all that are nearer. The others have `own` at most, and are raised to it. To
+            # pick the nearer ones out would take MLX five times as long. The sum may pass 2^32 and begin again at 0;
+            # the difference is right nevertheless.
+            own = units(shrink(bound))
+            reached = mx.maximum(mass, own).sum(axis=-1, keepdims=True) - own * (V - count).astype(mx.uint32)
+            lacking, each = wanted - mx.minimum(reached, wanted), mx.maximum(own, 1)
+            room = mx.minimum(room, lacking // each + (lacking % each > 0))
+        return room
 
     bits = mx.zeros(far.shape, mx.uint32)
     for bit in reversed(range(31)):
         guess = bits + 2**bit
-        count, reached, _ = nearer(guess.view(mx.float32))
-        fits = (guess.view(mx.float32) <= far) & (count < most) & (reached < wanted)
-        bits = mx.where(fits, guess, bits)
+        bits = mx.where(room_at(guess.view(mx.float32)) > 0, guess, bits)
     bound = bits.view(mx.float32)
-    count, reached, own = nearer(bound)
-    # Of the tokens at the bound itself, so many are kept as top_k and top_p have room for: those with the lowest ids.
-    room = mx.minimum(most - count, (wanted - reached - 1) // mx.maximum(own, 1) + 1)
-    ties = gap == bound
-    return (gap < bound) | (ties & (mx.cumsum(ties, axis=-1) <= room))
+    ties = gap == bound  # of these, the filters keep as many as there is room for: those with the lowest ids
+    return (gap < bound) | (ties & (mx.cumsum(ties, axis=-1) <= room_at(bound)))
 
 
 def land(weights: mx.array, u: mx.array) -> mx.array:  # (n, V) and (n, 1) -> (n, 1)

@@ -211,8 +211,8 @@ def test_the_likeliest_tokens_are_found_without_a_sort_and_ties_go_to_the_lowest
 def test_bisection_keeps_what_a_sort_would_keep():
     """And the filters' strictest decides, whichever it is, in the same step for all rows."""
     rng, compared = np.random.default_rng(8), 0
-    for levels in (3, 50, 10**6):
-        x = rng.integers(0, levels, (24, 640)).astype(np.float32) * np.float32(9 / levels)
+    for levels, widest in [(3, 9), (50, 9), (10**6, 9), (10**6, 1e-3), (10**6, 900)]:
+        x = rng.integers(0, levels, (24, 640)).astype(np.float32) * np.float32(widest / levels)
         settings = [
             Sampling(
                 temperature=1,
