@@ -382,7 +382,7 @@ class Engine:
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
         sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget)
         limits = {"chunk": chunk, "budget": sizes.budget, "far": far_position(model.config), "max_queue": max_queue}
-        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, **limits)
+        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, remember_answers=not exact, **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
         self._ledger = Ledger()
         self._unstarted: Plan | None = None  # planned, but not yet started

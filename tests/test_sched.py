@@ -18,6 +18,7 @@ class Story:
     """Runs a scheduler and writes down what happens: P prefill, p the chunk that ends a prompt, d decode.
 
     `lag` is how many steps are started before the oldest one is committed: 0 is the plain loop, 1 is run-ahead.
+    `rows` is a slab of tokens instead of keys: what the device would have written in each slot.
     """
 
     def __init__(self, slots=2, max_len=100, lag=0, chunk=4, budget=8, **options):
@@ -28,9 +29,13 @@ class Story:
         self.cuts: dict[int, int] = {}  # where a chunk begins -> where it ends, unless the prompt ends first
         self.eos: dict[int, int] = {}  # request -> how many tokens it says before it ends by itself
         self.ids = 0
+        self.rows: list[list[int | None]] = [[None] * -(-max_len // chunk) * chunk for _ in range(slots)]
 
-    def submit(self, prompt: int, max_tokens: int, eos: int | None = None, shares: bool = True) -> Request:
-        request = Request(self.ids, tuple(range(prompt)), max_tokens, self.now, shares)
+    def submit(
+        self, prompt: int | tuple[int, ...], max_tokens: int, eos: int | None = None, shares: bool = True
+    ) -> Request:
+        prompt = tuple(range(prompt)) if isinstance(prompt, int) else prompt
+        request = Request(self.ids, prompt, max_tokens, self.now, shares)
         self.ids += 1
         self.sched.submit(request)
         self.tokens[request.id] = []
@@ -38,15 +43,37 @@ class Story:
             self.eos[request.id] = eos
         return request
 
+    def says(self, request: Request, index: int) -> int:
+        """A token that no other request says, and no prompt holds, unless it goes on from there."""
+        return 1_000 * (request.id + 1) + index
+
+    def write(self, plan: Plan) -> None:
+        """What the device would do. All that a sequence looks back on must have been written for its own tokens."""
+        for slot, start, stop in plan.scrubs:
+            self.rows[slot][start:stop] = [None] * (stop - start)
+        for chunk in plan.chunks:
+            rows, prompt, end = self.rows[chunk.slot], chunk.request.prompt, chunk.start + chunk.width
+            if chunk.source is not None:
+                rows[: chunk.start] = self.rows[chunk.source][: chunk.start]
+            assert rows[: chunk.start] == list(prompt[: chunk.start]), (chunk, rows)
+            assert end <= len(rows), (chunk, len(rows))
+            rows[chunk.start : end] = [*prompt[chunk.start : chunk.stop], *[None] * (end - chunk.stop)]
+        for request, slot, position in plan.decodes:
+            rows, said = self.rows[slot], position - len(request.prompt)
+            rows[position] = self.says(request, said)
+            seen = [*request.prompt, *(self.says(request, index) for index in range(said + 1))]
+            assert rows[: position + 1] == seen, (request, rows)
+
     def accept(self, request: Request, token: int) -> str | None:
-        assert token == request.id, "a token went to the wrong request"
+        assert token == self.says(request, len(self.tokens[request.id])), "a token went to the wrong request"
         self.tokens[request.id].append(token)
         return "stop" if len(self.tokens[request.id]) == self.eos.get(request.id) else None
 
     def step(self) -> bool:
         plan = self.sched.plan(self.now)
         if plan:
-            self.flights.append(plan)
+            self.write(plan)
+            self.flights.append((plan, [self.says(m.request, m.request.planned - 1) for m in plan.emitters]))
             self.plans.append(plan)
             cost = len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks)
             cuts = {chunk.start: chunk.stop for chunk in plan.chunks if not chunk.emits}
@@ -55,7 +82,7 @@ class Story:
             assert plan.waiting or not plan.blocked, "a slot is kept shut from nobody"
         done = self.flights.pop(0) if self.flights and (len(self.flights) > self.lag or not plan) else None
         if done:
-            self.sched.commit(done, [m.request.id for m in done.emitters], self.accept, self.now)
+            self.sched.commit(*done, self.accept, self.now)
         self.sched.check()
         self.now += 1.0
         return bool(plan or done)
@@ -477,11 +504,16 @@ def random_schedule(seed: int) -> int:
         far=rng.choice([2, 8, sys.maxsize]),
         policy=rng.choice(list(sched.POLICIES)),
         max_queue=rng.randint(1, 6),
+        remember_answers=rng.random() < 0.5,
     )
     requests, refused = [], 0
     for _ in range(rng.randint(1, 12)):
         for _ in range(rng.choice([0, 0, 1, 3])):
             prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)
+            if requests and rng.random() < 0.4:  # the next turn of a conversation, or a part of one
+                earlier = rng.choice(requests)
+                said = (*earlier.prompt, *story.tokens[earlier.id])
+                prompt = (*said[: rng.choice([len(said), rng.randint(0, len(said))])], *range(rng.randint(1, 9)))[:100]
             try:
                 eos = rng.choice([None, rng.randint(1, tokens)])
                 requests.append(story.submit(prompt, tokens, eos, shares=rng.random() < 0.8))
