@@ -359,7 +359,7 @@ class Engine:
     prefill chunk, less where it looks back far. `budget` is what one step may cost, in tokens: by default one for each
     slot, two chunks, and another chunk for every eight slots, since with more slots, more become free in the same step.
     `exact` keeps the device's shapes constant, so that a request has the same bits in any company; without, idle
-    slots are left out. `reuse`: prompts that begin alike share rows. `run_ahead`: a step starts before one is read.
+    slots are left out, and answers remembered. `reuse`: what begins alike shares rows. `run_ahead`: steps start early.
     """
 
     def __init__(

@@ -88,8 +88,9 @@ class Prefixes:
 
         It is the slot itself, unless another has `worth` rows more. To copy fewer takes longer than to compute them.
         """
-        own, most = self.find(beginnings, (slot,)), self.find(beginnings, range(len(self.rows)))
-        return most if most[0] >= own[0] + worth else own
+        near = self.find(beginnings[: len(self._held[slot])], (slot,))
+        most = self.find(beginnings, range(len(self.rows)))
+        return most if most[0] >= near[0] + worth else near
 
     def alike(self, beginnings: Sequence[Beginning], other: Sequence[Beginning], rows: int, more: int) -> bool:
         """Do two prompts whose first `rows` rows are alike share so many more?"""

@@ -262,3 +262,18 @@ def test_a_row_that_is_remembered_and_was_never_written_is_caught(parts, plain, 
 
     monkeypatch.setattr(Scheduler, "_doubt", one_more)
     assert differ()
+
+
+def test_a_chat_of_messages_goes_on_behind_its_own_answer():
+    """The template writes the earlier turns anew, the answer's text in new tokens: as far as they agree they match."""
+    chat, told = [], []
+    with Engine.load("demo", slots=2, max_len=256, exact=False) as engine:
+        for question in ("Count from 3 to 12.", "Reverse the word stone.", "What is 17 + 6?"):
+            chat.append({"role": "user", "content": question})
+            handle = engine.submit(chat, Sampling(max_tokens=40))
+            result = handle.result()
+            chat.append({"role": "assistant", "content": result.text})
+            told.append((len(handle.request.prompt), len(result.tokens), result.metrics.cached_tokens))
+    (first, said, none), (second, said_then, cached), (_, _, cached_then) = told
+    assert (none, cached, cached_then) == (0, (first + said - 1) // 16 * 16, (second + said_then - 1) // 16 * 16)
+    assert cached > first, "the test is too small: the answer ends within a piece"

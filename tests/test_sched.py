@@ -12,7 +12,7 @@ import sched
 from parts.prefix import Beginning, Prefixes
 from sched import POLICIES, Plan, QueueFull, Request, Scheduler
 
-SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 3_000))  # 100,000 take some minutes
+SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 2_000))  # 100,000 take six minutes
 
 
 class Story:
