@@ -347,7 +347,7 @@ class Engine:
     the free memory, up to 8 of `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the
     width of a prefill chunk, less where it looks back far. `budget` is what one step may cost, in tokens: by default
     one for each slot, two chunks, and one more for every eight slots. `exact` keeps the device's shapes constant, so
-    that a request has the same bits in any company. `reuse` lets prompts share rows; `run_ahead` starts steps early.
+    that a request has the same bits in any company; without, answers are remembered. `reuse` lets prompts share rows.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class Engine:
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
         sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget, usual_len)
         limits = {"chunk": chunk, "budget": sizes.budget, "far": far_position(model.config), "max_queue": max_queue}
-        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, **limits)
+        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, remember_answers=not exact, **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
         self._ledger = Ledger()
         self._unstarted: Plan | None = None  # planned, but not yet started

@@ -19,7 +19,7 @@ one step late (unless it ends by `max_tokens`, which is known before), and the t
 
 A slot remembers the prompt that it was last filled with. A new prompt that begins alike goes on from there, or has the
 common rows copied from a slot that holds them: that is prefix reuse, and a system prompt is computed once
-(`parts/prefix.py`).
+(`parts/prefix.py`). If answers are remembered, too, a chat's next turn reads only what is new.
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parts.prefix import Beginning, Prefixes
@@ -67,10 +67,14 @@ class Request:
     reused: int = 0  # prompt tokens whose rows were taken over
     prefilled: int = 0  # prompt tokens whose rows are in the slab once all planned steps have run
     planned: int = 0  # output tokens that planned steps sample
-    committed: int = 0  # output tokens that have been read back
+    answer: list[int] = field(default_factory=list)  # output tokens that have been read back
     admitted: float | None = None
     ended: float | None = None
     finish_reason: str | None = None  # "stop" | "length" | "cancelled" | "error"
+
+    @property
+    def committed(self) -> int:
+        return len(self.answer)
 
     @property
     def phase(self) -> str:
@@ -123,6 +127,9 @@ class Plan:
     emitters: tuple[Chunk | Decode, ...]  # the members of this step that yield a token each
 
 
+Accept = Callable[[Request, int], str | None]  # delivers a token; says why the answer ends there, or None
+
+
 class Scheduler:
     def __init__(
         self,
@@ -134,12 +141,18 @@ class Scheduler:
         far: int = 2**63,  # the row at which looking back costs a token as much as all the rest
         policy: str = DEFAULT,
         max_queue: int = 10_000,
+        remember_answers: bool = False,
     ):
         for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("max_queue", max_queue)):
             if value < 1:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
         self.slots, self.max_len, self.chunk, self.budget, self.far = slots, max_len, chunk, budget, far
-        self.max_queue, self.steps, self.submitted, self.draining_to = max_queue, 0, 0, None
+        self.max_queue, self.remember_answers, self.draining_to = max_queue, remember_answers, None
+        self.steps = self.submitted = 0
+        # Prompts share whole pieces of so many rows. A conversation may go on from any row, so the pieces are as short
+        # as a chunk's width allows. Where answers are not remembered, because bits must not depend on what was there
+        # before, a piece is a whole chunk (`_usable`).
+        self.piece = PADDING if remember_answers and chunk % PADDING == 0 else chunk
         self.start_over(())
         self.drain(policy)
 
@@ -156,8 +169,7 @@ class Scheduler:
             raise ValueError(f"prompt of {n} tokens + max_tokens {need - n} = {need}, but a slot holds {self.max_len}")
         if len(self.waiting) >= self.max_queue:
             raise QueueFull(f"{len(self.waiting)} requests are waiting, and max_queue is {self.max_queue}; try later")
-        if request.shares:
-            request.beginnings = self.prefixes.beginnings(request.prompt)
+        request.beginnings = self.prefixes.beginnings(request.prompt) if request.shares else ()
         self.waiting[request.id] = request
         self.submitted += 1
 
@@ -201,8 +213,7 @@ class Scheduler:
         room = self._room(len(free))
         while self.waiting and free and len(admitted) < room and not self.draining_to:
             _, request = self.waiting.popitem(last=False)
-            _, remembers = self._shared(request, free)
-            request.slot = free[0] if remembers is None else remembers
+            request.slot = self.prefixes.place(self._usable(request), free)
             request.admitted, request.policy = now, self.policy
             self.running[request.id] = request
             free.remove(request.slot)
@@ -217,14 +228,13 @@ class Scheduler:
             "serial": 0 if self.running else 1,  # one at a time
         }[self.policy]
 
-    def _shared(self, request: Request, slots: Sequence[int]) -> tuple[int, int | None]:
-        """How many rows of this prompt's beginning these slots hold at most, and which slot does.
+    def _usable(self, request: Request) -> Sequence[Beginning]:
+        """What this prompt may take over: never the whole, because the answer's first token follows from its last one.
 
         In multiples of `chunk`, because there every prompt is cut, however narrow its chunks become: so what follows is
-        cut at the same places as without. And never the whole prompt, because its last token must be computed: the
-        answer's first token follows from it.
+        cut at the same places as without, and has the same bits. Where answers are remembered, in shorter pieces.
         """
-        return self.prefixes.find(request.beginnings[: (len(request.prompt) - 1) // self.chunk], slots)
+        return request.beginnings[: (len(request.prompt) - 1) // self.piece]
 
     def _chunks(self, requests: Iterable[Request], budget: int) -> tuple[Chunk, ...]:
         """Cut prompts into chunks, oldest first, until the step's budget is spent.
@@ -243,8 +253,9 @@ class Scheduler:
                 # The prefix is matched when prefill starts. A request that shares a chunk which this step is writing
                 # waits one step, and takes it over then. So of eight prompts that arrive together and begin alike,
                 # the first writes the common part, and seven take it over.
-                start, source = self._shared(request, (request.slot, *range(self.slots)))
-                if any(self._goes_on_alike(request, chunk.request, start) for chunk in chunks):
+                usable = self._usable(request)
+                start, source = self.prefixes.best(usable, request.slot, self.chunk)
+                if any(self.prefixes.alike(usable, c.request.beginnings, start, self.chunk) for c in chunks):
                     continue
             left, widest = len(request.prompt) - start, self._widest(start)
             width = min(widest, -(-left // PADDING) * PADDING)
@@ -258,18 +269,11 @@ class Scheduler:
             chunks.append(Chunk(request, request.slot, start, request.prefilled, width, cost, copied, ends))
         return tuple(chunks)
 
-    def _goes_on_alike(self, request: Request, other: Request, start: int) -> bool:
-        """Do both prompts go on with the same chunk at `start`, and may the request take it over?"""
-        n, last = start // self.chunk, (len(request.prompt) - 1) // self.chunk
-        return n < last and request.beginnings[n : n + 1] == other.beginnings[n : n + 1] != ()
-
     def _fill(self, request: Request, start: int, stop: int, source: int | None) -> None:
         """Keep account of what the slot holds. Once this step has run, it is the prompt's first `stop` rows."""
         if request.prefilled == 0:
             request.reused = start
-            self.prefixes.forget(request.slot)
-            if source is not None:
-                self.prefixes.use(source)
+            self.prefixes.begin(request.slot, source)
         request.prefilled = stop
         self.prefixes.hold(request.slot, request.beginnings, stop)
 
@@ -287,12 +291,9 @@ class Scheduler:
             widest //= 2
         return widest
 
-    def commit(
-        self, plan: Plan, tokens: Sequence[int], accept: Callable[[Request, int], str | None], now: float
-    ) -> list[Request]:
+    def commit(self, plan: Plan, tokens: Sequence[int], accept: Accept, now: float) -> list[Request]:
         """Hand each emitter its token and free the slots of those that end; answers with the ended.
 
-        `accept(request, token)` delivers the token and says why the answer ends there, or None if it goes on.
         Results belong to requests, not to slots: a slot may have a new owner by the time its token is read.
         """
         ended = []
@@ -300,7 +301,7 @@ class Scheduler:
             request = member.request
             if request.finish_reason is not None:
                 continue  # a ghost: it ended after this step had been planned
-            request.committed += 1
+            request.answer.append(token)
             if reason := accept(request, token) or ("length" if request.committed == request.max_tokens else None):
                 self.finish(request, reason, now)
                 ended.append(request)
@@ -332,6 +333,9 @@ class Scheduler:
         if request.finish_reason == "error" or request.committed == 0:
             proven = 0
             self.prefixes.forget(request.slot)  # no other prompt may take these rows over
+        elif self.remember_answers and request.shares:
+            # The newest token is told, but its row is not written, unless by a ghost.
+            self.prefixes.hold_more(request.slot, request.prompt, request.answer[:-1])
         if request.prefilled and (proven == 0 or request.planned > request.committed):
             self._unproven[request.slot] = proven, -(-written // self.chunk) * self.chunk
 
@@ -340,7 +344,7 @@ class Scheduler:
 
         After a failure this is what remains. None of them has yielded a token, or it could not begin again.
         """
-        self.prefixes = Prefixes(self.slots, self.chunk)
+        self.prefixes = Prefixes(self.slots, self.piece)
         self._unproven: dict[int, tuple[int, int]] = {}  # slot -> its rows that may hold numbers that are not finite
         self.running: dict[int, Request] = {}  # by id, in the order of admission; each knows its slot
         # By id: first come, first served; any may leave.
@@ -358,7 +362,7 @@ class Scheduler:
         assert sorted(taken + self.free) == list(range(self.slots)), (taken, self.free)
         for r in self.running.values():
             assert r.finish_reason is None and 0 <= r.reused <= r.prefilled <= len(r.prompt), r
-            assert r.reused % self.chunk == 0 and r.prefilled in (0, self.prefixes.rows[r.slot]), r
+            assert r.reused % self.piece == 0 and r.prefilled in (0, self.prefixes.rows[r.slot]), r
             assert 0 <= r.committed <= r.planned <= min(r.max_tokens, r.committed + 2), r
             assert r.planned == 0 or r.prefilled == len(r.prompt), r
         assert all(r.slot is None and r.planned == 0 for r in self.waiting.values()), self.waiting

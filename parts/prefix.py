@@ -5,15 +5,16 @@ before. Their keys and values are the same rows, so they should be computed once
 what every slot holds, token by token and again in every step, takes longer than a step: with 64 slots of 16,000 tokens
 it took more than a second.
 
-The way out: give each beginning a name. A prompt is cut into chunks, and each chunk leads from one `Beginning` to the
-next longer one. Equal chunks lead from equal beginnings to the same object, so two prompts share n chunks exactly if
+The way out: give each beginning a name. A prompt is cut into pieces, and each piece leads from one `Beginning` to the
+next longer one. Equal pieces lead from equal beginnings to the same object, so two prompts share n pieces exactly if
 their n-th beginnings are one and the same object:
 
-    prompt A   c a t s . s i t . . . .        chunks of 4:   cats -> .sit -> ....
+    prompt A   c a t s . s i t . . . .        pieces of 4:   cats -> .sit -> ....
     prompt B   c a t s . r u n . . . .                       cats -> .run -> ....     one object, then two
 
-A prompt's tokens are read once, when it is submitted. From then on a comparison is a look at one object, and each
-beginning knows the slots that hold its rows.
+A prompt's tokens are read once, when it is submitted, and an answer's, where answers are remembered, when it ends: the
+answer goes on where its prompt's name ends. From then on a comparison is a look at one object, and each beginning knows
+the slots that hold its rows.
 
 The invariant: a slot that holds a beginning holds all shorter ones of the same prompt.
 
@@ -29,7 +30,7 @@ from weakref import WeakValueDictionary
 
 
 class Beginning:
-    """The first n chunks of a prompt. Prompts that begin alike refer to the same object."""
+    """The first n pieces of a prompt. Prompts that begin alike refer to the same object."""
 
     __slots__ = ("__weakref__", "slots")
 
@@ -40,19 +41,22 @@ class Beginning:
 class Prefixes:
     """The beginnings of all prompts that are open or remembered, and the slots that hold their rows."""
 
-    def __init__(self, slots: int, chunk: int):
-        self.chunk = chunk
-        self.rows = [0] * slots  # by slot: rows of the prompt that it was last filled with
+    def __init__(self, slots: int, piece: int):
+        self.piece = piece
+        self.rows = [0] * slots  # by slot: rows of the prompt that it was last filled with, and of a remembered answer
         self.by_use = list(range(slots))  # the slot that was used longest ago stands first: it is written over next
         self._held: list[list[Beginning]] = [[] for _ in range(slots)]  # by slot: the beginnings it holds, in order
-        # (a beginning, the next chunk's tokens) -> the beginning that is longer by this chunk. The tokens are bytes,
+        # (a beginning, the next piece's tokens) -> the beginning that is longer by this piece. The tokens are bytes,
         # which remember their hash: a dictionary wants it again when an entry dies, and that may be inside a plan.
         self._longer: WeakValueDictionary[tuple[Beginning | None, bytes], Beginning] = WeakValueDictionary()
 
-    def beginnings(self, prompt: tuple[int, ...]) -> list[Beginning]:
-        """A prompt's beginnings of one chunk, two chunks, and so on. The rest that fills no chunk is left out."""
-        found, last = [], None
-        data, width = array("q", prompt).tobytes(), 8 * self.chunk
+    def beginnings(self, tokens: Sequence[int], after: Beginning | None = None) -> list[Beginning]:
+        """A prompt's beginnings of one piece, two pieces, and so on. The rest that fills no piece is left out.
+
+        Or those of a longer text, if these tokens stand `after` a beginning of it.
+        """
+        found, last = [], after
+        data, width = array("q", tokens).tobytes(), 8 * self.piece
         for start in range(0, len(data) - width + 1, width):
             step = last, data[start : start + width]
             last = self._longer.get(step)
@@ -67,15 +71,51 @@ class Prefixes:
         count = bisect_left(beginnings, True, key=lambda beginning: among.isdisjoint(beginning.slots))
         if count == 0:
             return 0, None
-        return count * self.chunk, next(slot for slot in slots if slot in beginnings[count - 1].slots)
+        return count * self.piece, next(slot for slot in slots if slot in beginnings[count - 1].slots)
+
+    def place(self, beginnings: Sequence[Beginning], free: Sequence[int]) -> int:
+        """Which free slot to write such a prompt into.
+
+        Best into the one that holds the most of it: there no row needs to be copied. But what it holds beyond that is
+        lost. If this is more than what is shared, the slot may be a conversation's, which has no more than the system
+        prompt in common with this one, and goes on later. Then the slot that was used longest ago is the better one.
+        """
+        rows, slot = self.find(beginnings, free)
+        return free[0] if slot is None or self.rows[slot] > 2 * rows else slot
+
+    def best(self, beginnings: Sequence[Beginning], slot: int, worth: int) -> tuple[int, int | None]:
+        """How many rows of these beginnings a slot begins with at best, and the slot that has them.
+
+        It is the slot itself, unless another has `worth` rows more. To copy fewer takes longer than to compute them.
+        """
+        near = self.find(beginnings[: len(self._held[slot])], (slot,))
+        most = self.find(beginnings, range(len(self.rows)))
+        return most if most[0] >= near[0] + worth else near
+
+    def alike(self, beginnings: Sequence[Beginning], other: Sequence[Beginning], rows: int, more: int) -> bool:
+        """Do two prompts whose first `rows` rows are alike share so many more?"""
+        n = (rows + more) // self.piece
+        return beginnings[n - 1 : n] == other[n - 1 : n] and n <= len(beginnings)
+
+    def begin(self, slot: int, source: int | None) -> None:
+        """The slot gets a new prompt, whose first rows are taken over from `source`, unless that is None."""
+        self.forget(slot)
+        if source is not None:
+            self.use(source)
 
     def hold(self, slot: int, beginnings: Sequence[Beginning], rows: int) -> None:
         """The slot's first `rows` rows are those of this prompt, as they were or with more at their end."""
         held = self._held[slot]
-        for beginning in beginnings[len(held) : rows // self.chunk]:
+        for beginning in beginnings[len(held) : rows // self.piece]:
             beginning.slots.add(slot)
             held.append(beginning)
         self.rows[slot] = rows
+
+    def hold_more(self, slot: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """After the whole of its prompt, the slot holds the rows of these tokens of the answer."""
+        held = self._held[slot]
+        rest = [*prompt[len(held) * self.piece :], *answer]
+        self.hold(slot, held + self.beginnings(rest, held[-1] if held else None), len(prompt) + len(answer))
 
     def use(self, slot: int) -> None:
         """It was used just now, so of all slots it is written over last."""

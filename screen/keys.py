@@ -66,7 +66,7 @@ WORDS = (
     ("prefill ▒", "the prompt goes into the slot, a chunk a step. After the last chunk comes the first token."),
     ("decode █", "one more token for each slot whose prompt is in, all of them in one pass through the weights."),
     ("reused ▓", "rows taken over from another prompt that begins alike: they are not computed again."),
-    ("remembered ░", "rows of its last prompt that a free slot still holds, until they are reused or written over."),
+    ("remembered ░", "rows of its last request that a free slot still holds, until they are reused or written over."),
     ("blocked ╳", "the slot is free and requests wait, but the policy keeps it shut."),
     ("held ┈", "in a slot, but the budget left no room for its next chunk, or what it shares is being written."),
     ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),

@@ -1,12 +1,16 @@
 """Prompts that begin alike share what has been computed, and nobody can tell but by the time it takes."""
 
+import os
+
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 
 from nanobatch import Engine, Sampling
 from parts.device import mx
+from sched import Scheduler
 
+CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 10))  # schedules of them
 SHORT = Sampling(max_tokens=4, ignore_eos=True)
 
 
@@ -106,3 +110,170 @@ def test_a_snapshot_shows_what_was_reused_and_what_is_remembered(parts):
         engine.submit(tokens(40), SHORT)
         engine.step()
         assert engine.snapshot().slots[0].reused == 32
+
+
+# --- a chat's next turn ------------------------------------------------------------------------------------------
+
+
+def turns(engine: Engine, first: list[int], count: int, answer: int = 30) -> list[tuple[int, int, list[int]]]:
+    """A conversation. For each turn: its prompt's length, how much of it was taken over, and the answer."""
+    said, told = first, []
+    for turn in range(count):
+        result = engine.submit(said, Sampling(max_tokens=answer, ignore_eos=True)).result()
+        told.append((len(said), result.metrics.cached_tokens, result.tokens))
+        said = said + result.tokens + tokens(9, seed=turn + 1)
+    return told
+
+
+def test_where_bits_may_change_the_next_turn_reads_only_what_is_new(parts):
+    """Of 40 + 30 tokens, all but the newest have rows: 69, of which 64 are whole pieces of 16. And so on."""
+    with Engine(*parts, slots=2, max_len=256, chunk=32, exact=False) as engine:
+        told = turns(engine, tokens(40), 4)
+        assert [cached for _, cached, _ in told] == [0, 64, 96, 144]
+        assert prefilled(engine) == 40 + (79 - 64) + (118 - 96) + (157 - 144)
+    with Engine(*parts, slots=2, max_len=256, chunk=32, reuse=False) as plain:
+        assert [answer for *_, answer in turns(plain, tokens(40), 4)] == [answer for *_, answer in told]
+
+
+def test_where_bits_may_not_change_no_answer_is_remembered(parts):
+    """An answer's rows come from other products than a prompt's: a next turn's bits would tell of the turn before."""
+    with Engine(*parts, slots=2, max_len=256, chunk=32) as engine:
+        assert [cached for _, cached, _ in turns(engine, tokens(40), 4)] == [0, 32, 64, 96]
+        assert [slot.remembered for slot in engine.snapshot().slots] == [157, 0]
+
+
+def test_what_a_slot_remembers_of_an_answer_is_shown(parts):
+    """The newest token has no row, and a request that shares nothing leaves nothing of its answer behind."""
+    with Engine(*parts, slots=2, max_len=128, chunk=32, exact=False) as engine:
+        engine.submit(tokens(40), SHORT).result()
+        assert [slot.remembered for slot in engine.snapshot().slots] == [43, 0]
+        handle = engine.submit(tokens(20, seed=1), Sampling(max_tokens=50, ignore_eos=True))
+        while len(handle.tokens) < 10:
+            engine.step()
+        handle.cancel()
+        assert [slot.remembered for slot in engine.snapshot().slots] == [43, 20 + 9]
+        engine.drain("static")
+        engine.step()
+        assert [slot.remembered for slot in engine.snapshot().slots] == [0, 0]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_two_conversations_with_one_system_prompt_keep_a_slot_each(parts, exact):
+    """The second took the first one's slot, since that held its beginning, while two others were empty."""
+    with Engine(*parts, slots=3, max_len=512, chunk=32, exact=exact) as engine:
+        said, slots, cached = [tokens(64) + tokens(100, seed=seed) for seed in (7, 8)], [set(), set()], [[], []]
+        for turn in range(3):
+            for who in (0, 1):
+                handle = engine.submit(said[who], SHORT)
+                cached[who].append(handle.result().metrics.cached_tokens)
+                slots[who].add(handle.request.slot)
+                said[who] = said[who] + handle.tokens + tokens(28, seed=turn)
+        assert cached == [[0, 160, 192], [64, 160, 192]]
+        assert [len(each) for each in slots] == [1, 1] and slots[0] != slots[1]
+
+
+def test_an_answer_that_grows_beyond_the_trained_length_is_not_taken_over_there(tmp_path):
+    """Beyond it, dynamic rope turns each row by the length at which it was written."""
+    folder = make_checkpoint(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=100)
+    with Engine.load(folder, slots=2, max_len=256, chunk=32, exact=False) as engine:
+        first = engine.submit(tokens(70), Sampling(max_tokens=60, ignore_eos=True)).result()
+        said = tokens(70) + first.tokens
+        cached = [engine.submit(said[:n], SHORT).result().metrics.cached_tokens for n in (100, 101, 130)]
+        assert cached == [96, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def plain(parts):
+    with Engine(*parts, slots=16, max_len=320, reuse=False) as engine:
+        yield engine
+
+
+def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
+    """Three turns of random conversations in each other's company.
+
+    Counts tokens, answers that differ from those without reuse, and rows of answers that were taken over.
+    """
+    rng = np.random.default_rng(seed)
+    slots, chunk, budget = int(rng.integers(1, 7)), int(rng.choice([32, 64])), int(rng.choice([1, 100, 10_000]))
+    options = {"slots": slots, "chunk": chunk, "budget": budget, "run_ahead": bool(rng.random() < 0.8)}
+    opening, done, reused = tokens(70, seed=seed), [], 0
+    with Engine(*parts, exact=False, max_len=320, **options) as engine:
+        going = []  # (handle, the step in which it is cancelled, its turn, the length of the prompt before)
+
+        def say(prompt: list[int], turn: int, before: int) -> None:
+            sampling = Sampling(max_tokens=int(rng.integers(1, 50)), ignore_eos=True)
+            cancel = engine.steps + int(rng.integers(1, 40)) if rng.random() < 0.2 else 10**9
+            going.append((engine.submit(prompt, sampling), cancel, turn, before))
+
+        for _ in range(4):
+            say(opening[: int(rng.integers(0, 70))] + rng.integers(0, 256, rng.integers(1, 40)).tolist(), 1, 10**9)
+        while going:
+            for talk in list(going):
+                handle, cancel, turn, before = talk
+                if engine.steps >= cancel:
+                    handle.cancel()
+                if handle.finish_reason and rng.random() < 0.5:
+                    going.remove(talk)
+                    done.append(handle)
+                    reused += max(0, handle.request.reused - before)
+                    said = [*handle.request.prompt, *handle.tokens]
+                    if rng.random() < 0.2:  # it was written in other tokens, or changed
+                        said = said[: int(rng.integers(1, len(said) + 1))]
+                    if turn < 3:
+                        more = rng.integers(0, 256, rng.integers(1, 20)).tolist()
+                        say(said + more, turn + 1, len(handle.request.prompt))
+            engine.step()
+            engine.check()
+    alone = [plain.submit(handle.request.prompt, handle.sampling) for handle in done]
+    differ = sum(
+        handle.tokens != other.result().tokens[: len(handle.tokens)] for handle, other in zip(done, alone, strict=True)
+    )
+    assert len(done) == 12
+    return sum(len(handle.tokens) for handle in done), differ, reused
+
+
+def test_conversations_in_any_company_say_what_they_say_without_reuse(parts, plain):
+    """In float32 on a CPU. Some turns are cancelled, and some change what was said before."""
+    compared, differ, reused = np.sum([conversations(parts, plain, seed) for seed in range(CONVERSATIONS)], axis=0)
+    print(f"{compared:,} tokens of {12 * CONVERSATIONS} turns compared, {reused:,} rows of answers reused")
+    assert compared > 150 * CONVERSATIONS and reused > 40 * CONVERSATIONS
+    assert differ == 0
+
+
+def test_a_row_that_is_remembered_and_was_never_written_is_caught(parts, plain, monkeypatch):
+    """The newest token of an answer has no row yet: remembered, it would be whatever the slot held there.
+
+    34 tokens and an answer of 30 are 64, four whole pieces. So one row too many is taken over at once.
+    """
+
+    def differ() -> bool:
+        with Engine(*parts, slots=1, max_len=320, chunk=32, exact=False) as engine:
+            turns(engine, tokens(200, seed=9), 1)
+            return [each[2] for each in turns(engine, tokens(34), 3)] != expected
+
+    expected = [answer for *_, answer in turns(plain, tokens(34), 3)]
+    assert not differ()
+    doubt = Scheduler._doubt
+
+    def one_more(self, request):
+        doubt(self, request)
+        whole = (*request.prompt, *request.answer)
+        self.prefixes.hold(request.slot, self.prefixes.beginnings(whole), len(whole))
+
+    monkeypatch.setattr(Scheduler, "_doubt", one_more)
+    assert differ()
+
+
+def test_a_chat_of_messages_goes_on_behind_its_own_answer():
+    """The template writes the earlier turns anew, the answer's text in new tokens: as far as they agree they match."""
+    chat, told = [], []
+    with Engine.load("demo", slots=2, max_len=256, exact=False) as engine:
+        for question in ("Count from 3 to 12.", "Reverse the word stone.", "What is 17 + 6?"):
+            chat.append({"role": "user", "content": question})
+            handle = engine.submit(chat, Sampling(max_tokens=40))
+            result = handle.result()
+            chat.append({"role": "assistant", "content": result.text})
+            told.append((len(handle.request.prompt), len(result.tokens), result.metrics.cached_tokens))
+    (first, said, none), (second, said_then, cached), (_, _, cached_then) = told
+    assert (none, cached, cached_then) == (0, (first + said - 1) // 16 * 16, (second + said_then - 1) // 16 * 16)
+    assert cached > first, "the test is too small: the answer ends within a piece"
