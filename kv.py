@@ -93,12 +93,12 @@ class Slab:
 
 
 class Look(NamedTuple):
-    """Neighbouring sequences of a window that read equally far: their attention is one product."""
+    """Sequences of a window in neighbouring slots, which read equally far: their attention is one product."""
 
     start: int  # the sequences start..stop of the window
     stop: int
     T: int  # how many rows they read
-    mask: mx.array  # (stop - start, 1, 1 or G * L, T), added to the scores
+    mask: mx.array | str  # (stop - start, 1, 1 or G * L, T), added to the scores; of a GPU, see `Window.for_gpu`
 
 
 class Window:
@@ -123,10 +123,15 @@ class Window:
         self.slab, self.slots, self.starts, self.L, self.lengths = slab, slots, starts, L, lengths
         self.B = len(slots)
         self.positions = mx.array(starts)[:, None] + mx.arange(L)  # (B, L)
-        self._slots, self._rows = mx.array(slots), mx.array(starts)
-        # `write` needs the row's index for every number of a (B, Hkv, 1, Dh). Made here, it serves all layers.
+        self.first = mx.array(starts)  # (B,)
+        # `write` needs the row's index for every number that it writes. Made here, it serves all layers.
         self._is_all = slots == list(range(slab.slots))
-        self._row = mx.broadcast_to(self._rows[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
+        if self._is_all:  # the row in its head
+            self._row = mx.broadcast_to(self.first[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
+        else:  # the row in the whole slab
+            heads = mx.array(slots)[:, None] * slab.Hkv + mx.arange(slab.Hkv)  # (B, Hkv)
+            rows = heads * (slab.length + SPARE) + self.first[:, None]
+            self._row = mx.broadcast_to(rows.reshape(-1, 1), (self.B * slab.Hkv, slab.Dh))
 
     def looks(self, G: int) -> list[Look]:
         """How far the sequences read. The scores that a mask is made for have the L tokens of G heads in a row."""
@@ -134,16 +139,32 @@ class Window:
         for start in self.starts:
             is_idle = start == self.slab.spare
             reaches.append((reaches or [BUCKET])[-1] if is_idle else self.slab.reach(start + self.L, self.L == 1))
+        # A product reads neighbouring slots as a view. On a GPU, one more product costs more than it saves.
+        apart = [later - slot != 1 for slot, later in pairwise(self.slots)]
+        if not has_gpu():
+            apart = [far or one != other for far, (one, other) in zip(apart, pairwise(reaches), strict=True)]
+        runs = [*pairwise([0, *(i for i, far in enumerate(apart, 1) if far), self.B])]
         longest = max(reaches)
         # Row j is visible from position p if j <= p. That is causality, and it also hides what earlier owners left.
         visible = mx.arange(longest) <= self.positions[:, :, None]  # (B, L, longest)
+        if has_gpu():
+            return [self.for_gpu(i, j, max(reaches[i:j]), visible, G) for i, j in runs]
         mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (B, 1, L, longest)
         if self.L > 1:
             mask = mx.concatenate([mask] * G, axis=2)
-        # On a GPU, one more product costs more than it saves.
-        cuts = [i for i in range(1, self.B) if reaches[i] != reaches[i - 1] and not has_gpu()]
-        runs = pairwise([0, *cuts, self.B])
         return [Look(i, j, T := max(reaches[i:j]), mask[i:j, ..., :T]) for i, j in runs]
+
+    def for_gpu(self, start: int, stop: int, T: int, visible: mx.array, G: int) -> Look:
+        """As the kernel for attention wants it: True where a row is visible, for each query head.
+
+        subtle: made here in full (`contiguous`), it serves all layers. Of a mask that is the same for all heads, the
+        kernel would make a copy for each head, in each layer. A sequence alone needs none: if the last of its tokens
+        sees the last row that is read, "causal" says all.
+        """
+        if stop - start == 1 and self.starts[start] != self.slab.spare:
+            return Look(start, stop, self.starts[start] + self.L, "causal")
+        mask = mx.broadcast_to(visible[start:stop, None, :, :T], (stop - start, G * self.slab.Hkv, self.L, T))
+        return Look(start, stop, T, mx.contiguous(mask))
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B, Hkv, L, Dh).
@@ -159,16 +180,14 @@ class Window:
                 slot, start = self.slots[0], self.starts[0]
                 slab[layer][slot, :, start : start + self.L] = new[0]
             elif self._is_all:  # one row in every slot
-                # This is one operation. A scatter by two arrays of indices, as below, takes ten nodes of the graph.
+                # This is one operation. A scatter by arrays of slots and rows would take ten nodes of the graph.
                 slab[layer] = mx.put_along_axis(slab[layer], self._row, new, axis=2)
-            else:  # one row in some slots
-                slab[layer][self._slots, :, self._rows] = new[:, :, 0]
+            else:  # one row in some slots: the same operation, on the slab as one list of rows
+                shape, Dh = slab[layer].shape, self.slab.Dh
+                rows = mx.put_along_axis(slab[layer].reshape(-1, Dh), self._row, new.reshape(-1, Dh), axis=0)
+                slab[layer] = rows.reshape(shape)
 
     def read(self, layer: int, look: Look) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
-        """The keys and values that a look reads: views of the slab, or copies if only some slots take part."""
-        slots = self.slots[look.start : look.stop]
-        first, last = slots[0], slots[-1]
-        both = self.slab.k[layer], self.slab.v[layer]
-        if slots == list(range(first, last + 1)):
-            return tuple(each[first : last + 1, :, : look.T] for each in both)
-        return tuple(mx.take(each[:, :, : look.T], self._slots[look.start : look.stop], axis=0) for each in both)
+        """The keys and values that a look reads: views of the slab."""
+        slots = slice(self.slots[look.start], self.slots[look.stop - 1] + 1)
+        return self.slab.k[layer][slots, :, : look.T], self.slab.v[layer][slots, :, : look.T]

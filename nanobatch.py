@@ -52,7 +52,7 @@ from parts.checkpoint import Config, ModelError
 from parts.device import device_lock, device_stream, mx
 from parts.load import WIDEST_PASS, Layer, Model, ModelReader, Sizes, far_position, fit, keeps_bits, slab_shape
 from parts.loop import Loop
-from parts.ops import rms_norm, rope_angles, rotate, silu, softmax
+from parts.ops import rms_norm, softmax, swiglu, turning
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Pick, Sampling, choose
 from parts.text import Text
 from sched import DEFAULT, PADDING, POLICIES, Plan, QueueFull, Request, Scheduler
@@ -89,7 +89,7 @@ def forward(
     """
     c = model.config
     sizes = [array.size for array in ids]  # N is their sum
-    angles = [rope_angles(model, window) for window in windows]
+    turns = [turning(model, window) for window in windows]
     looks = [window.looks(c.H // c.Hkv) for window in windows]
     x = model.table.rows(ids[0] if len(ids) == 1 else mx.concatenate([array.flatten() for array in ids]))  # (N, D)
     for index, layer in enumerate(model.layers):
@@ -97,8 +97,8 @@ def forward(
         # values.
         qkv = layer.qkv(rms_norm(x, layer.attn_norm, c.norm_eps))  # (N, (H + 2 Hkv) * Dh)
         queries = []
-        for own, window, turns in zip(cut(qkv, sizes), windows, angles, strict=True):
-            q, k, v = heads(c, layer, own, window, turns)  # (B, H, L, Dh), twice (B, Hkv, L, Dh)
+        for own, window, turn in zip(cut(qkv, sizes), windows, turns, strict=True):
+            q, k, v = heads(c, layer, own, window, turn)  # (B, H, L, Dh), twice (B, Hkv, L, Dh)
             window.write(index, k, v)  # all windows write before the first one reads
             queries.append(q)
         if index == c.layers - 1 and any(asked) and not all(asked):
@@ -112,7 +112,7 @@ def forward(
         x = x + layer.o(mx.concatenate(sums).reshape(*x.shape[:-1], -1))  # heads side by side -> (N, D)
         # The MLP: each token by itself.
         gate, up = mx.split(layer.gate_up(rms_norm(x, layer.mlp_norm, c.norm_eps)), 2, axis=-1)  # (N, hidden) each
-        x = x + layer.down(silu(gate) * up)
+        x = x + layer.down(swiglu(gate, up))
     return cut(rms_norm(x, model.norm, c.norm_eps).reshape(-1, c.D), sizes)
 
 
@@ -121,7 +121,7 @@ def cut(x: mx.array, sizes: Sequence[int]) -> list[mx.array]:  # (N, ...) -> (si
 
 
 def heads(
-    c: Config, layer: Layer, qkv: mx.array, window: Window, angles: tuple[mx.array, mx.array]
+    c: Config, layer: Layer, qkv: mx.array, window: Window, turn: Callable[[mx.array], mx.array]
 ) -> tuple[mx.array, mx.array, mx.array]:  # (B * L, (H + 2 Hkv) * Dh) -> (B, H, L, Dh), twice (B, Hkv, L, Dh)
     """A window's queries, keys and values, head by head, queries and keys turned by their positions."""
     qkv = qkv.reshape(window.B, window.L, c.H + 2 * c.Hkv, c.Dh).transpose(0, 2, 1, 3)  # (B, H + 2 Hkv, L, Dh)
@@ -130,11 +130,11 @@ def heads(
         q, k = mx.split(qk, [c.H], axis=1)
         q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
         qk = mx.concatenate([q, k], axis=1)
-    q, k = mx.split(rotate(qk, *angles), [c.H], axis=1)  # q and k turn alike: one operation for both
+    q, k = mx.split(turn(qk), [c.H], axis=1)  # q and k turn alike: one operation for both
     return q, k, v
 
 
-def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:
+def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str) -> mx.array:
     """softmax(q k^T + mask) v     q (B, H, L, Dh), k and v (B, Hkv, T, Dh) -> (B * L, H * Dh)
 
     Where is the 1 / sqrt(Dh) of the papers? Half of it is in q and half in k, since `rope_angles` makes them shorter
@@ -142,8 +142,13 @@ def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array
 
     G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the rows of one matrix
     product, and each key is read once for all of them.
+
+    On a GPU, one kernel does all of this and keeps no scores; it divides by sqrt(Dh) and shares the keys itself.
     """
     B, H, L, Dh = q.shape
+    if device.has_gpu():
+        sums = mx.fast.scaled_dot_product_attention(q, k, v, scale=Dh**-0.5, mask=mask)
+        return sums.transpose(0, 2, 1, 3).reshape(B * L, H * Dh)
     folded = q.reshape(B, k.shape[1], -1, Dh)  # (B, Hkv, G * L, Dh)
     weights = softmax(folded @ k.swapaxes(-1, -2) + mask).astype(v.dtype)  # (B, Hkv, G * L, T)
     return (weights @ v).reshape(B, H, L, Dh).transpose(0, 2, 1, 3).reshape(B * L, H * Dh)
@@ -302,11 +307,8 @@ class Runner:
             ids = [*first.ids, *[0] * (first.width - len(first.ids))]
             return mx.array([ids]), Window(slab, [first.slot], [first.start], first.width, [first.length])
         at = {piece.slot: piece.start for piece in group}
-        slots = list(range(slab.slots)) if self.exact else list(at)
+        slots = list(range(slab.slots)) if self.exact else sorted(at)
         starts = [at.get(slot, slab.spare) for slot in slots]
-        while not self.exact and len(slots) & (len(slots) - 1):  # compact: a power of two, so that shapes are few
-            slots.append(slots[0])
-            starts.append(slab.spare)
         lengths = [at.get(slot, 0) + 1 for slot in slots]
         # The ids are on the device, and nothing has read them yet.
         return self._newest[mx.array(slots)], Window(slab, slots, starts, 1, lengths)

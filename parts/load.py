@@ -24,17 +24,17 @@ from kv import BUCKET, Slab
 from parts import checkpoint, checks, device
 from parts.checkpoint import Config, ModelError, Weights
 from parts.device import has_gpu, mx, readable
-from parts.ops import Dense, Quantized, SideBySide, gives_same_bits, rope_frequencies
+from parts.ops import Dense, Quantized, SideBySide, gives_same_bits, rope_frequencies, rope_periods
 
 
 class Layer(NamedTuple):
     attn_norm: mx.array  # (D,)
-    qkv: Dense | SideBySide  # D -> (H + 2 Hkv) * Dh
+    qkv: Dense | Quantized | SideBySide  # D -> (H + 2 Hkv) * Dh
     q_norm: mx.array | None  # (Dh,), qwen3 alone
     k_norm: mx.array | None
     o: Dense | Quantized  # H * Dh -> D
     mlp_norm: mx.array
-    gate_up: Dense | SideBySide  # D -> 2 * hidden
+    gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
     down: Dense | Quantized  # hidden -> D
 
 
@@ -48,6 +48,7 @@ class Model:
     table: Dense | Quantized  # the embedding, as a projection D -> V
     head: Dense | Quantized  # D -> V; the table itself where the checkpoint ties them
     frequencies: mx.array  # (Dh/2,)
+    periods: mx.array | None = None  # 1 / frequencies, for a GPU
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -98,8 +99,10 @@ class ModelReader:
         layers = [self.layer(f"model.layers.{i}.") for i in range(c.layers)]
         norm, table = self.vector("model.norm.weight"), self.linear("model.embed_tokens")
         head = table if c.tied else self.linear("lm_head")
-        model = Model(c, layers, norm, table, head, rope_frequencies(c.rope, c.Dh))
-        mx.eval(norm, table, head, model.frequencies)
+        frequencies = rope_frequencies(c.rope, c.Dh)
+        periods = rope_periods(frequencies, norm.dtype) if has_gpu() else None
+        model = Model(c, layers, norm, table, head, frequencies, periods)
+        mx.eval(norm, table, head, frequencies, periods)
         return model
 
     def layer(self, name: str) -> Layer:
@@ -130,7 +133,10 @@ class ModelReader:
         if not any(isinstance(part, Quantized) for part in parts):
             return Dense.of(parts)
         parts = [part if isinstance(part, Quantized) else Dense.of([part]) for part in parts]
-        return parts[0] if len(parts) == 1 else SideBySide(tuple(parts))
+        if len(parts) == 1:
+            return parts[0]
+        packed_alike = len({(part.bits, part.group) if isinstance(part, Quantized) else None for part in parts}) == 1
+        return Quantized.of(parts) if packed_alike else SideBySide(tuple(parts))
 
     def part(self, module: str) -> Quantized | tuple[mx.array, mx.array | None]:
         """A module as the checkpoint has it: quantized, or its weight (out, in) and bias."""
