@@ -122,16 +122,16 @@ class Window:
             assert 0 <= start <= slab.length - L or (start, L) == (slab.spare, 1), (start, L)
         self.slab, self.slots, self.starts, self.L, self.lengths = slab, slots, starts, L, lengths
         self.B = len(slots)
-        self.positions = mx.array(starts)[:, None] + mx.arange(L)  # (B, L)
         self.first = mx.array(starts)  # (B,)
+        self.positions = self.first[:, None] + mx.arange(L) if L > 1 else self.first[:, None]  # (B, L)
         # `write` needs the row's index for every number that it writes. Made here, it serves all layers.
         self._is_all = slots == list(range(slab.slots))
         if self._is_all:  # the row in its head
             self._row = mx.broadcast_to(self.first[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
         else:  # the row in the whole slab
-            heads = mx.array(slots)[:, None] * slab.Hkv + mx.arange(slab.Hkv)  # (B, Hkv)
-            rows = heads * (slab.length + SPARE) + self.first[:, None]
-            self._row = mx.broadcast_to(rows.reshape(-1, 1), (self.B * slab.Hkv, slab.Dh))
+            heads, at = range(slab.Hkv), zip(slots, starts, strict=True)
+            rows = [[(slot * slab.Hkv + head) * (slab.length + SPARE) + row] for slot, row in at for head in heads]
+            self._row = mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
 
     def looks(self, G: int) -> list[Look]:
         """How far the sequences read. The scores that a mask is made for have the L tokens of G heads in a row."""
@@ -178,7 +178,7 @@ class Window:
         for slab, new in ((self.slab.k, k), (self.slab.v, v)):
             if self.B == 1:  # a run of rows in one slot
                 slot, start = self.slots[0], self.starts[0]
-                slab[layer][slot, :, start : start + self.L] = new[0]
+                slab[layer][slot : slot + 1, :, start : start + self.L] = new
             elif self._is_all:  # one row in every slot
                 # This is one operation. A scatter by arrays of slots and rows would take ten nodes of the graph.
                 slab[layer] = mx.put_along_axis(slab[layer], self._row, new, axis=2)

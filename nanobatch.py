@@ -50,7 +50,7 @@ from parts import answers, checkpoint, device
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
 from parts.checkpoint import Config, ModelError
 from parts.device import device_lock, device_stream, mx
-from parts.load import WIDEST_PASS, Layer, Model, ModelReader, Sizes, far_position, fit, keeps_bits, slab_shape
+from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit, keeps_bits, slab_shape, widest_pass
 from parts.loop import Loop
 from parts.ops import rms_norm, softmax, swiglu, turning
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Pick, Sampling, choose
@@ -274,7 +274,7 @@ class Runner:
         passes: list[list[tuple[Piece, ...]]] = []
         for chunk in order.chunks:
             width = sum(other.width for (other,) in passes[-1]) if passes else 0
-            if not width or not self.one_pass or chunk.source is not None or width + chunk.width > WIDEST_PASS:
+            if not width or not self.one_pass or chunk.source is not None or width + chunk.width > widest_pass():
                 passes.append([])
             passes[-1].append((chunk,))
         if order.newest:
@@ -358,10 +358,11 @@ class Engine:
 
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default as many
     and as long as fit the memory (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the width of a
-    prefill chunk, less where it looks back far. `budget` is what one step may cost, in tokens: by default one for each
-    slot, two chunks, and another chunk for every eight slots, since with more slots, more become free in the same step.
-    `exact` keeps the device's shapes constant, so that a request has the same bits in any company; without, idle
-    slots are left out. `reuse`: prompts that begin alike share rows. `run_ahead`: a step starts before one is read.
+    prefill chunk, 64 on a CPU and 256 on a GPU, less where it looks back far. `budget` is what one step may cost, in
+    tokens: by default one for each slot, two chunks, and another chunk for every eight slots, since with more slots,
+    more become free in the same step. `exact`, the default on a CPU only, keeps the device's shapes constant, so that a
+    request has the same bits in any company; without, idle slots are left out. `reuse`: prompts that begin alike share
+    rows. `run_ahead`: a step starts before one is read.
     """
 
     def __init__(
@@ -372,10 +373,10 @@ class Engine:
         slots: int | None = None,
         max_len: int | None = None,
         policy: str = DEFAULT,
-        chunk: int = 64,
+        chunk: int | None = None,
         budget: int | None = None,
         max_queue: int = 10_000,
-        exact: bool = True,
+        exact: bool | None = None,
         reuse: bool = True,
         run_ahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
@@ -383,8 +384,9 @@ class Engine:
     ):
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
         sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget)
-        limits = {"chunk": chunk, "budget": sizes.budget, "far": far_position(model.config), "max_queue": max_queue}
-        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, **limits)
+        limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue}
+        far = far_position(model.config)
+        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, far=far, **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
         self._ledger = Ledger()
         self._unstarted: Plan | None = None  # planned, but not yet started
@@ -394,6 +396,7 @@ class Engine:
         self._loop: Loop | None = None
         self._closed = self._slab_is_lost = False
         with device_lock, device_stream():
+            exact = not device.has_gpu() if exact is None else exact
             self.runner = runner or Runner(model, sizes, exact, clock)
         self.summary = f"{sizes.summary}; {device.named()}{'' if self.runner.one_pass else ', passes apart'}"
         device.close_at_exit(self)
