@@ -98,7 +98,7 @@ class Look(NamedTuple):
     start: int  # the sequences start..stop of the window
     stop: int
     T: int  # how many rows they read
-    mask: mx.array | str  # (stop - start, 1, 1 or G * L, T), added to the scores; of a GPU, see `Window.for_gpu`
+    mask: mx.array | str  # (stop - start, 1, 1 or G * L, T), added to the scores; on a GPU other forms
 
 
 class Window:
@@ -124,47 +124,35 @@ class Window:
         self.B = len(slots)
         self.first = mx.array(starts)  # (B,)
         self.positions = self.first[:, None] + mx.arange(L) if L > 1 else self.first[:, None]  # (B, L)
-        # `write` needs the row's index for every number that it writes. Made here, it serves all layers.
+        # The row of every number that `write` writes. Made here, it serves all layers.
         self._is_all = slots == list(range(slab.slots))
         if self._is_all:  # the row in its head
             self._row = mx.broadcast_to(self.first[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
         else:  # the row in the whole slab
-            heads, at = range(slab.Hkv), zip(slots, starts, strict=True)
-            rows = [[(slot * slab.Hkv + head) * (slab.length + SPARE) + row] for slot, row in at for head in heads]
+            heads, each = range(slab.Hkv), slab.length + SPARE
+            rows = [[(s * slab.Hkv + n) * each + row] for s, row in zip(slots, starts, strict=True) for n in heads]
             self._row = mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
 
     def looks(self, G: int) -> list[Look]:
         """How far the sequences read. The scores that a mask is made for have the L tokens of G heads in a row."""
+        if has_gpu() and self.B == 1:  # the last token sees the last row that is read: "causal" says all
+            return [Look(0, 1, self.starts[0] + self.L, "causal")]
         reaches: list[int] = []
         for start in self.starts:
             is_idle = start == self.slab.spare
             reaches.append((reaches or [BUCKET])[-1] if is_idle else self.slab.reach(start + self.L, self.L == 1))
-        # A product reads neighbouring slots as a view. On a GPU, one more product costs more than it saves.
-        apart = [later - slot != 1 for slot, later in pairwise(self.slots)]
-        if not has_gpu():
-            apart = [far or one != other for far, (one, other) in zip(apart, pairwise(reaches), strict=True)]
-        runs = [*pairwise([0, *(i for i, far in enumerate(apart, 1) if far), self.B])]
         longest = max(reaches)
         # Row j is visible from position p if j <= p. That is causality, and it also hides what earlier owners left.
-        visible = mx.arange(longest) <= self.positions[:, :, None]  # (B, L, longest)
-        if has_gpu():
-            return [self.for_gpu(i, j, max(reaches[i:j]), visible, G) for i, j in runs]
-        mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (B, 1, L, longest)
-        if self.L > 1:
-            mask = mx.concatenate([mask] * G, axis=2)
+        visible = (mx.arange(longest) <= self.positions[:, :, None])[:, None]  # (B, 1, L, longest)
+        if has_gpu():  # subtle: in full, once for all layers; else the kernel copies it for each head in each layer
+            mask = mx.contiguous(mx.broadcast_to(visible, (self.B, G * self.slab.Hkv, self.L, longest)))
+        else:
+            mask = mx.concatenate([mx.where(visible, 0.0, -mx.inf)] * (G if self.L > 1 else 1), axis=2)
+        # Neighbouring slots are a view of the slab. On a GPU, one more product costs more than reading less saves.
+        other = [a != b and not has_gpu() for a, b in pairwise(reaches)]
+        cuts = [i for i in range(1, self.B) if self.slots[i] - self.slots[i - 1] > 1 or other[i - 1]]
+        runs = pairwise([0, *cuts, self.B])
         return [Look(i, j, T := max(reaches[i:j]), mask[i:j, ..., :T]) for i, j in runs]
-
-    def for_gpu(self, start: int, stop: int, T: int, visible: mx.array, G: int) -> Look:
-        """As the kernel for attention wants it: True where a row is visible, for each query head.
-
-        subtle: made here in full (`contiguous`), it serves all layers. Of a mask that is the same for all heads, the
-        kernel would make a copy for each head, in each layer. A sequence alone needs none: if the last of its tokens
-        sees the last row that is read, "causal" says all.
-        """
-        if stop - start == 1 and self.starts[start] != self.slab.spare:
-            return Look(start, stop, self.starts[start] + self.L, "causal")
-        mask = mx.broadcast_to(visible[start:stop, None, :, :T], (stop - start, G * self.slab.Hkv, self.L, T))
-        return Look(start, stop, T, mx.contiguous(mask))
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B, Hkv, L, Dh).
@@ -183,9 +171,8 @@ class Window:
                 # This is one operation. A scatter by arrays of slots and rows would take ten nodes of the graph.
                 slab[layer] = mx.put_along_axis(slab[layer], self._row, new, axis=2)
             else:  # one row in some slots: the same operation, on the slab as one list of rows
-                shape, Dh = slab[layer].shape, self.slab.Dh
-                rows = mx.put_along_axis(slab[layer].reshape(-1, Dh), self._row, new.reshape(-1, Dh), axis=0)
-                slab[layer] = rows.reshape(shape)
+                rows = mx.put_along_axis(slab[layer].flatten(0, 2), self._row, new.flatten(0, 2), axis=0)
+                slab[layer] = rows.reshape(slab[layer].shape)
 
     def read(self, layer: int, look: Look) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
         """The keys and values that a look reads: views of the slab."""
