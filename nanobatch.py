@@ -216,13 +216,16 @@ class Runner:
     The same orders in the same sequence give the same bits. Only the flights' figures depend on the clock.
     """
 
-    def __init__(self, model: Model, sizes: Sizes, exact: bool = True, clock: Callable[[], float] = time.perf_counter):
-        self.model, self.exact, self.clock = model, exact, clock
+    def __init__(
+        self, model: Model, sizes: Sizes, exact: bool | None = None, clock: Callable[[], float] = time.perf_counter
+    ):
+        self.model, self.clock = model, clock
+        self.exact = not device.has_gpu() if exact is None else exact
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
         self.slab: Slab | None = None
         self.reset()
         # Do all pieces of a step share one forward pass? Yes, if that changes no bit, or if bits may change.
-        self.one_pass = not exact or keeps_bits(model, sizes.slots, sizes.chunk, sizes.budget, PADDING)
+        self.one_pass = not self.exact or keeps_bits(model, sizes.slots, sizes.chunk, sizes.budget, PADDING)
 
     def reset(self) -> None:
         """A new slab, with nothing in it."""
@@ -359,10 +362,9 @@ class Engine:
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default as many
     and as long as fit the memory (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the width of a
     prefill chunk, 64 on a CPU and 256 on a GPU, less where it looks back far. `budget` is what one step may cost, in
-    tokens: by default one for each slot, two chunks, and another chunk for every eight slots, since with more slots,
-    more become free in the same step. `exact`, the default on a CPU only, keeps the device's shapes constant, so that a
-    request has the same bits in any company; without, idle slots are left out. `reuse`: prompts that begin alike share
-    rows. `run_ahead`: a step starts before one is read.
+    tokens: by default one for each slot, two chunks, and another for every eight slots, since more of them become free
+    in the same step. `exact`, the default on a CPU, keeps shapes constant, so that a request has the same bits in any
+    company; else idle slots are left out. `reuse`: equal beginnings share rows. `run_ahead`: see `_turn`.
     """
 
     def __init__(
@@ -385,8 +387,7 @@ class Engine:
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
         sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget)
         limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue}
-        far = far_position(model.config)
-        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, far=far, **limits)
+        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, far=far_position(model.config), **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
         self._ledger = Ledger()
         self._unstarted: Plan | None = None  # planned, but not yet started
@@ -396,7 +397,6 @@ class Engine:
         self._loop: Loop | None = None
         self._closed = self._slab_is_lost = False
         with device_lock, device_stream():
-            exact = not device.has_gpu() if exact is None else exact
             self.runner = runner or Runner(model, sizes, exact, clock)
         self.summary = f"{sizes.summary}; {device.named()}{'' if self.runner.one_pass else ', passes apart'}"
         device.close_at_exit(self)

@@ -24,7 +24,7 @@ FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. The whole had 4,517 in nine files, 144 of them
 # imports; in 24 files, 282 are imports. It may become less.
 CODE = {"sched": 230}
-ALL_CODE = 5000
+ALL_CODE = 5065
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
