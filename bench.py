@@ -208,8 +208,9 @@ class Ask:
 
 class Nanobatch:
     def __init__(self, folder: str, name: str, rows: int, max_len: int):
-        _, policy, *compact = name.split()
-        self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy, exact=not compact)
+        _, policy, *rest = name.split()
+        exact = {"exact": True, "compact": False}[rest[0]] if rest else None
+        self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy, exact=exact)
         self.handles: dict[int, Handle] = {}  # those under way
         self.reported = Counter()  # how many tokens of each
 
@@ -279,7 +280,7 @@ class Spec(NamedTuple):
     """What one sample measures. It travels to its process as JSON."""
 
     part: str
-    contestant: str  # the name of a peer, or "nanobatch", a policy, and perhaps "compact"
+    contestant: str  # the name of a peer, or "nanobatch", a policy, and perhaps "compact" or "exact"
     folder: str
     vocabulary: int
     rows: int
@@ -786,7 +787,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vs", choices=PEERS, help="measure this peer, too")
     add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
     add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="for every part but open, which has all")
-    add("--compact", action="store_true", help="leave idle rows out: faster, equal tokens, other bits")
+    add("--compact", action="store_true", help="leave idle rows out: faster, equal tokens, other bits (GPU: default)")
+    add("--exact", action="store_true", help="compute idle rows, too: equal bits in any company (CPU: default)")
     add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
     add("--prompt", default="128", help="tokens of a prompt (default: 128)")
     add("--output", default="64", help="tokens of an answer (default: 64)")
@@ -808,6 +810,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--parts: {shown(part)} is no part; choose among {','.join(PARTS)}")
     if args.model is not None and args.shape:
         parser.error(f"--model {args.model} and --shape {args.shape} exclude each other; give one")
+    if args.compact and args.exact:
+        parser.error("--compact and --exact exclude each other; give one")
     if args.plot and not args.source and not {"decode", "open"} & set(args.parts):
         parser.error("--plot draws decode and open; add one of them to --parts")
     wanted = {"--vs": args.vs, "newcomer": "mlx-lm" if "newcomer" in args.parts else None}
@@ -851,7 +855,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             folder = make_model(Path(temporary), args.shape)
         else:
             folder = find(args.model or "demo")
-        ours = f"nanobatch {args.policy}" + " compact" * args.compact
+        ours = f"nanobatch {args.policy}" + " compact" * args.compact + " exact" * args.exact
         vocabulary = read_config(folder, has_head=False).V
         usual = Spec("", ours, str(folder), vocabulary, ROWS, args.prompt, args.output)
         plan = make_plan(args.parts, args.rows, usual, args.vs)

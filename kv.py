@@ -94,12 +94,12 @@ class Slab:
 
 
 class Look(NamedTuple):
-    """Neighbouring sequences of a window that read equally far: their attention is one product."""
+    """Sequences of a window in neighbouring slots, which read equally far: their attention is one product."""
 
     start: int  # the sequences start..stop of the window
     stop: int
     T: int  # how many rows they read
-    mask: mx.array  # (stop - start, 1, 1 or G * L, T), added to the scores
+    mask: mx.array | str  # (stop - start, 1, 1 or G * L, T), added to the scores; on a GPU other forms
 
 
 class Window:
@@ -123,26 +123,35 @@ class Window:
             assert 0 <= start <= slab.length - L or (start, L) == (slab.spare, 1), (start, L)
         self.slab, self.slots, self.starts, self.L, self.lengths = slab, slots, starts, L, lengths
         self.B = len(slots)
-        self.positions = mx.array(starts)[:, None] + mx.arange(L)  # (B, L)
-        self._slots, self._rows = mx.array(slots), mx.array(starts)
-        # `write` needs the row's index for every number of a (B, Hkv, 1, Dh). Made here, it serves all layers.
+        self.first = mx.array(starts)  # (B,)
+        self.positions = self.first[:, None] + mx.arange(L) if L > 1 else self.first[:, None]  # (B, L)
+        # The row of every number that `write` writes. Made here, it serves all layers.
         self._is_all = slots == list(range(slab.slots))
-        self._row = mx.broadcast_to(self._rows[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
+        if self._is_all:  # the row in its head
+            self._row = mx.broadcast_to(self.first[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
+        else:  # the row in the whole slab
+            heads, each = range(slab.Hkv), slab.length + SPARE
+            rows = [[(s * slab.Hkv + n) * each + row] for s, row in zip(slots, starts, strict=True) for n in heads]
+            self._row = mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
 
     def looks(self, G: int) -> list[Look]:
         """How far the sequences read. The scores that a mask is made for have the L tokens of G heads in a row."""
+        if has_gpu() and self.B == 1:  # the last token sees the last row that is read: "causal" says all
+            return [Look(0, 1, self.starts[0] + self.L, "causal")]
         reaches: list[int] = []
         for start in self.starts:
             is_idle = start == self.slab.spare
             reaches.append((reaches or [BUCKET])[-1] if is_idle else self.slab.reach(start + self.L, self.L == 1))
         longest = max(reaches)
         # Row j is visible from position p if j <= p. That is causality, and it also hides what earlier owners left.
-        visible = mx.arange(longest) <= self.positions[:, :, None]  # (B, L, longest)
-        mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (B, 1, L, longest)
-        if self.L > 1:
-            mask = mx.concatenate([mask] * G, axis=2)
-        # On a GPU, one more product costs more than it saves.
-        cuts = [i for i in range(1, self.B) if reaches[i] != reaches[i - 1] and not has_gpu()]
+        visible = (mx.arange(longest) <= self.positions[:, :, None])[:, None]  # (B, 1, L, longest)
+        if has_gpu():  # subtle: in full, once for all layers; else the kernel copies it for each head in each layer
+            mask = mx.contiguous(mx.broadcast_to(visible, (self.B, G * self.slab.Hkv, self.L, longest)))
+        else:
+            mask = mx.concatenate([mx.where(visible, 0.0, -mx.inf)] * (G if self.L > 1 else 1), axis=2)
+        # Neighbouring slots are a view of the slab. On a GPU, one more product costs more than reading less saves.
+        other = [a != b and not has_gpu() for a, b in pairwise(reaches)]
+        cuts = [i for i in range(1, self.B) if self.slots[i] - self.slots[i - 1] > 1 or other[i - 1]]
         runs = pairwise([0, *cuts, self.B])
         return [Look(i, j, T := max(reaches[i:j]), mask[i:j, ..., :T]) for i, j in runs]
 
@@ -158,18 +167,15 @@ class Window:
         for slab, new in ((self.slab.k, k), (self.slab.v, v)):
             if self.B == 1:  # a run of rows in one slot
                 slot, start = self.slots[0], self.starts[0]
-                slab[layer][slot, :, start : start + self.L] = new[0]
+                slab[layer][slot : slot + 1, :, start : start + self.L] = new
             elif self._is_all:  # one row in every slot
-                # This is one operation. A scatter by two arrays of indices, as below, takes ten nodes of the graph.
+                # This is one operation. A scatter by arrays of slots and rows would take ten nodes of the graph.
                 slab[layer] = mx.put_along_axis(slab[layer], self._row, new, axis=2)
-            else:  # one row in some slots
-                slab[layer][self._slots, :, self._rows] = new[:, :, 0]
+            else:  # one row in some slots: the same operation, on the slab as one list of rows
+                rows = mx.put_along_axis(slab[layer].flatten(0, 2), self._row, new.flatten(0, 2), axis=0)
+                slab[layer] = rows.reshape(slab[layer].shape)
 
     def read(self, layer: int, look: Look) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
-        """The keys and values that a look reads: views of the slab, or copies if only some slots take part."""
-        slots = self.slots[look.start : look.stop]
-        first, last = slots[0], slots[-1]
-        both = self.slab.k[layer], self.slab.v[layer]
-        if slots == list(range(first, last + 1)):
-            return tuple(each[first : last + 1, :, : look.T] for each in both)
-        return tuple(mx.take(each[:, :, : look.T], self._slots[look.start : look.stop], axis=0) for each in both)
+        """The keys and values that a look reads: views of the slab."""
+        slots = slice(self.slots[look.start], self.slots[look.stop - 1] + 1)
+        return self.slab.k[layer][slots, :, : look.T], self.slab.v[layer][slots, :, : look.T]

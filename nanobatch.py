@@ -50,9 +50,9 @@ from parts import answers, checkpoint, device
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
 from parts.checkpoint import Config, ModelError
 from parts.device import device_lock, device_stream, mx
-from parts.load import WIDEST_PASS, Layer, Model, ModelReader, Sizes, far_position, fit, keeps_bits, slab_shape
+from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit, keeps_bits, slab_shape, widest_pass
 from parts.loop import Loop
-from parts.ops import rms_norm, rope_angles, rotate, silu, softmax
+from parts.ops import rms_norm, softmax, swiglu, turning
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
 from sched import DEFAULT, PADDING, POLICIES, Plan, QueueFull, Request, Scheduler
@@ -89,7 +89,7 @@ def forward(
     """
     c = model.config
     sizes = [array.size for array in ids]  # N is their sum
-    angles = [rope_angles(model, window) for window in windows]
+    turns = [turning(model, window) for window in windows]
     looks = [window.looks(c.H // c.Hkv) for window in windows]
     x = model.table.rows(ids[0] if len(ids) == 1 else mx.concatenate([array.flatten() for array in ids]))  # (N, D)
     for index, layer in enumerate(model.layers):
@@ -97,8 +97,8 @@ def forward(
         # values.
         qkv = layer.qkv(rms_norm(x, layer.attn_norm, c.norm_eps))  # (N, (H + 2 Hkv) * Dh)
         queries = []
-        for own, window, turns in zip(cut(qkv, sizes), windows, angles, strict=True):
-            q, k, v = heads(c, layer, own, window, turns)  # (B, H, L, Dh), twice (B, Hkv, L, Dh)
+        for own, window, turn in zip(cut(qkv, sizes), windows, turns, strict=True):
+            q, k, v = heads(c, layer, own, window, turn)  # (B, H, L, Dh), twice (B, Hkv, L, Dh)
             window.write(index, k, v)  # all windows write before the first one reads
             queries.append(q)
         if index == c.layers - 1 and any(asked) and not all(asked):
@@ -112,7 +112,7 @@ def forward(
         x = x + layer.o(mx.concatenate(sums).reshape(*x.shape[:-1], -1))  # heads side by side -> (N, D)
         # The MLP: each token by itself.
         gate, up = mx.split(layer.gate_up(rms_norm(x, layer.mlp_norm, c.norm_eps)), 2, axis=-1)  # (N, hidden) each
-        x = x + layer.down(silu(gate) * up)
+        x = x + layer.down(swiglu(gate, up))
     return cut(rms_norm(x, model.norm, c.norm_eps).reshape(-1, c.D), sizes)
 
 
@@ -121,7 +121,7 @@ def cut(x: mx.array, sizes: Sequence[int]) -> list[mx.array]:  # (N, ...) -> (si
 
 
 def heads(
-    c: Config, layer: Layer, qkv: mx.array, window: Window, angles: tuple[mx.array, mx.array]
+    c: Config, layer: Layer, qkv: mx.array, window: Window, turn: Callable[[mx.array], mx.array]
 ) -> tuple[mx.array, mx.array, mx.array]:  # (B * L, (H + 2 Hkv) * Dh) -> (B, H, L, Dh), twice (B, Hkv, L, Dh)
     """A window's queries, keys and values, head by head, queries and keys turned by their positions."""
     qkv = qkv.reshape(window.B, window.L, c.H + 2 * c.Hkv, c.Dh).transpose(0, 2, 1, 3)  # (B, H + 2 Hkv, L, Dh)
@@ -130,11 +130,11 @@ def heads(
         q, k = mx.split(qk, [c.H], axis=1)
         q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
         qk = mx.concatenate([q, k], axis=1)
-    q, k = mx.split(rotate(qk, *angles), [c.H], axis=1)  # q and k turn alike: one operation for both
+    q, k = mx.split(turn(qk), [c.H], axis=1)  # q and k turn alike: one operation for both
     return q, k, v
 
 
-def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:
+def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str) -> mx.array:
     """softmax(q k^T + mask) v     q (B, H, L, Dh), k and v (B, Hkv, T, Dh) -> (B * L, H * Dh)
 
     Where is the 1 / sqrt(Dh) of the papers? Half of it is in q and half in k, since `rope_angles` makes them shorter
@@ -142,8 +142,13 @@ def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array
 
     G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the rows of one matrix
     product, and each key is read once for all of them.
+
+    On a GPU, one kernel does all of this and keeps no scores; it divides by sqrt(Dh) and shares the keys itself.
     """
     B, H, L, Dh = q.shape
+    if device.has_gpu():
+        sums = mx.fast.scaled_dot_product_attention(q, k, v, scale=Dh**-0.5, mask=mask)
+        return sums.transpose(0, 2, 1, 3).reshape(B * L, H * Dh)
     folded = q.reshape(B, k.shape[1], -1, Dh)  # (B, Hkv, G * L, Dh)
     weights = softmax(folded @ k.swapaxes(-1, -2) + mask).astype(v.dtype)  # (B, Hkv, G * L, T)
     return (weights @ v).reshape(B, H, L, Dh).transpose(0, 2, 1, 3).reshape(B * L, H * Dh)
@@ -211,13 +216,16 @@ class Runner:
     The same orders in the same sequence give the same bits. Only the flights' figures depend on the clock.
     """
 
-    def __init__(self, model: Model, sizes: Sizes, exact: bool = True, clock: Callable[[], float] = time.perf_counter):
-        self.model, self.exact, self.clock = model, exact, clock
+    def __init__(
+        self, model: Model, sizes: Sizes, exact: bool | None = None, clock: Callable[[], float] = time.perf_counter
+    ):
+        self.model, self.clock = model, clock
+        self.exact = not device.has_gpu() if exact is None else exact
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
         self.slab: Slab | None = None
         self.reset()
         # Do all pieces of a step share one forward pass? Yes, if that changes no bit, or if bits may change.
-        self.one_pass = not exact or keeps_bits(model, sizes.slots, sizes.chunk, sizes.budget, PADDING)
+        self.one_pass = not self.exact or keeps_bits(model, sizes.slots, sizes.chunk, sizes.budget, PADDING)
 
     def reset(self) -> None:
         """A new slab, with nothing in it."""
@@ -268,7 +276,7 @@ class Runner:
         passes: list[list[tuple[Piece, ...]]] = []
         for chunk in order.chunks:
             width = sum(other.width for (other,) in passes[-1]) if passes else 0
-            if not width or not self.one_pass or chunk.source is not None or width + chunk.width > WIDEST_PASS:
+            if not width or not self.one_pass or chunk.source is not None or width + chunk.width > widest_pass():
                 passes.append([])
             passes[-1].append((chunk,))
         if order.newest:
@@ -301,11 +309,8 @@ class Runner:
             ids = [*first.ids, *[0] * (first.width - len(first.ids))]
             return mx.array([ids]), Window(slab, [first.slot], [first.start], first.width, [first.length])
         at = {piece.slot: piece.start for piece in group}
-        slots = list(range(slab.slots)) if self.exact else list(at)
+        slots = list(range(slab.slots)) if self.exact else sorted(at)
         starts = [at.get(slot, slab.spare) for slot in slots]
-        while not self.exact and len(slots) & (len(slots) - 1):  # compact: a power of two, so that shapes are few
-            slots.append(slots[0])
-            starts.append(slab.spare)
         lengths = [at.get(slot, 0) + 1 for slot in slots]
         # The ids are on the device, and nothing has read them yet.
         return self._newest[mx.array(slots)], Window(slab, slots, starts, 1, lengths)
@@ -345,9 +350,9 @@ class Engine:
 
     `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default what fits
     the free memory, up to 8 of `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the
-    width of a prefill chunk, less where it looks back far. `budget` is what one step may cost, in tokens: by default
-    one for each slot, two chunks, and one more for every eight slots. `exact` keeps the device's shapes constant, so
-    that a request has the same bits in any company; without, answers are remembered. `reuse` lets prompts share rows.
+    width of a prefill chunk, 64 on a CPU and 256 on a GPU, less where it looks back far. `budget` is what one step may
+    cost, in tokens: by default one for each slot, two chunks, and one more for every eight slots. `exact`, the default
+    on a CPU, keeps shapes constant, so that a request has the same bits in any company; else answers are remembered.
     """
 
     def __init__(
@@ -359,10 +364,10 @@ class Engine:
         max_len: int | None = None,
         usual_len: int = 1024,
         policy: str = DEFAULT,
-        chunk: int = 64,
+        chunk: int | None = None,
         budget: int | None = None,
         max_queue: int = 10_000,
-        exact: bool = True,
+        exact: bool | None = None,
         reuse: bool = True,
         run_ahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
@@ -370,8 +375,10 @@ class Engine:
     ):
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
         sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget, usual_len)
-        limits = {"chunk": chunk, "budget": sizes.budget, "far": far_position(model.config), "max_queue": max_queue}
-        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, remember_answers=not exact, **limits)
+        exact = not device.has_gpu() if exact is None else exact
+        limits = {"chunk": sizes.chunk, "budget": sizes.budget, "far": far_position(model.config)}
+        limits |= {"max_queue": max_queue, "remember_answers": not exact}
+        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
         self._ledger = Ledger()
         self._unstarted: Plan | None = None  # planned, but not yet started

@@ -24,17 +24,17 @@ from kv import BUCKET, Slab
 from parts import checkpoint, checks, device
 from parts.checkpoint import Config, ModelError, Weights
 from parts.device import has_gpu, mx, readable
-from parts.ops import Dense, Quantized, SideBySide, gives_same_bits, rope_frequencies
+from parts.ops import Dense, Quantized, SideBySide, gives_same_bits, rope_frequencies, rope_periods
 
 
 class Layer(NamedTuple):
     attn_norm: mx.array  # (D,)
-    qkv: Dense | SideBySide  # D -> (H + 2 Hkv) * Dh
+    qkv: Dense | Quantized | SideBySide  # D -> (H + 2 Hkv) * Dh
     q_norm: mx.array | None  # (Dh,), qwen3 alone
     k_norm: mx.array | None
     o: Dense | Quantized  # H * Dh -> D
     mlp_norm: mx.array
-    gate_up: Dense | SideBySide  # D -> 2 * hidden
+    gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
     down: Dense | Quantized  # hidden -> D
 
 
@@ -48,6 +48,7 @@ class Model:
     table: Dense | Quantized  # the embedding, as a projection D -> V
     head: Dense | Quantized  # D -> V; the table itself where the checkpoint ties them
     frequencies: mx.array  # (Dh/2,)
+    periods: mx.array | None = None  # 1 / frequencies, for a GPU
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -98,8 +99,10 @@ class ModelReader:
         layers = [self.layer(f"model.layers.{i}.") for i in range(c.layers)]
         norm, table = self.vector("model.norm.weight"), self.linear("model.embed_tokens")
         head = table if c.tied else self.linear("lm_head")
-        model = Model(c, layers, norm, table, head, rope_frequencies(c.rope, c.Dh))
-        mx.eval(norm, table, head, model.frequencies)
+        frequencies = rope_frequencies(c.rope, c.Dh)
+        periods = rope_periods(frequencies, norm.dtype) if has_gpu() else None
+        model = Model(c, layers, norm, table, head, frequencies, periods)
+        mx.eval(norm, table, head, frequencies, periods)
         return model
 
     def layer(self, name: str) -> Layer:
@@ -130,7 +133,10 @@ class ModelReader:
         if not any(isinstance(part, Quantized) for part in parts):
             return Dense.of(parts)
         parts = [part if isinstance(part, Quantized) else Dense.of([part]) for part in parts]
-        return parts[0] if len(parts) == 1 else SideBySide(tuple(parts))
+        if len(parts) == 1:
+            return parts[0]
+        packed_alike = len({(part.bits, part.group) if isinstance(part, Quantized) else None for part in parts}) == 1
+        return Quantized.of(parts) if packed_alike else SideBySide(tuple(parts))
 
     def part(self, module: str) -> Quantized | tuple[mx.array, mx.array | None]:
         """A module as the checkpoint has it: quantized, or its weight (out, in) and bias."""
@@ -165,7 +171,7 @@ def fit(
     free: int | None,
     slots: int | None = None,
     max_len: int | None = None,
-    chunk: int = 64,
+    chunk: int | None = None,
     budget: int | None = None,
     usual_len: int = 1024,
     **other,  # options of an engine that take no memory
@@ -177,6 +183,8 @@ def fit(
     for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("budget", budget)):
         if value is not None:
             checks.whole(name, value, 1, 2**31 - 1)
+    if chunk is None:
+        chunk = 256 if has_gpu() else 64  # a CPU is as quick with 64 tokens at a time, a GPU is not
     if chunk % BUCKET:
         raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
     if c.window is not None and max_len is not None and max_len > c.window:
@@ -223,6 +231,11 @@ def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, in
 # --- how wide a step may be ----------------------------------------------------------------------------------------
 
 WIDEST_PASS = 128  # rows of chunks; with more, the products cost as much per row, and it would take longer to try them
+
+
+def widest_pass() -> int:
+    """On a GPU, as much as the budget allows."""
+    return sys.maxsize if has_gpu() else WIDEST_PASS
 
 
 def far_position(c: Config) -> int:

@@ -3,7 +3,8 @@
 The problem. The first page of `nanobatch.py` shows what a Llama computes. How fast that goes depends on details that
 have nothing to do with a Llama: on a CPU, MLX takes three times as long for an `exp` as for a power, and a BLAS (the
 library that multiplies matrices) reads a matrix faster in one order than in another, and adds numbers in an order that
-depends on the shape.
+depends on the shape. On a GPU, a step of a few tokens takes the time to read the weights, and some microseconds for
+each kernel (a function that runs there), however little it computes: so there the fewest kernels win.
 
 What this file keeps. Each docstring begins with the formula, and the code computes it, in whatever form: a test holds
 one against the other (`tests/test_ops.py`). No form depends on what else runs in the step, since a request's bits must
@@ -13,6 +14,8 @@ not. What a BLAS wants is asked in `parts/device.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from parts import device
@@ -40,6 +43,19 @@ def silu(x: mx.array) -> mx.array:
     return x / (mx.power(math.exp(-1), x) + 1)
 
 
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:  # (..., hidden) each -> (..., hidden)
+    """silu(gate) * up     On a GPU in one kernel, which MLX compiles from the formula."""
+    return one_kernel(gate, up) if device.has_gpu() else silu(gate) * up
+
+
+def one_kernel(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+if mx.default_device() == mx.gpu:  # for a CPU, MLX would call the machine's C++ compiler, if there is one
+    one_kernel = mx.compile(one_kernel, shapeless=True)
+
+
 def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
     """e^x / sum(e^x). The largest x is subtracted from all first: that changes no result, and no power overflows.
 
@@ -63,6 +79,38 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads,
     return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
 
 
+def turning(model: Model, window: Window) -> Callable[[mx.array], mx.array]:  # (B, heads, L, Dh) -> the same
+    """How a window's queries and keys are turned: `rotate`, by the angles of their positions.
+
+    On a GPU it is one kernel of MLX's, which makes nothing shorter, where that is right (`rope_periods`). It has one
+    frequency a plane for all sequences: so not where they follow each sequence's length.
+    """
+    rope, Dh = model.config.rope, model.config.Dh
+    if not device.has_gpu() or model.periods is None or rope.follows(max(window.lengths)):
+        cos, sin = rope_angles(model, window)
+        return partial(rotate, cos=cos, sin=sin)
+    scale = 1 / rope.factor if rope.type == "linear" else 1.0
+    options = {"traditional": False, "base": None, "scale": scale, "freqs": model.periods}
+    return lambda x: mx.fast.rope(x, Dh, offset=window.first, **options)
+
+
+def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # (Dh/2,) -> (Dh/2,)
+    """1 / frequencies, as `mx.fast.rope` wants them. None on a CPU, and where a trial finds that operation wrong.
+
+    Some releases of MLX turned one token a sequence by the first sequence's position, whichever sequence it was of.
+    """
+    Dh, periods = 2 * frequencies.size, 1 / frequencies
+    first = mx.array([7, 0, 40])
+    for L in (1, 3):
+        x = mx.random.normal((3, 2, L, Dh), dtype, key=mx.random.key(0))
+        angles = (first[:, None] + mx.arange(L))[:, None, :, None] * frequencies
+        wanted = rotate(x, *both_of_a_plane(mx.cos(angles), mx.sin(angles)))
+        turned = mx.fast.rope(x, Dh, traditional=False, base=None, scale=1.0, offset=first, freqs=periods)
+        if mx.max(mx.abs(turned - wanted)).item() > 0.1:  # bfloat16 is off by 0.03, the wrong place by more than 1
+            return None
+    return periods
+
+
 def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh) each
     """cos and sin of each position times each plane's frequency, once for both numbers that are turned in the plane."""
     rope, Dh = model.config.rope, model.config.Dh
@@ -72,7 +120,11 @@ def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (
     positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
     angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
     # Attention wants the product of q and k, divided by sqrt(Dh). So what is turned is made shorter by Dh^1/4 as well.
-    cos, sin = mx.cos(angles) * Dh**-0.25, mx.sin(angles) * Dh**-0.25
+    shorter = 1.0 if device.has_gpu() else Dh**-0.25  # the kernel that a GPU has for attention divides by itself
+    return both_of_a_plane(mx.cos(angles) * shorter, mx.sin(angles) * shorter)
+
+
+def both_of_a_plane(cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:  # (..., Dh/2) -> (..., Dh) each
     return mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
 
 
@@ -103,7 +155,7 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
 class Dense(NamedTuple):
     """y = x W + b, with W stored (in, out): over the checkpoint's (out, in), one row's x @ W.T takes twice as long.
 
-    Unless the BLAS takes that order faster (`Blas.takes_rows`): then W is a view of what the checkpoint has.
+    Unless the BLAS (`Blas.takes_rows`) or a GPU takes that order faster: then W is a view of what the checkpoint has.
 
     Else W is widened with zeros to a multiple of 16 columns. A BLAS computes columns and rows in blocks, and where
     neither comes out even, OpenBLAS adds the last rows' numbers up in another order: fewer rows could then be computed
@@ -133,7 +185,7 @@ class Dense(NamedTuple):
         out, bias = weight.shape[0], None
         if any(b is not None for _, b in parts):
             bias = mx.concatenate([mx.zeros(w.shape[0], w.dtype) if b is None else b for w, b in parts])
-        if device.blas.takes_rows(*weight.shape):
+        if device.has_gpu() or device.blas.takes_rows(*weight.shape):
             return Dense(weight.T, bias, out, True)
         more = -out % 16
         if (out + more) % 1024 == 0:
@@ -142,6 +194,8 @@ class Dense(NamedTuple):
 
     def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         """As an embedding: column `id` of the (D, V) matrix, so that a tied head and its table are one array."""
+        if self.as_stored:
+            return self.weight.T[ids]
         return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)
 
 
@@ -201,12 +255,20 @@ class Quantized(NamedTuple):
         y = mx.quantized_matmul(x, self.weight, self.scales, self.offsets, True, self.group, self.bits)
         return y if self.bias is None else y + self.bias
 
+    @staticmethod
+    def of(parts: list[Quantized]) -> Quantized:
+        """Several of the same input, packed alike, as one: each row of W is packed by itself."""
+        weight, scales, offsets = (mx.concatenate(arrays) for arrays in list(zip(*parts, strict=True))[:3])
+        biases = [mx.zeros(len(p.scales), p.scales.dtype) if p.bias is None else p.bias for p in parts]
+        bias = mx.concatenate(biases) if any(part.bias is not None for part in parts) else None
+        return Quantized(weight, scales, offsets, bias, parts[0].bits, parts[0].group)
+
     def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         return mx.dequantize(self.weight[ids], self.scales[ids], self.offsets[ids], self.group, self.bits)
 
 
 class SideBySide(NamedTuple):
-    """Projections of one input that cannot be fused, because they are quantized, perhaps each in a way of its own."""
+    """Projections of one input that cannot be one, because they are packed each in a way of its own."""
 
     parts: tuple[Quantized | Dense, ...]
 

@@ -33,8 +33,8 @@ class Tap:
             asked = [chunk for chunk in order.chunks if chunk.asked]
             assert len(outputs) == len(asked) + bool(order.newest), "a chunk that emits nothing went through the head"
             chosen = {chunk.slot: output[0] for chunk, output in zip(asked, outputs, strict=False)}
-            for row, piece in enumerate(order.newest):
-                chosen[piece.slot] = outputs[-1][piece.slot if runner.exact else row]
+            for row, slot in enumerate(sorted(piece.slot for piece in order.newest)):
+                chosen[slot] = outputs[-1][slot if runner.exact else row]
             for slot, logits in chosen.items():
                 self.logits[owners[slot], order.picks[slot].index] = logits
             return flight
