@@ -348,11 +348,10 @@ class Runner:
 class Engine:
     """The scheduler and the runner, tied together, and all that other threads may ask of them. `step` is the heart.
 
-    `slots` sequences run at once, each at most `max_len` tokens long, prompt and answer together; by default what fits
-    the free memory, up to 8 of `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the
-    width of a prefill chunk, 64 on a CPU and 256 on a GPU, less where it looks back far. `budget` is what one step may
-    cost, in tokens: by default one for each slot, two chunks, and one more for every eight slots. `exact`, the default
-    on a CPU, keeps shapes constant, so that a request has the same bits in any company; else answers are remembered.
+    `slots` sequences run at once, each at most `max_len` tokens long; by default what fits the free memory, up to 8 of
+    `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the width of a prefill chunk, 64
+    on a CPU and 256 on a GPU. `budget` bounds a step, in tokens: by default one a slot, two chunks, and one more for
+    every eight slots. `exact`, the default on a CPU: a request has the same bits in any company; else it saves time.
     """
 
     def __init__(
@@ -375,10 +374,9 @@ class Engine:
     ):
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
         sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget, usual_len)
-        exact = not device.has_gpu() if exact is None else exact
-        limits = {"chunk": sizes.chunk, "budget": sizes.budget, "far": far_position(model.config)}
-        limits |= {"max_queue": max_queue, "remember_answers": not exact}
-        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, **limits)
+        remembers, far = device.has_gpu() if exact is None else not exact, far_position(model.config)
+        limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue, "far": far}
+        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, remember_answers=remembers, **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
         self._ledger = Ledger()
         self._unstarted: Plan | None = None  # planned, but not yet started

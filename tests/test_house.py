@@ -17,14 +17,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 
 # The most lines: of a file, of a file in a folder, of a class, of any function.
-FILE = {"nanobatch": 750, "kv": 180, "tui": 650}
+FILE = {"nanobatch": 750, "kv": 185, "tui": 650}
 IN_A_FOLDER = 600
 CLASS = {("nanobatch", "Engine"): 300}
 FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. The whole had 4,517 in nine files, 144 of them
 # imports; in 24 files, 282 are imports. The door has 1,180 of them. It may become less.
 CODE = {"sched": 230}
-ALL_CODE = 6500
+ALL_CODE = 6570
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
