@@ -36,6 +36,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from textual import events
 from textual.app import App, SystemCommand
@@ -47,9 +48,9 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from parts.checks import read_whole, shown
-from screen import charts, keys, panes
+from screen import charts, clients, keys, panes
 from screen.ink import DARK, Line, Palette, Pen, clean
-from screen.room import BURST, EngineRoom, Settings, load_engine
+from screen.room import BURST, EngineRoom, Room, Settings, load_engine
 from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, run_plain
 from screen.state import State
 from screen.timeline import trace_events
@@ -67,16 +68,18 @@ PANES = {  # by name: what draws it
     "ttft": charts.draw_ttft,
     "streams": panes.draw_streams,
     "step": panes.draw_step,
+    "clients": clients.draw_clients,
     "mark": panes.draw_mark,
     "settings": panes.draw_settings,
     "keys": keys.draw_keys,
 }
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "move"}  # what the wheel does there
 SHEETS = {"help": keys.draw_help, "requests": panes.draw_requests, "contest": panes.draw_contest}
-LOWER = ("timeline", "charts", "streams", "step")  # the panes that take turns in one place if room is short
+SHEETS |= {"clients": partial(clients.draw_clients, whole=True)}
+LOWER = ("timeline", "charts", "streams", "step", "clients")  # the panes that take turns if room is short
 
 
-def arrange(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
+def arrange(width: int, height: int, slots: int, lower: str, door: bool = False) -> dict[str, Region]:
     """Where each pane goes. A pane that is not named has no room, and is not shown. `lower` is one of `LOWER`."""
     if width < 60 or height < 20:
         return {"small": Region(0, 0, width, height)}
@@ -96,6 +99,9 @@ def arrange(width: int, height: int, slots: int, lower: str) -> dict[str, Region
         places |= stack(Region(left + 2, 1, right, top))
         places["slots"] = Region(0, 1, left, rows + 3)
         places["timeline"] = Region(0, rows + 4, left, rows + 2)
+        if door:
+            tall -= tall // 2
+            places["clients"] = Region(0, 1 + top + tall, width, body - top - tall)
         places["streams"] = Region(0, 1 + top, left, tall)
         places["step"] = Region(left + 2, 1 + top, right, tall)
         return places
@@ -186,7 +192,7 @@ class Sheet(ModalScreen):
 
     SCROLLS = (("up", -1), ("down", 1), ("pageup", -10), ("pagedown", 10))
     BINDINGS = (
-        Binding("escape,enter,question_mark,c,r,f", "dismiss", show=False),
+        Binding("escape,enter,question_mark,c,r,f,h", "dismiss", show=False),
         Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
         *(Binding(k.keys, f"app.{k.action}", show=False) for k in keys.KEYS if k.action in ("theme", "copy", "pause")),
         *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
@@ -275,7 +281,8 @@ class Screen(App):
         """Give each pane its place, or hide it."""
         places = {"loading": Region(0, 0, *size)}
         if self.state.view.stage == "ready":
-            places = arrange(*size, len(self.state.view.engine.slots), self.state.lower)
+            view = self.state.view
+            places = arrange(*size, len(view.engine.slots), self.state.lower, bool(view.door))
         for pane in self.screen_stack[0].query("Pane, Prompt"):
             pane.display = pane.id in places
             if region := places.get(pane.id):
@@ -413,7 +420,8 @@ class Screen(App):
         self.say(f"steps a column: {self.state.zoom or 'so that they fit'}")
 
     def action_view(self) -> None:
-        self.state.lower = LOWER[(LOWER.index(self.state.lower) + 1) % len(LOWER)]
+        panes = LOWER if self.state.view.door else LOWER[:-1]
+        self.state.lower = panes[(panes.index(self.state.lower) + 1) % len(panes)]
         self.place(self.size)
 
     def action_open(self, index: int) -> None:
@@ -491,8 +499,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--screenshot", metavar="FILE.svg", help="draw on no terminal, run the script, write the picture, and leave")
     add("--size", default="120x40", help="size of the screenshot in characters (default: 120x40)")
     add("--trace", metavar="FILE.json", help="at the end, write what the timeline saw as a Chrome trace (Perfetto)")
+    add("--serve", metavar="[HOST:]PORT", help="let programs ask that speak OpenAI's protocol (4 slots of 8192)")
+    parser.add_keys()
     args = parser.parse_args(arguments)
+    args.max_queue = 256
     try:
+        args.serve = args.serve and address_of(args.serve)
         args.slots = args.slots and read_whole("--slots", args.slots, 1, 4096)
         args.max_len = args.max_len and read_whole("--max-len", args.max_len, 1, 2**24)
         args.seed = args.seed and read_whole("--seed", args.seed, 0, 2**31 - 1)
@@ -516,15 +528,45 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def address_of(text: str) -> tuple[str, int]:
+    """Of [HOST:]PORT."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]") or "127.0.0.1", read_whole("--serve", port, 0, 65535)
+
+
+def open_room(args: argparse.Namespace) -> Room:
+    """A room with an engine. If a door is wanted, its port is bound here, before anything is loaded."""
+    if not args.serve:
+        return EngineRoom(partial(load_engine, args))
+    import serve
+
+    host, port = args.serve
+    try:
+        door = serve.Door(serve.Options(host, port, args.api_key, args.watch_key, tuple(args.allow_host)))
+    except OSError as error:  # the port is taken
+        raise ValueError(f"--serve {host}:{port}: {error.strerror or error}") from None
+    args.slots = args.slots or 4
+    load = lambda report, clock: serve.load(args, report=report, clock=clock)  # noqa: E731
+    return EngineRoom(load, door.start(), serve.name_of(args.model))
+
+
+def leave(*_) -> NoReturn:
+    raise KeyboardInterrupt
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     settings = Settings(seed=args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
-    room = EngineRoom(partial(load_engine, args))
+    try:
+        room = open_room(args)
+        room.start()
+    except ValueError as error:
+        print(f"nanobatch: {error}", file=sys.stderr)
+        return 2
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
     if args.asks:
         room.fire(session.asks(len(prompts)))
-    room.start()
     terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     code = 1
     try:
@@ -533,13 +575,16 @@ def main(arguments: list[str] | None = None) -> int:
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or 0
         else:
-            code = run_plain(session, args.script)
+            signal.signal(signal.SIGTERM, leave)
+            code = run_plain(session, args.script, stays=bool(args.serve))
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the program that read the log has seen enough
         sys.stdout = None
         code = 141
     finally:
+        code = 0 if args.serve and code in (130, 143) else code  # for a server, this is how it ends
+        room.drain()
         if args.trace:
             session.look()
             Path(args.trace).write_text(json.dumps({"traceEvents": trace_events(session.state.history)}))
