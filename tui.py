@@ -50,6 +50,7 @@ from textual.widgets import Input
 from parts.checks import read_whole, shown
 from screen import charts, clients, keys, panes
 from screen.ink import DARK, Line, Palette, Pen, clean
+from screen.remote import RemoteRoom, base_of
 from screen.room import BURST, EngineRoom, Room, Settings, load_engine
 from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, run_plain
 from screen.state import State
@@ -292,13 +293,14 @@ class Screen(App):
 
     def look(self) -> None:
         """Called ten times a second. Without news nothing is painted; charts and the step are painted less often."""
-        loading = self.state.view.stage != "ready"
+        before = self.state.view
         if not self.session.look():
             return
         view = self.state.view
         self._looks += 1
-        if loading and view.stage == "ready":
+        if view.stage == "ready" and (before.stage, before.life) != (view.stage, view.life):
             self.place(self.size)
+        if view.stage == "ready" != before.stage:
             self.prompt.value = self.state.prompts[0][0]  # an example to fire
         for fault in self.state.faults[self._faults :]:
             self.notify(fault.message, severity="error", markup=False)
@@ -501,10 +503,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--trace", metavar="FILE.json", help="at the end, write what the timeline saw as a Chrome trace (Perfetto)")
     add("--serve", metavar="[HOST:]PORT", help="let programs ask that speak OpenAI's protocol (4 slots of 8192)")
     parser.add_keys()
+    add("--watch", metavar="URL", help="watch a server, such as http://127.0.0.1:8000, instead of an engine in here")
+    add("--key", default="", help="with --watch: the server's watch key, or its API key (--api-key fires prompts)")
     args = parser.parse_args(arguments)
     args.max_queue = 256
     try:
         args.serve = args.serve and address_of(args.serve)
+        args.watch = args.watch and base_of(args.watch)
+        if args.serve and args.watch:
+            raise ValueError("--serve opens a door and --watch looks through another; choose one")
         args.slots = args.slots and read_whole("--slots", args.slots, 1, 4096)
         args.max_len = args.max_len and read_whole("--max-len", args.max_len, 1, 2**24)
         args.seed = args.seed and read_whole("--seed", args.seed, 0, 2**31 - 1)
@@ -535,7 +542,9 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 def open_room(args: argparse.Namespace) -> Room:
-    """A room with an engine. If a door is wanted, its port is bound here, before anything is loaded."""
+    """A room with an engine in it or elsewhere. A door's port is bound here, before anything is loaded."""
+    if args.watch:
+        return RemoteRoom(args.watch, args.key or args.watch_key or args.api_key, args.api_key or args.key)
     if not args.serve:
         return EngineRoom(partial(load_engine, args))
     import serve
@@ -576,7 +585,7 @@ def main(arguments: list[str] | None = None) -> int:
             code = app.return_code or 0
         else:
             signal.signal(signal.SIGTERM, leave)
-            code = run_plain(session, args.script, stays=bool(args.serve))
+            code = run_plain(session, args.script, stays=bool(args.serve or args.watch))
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the program that read the log has seen enough

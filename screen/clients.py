@@ -32,15 +32,15 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("req", 7, 0, True),
+    Column("req", 6, 0, True),
     Column("id", 20, 9, True),
     Column("client", 16, 1, True),
     Column("route", 18, 6, True),
     Column("how", 7, 5, True),
-    Column("status", 7, 0, True),
-    Column("in", 7, 2),
-    Column("reused", 7, 4),
-    Column("out", 7, 2),
+    Column("http", 5, 0, True),
+    Column("in", 8, 2),
+    Column("reused", 8, 4),
+    Column("out", 8, 2),
     Column("TTFT ms", 9, 3),
     Column("tok/s", 7, 7),
     Column("took s", 8, 8),
@@ -114,7 +114,10 @@ def draw_clients(state: State, p: Palette, width: int, height: int, whole: bool 
     title = f"Clients of {door.address.removeprefix('http://')}"
     title = title if len(title) + cell_len(note) + 12 <= width else "Clients"
     lines = [heading(p, width, title, note), pen.put("  end", p.muted).line]
-    for call in [*door.open[::-1], *state.calls[::-1]]:
+    opened, ended = door.open[::-1], state.calls[::-1]
+    if not whole:  # a crowd of open ones leaves room for the others
+        opened = opened[: max(2 * height // 3, height - 2 - len(ended))]
+    for call in (*opened, *ended):
         lines.append(draw_call(p, so_far(state, call), columns, width))
         if whole and is_refused(call):
             lines += entry(p, width, "", clean(call.message), p.bad, names=7)

@@ -60,6 +60,7 @@ KEYS = (
     Key("question_mark", "?", "sheet('help')", "Help", "this page", 1),
     Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
 )
+OF_THE_ENGINE = ("pause", *(f"command('/{name}')" for name in ("step", "policy", "race", "load")))
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
 WORDS = (
     ("slot", "one request's place in the KV cache, of a fixed length. A request owns one from admission to its end."),
@@ -86,6 +87,8 @@ WORDS = (
 def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
     keys = [*TYPING, *KEYS[3:]] if state.typing else KEYS
+    if state.view.watches:
+        keys = [key for key in keys if key.action not in OF_THE_ENGINE]
     if state.view.paused:  # the keys that end the pause come first
         ways = {"pause": "Go on", "command('/step')": "Step"}
         keys = [key._replace(label=ways[key.action], footer=1) if key.action in ways else key for key in keys]

@@ -44,19 +44,24 @@ def fit_slots(state: State, rows: int) -> range:
 def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]:
     view, engine, door = state.view, state.view.engine, state.view.door
     doing = "▮▮ paused" if view.paused else "⚑ racing" if view.racing else "▶ running" if view.busy else "■ idle"
-    if engine.draining_to:
+    if view.gone_s is not None:
+        doing = f"✗ gone for {view.gone_s:,.0f} s"
+    elif door and door.draining:
+        doing = "⇣ ending"
+    elif engine.draining_to:
         doing = f"{'▮▮ paused,' if view.paused else '⇣'} draining → {engine.draining_to}"
+    asking = sum(bool(call.requests) for call in door.open) if door else 0
     newest = [column.view.seconds for column in state.history[-20:]]
     mean = number(1000 * sum(newest) / len(newest) if newest else None)
     parts = [
         ("nanobatch", p.text, True, ""),
         (shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), p.muted, False, ""),
-        (doing, p.accent if view.busy else p.muted, True, "pause"),
+        (doing, p.bad if view.gone_s is not None else p.accent if view.busy else p.muted, True, "pause"),
         ("" if engine.draining_to else engine.policy, p.text, True, "command('/policy')"),
         (f"{number(state.tokens_per_s()) if view.busy else '–':>5} tok/s", p.text, False, ""),
         (f"{engine.finished:,} done", p.text, False, "open(0)"),
         (
-            f"{len(door.open):,} asking at {door.address.removeprefix('http://')}" if door else "",
+            f"{asking:,} asking at {door.address.removeprefix('http://')}" if door else "",
             p.text,
             False,
             CLIENTS,

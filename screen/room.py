@@ -127,6 +127,10 @@ class View(NamedTuple):
     heard: int = 0  # how many wishes have been fulfilled
     engine: Snapshot | None = None
     door: DoorView | None = None  # None: no clients can ask
+    watches: bool = False  # the engine is elsewhere: only our own prompts can be fired and cancelled
+    model: str = ""  # its name, if it is elsewhere
+    life: int = 0  # changes when a view begins anew: another process has other numbers
+    gone_s: float | None = None  # since then the other end is gone
 
     @property
     def busy(self) -> bool:
@@ -145,6 +149,7 @@ class Room:
         self.own: Collection[int] = ()  # the open requests that were fired from here
         self._known = View()  # all of the view but what `look` adds
         self._news = 1
+        self._lock = threading.RLock()  # held while it changes
 
     @property
     def news(self) -> int:
@@ -156,11 +161,13 @@ class Room:
         return self._known
 
     def note(self, **changes) -> None:
-        self._known = self._known._replace(**changes)
-        self._news += 1
+        with self._lock:
+            self._known = self._known._replace(**changes)
+            self._news += 1
 
     def fault(self, message: str, prompt: str | None = None) -> None:
-        self.note(faults=(*self._known.faults, Fault(clean(message), prompt)))
+        with self._lock:
+            self.note(faults=(*self._known.faults, Fault(clean(message), prompt)))
 
     def start(self) -> None: ...
 

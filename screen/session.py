@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import cycle, islice
 
 from parts.answers import RequestView
@@ -173,7 +174,7 @@ class PlainLog:
         self.session, self.write = session, write
         self._told: dict[int, RequestView] = {}  # open requests, as they were when last written about
         self._done = self._faults = self._legs = 0  # how many stages, faults and legs have been written
-        self._policy = ""
+        self._policy, self._life = "", 0
 
     def look(self) -> None:
         if not self.session.look():
@@ -187,6 +188,9 @@ class PlainLog:
             self.write(f"{call.client} {call.route} → {clean(end).rstrip(': ')}")
         if (engine := view.engine) is None:
             return
+        if view.life != self._life:  # what has happened there before is no news
+            self._life, self._told = view.life, {r.id: r for r in (*engine.requests, *engine.ended)}
+            engine = replace(engine, ended=(), steps=())
         news = [event for r in (*engine.requests, *engine.ended) for event in self._news(self._told.get(r.id), r)]
         for step in engine.steps:
             news += [(step.began, f"r{r} is admitted to slot {s} in step {step.step}") for s, r in step.admitted]

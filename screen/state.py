@@ -57,7 +57,11 @@ class State:
 
     def absorb(self, view: View) -> None:
         self.faults += view.faults[len(self.view.faults) :]
-        self.view, news = view, view.engine
+        if begins := view.life != self.view.life:  # what is known is another engine's, or comes once more
+            for kept in (self.history, self.requests, self.ended, self.calls, self.owners, self._merged):
+                kept.clear()
+            self.cursor, self.selected, self.woke, self.opened, self.contest = None, 0, 0, 0, None
+        self.view, news, self.model = view, view.engine, view.model or self.model
         if view.door:
             self.calls = [*self.calls, *view.door.ended][-self.REMEMBERED :]
         if news is None:
@@ -65,7 +69,7 @@ class State:
         self.faults += [Fault(clean(fault)) for fault in news.faults]
         self.requests |= {request.id: request for request in (*news.requests, *news.ended)}
         self.ended += news.ended
-        self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in news.ended if r.error]
+        self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in news.ended if r.error and not begins]
         for request in self.ended[: -self.REMEMBERED]:
             self.requests.pop(request.id, None)
         del self.ended[: -self.REMEMBERED]
