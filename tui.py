@@ -7,8 +7,9 @@ did in every step.
 How it hangs together. The folder `screen/` holds the parts, and each part knows only those before it:
 
     room.py      owns the engine. It fulfils wishes between two steps, and shows what happens as a frozen `View`.
+    remote.py    the same for an engine elsewhere: it reads a server's `/watch`.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
-    panes.py     pure functions: state, colours and a size in, lines of text out. So are `charts.py` and `keys.py`.
+    panes.py     pure functions: state, colours and a size in, lines of text out. So are charts, clients and keys.
     session.py   what a user can say: commands, scripts, and the same run as a plain log.
 
 This file makes a screen of them: where each pane goes (`arrange`), what each key does (the `action_...` methods of
@@ -508,8 +509,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.max_queue = 256
     try:
-        args.serve = args.serve and address_of(args.serve)
-        args.watch = args.watch and base_of(args.watch)
+        args.serve = None if args.serve is None else address_of(args.serve)
+        args.watch = None if args.watch is None else base_of(args.watch)
         if args.serve and args.watch:
             raise ValueError("--serve opens a door and --watch looks through another; choose one")
         args.slots = args.slots and read_whole("--slots", args.slots, 1, 4096)

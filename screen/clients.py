@@ -21,6 +21,7 @@ from parts.journal import Call
 from screen.ink import Line, Palette, Pen, clean, entry, heading, number, shorten
 from screen.state import State
 
+CLIENTS = "sheet('clients')"  # the action that opens the whole list
 REASON = 10  # so many cells at least are left for how a call ended
 
 
@@ -84,7 +85,7 @@ def is_refused(call: Call) -> bool:
     return bool(call.message) and not call.hung_up
 
 
-def draw_call(p: Palette, call: Call, columns: Sequence[Column], width: int) -> Line:
+def draw_call(p: Palette, call: Call, columns: Sequence[Column], width: int, message: str) -> Line:
     """One call in one line. What a refusal says takes the place of the figures, of which it has none."""
     colour = p.bad if is_refused(call) else p.text if call.latency_s is None or call.hung_up else p.muted
     pen, cells = Pen().put("╳" if call.hung_up else " ", p.bad, True), dict(zip(COLUMNS, values(call), strict=True))
@@ -94,7 +95,7 @@ def draw_call(p: Palette, call: Call, columns: Sequence[Column], width: int) -> 
         elif call.requests:
             pen.put(f"{cells[column]:>{column.width}}", colour)
     reason = "hung up" if call.hung_up else call.reason or ("" if call.latency_s else "open")
-    said = f"{reason}: {call.message}" if is_refused(call) else reason
+    said = f"{reason}: {message}" if message else reason
     gap = "  " if call.requests else ""
     return pen.put(gap + shorten(clean(said), width - pen.width - len(gap) - 1), colour).line
 
@@ -113,14 +114,15 @@ def draw_clients(state: State, p: Palette, width: int, height: int, whole: bool 
         pen.put(f"{title:<{wide}}" if is_text else f"{title:>{wide}}", p.muted)
     title = f"Clients of {door.address.removeprefix('http://')}"
     title = title if len(title) + cell_len(note) + 12 <= width else "Clients"
-    lines = [heading(p, width, title, note), pen.put("  end", p.muted).line]
+    note, do = (f"{note}  Esc back", "screen.dismiss") if whole else (note, CLIENTS)
+    lines = [heading(p, width, title, note, do=do), pen.put("  end", p.muted).line]
     opened, ended = door.open[::-1], state.calls[::-1]
     if not whole:  # a crowd of open ones leaves room for the others
         opened = opened[: max(2 * height // 3, height - 2 - len(ended))]
     for call in (*opened, *ended):
-        lines.append(draw_call(p, so_far(state, call), columns, width))
-        if whole and is_refused(call):
-            lines += entry(p, width, "", clean(call.message), p.bad, names=7)
+        message = call.message if is_refused(call) else ""
+        lines.append(draw_call(p, so_far(state, call), columns, width, "" if whole else message))
+        lines += entry(p, width, "", clean(message) if whole else "", p.bad, names=5)
         if len(lines) >= height and not whole:
             break
     if len(lines) == 2:

@@ -26,8 +26,6 @@ from screen.room import View
 from screen.state import State, client_of, prompt_of, race, verdict
 from screen.timeline import FIGURES, Column, in_time, useful_of
 
-CLIENTS = "sheet('clients')"
-
 
 def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
     """Figures in columns of these widths, each at the right of its column. A width of 0 leaves the figure out."""
@@ -50,7 +48,8 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
         doing = "⇣ ending"
     elif engine.draining_to:
         doing = f"{'▮▮ paused,' if view.paused else '⇣'} draining → {engine.draining_to}"
-    asking = sum(bool(call.requests) for call in door.open) if door else 0
+    clients = sum(bool(call.requests) for call in door.open) if door else 0
+    asking = f"{clients:,} asking at {door.address.partition('//')[2]}" if door else ""
     newest = [column.view.seconds for column in state.history[-20:]]
     mean = number(1000 * sum(newest) / len(newest) if newest else None)
     parts = [
@@ -60,12 +59,7 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
         ("" if engine.draining_to else engine.policy, p.text, True, "command('/policy')"),
         (f"{number(state.tokens_per_s()) if view.busy else '–':>5} tok/s", p.text, False, ""),
         (f"{engine.finished:,} done", p.text, False, "open(0)"),
-        (
-            f"{asking:,} asking at {door.address.removeprefix('http://')}" if door else "",
-            p.text,
-            False,
-            CLIENTS,
-        ),
+        (asking, p.text, False, "sheet('clients')"),
         (f"step {state.history[-1].step if state.history else 0:,}", p.muted, False, ""),
         (f"{mean:>5} ms/step", p.muted, False, ""),
         (f"load {view.load:g}/s" if view.load else "", p.text, False, "command('/load')"),

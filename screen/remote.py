@@ -100,6 +100,8 @@ class RemoteRoom(Room):
         while not self._ending.is_set():
             try:
                 for frame in events or self._connect():
+                    if self._ending.is_set():
+                        return
                     self._take(frame)
                 raise ConnectionError("it has ended")
             except Exception as error:  # whatever it was, this thread goes on

@@ -250,28 +250,32 @@ def run_plain(session: Session, script: str, stays: bool = False) -> int:
     words = orders_of(script or ("" if session.room.posted or stays else "burst8"))
     orders = deque(as_command(*order) for order in words if order[0] not in (*SCRIPTED, "wait"))
     listening, rest = not script, b""
-    while True:
-        time.sleep(0.05)
-        log.look()
-        if state.view.stage == "failed":
-            print(f"nanobatch: {state.view.error}", file=sys.stderr)
-            return 2
-        if state.view.stage != "ready":
-            continue
-        if listening:
-            rest, lines, listening = read_lines(rest)
-            if lines:
-                orders.clear()  # the user has prompts, so the burst is not needed
-            for line in lines:
-                if line in ("/quit", "/exit"):
-                    return 0
-                log.obey(line)
-        elif session.settled:
+    try:
+        while True:
+            time.sleep(0.05)
             log.look()
-            if orders:
-                log.obey(orders.popleft())
-            elif not stays:
-                return 0
+            if state.view.stage == "failed":
+                print(f"nanobatch: {state.view.error}", file=sys.stderr)
+                return 2
+            if state.view.stage != "ready":
+                continue
+            if listening:
+                rest, lines, listening = read_lines(rest)
+                if lines:
+                    orders.clear()  # the user has prompts, so the burst is not needed
+                for line in lines:
+                    if line in ("/quit", "/exit"):
+                        return 0
+                    log.obey(line)
+            elif session.settled:
+                log.look()
+                if orders:
+                    log.obey(orders.popleft())
+                elif not stays:
+                    return 0
+    finally:
+        session.room.drain()
+        log.look()
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:
