@@ -22,9 +22,10 @@ IN_A_FOLDER = 600
 CLASS = {("nanobatch", "Engine"): 300}
 FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. The whole had 4,517 in nine files, 144 of them
-# imports; in 24 files, 282 are imports. The door has 1,180 of them. It may become less.
+# imports; in 24 files, 282 are imports. The door has 1,180 of them, and the
+# screen on its traffic, here and from afar, 420. It may become less.
 CODE = {"sched": 230}
-ALL_CODE = 6420
+ALL_CODE = 6620
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
