@@ -334,11 +334,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-len", help="length of a slot, prompt and answer together (default: 8192, or what the model allows)")
     add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="when the next in line is admitted")
     add("--max-queue", default="256", help="requests that may wait; more are refused with 429 (default: 256)")
-    add(
-        "--api-key", default=os.environ.get("NANOBATCH_API_KEY", ""), help="what clients must give ($NANOBATCH_API_KEY)"
-    )
-    add("--watch-key", default=os.environ.get("NANOBATCH_WATCH_KEY", ""), help="shows texts to /watch elsewhere, too")
-    add("--allow-host", action="append", default=[], metavar="NAME", help="a proxy's name; may be repeated")
+    parser.add_keys()
     add("--log-file", metavar="FILE", help="where a line for each request goes (default: standard error)")
     args = parser.parse_args(arguments)
     try:
@@ -376,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
     engine, code = None, 0
     try:
         engine = load(args)
-        name = Path(args.model).name if Path(args.model).expanduser().is_dir() else args.model
+        name = name_of(args.model)
         door.open(engine, engine.serving().start(), name)
         print(f"nanobatch: {name} at {door.address}/v1; {engine.summary}", file=sys.stderr, flush=True)
         door.wait()
@@ -394,12 +390,16 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def load(args: argparse.Namespace) -> Engine:
-    """This is the first code to import MLX."""
+def name_of(model: str) -> str:
+    return Path(model).name if Path(model).expanduser().is_dir() else model
+
+
+def load(args: argparse.Namespace, **how) -> Engine:
+    """This is the first code to import MLX. The screen gives a clock and a report."""
     from nanobatch import Engine
 
     sizes = {"slots": args.slots, "max_len": args.max_len, "usual_len": 8192}
-    engine = Engine.load(args.model, policy=args.policy, max_queue=args.max_queue, **sizes)
+    engine = Engine.load(args.model, policy=args.policy, max_queue=args.max_queue, **sizes, **how)
     engine.runner.warm_up()
     if engine.text.has_template:
         with suppress(ValueError):

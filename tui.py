@@ -7,8 +7,9 @@ did in every step.
 How it hangs together. The folder `screen/` holds the parts, and each part knows only those before it:
 
     room.py      owns the engine. It fulfils wishes between two steps, and shows what happens as a frozen `View`.
+    remote.py    the same for an engine elsewhere: it reads a server's `/watch`.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
-    panes.py     pure functions: state, colours and a size in, lines of text out. So are `charts.py` and `keys.py`.
+    panes.py     pure functions: state, colours and a size in, lines of text out. So are charts, clients and keys.
     session.py   what a user can say: commands, scripts, and the same run as a plain log.
 
 This file makes a screen of them: where each pane goes (`arrange`), what each key does (the `action_...` methods of
@@ -36,6 +37,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from textual import events
 from textual.app import App, SystemCommand
@@ -47,9 +49,10 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from parts.checks import read_whole, shown
-from screen import charts, keys, panes
+from screen import charts, clients, keys, panes
 from screen.ink import DARK, Line, Palette, Pen, clean
-from screen.room import BURST, EngineRoom, Settings, load_engine
+from screen.remote import RemoteRoom, base_of
+from screen.room import BURST, EngineRoom, Room, Settings, load_engine
 from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, run_plain
 from screen.state import State
 from screen.timeline import trace_events
@@ -67,16 +70,18 @@ PANES = {  # by name: what draws it
     "ttft": charts.draw_ttft,
     "streams": panes.draw_streams,
     "step": panes.draw_step,
+    "clients": clients.draw_clients,
     "mark": panes.draw_mark,
     "settings": panes.draw_settings,
     "keys": keys.draw_keys,
 }
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "move"}  # what the wheel does there
 SHEETS = {"help": keys.draw_help, "requests": panes.draw_requests, "contest": panes.draw_contest}
-LOWER = ("timeline", "charts", "streams", "step")  # the panes that take turns in one place if room is short
+SHEETS |= {"clients": partial(clients.draw_clients, whole=True)}
+LOWER = ("timeline", "charts", "streams", "step", "clients")  # the panes that take turns if room is short
 
 
-def arrange(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
+def arrange(width: int, height: int, slots: int, lower: str, door: bool = False) -> dict[str, Region]:
     """Where each pane goes. A pane that is not named has no room, and is not shown. `lower` is one of `LOWER`."""
     if width < 60 or height < 20:
         return {"small": Region(0, 0, width, height)}
@@ -96,6 +101,9 @@ def arrange(width: int, height: int, slots: int, lower: str) -> dict[str, Region
         places |= stack(Region(left + 2, 1, right, top))
         places["slots"] = Region(0, 1, left, rows + 3)
         places["timeline"] = Region(0, rows + 4, left, rows + 2)
+        if door:
+            tall -= tall // 2
+            places["clients"] = Region(0, 1 + top + tall, width, body - top - tall)
         places["streams"] = Region(0, 1 + top, left, tall)
         places["step"] = Region(left + 2, 1 + top, right, tall)
         return places
@@ -186,7 +194,7 @@ class Sheet(ModalScreen):
 
     SCROLLS = (("up", -1), ("down", 1), ("pageup", -10), ("pagedown", 10))
     BINDINGS = (
-        Binding("escape,enter,question_mark,c,r,f", "dismiss", show=False),
+        Binding("escape,enter,question_mark,c,r,f,h", "dismiss", show=False),
         Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
         *(Binding(k.keys, f"app.{k.action}", show=False) for k in keys.KEYS if k.action in ("theme", "copy", "pause")),
         *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
@@ -275,7 +283,8 @@ class Screen(App):
         """Give each pane its place, or hide it."""
         places = {"loading": Region(0, 0, *size)}
         if self.state.view.stage == "ready":
-            places = arrange(*size, len(self.state.view.engine.slots), self.state.lower)
+            view = self.state.view
+            places = arrange(*size, len(view.engine.slots), self.state.lower, bool(view.door))
         for pane in self.screen_stack[0].query("Pane, Prompt"):
             pane.display = pane.id in places
             if region := places.get(pane.id):
@@ -285,13 +294,14 @@ class Screen(App):
 
     def look(self) -> None:
         """Called ten times a second. Without news nothing is painted; charts and the step are painted less often."""
-        loading = self.state.view.stage != "ready"
+        before = self.state.view
         if not self.session.look():
             return
         view = self.state.view
         self._looks += 1
-        if loading and view.stage == "ready":
+        if view.stage == "ready" and (before.stage, before.life) != (view.stage, view.life):
             self.place(self.size)
+        if view.stage == "ready" != before.stage:
             self.prompt.value = self.state.prompts[0][0]  # an example to fire
         for fault in self.state.faults[self._faults :]:
             self.notify(fault.message, severity="error", markup=False)
@@ -413,7 +423,8 @@ class Screen(App):
         self.say(f"steps a column: {self.state.zoom or 'so that they fit'}")
 
     def action_view(self) -> None:
-        self.state.lower = LOWER[(LOWER.index(self.state.lower) + 1) % len(LOWER)]
+        panes = LOWER if self.state.view.door else LOWER[:-1]
+        self.state.lower = panes[(panes.index(self.state.lower) + 1) % len(panes)]
         self.place(self.size)
 
     def action_open(self, index: int) -> None:
@@ -491,8 +502,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--screenshot", metavar="FILE.svg", help="draw on no terminal, run the script, write the picture, and leave")
     add("--size", default="120x40", help="size of the screenshot in characters (default: 120x40)")
     add("--trace", metavar="FILE.json", help="at the end, write what the timeline saw as a Chrome trace (Perfetto)")
+    add("--serve", metavar="[HOST:]PORT", help="let programs ask that speak OpenAI's protocol (4 slots of 8192)")
+    parser.add_keys()
+    add("--watch", metavar="URL", help="watch a server, such as http://127.0.0.1:8000, instead of an engine in here")
+    add("--key", default="", help="with --watch: the server's watch key, or its API key (--api-key fires prompts)")
     args = parser.parse_args(arguments)
+    args.max_queue = 256
     try:
+        args.serve = None if args.serve is None else address_of(args.serve)
+        args.watch = None if args.watch is None else base_of(args.watch)
+        if args.serve and args.watch:
+            raise ValueError("--serve opens a door and --watch looks through another; choose one")
         args.slots = args.slots and read_whole("--slots", args.slots, 1, 4096)
         args.max_len = args.max_len and read_whole("--max-len", args.max_len, 1, 2**24)
         args.seed = args.seed and read_whole("--seed", args.seed, 0, 2**31 - 1)
@@ -516,15 +536,47 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def address_of(text: str) -> tuple[str, int]:
+    """Of [HOST:]PORT."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]") or "127.0.0.1", read_whole("--serve", port, 0, 65535)
+
+
+def open_room(args: argparse.Namespace) -> Room:
+    """A room with an engine in it or elsewhere. A door's port is bound here, before anything is loaded."""
+    if args.watch:
+        return RemoteRoom(args.watch, args.key or args.watch_key or args.api_key, args.api_key or args.key)
+    if not args.serve:
+        return EngineRoom(partial(load_engine, args))
+    import serve
+
+    host, port = args.serve
+    try:
+        door = serve.Door(serve.Options(host, port, args.api_key, args.watch_key, tuple(args.allow_host)))
+    except OSError as error:  # the port is taken
+        raise ValueError(f"--serve {host}:{port}: {error.strerror or error}") from None
+    args.slots = args.slots or 4
+    load = lambda report, clock: serve.load(args, report=report, clock=clock)  # noqa: E731
+    return EngineRoom(load, door.start(), serve.name_of(args.model))
+
+
+def leave(*_) -> NoReturn:
+    raise KeyboardInterrupt
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     settings = Settings(seed=args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
-    room = EngineRoom(partial(load_engine, args))
+    try:
+        room = open_room(args)
+        room.start()
+    except ValueError as error:
+        print(f"nanobatch: {error}", file=sys.stderr)
+        return 2
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
     if args.asks:
         room.fire(session.asks(len(prompts)))
-    room.start()
     terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     code = 1
     try:
@@ -533,13 +585,16 @@ def main(arguments: list[str] | None = None) -> int:
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or 0
         else:
-            code = run_plain(session, args.script)
+            signal.signal(signal.SIGTERM, leave)
+            code = run_plain(session, args.script, stays=bool(args.serve or args.watch))
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the program that read the log has seen enough
         sys.stdout = None
         code = 141
     finally:
+        code = 0 if args.serve and code in (130, 143) else code  # for a server, this is how it ends
+        room.drain()
         if args.trace:
             session.look()
             Path(args.trace).write_text(json.dumps({"traceEvents": trace_events(session.state.history)}))

@@ -100,28 +100,33 @@ class Journal:
     def __init__(self) -> None:
         self.open: dict[int, Call] = {}
         self.ended = Log(1000)
+        self.changes = 0  # so often has something happened
         self._lock, self._count = threading.Lock(), 0
 
     def begin(self, client: str, route: str) -> int:
         with self._lock:
             self._count += 1
+            self.changes += 1
             self.open[self._count] = Call(self._count, time.time(), client, route)
             return self._count
 
     def note(self, number: int, **changes) -> None:
         with self._lock:
             self.open[number] = replace(self.open[number], **changes)
+            self.changes += 1
 
     def end(self, number: int) -> Call:
         with self._lock:
             call = self.open.pop(number)
             self.ended.add(call)
+            self.changes += 1
             return call
 
     def forget(self, number: int) -> None:
         """A look at /health is no news."""
         with self._lock:
             self.open.pop(number, None)
+            self.changes += 1
 
     def look(self, since: int = 0) -> tuple[tuple[Call, ...], tuple[Call, ...], int]:
         """The open calls, those that have ended since, and how many have ended in all."""

@@ -55,3 +55,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"nanobatch: {one_line(message)}\n")
+
+    def add_keys(self) -> None:
+        """What every program that opens the door asks for."""
+        key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY", "") for name in ("API", "WATCH"))
+        self.add_argument("--api-key", default=key, help="what clients must give ($NANOBATCH_API_KEY)")
+        self.add_argument("--watch-key", default=watch, help="shows texts to /watch elsewhere, too")
+        self.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="a proxy's (repeatable)")

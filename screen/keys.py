@@ -52,13 +52,15 @@ KEYS = (
     Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
     Key("end,escape", "End", "follow", "Newest", "follow the newest step again"),
     Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
-    Key("v", "v", "view", "View", "timeline, charts, answers or step, where there is room for one only", 8),
+    Key("v", "v", "view", "View", "timeline, charts, answers, step or clients, where there is room for one only", 8),
     Key("f", "f", "open(0)", "Requests", "requests that have ended: read and copy them", 10),
+    Key("h", "h", "sheet('clients')", "Clients", "what asks over HTTP (--serve, --watch), and what was refused", 13),
     Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
     Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
     Key("question_mark", "?", "sheet('help')", "Help", "this page", 1),
     Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
 )
+OF_THE_ENGINE = ("pause", *(f"command('/{name}')" for name in ("step", "policy", "race", "load")))
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
 WORDS = (
     ("slot", "one request's place in the KV cache, of a fixed length. A request owns one from admission to its end."),
@@ -75,6 +77,7 @@ WORDS = (
     ("run-ahead", "a step starts before the one before is read back, so Slots may be one step ahead of Timeline."),
     ("batch size", "how many slots did useful work in a step."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
+    ("client", "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one."),
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),
     ("makespan", "from the first arrival to the last token of all."),
     ("commands", "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64 seed=7"),
@@ -84,6 +87,8 @@ WORDS = (
 def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
     keys = [*TYPING, *KEYS[3:]] if state.typing else KEYS
+    if state.view.watches:
+        keys = [key for key in keys if key.action not in OF_THE_ENGINE]
     if state.view.paused:  # the keys that end the pause come first
         ways = {"pause": "Go on", "command('/step')": "Step"}
         keys = [key._replace(label=ways[key.action], footer=1) if key.action in ways else key for key in keys]

@@ -23,7 +23,7 @@ from sched import PADDING
 from screen import ink
 from screen.ink import Line, Palette, Pen, axis, clean, entry, heading, legend, number, shorten, span, wrap
 from screen.room import View
-from screen.state import State, prompt_of, race, verdict
+from screen.state import State, client_of, prompt_of, race, verdict
 from screen.timeline import FIGURES, Column, in_time, useful_of
 
 
@@ -40,19 +40,26 @@ def fit_slots(state: State, rows: int) -> range:
 
 
 def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    view, engine = state.view, state.view.engine
+    view, engine, door = state.view, state.view.engine, state.view.door
     doing = "▮▮ paused" if view.paused else "⚑ racing" if view.racing else "▶ running" if view.busy else "■ idle"
-    if engine.draining_to:
+    if view.gone_s is not None:
+        doing = f"✗ gone for {view.gone_s:,.0f} s"
+    elif door and door.draining:
+        doing = "⇣ ending"
+    elif engine.draining_to:
         doing = f"{'▮▮ paused,' if view.paused else '⇣'} draining → {engine.draining_to}"
+    clients = sum(bool(call.requests) for call in door.open) if door else 0
+    asking = f"{clients:,} asking at {door.address.partition('//')[2]}" if door else ""
     newest = [column.view.seconds for column in state.history[-20:]]
     mean = number(1000 * sum(newest) / len(newest) if newest else None)
     parts = [
         ("nanobatch", p.text, True, ""),
         (shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), p.muted, False, ""),
-        (doing, p.accent if view.busy else p.muted, True, "pause"),
+        (doing, p.bad if view.gone_s is not None else p.accent if view.busy else p.muted, True, "pause"),
         ("" if engine.draining_to else engine.policy, p.text, True, "command('/policy')"),
         (f"{number(state.tokens_per_s()) if view.busy else '–':>5} tok/s", p.text, False, ""),
         (f"{engine.finished:,} done", p.text, False, "open(0)"),
+        (asking, p.text, False, "sheet('clients')"),
         (f"step {state.history[-1].step if state.history else 0:,}", p.muted, False, ""),
         (f"{mean:>5} ms/step", p.muted, False, ""),
         (f"load {view.load:g}/s" if view.load else "", p.text, False, "command('/load')"),
@@ -185,6 +192,7 @@ def draw_stream(state: State, p: Palette, width: int, height: int, slot: int) ->
         return [Pen().put(f"{title}  ", p.muted, here).put("nothing yet", p.muted).line]
     pen = Pen().put(f"{title} r{request.id}", p.text if here else p.muted, True, f"select({slot})")
     pen.put(f" {request.reason}" if request.reason else "", p.muted)
+    pen.put(f" ← {client_of(request)}" if client_of(request) else "", p.muted)
     pen.put(f"  {shorten(prompt_of(request), width - pen.width - 3)}", p.muted)
     text = wrap(clean(request.text) + ("" if request.reason else "▏"), width - 1)[-(height - 1) :] if height > 1 else []
     return [pen.line, *(Pen().put(line, p.text).line for line in text)]
@@ -252,6 +260,7 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
     return [
         heading(p, width, title, "↓ earlier  ↑ later  y copy  Esc back", do="screen.dismiss"),
         *entry(p, width, "figures", figures),
+        *entry(p, width, "from", client_of(r), p.muted),
         *entry(p, width, "prompt", prompt_of(r), p.muted),
         *entry(p, width, "error", clean(r.error or ""), p.bad),
         *entry(p, width, "text", clean(r.text)),
@@ -305,6 +314,8 @@ def draw_loading(state: State, p: Palette, width: int, height: int) -> list[Line
     say(last, p.text, "✗ " if view.stage == "failed" else "… ")
     if state.printed and not view.error:
         say(state.printed, p.muted, "  ")
+    if view.door and not view.error:
+        say(f"\n{view.door.address}/v1 is open, and answers 503 until then", p.muted)
     if view.error:
         say(f"\n{view.error}", p.bad, bold=True)
     say("\nq quits", p.muted, do="quit")

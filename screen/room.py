@@ -5,12 +5,13 @@ second and must never wait for a screen. So they meet in two places only. A wish
 policy) is written down, and the engine's loop fulfils it between two steps. What the screen may see is a frozen `View`:
 the engine's snapshot, and what the room itself knows. `look` answers with it.
 
-A program that watches needs two names: `news`, a number that changes when there is something to see, and `look(since)`.
-A screen that watches an engine elsewhere needs no more.
+Those who watch speak one protocol, `Room`: `news`, a number that changes when there is something to see; `look(since)`,
+which answers with it; and the wishes. `EngineRoom` has an engine of its own. If a door is open (`serve.py`), strangers
+ask the same engine, and the door's ledger joins the view. `RemoteRoom` in `remote.py` sees an engine that is elsewhere.
 
 The invariant: only the loop's thread steps or changes the engine, and loading it happens behind the first frame.
 
-Where next: `state.py`, which keeps what the views tell.
+Where next: `remote.py`, the other room; `state.py`, which keeps what the views tell.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ import argparse
 import gc
 import math
 import random
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from parts.answers import Snapshot
+from parts.journal import DoorView
 from parts.loop import Loop, Stopwatch
 from sched import POLICIES
 from screen.ink import clean
 
 if TYPE_CHECKING:  # a real import loads MLX, which only the loader may do, behind the first frame
     from nanobatch import Engine, Handle
+    from serve import Door
+
+DRAIN_S = 20.0  # at the end, what clients have asked may go on so long
 
 # --- the workload ------------------------------------------------------------------------------------------------
 
@@ -119,6 +126,11 @@ class View(NamedTuple):
     faults: tuple[Fault, ...] = ()
     heard: int = 0  # how many wishes have been fulfilled
     engine: Snapshot | None = None
+    door: DoorView | None = None  # None: no clients can ask
+    watches: bool = False  # the engine is elsewhere: only our own prompts can be fired and cancelled
+    model: str = ""  # its name, if it is elsewhere
+    life: int = 0  # changes when a view begins anew: another process has other numbers
+    gone_s: float | None = None  # since then the other end is gone
 
     @property
     def busy(self) -> bool:
@@ -126,7 +138,51 @@ class View(NamedTuple):
         return self.racing or bool(engine and (engine.waiting or any(s.request is not None for s in engine.slots)))
 
 
-# --- the room ------------------------------------------------------------------------------------------------------
+# --- the rooms -----------------------------------------------------------------------------------------------------
+
+
+class Room:
+    """The protocol of those who watch. A wish that a room does not fulfil is refused."""
+
+    def __init__(self) -> None:
+        self.posted = 0  # how many wishes there have been
+        self.own: Collection[int] = ()  # the open requests that were fired from here
+        self._known = View()  # all of the view but what `look` adds
+        self._news = 1
+        self._lock = threading.RLock()  # held while it changes
+
+    @property
+    def news(self) -> int:
+        """It changes whenever there is something new to see."""
+        return self._news
+
+    def look(self, since: View | None = None) -> View:
+        """All that can be seen, and what has happened since an earlier look. Any thread may call it."""
+        return self._known
+
+    def note(self, **changes) -> None:
+        with self._lock:
+            self._known = self._known._replace(**changes)
+            self._news += 1
+
+    def fault(self, message: str, prompt: str | None = None) -> None:
+        with self._lock:
+            self.note(faults=(*self._known.faults, Fault(clean(message), prompt)))
+
+    def start(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def stop(self, patience: float) -> bool: ...
+
+    def fire(self, asks: Sequence[Ask]) -> None: ...
+
+    def cancel(self, request: int | None) -> None: ...
+
+    def _refuse(self, *arguments) -> None:
+        raise ValueError("this screen only watches: it fires prompts and cancels its own, and changes nothing else")
+
+    pause = step = switch = race = set_load = _refuse
 
 
 def wish(method: Callable) -> Callable:
@@ -139,7 +195,7 @@ def wish(method: Callable) -> Callable:
             finally:  # a failed wish counts, too; else a script would wait for it for ever
                 self.note(heard=self._known.heard + 1)
 
-        with self._door:
+        with self._desk:
             self.posted += 1
             (self.loop.wish if self.loop else self._early.append)(fulfil)
 
@@ -149,21 +205,23 @@ def wish(method: Callable) -> Callable:
 Loader = Callable[[Callable[[str], None], Callable[[], float]], "Engine"]  # takes `report` and a clock
 
 
-class EngineRoom:
-    """Owns the engine and its loop. Other threads use its wishes, and `look`."""
+class EngineRoom(Room):
+    """Owns the engine and its loop. Other threads use its wishes, and `look`.
 
-    def __init__(self, load: Loader):
+    `door`: one that lets clients in. It is opened when the model, which has this name, is loaded.
+    """
+
+    def __init__(self, load: Loader, door: Door | None = None, name: str = ""):
+        super().__init__()
         self.clock = Stopwatch()
         self.engine: Engine | None = None
         self.loop: Loop | None = None
-        self.posted = 0  # how many wishes there have been
-        self.news = 1  # changes whenever there is something new to see
-        self._known = View()  # all of the view but the engine's part
-        self._door = threading.Lock()  # held while a wish is written down, and while the loop is made
+        self.door, self._name = door, name
+        self._desk = threading.Lock()  # held while a wish is written down, and while the loop is made
         self._early: list[Callable[[], None]] = []  # wishes that came before there was a loop
         self._stopping = False
         self._load, self._loader = load, threading.Thread(target=self._begin, name="loader", daemon=True)
-        self._open: dict[int, Handle] = {}  # the requests that were fired from here
+        self.own: dict[int, Handle] = {}
         self._dice, self._next_arrival = random.Random(0), 0.0
         self._crowd: Sequence[Ask] = ()  # the steady load picks from these
         self._race: Sequence[Ask] = ()
@@ -187,11 +245,23 @@ class EngineRoom:
             return
         gc.collect()
         gc.freeze()  # what loading has left is never garbage, so the collector need not search it in mid-step
-        with self._door:
+        with self._desk:
             self.loop = Loop(self.engine, self._between, self.clock)
             for fulfil in self._early:
                 self.loop.wish(fulfil)
+        if self.door:
+            self.door.open(self.engine, self.loop, self._name)
         self.note(stage="ready")
+
+    def drain(self) -> None:
+        """Shut the door: what its clients have asked goes on to its end, for a while; a second Ctrl-C ends that."""
+        with suppress(KeyboardInterrupt, OSError):
+            if self.door and self.loop and any(call.requests for call in self.door.look().open):
+                print("nanobatch: finishing what clients have asked; Ctrl-C ends it at once", file=sys.stderr)
+            if self.door:
+                self.door.drain(DRAIN_S)
+        if self.door:
+            self.door.close()
 
     def stop(self, patience: float) -> bool:
         """End the loop and close the engine. False if a download or a long step has not ended in time."""
@@ -208,16 +278,14 @@ class EngineRoom:
             raise SystemExit
         self.note(done=(*self._known.done, clean(stage)))
 
-    def note(self, **changes) -> None:
-        self._known = self._known._replace(**changes)
-        self.news += 1
-
-    def fault(self, message: str, prompt: str | None = None) -> None:
-        self.note(faults=(*self._known.faults, Fault(clean(message), prompt)))
+    @property
+    def news(self) -> int:
+        return self._news + (self.door.journal.changes if self.door else 0)  # a refusal never reaches the engine
 
     def look(self, since: View | None = None) -> View:
-        """All that can be seen, and what has happened since an earlier look. Any thread may call it."""
         known, loop = self._known, self.loop
+        if self.door:
+            known = known._replace(door=self.door.look(since.door.seen if since and since.door else 0))
         if known.stage != "ready":
             return known
         snapshot = self.engine.snapshot(since.engine if since else None)
@@ -228,7 +296,7 @@ class EngineRoom:
         if not self.loop.paused or self.loop.stepping:
             self._arrive()
             self._run_race()
-        self.news += 1
+        self._news += 1
         return self._next_arrival - self.clock() if self._known.load else None
 
     # --- firing and cancelling
@@ -243,11 +311,11 @@ class EngineRoom:
                 ids = engine.text.ask(ask.prompt)
                 longest = max(1, min(ask.max_tokens, engine.sched.max_len - len(ids)))
                 sampling = Sampling(max_tokens=longest, temperature=ask.temperature, seed=ask.seed)
-                handle = engine.submit(ids, sampling, origin=ask, ended=lambda handle: self._open.pop(handle.id, None))
+                handle = engine.submit(ids, sampling, origin=ask, ended=lambda handle: self.own.pop(handle.id, None))
             except (ValueError, RuntimeError) as error:  # it does not fit a slot, or the line is full
                 self.fault(f"not fired: {error}", ask.prompt)
                 break
-            self._open[handle.id] = handle
+            self.own[handle.id] = handle
             fired.append(handle.id)
         return fired
 
@@ -255,10 +323,10 @@ class EngineRoom:
 
     @wish
     def cancel(self, request: int | None) -> None:
-        """Cancel one request; None cancels all, and the race."""
+        """Cancel one request of our own; None cancels all of them, and the race."""
         if request is None:
             self._end_race()
-        for handle in list(self._open.values()):
+        for handle in list(self.own.values()):
             if request in (None, handle.id):
                 handle.cancel()
 

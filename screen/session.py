@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import cycle, islice
 
 from parts.answers import RequestView
@@ -24,7 +25,7 @@ from parts.checks import read_real, read_whole
 from sched import POLICIES
 from screen.ink import clean, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
-from screen.state import State, compare, prompt_of, race, verdict
+from screen.state import State, client_of, compare, prompt_of, race, verdict
 from screen.timeline import FIGURES, Contest
 
 SETTABLE = {  # what /set takes: the field, and its limits
@@ -83,6 +84,8 @@ class Session:
 
     def _do_race(self, rest: str) -> None:
         """A burst of this size under the policies that are named: /race 12 static serial."""
+        if self.state.view.door:
+            raise ValueError("no race while the door is open, since clients would wait for it; /compare needs none")
         words = rest.split()
         policies = [known(word) for word in words if not word[:1].isdigit()] or RIVALS
         size = next((word for word in words if word[:1].isdigit()), str(self.state.settings.burst))
@@ -107,15 +110,19 @@ class Session:
         self.room.set_load(rate, self.asks(len(self.state.prompts)))
 
     def _do_cancel(self, rest: str) -> str:
-        """Cancel all requests, or the one that is named, or the one in the selected slot."""
+        """Cancel all requests that were fired from here, or the one that is named, or the one in the selected slot."""
         slot = self.state.selected
         owner = self.state.view.engine.slots[slot].request
         if rest:
             owner = None if rest == "all" else read_whole("request", rest.removeprefix("r"), 0, 2**31)
         elif owner is None:
             return f"slot {slot} is free"
+        request = self.state.requests.get(owner)
+        if request and not request.reason and owner not in self.room.own:
+            raise ValueError(f"r{owner} is a client's: it ends when its client hangs up")
         self.room.cancel(owner)
-        return "all requests are cancelled" if owner is None else f"r{owner} is cancelled"
+        whose = "your requests" if self.state.view.door else "requests"
+        return f"all {whose} are cancelled" if owner is None else f"r{owner} is cancelled"
 
     def _do_pause(self, rest: str) -> None:
         self.room.pause(True)
@@ -167,7 +174,7 @@ class PlainLog:
         self.session, self.write = session, write
         self._told: dict[int, RequestView] = {}  # open requests, as they were when last written about
         self._done = self._faults = self._legs = 0  # how many stages, faults and legs have been written
-        self._policy = ""
+        self._policy, self._life = "", 0
 
     def look(self) -> None:
         if not self.session.look():
@@ -176,8 +183,14 @@ class PlainLog:
         for stage in view.done[self._done :]:
             self.write(f"loading: {stage}")
         self._done = len(view.done)
+        for call in view.door.ended if view.door else ():
+            end = f"{call.status} {call.reason}{', hung up' if call.hung_up else ''}: {call.message}"
+            self.write(f"{call.client} {call.route} → {clean(end).rstrip(': ')}")
         if (engine := view.engine) is None:
             return
+        if view.life != self._life:  # what has happened there before is no news
+            self._life, self._told = view.life, {r.id: r for r in (*engine.requests, *engine.ended)}
+            engine = replace(engine, ended=(), steps=())
         news = [event for r in (*engine.requests, *engine.ended) for event in self._news(self._told.get(r.id), r)]
         for step in engine.steps:
             news += [(step.began, f"r{r} is admitted to slot {s} in step {step.step}") for s, r in step.admitted]
@@ -198,7 +211,8 @@ class PlainLog:
     def _news(self, before: RequestView | None, r: RequestView) -> Iterable[tuple[float, str]]:
         """What has happened to a request since the view `before`: (when, what)."""
         if before is None:
-            yield r.arrived, f"r{r.id} waits: {shorten(prompt_of(r), 60)}"
+            client = client_of(r) and f" ({client_of(r)})"
+            yield r.arrived, f"r{r.id}{client} waits: {shorten(prompt_of(r), 60)}"
         if r.metrics.ttft_s is not None and (before is None or before.metrics.ttft_s is None):
             yield r.arrived + r.metrics.ttft_s, f"r{r.id} has its first token after {span(r.metrics.ttft_s)}"
         if r.reason:
@@ -226,37 +240,42 @@ class PlainLog:
             self.write(words)
 
 
-def run_plain(session: Session, script: str) -> int:
+def run_plain(session: Session, script: str, stays: bool = False) -> int:
     """Obey the script, or the lines of standard input. When it ends and nothing is left to do, leave.
 
-    If neither says anything, a small burst runs.
+    If neither says anything, a small burst runs. `stays`: there are others to watch, so neither is done.
     """
     log = PlainLog(session, lambda line: print(line, flush=True))
     state = session.state
-    words = orders_of(script or ("" if session.room.posted else "burst8"))
+    words = orders_of(script or ("" if session.room.posted or stays else "burst8"))
     orders = deque(as_command(*order) for order in words if order[0] not in (*SCRIPTED, "wait"))
     listening, rest = not script, b""
-    while True:
-        time.sleep(0.05)
-        log.look()
-        if state.view.stage == "failed":
-            print(f"nanobatch: {state.view.error}", file=sys.stderr)
-            return 2
-        if state.view.stage != "ready":
-            continue
-        if listening:
-            rest, lines, listening = read_lines(rest)
-            if lines:
-                orders.clear()  # the user has prompts, so the burst is not needed
-            for line in lines:
-                if line in ("/quit", "/exit"):
-                    return 0
-                log.obey(line)
-        elif session.settled:
+    try:
+        while True:
+            time.sleep(0.05)
             log.look()
-            if not orders:
-                return 0
-            log.obey(orders.popleft())
+            if state.view.stage == "failed":
+                print(f"nanobatch: {state.view.error}", file=sys.stderr)
+                return 2
+            if state.view.stage != "ready":
+                continue
+            if listening:
+                rest, lines, listening = read_lines(rest)
+                if lines:
+                    orders.clear()  # the user has prompts, so the burst is not needed
+                for line in lines:
+                    if line in ("/quit", "/exit"):
+                        return 0
+                    log.obey(line)
+            elif session.settled:
+                log.look()
+                if orders:
+                    log.obey(orders.popleft())
+                elif not stays:
+                    return 0
+    finally:
+        session.room.drain()
+        log.look()
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from parts.answers import RequestView, StepView
+from parts.journal import Call
 from sched import POLICIES
 from screen.ink import clean, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
@@ -35,6 +36,7 @@ class State:
     history: list[Column] = field(default_factory=list)  # a column for each step, oldest first
     requests: dict[int, RequestView] = field(default_factory=dict)  # by id, as the newest view that holds them has them
     ended: list[RequestView] = field(default_factory=list)  # in the order in which they ended
+    calls: list[Call] = field(default_factory=list)  # at the door: those that have ended, in the order of their ends
     faults: list[Fault] = field(default_factory=list)  # all that went wrong so far
     owners: dict[int, int] = field(default_factory=dict)  # slot -> the request that holds it or held it last
     printed: str = ""  # what a library printed last while loading: a download's progress
@@ -55,17 +57,25 @@ class State:
 
     def absorb(self, view: View) -> None:
         self.faults += view.faults[len(self.view.faults) :]
-        self.view, news = view, view.engine
+        if begins := view.life != self.view.life:  # what is known is another engine's, or comes once more
+            for kept in (self.history, self.requests, self.ended, self.calls, self.owners, self._merged):
+                kept.clear()
+            self.cursor, self.selected, self.woke, self.opened, self.contest = None, 0, 0, 0, None
+        self.view, news, self.model = view, view.engine, view.model or self.model
+        if view.door:
+            self.calls = [*self.calls, *view.door.ended][-self.REMEMBERED :]
         if news is None:
             return
         self.faults += [Fault(clean(fault)) for fault in news.faults]
         self.requests |= {request.id: request for request in (*news.requests, *news.ended)}
         self.ended += news.ended
-        self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in news.ended if r.error]
+        self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in news.ended if r.error and not begins]
         for request in self.ended[: -self.REMEMBERED]:
             self.requests.pop(request.id, None)
         del self.ended[: -self.REMEMBERED]
-        for count, what in ((news.missed, "steps went by"), (news.missed_ends, "requests ended")):
+        calls = view.door.missed if view.door else 0
+        unseen = ((news.missed, "steps went by"), (news.missed_ends, "requests ended"), (calls, "clients left"))
+        for count, what in unseen:
             if count:
                 self.faults.append(Fault(f"{count:,} {what} unseen: the screen looked away for too long"))
         for step in news.steps:
@@ -169,6 +179,11 @@ class State:
 def prompt_of(request: RequestView) -> str:
     """A request's prompt: as it was typed, if it was fired from here; else as the engine shows it."""
     return clean(request.origin.prompt if isinstance(request.origin, Ask) else request.prompt)
+
+
+def client_of(request: RequestView) -> str:
+    """The client that asked for it at the door; empty if it was fired from a screen."""
+    return clean(request.origin) if isinstance(request.origin, str) else ""
 
 
 # --- comparing policies --------------------------------------------------------------------------------------------

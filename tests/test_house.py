@@ -22,9 +22,10 @@ IN_A_FOLDER = 600
 CLASS = {("nanobatch", "Engine"): 300}
 FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. The whole had 4,517 in nine files, 144 of them
-# imports; in 24 files, 282 are imports. The door has 1,180 of them. It may become less.
+# imports; in 24 files, 282 are imports. The door has 1,180 of them, and the
+# screen on its traffic, here and from afar, 420. It may become less.
 CODE = {"sched": 230}
-ALL_CODE = 6570
+ALL_CODE = 6995
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
@@ -62,13 +63,13 @@ ANY_FILE_MAY_IMPORT = "parts/checks"
 SCREEN = """
     session
     keys panes
-    charts
+    charts clients
     state
     remote timeline
     room
     ink
 """
-SCREEN_MAY_IMPORT = "parts/answers parts/loop sched"
+SCREEN_MAY_IMPORT = "parts/answers parts/journal parts/loop parts/wire sched"
 # The screen shows its first frame before MLX is loaded: what it needs of the engine it imports inside a function.
 BEHIND_THE_FIRST_FRAME = {"tui": "nanobatch", "screen/*": "nanobatch", "parts/bridge": "nanobatch"}
 

@@ -55,7 +55,7 @@ def test_every_command_for_the_screen_in_the_readme_is_understood():
     commands = re.findall(r"python tui\.py([^\n`]*)", README)
     assert len(commands) >= 3
     for command in commands:
-        tui.parse_arguments(shlex.split(command))
+        tui.parse_arguments(shlex.split(command.partition("#")[0]))
 
 
 def test_every_command_for_the_server_in_the_readme_is_understood():

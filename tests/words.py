@@ -80,7 +80,7 @@ class WordRunner:
         self.fail: Exception | None = None  # what the next step raises
         self.reset()
 
-    slab = None
+    slab, one_pass = None, True
 
     def reset(self) -> None:
         self.prompts = [""] * self.slots

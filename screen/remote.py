@@ -1,0 +1,263 @@
+"""The room of a screen that watches an engine in another process, or on another machine: a server's `/watch`.
+
+The problem. A server has no terminal, or one that is far away. What it does should be seen all the same, by the same
+screen; and neither the network nor a screen that hangs may disturb it.
+
+The way out. `/watch` sends differences of all that can be seen, as server-sent events (`parts/wire.py`). A thread here
+reads them and adds them up, until the screen looks. Prompts go the way of every other client's: each has a connection
+of its own, and closing it cancels the request. Nothing else can be wished for, since others use that engine, too.
+
+The invariant: when the other end has gone, the screen shows the last it knew and says since when, and a thread tries
+again and again. What comes then begins a new life of the view: numbers may begin anew there.
+
+Where next: `parts/wire.py`; `state.py`, which keeps what the views tell.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from parts import wire
+from parts.answers import RequestView
+from parts.checks import one_line, shown
+from screen.ink import clean
+from screen.room import Ask, Room, View
+
+RETRY_S = 1.0
+SILENT_S = 5.0  # a server says something every second, even if nothing happens
+LINE = 2**26  # bytes; a longer one is none of ours
+SENDERS = 64  # prompts at once on their way; more wait here
+
+
+class Loading(ValueError):
+    """There is a server, but no model yet."""
+
+
+def base_of(url: str) -> str:
+    """The address of a server, however much of a path was given behind it."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment or parts.username:
+        raise ValueError(f"--watch {shown(url)} is no address such as http://127.0.0.1:8000")
+    path = parts.path.rstrip("/").removesuffix("/watch").removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+class RemoteRoom(Room):
+    """Sees what `/watch` tells. It has one watcher: `look` answers with all that has come since it was called last."""
+
+    def __init__(self, url: str, key: str = "", ask_key: str = ""):
+        """`key` is for watching, `ask_key` for firing prompts."""
+        super().__init__()
+        self.url, self._keys = base_of(url), (key, ask_key or key)
+        self.own: dict[int, socket.socket] = {}  # by request: closing it cancels the request
+        self._frame: wire.Frame | None = None  # what has come, and was not looked at yet
+        self._life, self._lost_at = 0, None  # `_lost_at`: when the other end went
+        self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
+        self._senders, self._cancels, self._ending = 0, 0, threading.Event()
+        self.note(watches=True, done=(f"asking {self.url}",))
+
+    def start(self) -> None:
+        """Ask once in this thread, so that a wrong address or key is told at once, as a ValueError."""
+        events = None
+        try:
+            events = self._connect()
+        except Loading:
+            pass
+        except (OSError, http.client.HTTPException) as error:
+            raise ValueError(f"--watch {self.url}: {why(error)}; is a server there? (python serve.py)") from None
+        threading.Thread(target=self._run, args=(events,), name="watch", daemon=True).start()
+
+    def stop(self, patience: float) -> bool:
+        self._ending.set()
+        self.cancel(None)
+        return True
+
+    def look(self, since: View | None = None) -> View:
+        with self._lock:
+            frame, lost_at = self._frame, self._lost_at
+            if frame is None:
+                return self._known
+            self._frame = told(frame)
+            gone = None if lost_at is None else time.monotonic() - lost_at
+            return self._known._replace(life=self._life, gone_s=gone, **frame._asdict())
+
+    # --- watching
+
+    def _run(self, events: Iterator[wire.Frame] | None) -> None:
+        while not self._ending.is_set():
+            try:
+                for frame in events or self._connect():
+                    if self._ending.is_set():
+                        return
+                    self._take(frame)
+                raise ConnectionError("it has ended")
+            except Exception as error:  # whatever it was, this thread goes on
+                self._lose(why(error))
+            events = None
+            self._ending.wait(RETRY_S)
+
+    def _connect(self) -> Iterator[wire.Frame]:
+        """The frames of a new connection. When this returns, the other end has said who it is."""
+        answer = self._ask_for("GET", "/watch", self._keys[0], SILENT_S)
+        if answer.status != 200:
+            kind = Loading if answer.status == 503 else ValueError
+            raise kind(f"--watch {self.url}: {said(answer)}")
+        events = read_events(answer)
+        hello = next(events, {})
+        if not isinstance(hello, dict) or hello.get("protocol") != wire.PROTOCOL:
+            raise ValueError(f"--watch {self.url}: there is no nanobatch, or one of another version")
+        with self._lock:
+            self._fresh = True
+            self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
+            if not hello["texts"]:
+                self.fault("only figures are shown, no texts: --key is not the server's --watch-key")
+        receiver = wire.Receiver()
+        return (receiver.take(event) for event in events)
+
+    def _take(self, frame: wire.Frame) -> None:
+        with self._lock:
+            if self._fresh:
+                self._fresh, self._lost_at, self._life, self._frame = False, None, self._life + 1, None
+            self._frame = joined(self._frame, frame)
+            self.note(stage="ready")
+
+    def _lose(self, reason: str) -> None:
+        """Called once a second, so that the screen counts the seconds."""
+        with self._lock:
+            if self._frame is None:
+                self.note(done=(f"asking {self.url}", clean(reason.removeprefix(f"--watch {self.url}: "))))
+            elif self._lost_at is None:
+                self._lost_at = time.monotonic()
+                self.fault(f"{self.url} is gone: {reason}; trying again")
+            else:
+                self.note()
+
+    def _ask_for(self, method: str, path: str, key: str, patience: float, body: str | None = None):
+        address = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        connection = kind(address.hostname, address.port, timeout=patience)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connection.request(method, address.path + path, body, {"Content-Type": "application/json"} | headers)
+        line = connection.sock
+        answer = connection.getresponse()
+        answer.line = line
+        return answer
+
+    # --- firing
+
+    def fire(self, asks: Sequence[Ask]) -> None:
+        for ask in asks:
+            self.posted += 1
+            self._asks.put((ask, self._cancels))
+            if self._senders < SENDERS:
+                self._senders += 1
+                threading.Thread(target=self._send, name="ask", daemon=True).start()
+
+    def cancel(self, request: int | None) -> None:
+        """Hang up: one of our own requests, or all of them."""
+        self._cancels += request is None  # those that have no number yet are ended by their senders
+        for number, line in list(self.own.items()):
+            if request in (None, number):
+                self.own.pop(number, None)
+                with suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)
+
+    def _send(self) -> None:
+        while True:
+            ask, cancels = self._asks.get()
+            try:
+                if cancels == self._cancels:
+                    self._stream(ask, cancels)
+            except Exception as error:
+                self.fault(f"not fired: {why(error)}", ask.prompt)
+            with self._lock:
+                self.note(heard=self._known.heard + 1)
+
+    def _stream(self, ask: Ask, cancels: int) -> None:
+        """Ask as every client does, and read to the end. The text is not needed: it comes with the frames."""
+        wish = {"max_tokens": ask.max_tokens, "temperature": ask.temperature, "seed": ask.seed, "stream": True}
+        chat = {"messages": [{"role": "user", "content": ask.prompt}]}
+        for route, prompt in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": ask.prompt})):
+            answer = self._ask_for("POST", route, self._keys[1], 60, json.dumps(wish | prompt))
+            if answer.status == 200:
+                break
+            if "no chat template" not in (words := said(answer)):
+                raise ValueError(words)
+        number = int(answer.getheader("X-Request-Id").split("-")[1])
+        self.own[number] = answer.line
+        try:
+            while cancels == self._cancels and answer.read(2**16):
+                pass
+        except (OSError, http.client.HTTPException):
+            if number in self.own:  # else it was cancelled here
+                raise
+        finally:
+            self.own.pop(number, None)
+            answer.close()
+            answer.line.close()
+
+
+# --- what comes over the wire --------------------------------------------------------------------------------------
+
+
+def read_events(answer: http.client.HTTPResponse) -> Iterator:
+    """The data of each server-sent event. A comment is a sign of life and no more."""
+    while line := answer.readline(LINE):
+        if line.startswith(b"data: "):
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def joined(before: wire.Frame | None, frame: wire.Frame) -> wire.Frame:
+    """Two frames as one: the state of the later one, and what happened up to it since the earlier one began."""
+    new, door = frame.engine, frame.door
+    requests, ended = (tuple(map(with_ask, many)) for many in (new.requests, new.ended))
+    if before is None:  # what was over long before is no news
+        new, door = replace(new, missed=0, missed_ends=0, faults=()), replace(door, missed=0)
+    else:
+        old, ended = before.engine, (*before.engine.ended, *ended)
+        over = {request.id for request in ended}
+        requests = tuple({r.id: r for r in (*old.requests, *requests) if r.id not in over}.values())
+        counts = {"missed": old.missed + new.missed, "missed_ends": old.missed_ends + new.missed_ends}
+        new = replace(new, steps=(*old.steps, *new.steps), faults=(*old.faults, *new.faults), **counts)
+        calls = (*before.door.ended, *door.ended)
+        door = replace(door, ended=calls, missed=before.door.missed + door.missed)
+    return frame._replace(engine=replace(new, requests=requests, ended=ended), door=door)
+
+
+def told(frame: wire.Frame) -> wire.Frame:
+    """The same state, once what happened up to it has been told."""
+    engine = replace(frame.engine, requests=(), ended=(), missed_ends=0, steps=(), missed=0, faults=())
+    return frame._replace(engine=engine, door=replace(frame.door, ended=(), missed=0))
+
+
+def with_ask(request: RequestView) -> RequestView:
+    """The wire makes a list of a prompt that was fired from the other end's own screen."""
+    match request.origin:
+        case [str(), _, _, _]:
+            return replace(request, origin=Ask(*request.origin))
+    return request
+
+
+def said(answer: http.client.HTTPResponse) -> str:
+    """Why a request was refused."""
+    try:
+        return clean(json.loads(answer.read(2**16))["error"]["message"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return clean(f"{answer.status} {answer.reason}")
+
+
+def why(error: BaseException) -> str:
+    return clean(getattr(error, "strerror", None) or one_line(error) or type(error).__name__)
