@@ -379,7 +379,7 @@ class Sample:
         spec, seconds = self.spec, defaultdict(list)
         for name, settings in SETTINGS.items():
             bias = {id: value for id, value in settings.get("logit_bias", {}).items() if id < spec.vocabulary}
-            for _ in range(5):
+            for _ in range(3):
                 for kind, wish in (("greedy", {}), (name, settings | {"logit_bias": bias})):
                     seconds[name, kind] += [b.ended - a.ended for a, b in pairwise(self.decode_steps(**wish))]
                     while self.contestant.handles:
