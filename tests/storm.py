@@ -138,13 +138,19 @@ def storm(model: Model, text: Text, requests: int, seed: int = 0) -> tuple[list[
             thread.join(300)
         wrong += [f"{thread.name} hangs" for thread in threads if thread.is_alive()]
         wrong += [f"request {n} is missing" for n in set(range(requests)) - set(seen)]
-        for engine in engines:
-            engine.wait(lambda engine=engine: not engine.has_work, timeout=60)  # what listeners have submitted
-            engine.check()
-            look = engine.snapshot()
-            if any(slot.request is not None for slot in look.slots) or look.submitted != look.finished:
-                wrong.append("a slot is not free, or a request has not ended")
+        until = time.monotonic() + 60  # what has been submitted by `ended` may itself submit
+        while not all(is_at_rest(engine) for engine in engines) and time.monotonic() < until:
+            time.sleep(0.01)
+        if time.monotonic() >= until:
+            wrong.append("a slot is not free, or a request has not ended")
+    for engine in engines:
+        engine.check()
     return wrong, acts
+
+
+def is_at_rest(engine: Engine) -> bool:
+    look = engine.snapshot()
+    return all(slot.request is None for slot in look.slots) and look.submitted == look.finished
 
 
 def main() -> int:
