@@ -74,10 +74,10 @@ def test_a_product_gives_a_row_the_same_bits_wherever_it_stands(rows, inputs, ou
 
 
 def sensitive(is_off):
-    """A product that is a little off in the last row, if it has so many rows."""
+    """A product that is a little off in the last row, if it has so many rows, and else has the same bits everywhere."""
 
     def multiply(x, weight):
-        y = x @ weight
+        y = mx.sum(x[..., None] * weight, axis=-2)
         if is_off(math.prod(x.shape[:-1])):
             y = y * mx.where(mx.arange(y.shape[-2])[:, None] == y.shape[-2] - 1, 1.001, 1)
         return y
@@ -116,6 +116,7 @@ def test_chunks_and_decoding_rows_share_a_pass_only_if_no_width_that_a_pass_can_
         return x @ weight
 
     monkeypatch.setattr(load, "gives_same_bits", lambda *args: True)
+    monkeypatch.setattr(ops, "rows_alike", lambda rows, *rest: rows)  # whatever this machine's BLAS would need
     monkeypatch.setattr(mx, "matmul", multiply)
     for seed in range(12):
         rng = np.random.default_rng(seed)
