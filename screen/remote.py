@@ -21,6 +21,7 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -67,6 +68,8 @@ class RemoteRoom(Room):
         self._life, self._lost_at = 0, None  # `_lost_at`: when the other end went
         self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
         self._senders, self._cancels, self._ending = 0, 0, threading.Event()
+        self._over: deque[int] = deque(maxlen=2**12)  # the last requests whose end has come with a frame
+        self._came = threading.Condition(self._lock)  # told of each frame
         self.note(watches=True, done=(f"asking {self.url}",))
 
     def start(self) -> None:
@@ -132,6 +135,8 @@ class RemoteRoom(Room):
             if self._fresh:
                 self._fresh, self._lost_at, self._life, self._frame = False, None, self._life + 1, None
             self._frame = joined(self._frame, frame)
+            self._over += (request.id for request in frame.engine.ended)
+            self._came.notify_all()
             self.note(stage="ready")
 
     def _lose(self, reason: str) -> None:
@@ -187,7 +192,7 @@ class RemoteRoom(Room):
                 self.note(heard=self._known.heard + 1)
 
     def _stream(self, ask: Ask, cancels: int) -> None:
-        """Ask as every client does, and read to the end. The text is not needed: it comes with the frames."""
+        """Ask as every client does, and read to the end. The text comes with the frames: wait for the last of them."""
         wish = {"max_tokens": ask.max_tokens, "temperature": ask.temperature, "seed": ask.seed, "stream": True}
         chat = {"messages": [{"role": "user", "content": ask.prompt}]}
         for route, prompt in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": ask.prompt})):
@@ -208,6 +213,8 @@ class RemoteRoom(Room):
             self.own.pop(number, None)
             answer.close()
             answer.line.close()
+        with self._came:
+            self._came.wait_for(lambda: number in self._over or self._lost_at is not None, SILENT_S)
 
 
 # --- what comes over the wire --------------------------------------------------------------------------------------

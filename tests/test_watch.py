@@ -46,6 +46,9 @@ class Watched(Server):
             self.session.look()
         return found
 
+    def answer(self, prompt: str) -> str:
+        return next((request.text for request in self.state.ended if request.prompt == prompt), "")
+
     def drawn(self, width: int = 120) -> str:
         return "\n".join(plain(clients.draw_clients(self.state, ink.DARK, width, 30)))
 
@@ -235,10 +238,21 @@ def test_a_prompt_is_fired_through_the_ordinary_route_and_its_text_comes_back(se
         assert it.state.model.startswith("demo @ 127.0.0.1:")
         it.session.obey("Count from 3 to 7.")
         it.sees(lambda state: it.session.settled)
-        assert it.state.ended[-1].text == "3, 4, 5, 6, 7." and it.state.calls[-1].stream
+        assert it.answer("Count from 3 to 7.") == "3, 4, 5, 6, 7." and it.state.calls[-1].stream
         it.session.obey("word " * 2000)
         fault = it.sees(lambda state: state.faults and state.faults[-1])
         assert "not fired" in fault.message and "context length" in fault.message and fault.prompt.startswith("word")
+
+
+def test_a_prompt_is_not_settled_before_its_answer_has_come(server, monkeypatch):
+    """The stream of a prompt could end before the frame that tells of it: a script then left without the answer."""
+    take = RemoteRoom._take
+    monkeypatch.setattr(RemoteRoom, "_take", lambda self, frame: (time.sleep(0.5), take(self, frame)))
+    with watching(server) as it:
+        it.sees(lambda state: state.view.stage == "ready")
+        it.session.obey("Count from 5 to 9.")
+        it.sees(lambda state: it.session.settled)
+        assert it.answer("Count from 5 to 9.") == "5, 6, 7, 8, 9."
 
 
 @pytest.mark.parametrize("order", ["/pause", "/step", "/policy", "/load"])
