@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.open(os.devnull, os.O_RDONLY)
     try:
         prompts = [*args.prompts, *args.prompt] or ["-"]
-        stdin = sys.stdin.read() if sys.stdin and "-" in prompts else ""
+        stdin = sys.stdin.read() if sys.stdin and "-" in prompts and not program.rank() else ""
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         slots = min(len(prompts), 8) if args.slots is None else args.slots
         sampling = Sampling(**{f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)})
@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
         if args.compact or args.exact:
             options["exact"] = args.exact
         with Engine.load(args.model, **options) as engine:
+            if engine.ranks.rank:  # of several processes (parts/ranks.py), one answers
+                return engine.follow()
             for prompt in prompts:
                 handles.append(engine.submit(engine.text.ask(prompt, args.raw), sampling))
             print(f"nanobatch: {engine.summary}", file=sys.stderr)

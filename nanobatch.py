@@ -41,7 +41,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,9 +50,10 @@ from parts import answers, checkpoint, device
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
 from parts.checkpoint import Config, ModelError
 from parts.device import device_lock, device_stream, mx
-from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit, keeps_bits, slab_shape, widest_pass
+from parts.load import Layer, Model, ModelReader, Sizes, agreed, far_position, fit, keeps_bits, slab_shape, widest_pass
 from parts.loop import Loop
 from parts.ops import rms_norm, softmax, swiglu, turning
+from parts.ranks import join
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
 from sched import DEFAULT, PADDING, POLICIES, Plan, QueueFull, Request, Scheduler
@@ -109,10 +110,11 @@ def forward(
             for q, window, own in zip(queries, windows, looks, strict=True)
             for part, look in zip(cut(q, [look.stop - look.start for look in own]), own, strict=True)
         ]
-        x = x + layer.o(mx.concatenate(sums).reshape(*x.shape[:-1], -1))  # heads side by side -> (N, D)
+        sums = mx.concatenate(sums).reshape(*x.shape[:-1], -1)  # heads side by side
+        x = x + model.ranks.sum(layer.o(sums))  # (N, D)
         # The MLP: each token by itself.
         gate, up = mx.split(layer.gate_up(rms_norm(x, layer.mlp_norm, c.norm_eps)), 2, axis=-1)  # (N, hidden) each
-        x = x + layer.down(swiglu(gate, up))
+        x = x + model.ranks.sum(layer.down(swiglu(gate, up)))
     return cut(rms_norm(x, model.norm, c.norm_eps).reshape(-1, c.D), sizes)
 
 
@@ -177,6 +179,28 @@ class Order(NamedTuple):
     newest: tuple[Piece, ...]  # one token for each slot that decodes
     picks: Mapping[int, Pick]  # by slot: how its token is chosen
 
+    def pack(self) -> list[int]:
+        """All but the picks as whole numbers, for the ranks that follow: they choose no token."""
+        numbers = [len(self.scrubs), len(self.chunks), len(self.newest), *chain(*self.scrubs)]
+        for piece in (*self.chunks, *self.newest):
+            source = -1 if piece.source is None else piece.source
+            numbers += [piece.slot, piece.start, piece.width, piece.length, source, piece.asked]
+            numbers += [len(piece.ids), *piece.ids]
+        return numbers
+
+    @staticmethod
+    def unpack(numbers: Sequence[int]) -> Order:
+        rest = iter(numbers)
+        take = lambda count: tuple(islice(rest, count))  # noqa: E731
+
+        def piece() -> Piece:
+            slot, start, width, length, source, asked, count = take(7)
+            return Piece(slot, take(count), start, width, length, None if source < 0 else source, bool(asked))
+
+        scrubs, chunks, newest = take(3)
+        scrubbed = tuple(take(3) for _ in range(scrubs))
+        return Order(scrubbed, tuple(piece() for _ in range(chunks)), tuple(piece() for _ in range(newest)), {})
+
     @staticmethod
     def of(plan: Plan, handles: Mapping[int, Handle]) -> Order:
         """A plan without its requests."""
@@ -219,13 +243,14 @@ class Runner:
     def __init__(
         self, model: Model, sizes: Sizes, exact: bool | None = None, clock: Callable[[], float] = time.perf_counter
     ):
-        self.model, self.clock = model, clock
+        self.model, self.ranks, self.clock = model, model.ranks, clock
         self.exact = not device.has_gpu() if exact is None else exact
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
         self.slab: Slab | None = None
         self.reset()
         # Do all pieces of a step share one forward pass? Yes, if that changes no bit, or if bits may change.
         self.one_pass = not self.exact or keeps_bits(model, sizes.slots, sizes.chunk, sizes.budget, PADDING)
+        self.exact, self.one_pass = map(bool, self.ranks.least(self.exact, self.one_pass))
 
     def reset(self) -> None:
         """A new slab, with nothing in it."""
@@ -236,8 +261,10 @@ class Runner:
         self._memory = Memory(self.slab.slots, self.model.config.V)
 
     def run(self, order: Order) -> Flight:
-        """Turn an order into one lazy graph, sampling included, and start it."""
+        """Turn an order into one lazy graph, sampling included, and start it. Ranks that follow are told first."""
         began, waited = self.clock(), 0.0
+        if self.ranks.leads:
+            self.ranks.tell(order.pack())
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
         emitted, logprobs = mx.full(self.slab.slots, -1, mx.int32), []
@@ -248,17 +275,25 @@ class Runner:
             states = forward(self.model, *zip(*parts, strict=True), asked)
             # Where no token is asked for, we start what has been written: the rest of the last layer is never run.
             waited += self._start(*(states if any(asked) else self.slab.written()))
-            asking = compress(zip(groups, parts, strict=True), asked)
+            asking = compress(zip(groups, parts, strict=True), asked) if self.model.head else ()
             for (group, (_, window)), x in zip(asking, states, strict=False):
                 slots, tokens, measured = self._choose(x, group, window, order.picks)
                 emitted[slots] = tokens
                 logprobs += measured
+        emitted = self.ranks.first(emitted)
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
         mx.async_eval(emitted, self._newest, self._memory.recent, logprobs)
         return Flight(emitted, logprobs, began, self.clock() - began - waited, waited)
 
+    def follow(self) -> None:
+        """What every rank but the first does: it runs the orders of rank 0, until there are no more."""
+        while numbers := self.ranks.hear():
+            self.run(Order.unpack(numbers)).read()
+
     def warm_up(self) -> None:
         """Run a prompt of one token, and the next token. What comes first is slow, because everything is new."""
+        if self.ranks.rank:
+            return  # it will be told to
         with device_lock, device_stream():
             pick = {0: Pick(0, Sampling(), 0, 0)}
             self.run(Order((), (Piece(0, (0,), 0, PADDING, 1, None, True),), (), pick)).read()
@@ -345,6 +380,20 @@ class Runner:
 # --- the engine ----------------------------------------------------------------------------------------------------
 
 
+def read(model: str, dtype: str, report: Callable[[str], None], options: Mapping[str, Any]) -> tuple[Model, Text]:
+    """A folder becomes a model, or this rank's share of it. What would not fit beside it is refused before."""
+    report(f"finding {model}")
+    ranks = join()
+    with device_lock, device_stream():
+        reader = ModelReader(checkpoint.find(model), dtype, ranks)
+        text = Text(reader.folder, reader.config.V)
+        sizes = reader.fit(**options)
+        report(f"reading {device.readable(reader.nbytes)} of weights from {reader.folder.name}")
+        weights = reader.read()
+    report(f"allocating the slab: {sizes.summary}")
+    return weights, text
+
+
 class Engine:
     """The scheduler and the runner, tied together, and all that other threads may ask of them. `step` is the heart.
 
@@ -373,7 +422,9 @@ class Engine:
         runner: Runner | None = None,  # another device half, for tests
     ):
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
+        self.ranks = model.ranks
         sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget, usual_len)
+        sizes = agreed(model, sizes)
         remembers, far = device.has_gpu() if exact is None else not exact, far_position(model.config)
         limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue, "far": far}
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, remember_answers=remembers, **limits)
@@ -388,6 +439,7 @@ class Engine:
         with device_lock, device_stream():
             self.runner = runner or Runner(model, sizes, exact, clock)
         self.summary = f"{sizes.summary}; {device.named()}{'' if self.runner.one_pass else ', passes apart'}"
+        self.summary += self.ranks.settle(model.config, sizes.slots, partial(self._end_all, "error"))
         device.close_at_exit(self)
 
     @classmethod
@@ -395,16 +447,7 @@ class Engine:
         cls, model: str | Path = "demo", *, dtype: str = "auto", report: Callable[[str], None] | None = None, **options
     ) -> Engine:
         """An engine for a folder, a hub id, or "demo". Options are those of `Engine`; `report` is told what is done."""
-        report = report or (lambda stage: None)
-        report(f"finding {model}")
-        with device_lock, device_stream():
-            reader = ModelReader(checkpoint.find(str(model)), dtype)
-            text = Text(reader.folder, reader.config.V)
-            sizes = reader.fit(**options)
-            report(f"reading {device.readable(reader.nbytes)} of weights from {reader.folder.name}")
-            weights = reader.read()
-        report(f"allocating the slab: {sizes.summary}")
-        return cls(weights, text, **options)
+        return cls(*read(str(model), dtype, report or (lambda stage: None), options), **options)
 
     # --- plan -> run -> commit
 
@@ -479,6 +522,14 @@ class Engine:
         self._ledger.retire(handle.id)
         self.changed.notify_all()
 
+    def _end_all(self, reason: str, error: str | None = None) -> None:
+        """End every open request, and take no other."""
+        with self.changed:
+            self._closed = True
+            for handle in list(self._ledger.open.values()):
+                self._end(handle, reason, error)
+        self._ledger.say_farewell()
+
     def _fail(self, error: BaseException) -> None:
         """An exception came out of a step, or Ctrl-C out of a cancel. As few requests as possible end with it.
 
@@ -487,7 +538,9 @@ class Engine:
         has a token planned. The others have yielded nothing: they go back to the line, or stay in it, and begin again.
         If it is not known which step failed (a fault of the scheduler), or if not even a new slab could be made, all
         end: no request may wait for ever. This is right at any line, even where Ctrl-C has left the books half written.
+        With other ranks it is the end of all, since they are in the middle of the step.
         """
+        self.ranks.fail(error)
         unstarted, self._unstarted = self._unstarted, None
         if unstarted and isinstance(error, Exception):
             with suppress(Exception):
@@ -609,7 +662,7 @@ class Engine:
     def snapshot(self, since: Snapshot | None = None) -> Snapshot:
         """What the engine is doing now, and what has happened since an earlier snapshot."""
         with self.changed:
-            return self._ledger.snapshot(self.sched, self._blocked, self.clock(), since)
+            return self._ledger.snapshot(self.sched, self._blocked, self.ranks.view, self.clock(), since)
 
     def note(self, fault: str) -> None:
         """Something went wrong outside of any request. It stands in the next snapshot."""
@@ -627,17 +680,20 @@ class Engine:
             self.runner.slab.check()
         assert self._ledger.open.keys() == self.sched.running.keys() | self.sched.waiting.keys()
 
+    def follow(self) -> int:
+        """What every rank but the first does, from here to its end. Answers with the program's exit code."""
+        with device_lock, device_stream():
+            self.ranks.follow(self.runner.follow, self.summary)
+        return 0
+
     def close(self) -> None:
         """End every open request as cancelled, and leave the device idle. Closing twice does nothing."""
-        with self.changed:
-            self._closed = True
-            for handle in list(self._ledger.open.values()):
-                self._end(handle, "cancelled")
-        self._ledger.say_farewell()
+        self._end_all("cancelled")
         if loop := self._loop:
             loop.stop()
         with device_lock, device_stream():
             self._flights.clear()
+            self.ranks.leave()
             device.synchronize()
 
     def __enter__(self) -> Engine:

@@ -351,8 +351,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def follow(args: argparse.Namespace) -> int:
+    """On every rank but the first (`parts/ranks.py`): no door, but a share of the model."""
+    try:
+        return load(args).follow()
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"nanobatch: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    if program.rank():
+        return follow(args)
     options = Options(args.host, args.port, args.api_key, args.watch_key, tuple(args.allow_host))
     log = LogFile(args.log)
     try:

@@ -566,6 +566,10 @@ def leave(*_) -> NoReturn:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    if program.rank() and not args.watch:  # rank 0 has the screen
+        import serve
+
+        return serve.follow(args)
     settings = Settings(seed=args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
     try:

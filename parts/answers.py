@@ -235,6 +235,14 @@ class Limits(NamedTuple):
     max_queue: int
 
 
+class RanksView(NamedTuple):
+    """The processes that share the model (`ranks.py`)."""
+
+    backend: str = ""  # empty: there is one process
+    sums_ms: float = 0.0  # what the sums of a step with one token a slot take alone, measured when all had loaded
+    memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
+
+
 @dataclass(frozen=True)
 class SlotView:
     """One slot at one moment."""
@@ -349,6 +357,7 @@ class Snapshot:
 
     now: float
     limits: Limits
+    ranks: RanksView
     policy: str
     draining_to: str | None  # the policy that takes over when all that runs has ended
     slots: tuple[SlotView, ...]
@@ -443,7 +452,9 @@ class Ledger:
             if not ledger.farewells:
                 here.owes.pop(ledger, None)
 
-    def snapshot(self, sched: Scheduler, blocked: Collection[int], now: float, since: Snapshot | None) -> Snapshot:
+    def snapshot(
+        self, sched: Scheduler, blocked: Collection[int], ranks: RanksView, now: float, since: Snapshot | None
+    ) -> Snapshot:
         """`blocked`: the slots that the newest plan has kept shut."""
         seen = Seen() if since is None else since.seen
         owners = {request.slot: request for request in sched.running.values()}
@@ -457,6 +468,7 @@ class Ledger:
         return Snapshot(
             now=now,
             limits=Limits(sched.slots, sched.max_len, sched.chunk, sched.budget, sched.far, sched.max_queue),
+            ranks=ranks,
             policy=sched.policy,
             draining_to=sched.draining_to,
             slots=tuple(SlotView.of(slot, owners.get(slot), sched, slot in shut) for slot in range(sched.slots)),

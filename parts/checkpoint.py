@@ -387,11 +387,16 @@ class Weights:
     def has_head(self) -> bool:
         return "lm_head.weight" in self.entries
 
-    def nbytes(self, config: Config, float32: bool) -> int:
-        """The memory that the model will take, as float32 or as the files have it."""
+    def nbytes(self, config: Config, own: Config, float32: bool, has_head: bool) -> int:
+        """The memory that the model will take, as float32 or as the files have it. `own` is a rank's share of it."""
+        shapes = own.tensors()
+        if not has_head:
+            shapes.pop("lm_head.weight", None)
         if float32:
-            return sum(4 * math.prod(shape) for shape in config.tensors().values())
-        return sum(math.prod(entry["shape"]) * DTYPES[entry["dtype"]].size for entry in self.entries.values())
+            return sum(4 * math.prod(shape) for shape in shapes.values())
+        parts = {name: math.prod(shapes.get(name, (0,))) / math.prod(full) for name, full in config.tensors().items()}
+        sizes = {name: math.prod(entry["shape"]) * DTYPES[entry["dtype"]].size for name, entry in self.entries.items()}
+        return round(sum(n * parts.get(f"{name.rpartition('.')[0]}.weight", 1) for name, n in sizes.items()))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.entries[name]["shape"])

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 import sys
+import zlib
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from parts import checkpoint, checks, device
 from parts.checkpoint import Config, ModelError, Weights
 from parts.device import has_gpu, mx, readable
 from parts.ops import Dense, Quantized, SideBySide, gives_same_bits, rope_frequencies, rope_periods
+from parts.ranks import ALONE, Ranks, Share
 
 
 class Layer(NamedTuple):
@@ -46,9 +48,12 @@ class Model:
     layers: list[Layer]
     norm: mx.array  # (D,)
     table: Dense | Quantized  # the embedding, as a projection D -> V
-    head: Dense | Quantized  # D -> V; the table itself where the checkpoint ties them
+    head: (
+        Dense | Quantized | None
+    )  # D -> V; the table itself where the checkpoint ties them; None on a rank that follows
     frequencies: mx.array  # (Dh/2,)
     periods: mx.array | None = None  # 1 / frequencies, for a GPU
+    ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -64,23 +69,26 @@ class ModelReader:
 
     `dtype` is "float32", "checkpoint" (as the files have it), or "auto": float32 on a CPU, else the files'. On a CPU
     only float32 matrix products are fast, the others are 10 to 50 times slower; quantized ones become float32, too.
-    Names, shapes and memory are checked at once; nothing is read before `read`.
+    Names, shapes and memory are checked at once; nothing is read before `read`. Of `ranks` each reads its share.
     """
 
-    def __init__(self, folder: Path, dtype: str = "auto"):
+    def __init__(self, folder: Path, dtype: str = "auto", ranks: Ranks = ALONE):
         if dtype not in ("auto", "float32", "checkpoint"):
             raise ValueError(f"dtype = {checks.shown(dtype)}; choose auto, float32 or checkpoint")
-        self.folder = folder
+        self.folder, self.ranks = folder, ranks
         self.float32 = dtype == "float32" or (dtype == "auto" and not has_gpu())
         self.weights = Weights(folder)
-        self.config = checkpoint.read_config(folder, self.weights.has_head)
-        self.weights.check_against(self.config)
-        self.shapes = self.config.tensors()
-        self.nbytes, free = self.weights.nbytes(self.config, self.float32), device.free_memory()
+        config = checkpoint.read_config(folder, self.weights.has_head)
+        self.weights.check_against(config)
+        self.shapes = config.tensors()
+        self.share = Share.of(config, ranks.rank, ranks.size)
+        self.config = self.share.config(config)
+        self.nbytes = self.weights.nbytes(config, self.config, self.float32, has_head=not ranks.rank)
+        free = device.free_memory()
         if free is not None and self.nbytes > free:
             raise ModelError(
                 f"{folder}: {readable(self.nbytes)} of weights, but {readable(free)} of memory are free; "
-                "choose a smaller model."
+                f"choose a smaller model{', or more ranks' * (ranks.size > 1)}."
             )
 
     @property
@@ -98,10 +106,10 @@ class ModelReader:
         # One layer at a time, evaluated at once: else the files' copy and ours would stand in memory together.
         layers = [self.layer(f"model.layers.{i}.") for i in range(c.layers)]
         norm, table = self.vector("model.norm.weight"), self.linear("model.embed_tokens")
-        head = table if c.tied else self.linear("lm_head")
+        head = None if self.ranks.rank else table if c.tied else self.linear("lm_head")
         frequencies = rope_frequencies(c.rope, c.Dh)
         periods = rope_periods(frequencies, norm.dtype) if has_gpu() else None
-        model = Model(c, layers, norm, table, head, frequencies, periods)
+        model = Model(c, layers, norm, table, head, frequencies, periods, self.ranks)
         mx.eval(norm, table, head, frequencies, periods)
         return model
 
@@ -139,17 +147,33 @@ class ModelReader:
         return Quantized.of(parts) if packed_alike else SideBySide(tuple(parts))
 
     def part(self, module: str) -> Quantized | tuple[mx.array, mx.array | None]:
-        """A module as the checkpoint has it: quantized, or its weight (out, in) and bias."""
-        has = self.weights.entries
+        """A module as the checkpoint has it: quantized, or its weight (out, in) and bias. A rank has its share."""
+        has, (rows, columns) = self.weights.entries, (None, None)
+        if self.ranks.size > 1:
+            rows, columns = self.share.cut(module, self.config.Dh)
         bias = self.vector(f"{module}.bias") if f"{module}.bias" in has else None
+        if bias is not None and rows:
+            bias = bias[rows.start : rows.stop]
+        elif columns and self.ranks.rank:
+            bias = None  # each rank adds to the sum, and this is to be added once
         weight = self.weights.take(f"{module}.weight")  # (out, in), or packed
         if f"{module}.scales" in has:
             scales, offsets = self.vector(f"{module}.scales"), self.vector(f"{module}.biases")
             bits, group = checkpoint.quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
-            if not self.float32:
-                return Quantized(weight, scales, offsets, bias, bits, group)
+            if not self.float32 and (columns is None or columns.start % group == columns.stop % group == 0):
+                packed = columns and range(columns.start * bits // 32, columns.stop * bits // 32)
+                groups = columns and range(columns.start // group, columns.stop // group)
+                scales, offsets = (cut_out(each, rows, groups) for each in (scales, offsets))
+                return Quantized(cut_out(weight, rows, packed), scales, offsets, bias, bits, group)
             weight = mx.dequantize(weight, scales, offsets, group_size=group, bits=bits)
-        return (weight.astype(mx.float32) if self.float32 else weight), bias
+        return cut_out(weight.astype(mx.float32) if self.float32 else weight, rows, columns), bias
+
+
+def cut_out(matrix: mx.array, rows: range | None, columns: range | None) -> mx.array:
+    """These rows or columns, copied: a view would keep the whole in memory."""
+    if rows:
+        return matrix[rows.start : rows.stop]  # always joined with other rows, which copies them
+    return mx.contiguous(matrix[:, columns.start : columns.stop]) if columns else matrix
 
 
 # --- does it fit? ------------------------------------------------------------------------------------------------
@@ -216,6 +240,20 @@ def fit(
     layers, many = f"{c.layers} layer{'s' * (c.layers > 1)}", f"{count} slot{'s' * (count > 1)}"
     summary = f"{c.model_type}, {layers}; {many} of {length:,} tokens in a slab of {slab}{free}"
     return Sizes(count, length, chunk, budget or count + chunk * (2 + count // 8), summary)
+
+
+def agreed(model: Model, sizes: Sizes) -> Sizes:
+    """The sizes that all ranks can have: of each the least. With different models they would add up nonsense."""
+    ranks = model.ranks
+    if ranks.size == 1:
+        return sizes
+    c = replace(model.config, H=0, Hkv=0, hidden=0, tied=False)
+    mark = zlib.crc32(repr((c, str(model.dtype))).encode()) // 2
+    if len({marks[0] for marks in ranks.gather(mark)}) > 1:
+        raise ModelError(f"rank {ranks.rank}: the ranks have not the same model and dtype; name one for all.")
+    slots, max_len, chunk, budget = ranks.least(*sizes[:4])
+    ranks.room = 4 + 17 * slots + max(chunk, min(budget, slots * chunk))  # see `Order.pack`
+    return fit(model.config, model.dtype.size, None, slots, max_len, chunk, budget)
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:

@@ -35,7 +35,7 @@ import argparse  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
-from parts.checks import one_line  # noqa: E402
+from parts.checks import one_line, read_whole  # noqa: E402
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -48,6 +48,28 @@ def run(main: Callable[[], int]) -> NoReturn:
     finally:
         _on_ctrl_c(_leave)
     sys.exit(code)
+
+
+def backend() -> str:
+    """How this process reaches the others that share a model with it (`ranks.py`); empty if it is alone.
+
+    What starts the processes says so in the environment: `mlx.launch`, `mpirun`, or a person by hand.
+    """
+    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        return "mpi"
+    if "MLX_RANK" not in os.environ:
+        return ""
+    files = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "NCCL_HOST_IP": "nccl"}
+    for variable, name in files.items():
+        if os.environ.get(variable):
+            return name
+    raise ValueError("MLX_RANK is set, but not MLX_HOSTFILE; give the file that lists the addresses of all ranks")
+
+
+def rank() -> int:
+    """Which of them it is. Rank 0 answers, the others follow."""
+    name = "OMPI_COMM_WORLD_RANK" if backend() == "mpi" else "MLX_RANK"
+    return read_whole(name, os.environ[name], 0, 1023) if backend() else 0
 
 
 class Parser(argparse.ArgumentParser):

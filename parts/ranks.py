@@ -1,0 +1,360 @@
+"""One model over several processes: which share of it each of them holds, and how they work together.
+
+The problem. A model that does not fit one machine must be cut up. Here each layer is cut: every process, called a
+*rank*, has some of the heads and some of the hidden numbers of the MLP, and computes for all tokens what these
+contribute. Twice a layer the contributions are added up over all ranks, by MLX's own `mx.distributed`. This is called
+tensor parallelism.
+
+    x - norm - qkv of heads 0, 1 - attention - o of heads 0, 1 --+-- sum --- x      rank 0
+                                                                 |
+    x - norm - qkv of heads 2, 3 - attention - o of heads 2, 3 --+-- sum --- x      rank 1
+
+With small numbers: H = 6 query heads, Hkv = 2 key heads, so G = 3. What each rank has:
+
+    2 ranks   queries 0 1 2, key 0    |  queries 3 4 5, key 1
+    4 ranks   queries 0, key 0  |  queries 1 2, key 0  |  queries 3, key 1  |  queries 4 5, key 1
+
+Rank 0 leads. It alone has requests, texts, the scheduler, the head and the sampler. Before each step it tells the
+others the order, as plain numbers, and at its end the tokens. The others follow: they hear an order, run it, and hear
+the next one. If each rank decided by itself what runs next, a request that is cancelled a moment earlier on one of them
+would make their steps differ, and MLX adds up the arrays of different steps without complaint.
+
+The invariant: all ranks take part in the same collective operations in the same order. So there is one operation for
+each order, then the sums, of which each depends on the one before, and one operation for the tokens.
+
+A rank that is lost is not survived, since its share of the model is gone. But it is noticed, though MLX itself may wait
+for ever: every rank looks several times a second whether its neighbours' connections still stand. If one does not, the
+leader ends all requests with an error, and each process exits with the code `LOST`.
+
+Where next: `load.py`, which takes a rank's share of the weights; `Runner` in `nanobatch.py`, which tells and follows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import os
+import select
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from parts import program
+from parts.answers import RanksView
+from parts.checkpoint import Config, ModelError
+from parts.checks import one_line
+from parts.device import device_lock, device_stream, has_gpu, mx, readable
+
+LOST = 3  # the exit code of a process that another rank has left alone
+LOOK_S = 0.2  # so often a rank looks after its neighbours
+GRACE_S = 1.0  # so long the leader's clients have to take their errors
+SILENCE_MS = 4000  # a machine that answers no longer than this has lost its connection
+
+
+# --- shares ------------------------------------------------------------------------------------------------------
+
+
+def evenly(count: int, ranks: int) -> list[range]:
+    """0..count in neighbouring pieces that differ by one at most."""
+    return [range(count * r // ranks, count * (r + 1) // ranks) for r in range(ranks)]
+
+
+class Share(NamedTuple):
+    """What one rank has of each layer."""
+
+    queries: range  # heads
+    keys: range  # heads, and as many value heads
+    hidden: range  # numbers inside the MLP
+
+    @staticmethod
+    def of(c: Config, rank: int, size: int) -> Share:
+        """With fewer key heads than ranks, several ranks have the same key head and divide its query heads."""
+        if size > min(c.H, c.hidden):
+            most = min(c.H, c.hidden)
+            raise ModelError(f"{size} ranks cannot share a model with {c.H} attention heads; start {most} or less.")
+        G = c.H // c.Hkv
+        if size <= c.Hkv:
+            keys = evenly(c.Hkv, size)[rank]
+            queries = range(keys.start * G, keys.stop * G)
+        else:
+            key = rank * c.Hkv // size
+            sharers = [r for r in range(size) if r * c.Hkv // size == key]
+            part = evenly(G, len(sharers))[sharers.index(rank)]
+            keys, queries = range(key, key + 1), range(key * G + part.start, key * G + part.stop)
+        block = 64 if c.hidden % 64 == 0 and c.hidden >= 64 * size else 1  # quantized numbers share scales in blocks
+        hidden = evenly(c.hidden // block, size)[rank]
+        return Share(queries, keys, range(hidden.start * block, hidden.stop * block))
+
+    def config(self, c: Config) -> Config:
+        """The model as this rank sees it."""
+        return replace(c, H=len(self.queries), Hkv=len(self.keys), hidden=len(self.hidden))
+
+    def cut(self, module: str, Dh: int) -> tuple[range | None, range | None]:
+        """Which rows and which columns of a module's weight (out, in); None means all."""
+        queries, keys = (range(heads.start * Dh, heads.stop * Dh) for heads in (self.queries, self.keys))
+        return {
+            "q_proj": (queries, None),
+            "k_proj": (keys, None),
+            "v_proj": (keys, None),
+            "o_proj": (None, queries),
+            "gate_proj": (self.hidden, None),
+            "up_proj": (self.hidden, None),
+            "down_proj": (None, self.hidden),
+        }.get(module.rpartition(".")[2], (None, None))
+
+
+# --- the ranks -----------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """This process among those that share a model. With one process, none of this does anything."""
+
+    def __init__(self, rank: int = 0, size: int = 1, backend: str = "", lines: Sequence[Line] = ()):
+        self.rank, self.size, self.backend = rank, size, backend
+        self.room = 0  # how many numbers an order can have
+        self.told: Callable[[str], None] | None = None  # the leader's: ends all requests with this error
+        self.view = RanksView()
+        self._lines, self._ends, self._is_over = lines, threading.Lock(), threading.Event()
+        # Where the device is a GPU, most backends move numbers by way of the processor.
+        self._stream = mx.new_thread_unsafe_stream(mx.cpu) if has_gpu() and backend not in ("", "nccl") else None
+        if lines:
+            threading.Thread(target=self._look_after, name="ranks", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        """Are there others who follow?"""
+        return self.size > 1 and self.rank == 0
+
+    # --- what all ranks do together, inside of a graph
+
+    def sum(self, x: mx.array) -> mx.array:
+        """The sum over all ranks, in their order.
+
+        subtle: with three ranks or more, a backend adds in an order that depends on a number's place in the array, so a
+        request's bits would depend on its company. Two numbers have the same sum in either order.
+        """
+        if self.size <= 2:
+            return x if self.size == 1 else mx.distributed.all_sum(x, stream=self._stream)
+        return functools.reduce(operator.add, mx.distributed.all_gather(x[None], stream=self._stream))
+
+    def first(self, x: mx.array) -> mx.array:
+        """What rank 0 has, whole numbers: the others add zeros."""
+        if self.size == 1:
+            return x
+        return mx.distributed.all_sum(mx.zeros_like(x) if self.rank else x, stream=self._stream)
+
+    # --- what they do together, and wait for
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """The numbers of each rank."""
+        if self.size == 1:
+            return [list(numbers)]
+        with device_lock, device_stream():
+            return mx.distributed.all_gather(mx.array([numbers], mx.int32), stream=self._stream).tolist()
+
+    def least(self, *numbers: int) -> list[int]:
+        """Of each number the least that any rank has."""
+        return [min(each) for each in zip(*self.gather(*numbers), strict=True)]
+
+    def seconds(self, shape: tuple[int, ...], count: int) -> float:
+        """How long so many sums of this shape take, one after the other: the best of three."""
+        best = float("inf")
+        with device_lock, device_stream():
+            for _ in range(3 if self.size > 1 else 0):
+                x = mx.zeros(shape)
+                mx.eval(x)
+                began = time.perf_counter()
+                for _ in range(count):
+                    x = self.sum(x)
+                mx.eval(x)
+                best = min(best, time.perf_counter() - began)
+        return best if self.size > 1 else 0.0
+
+    # --- orders
+
+    def settle(self, c: Config, slots: int, told: Callable[[str], None]) -> str:
+        """The model is loaded. From here on, `told` ends the leader's requests if a rank is lost. Says what this is."""
+        if self.size == 1:
+            return ""
+        self.told = told if self.leads else None
+        self.view = RanksView(self.backend, 0.0, ())
+        memory = tuple(1024 * kib for (kib,) in self.gather(mx.get_active_memory() // 1024))
+        self.view = RanksView(self.backend, 1000 * self.seconds((slots, c.D), 2 * c.layers), memory)
+        holds = f"{c.H} query and {c.Hkv} key heads in {readable(memory[self.rank])}"
+        return f"; rank {self.rank} of {self.size} by {self.backend}: {holds}"
+
+    def tell(self, order: Sequence[int]) -> None:
+        """The leader: what the others do next. It does not wait until they have heard it."""
+        assert len(order) < self.room, (len(order), self.room)
+        mx.async_eval(self.first(mx.array([1, *order, *[0] * (self.room - 1 - len(order))], mx.int32)))
+
+    def hear(self) -> list[int] | None:
+        """The others: the next order, None if there will be none.
+
+        While nothing comes, a rank sleeps. Inside of a collective operation it would look for numbers all the time.
+        """
+        if self._lines:
+            waiting = select.poll()
+            for line in self._lines:
+                waiting.register(line.socket, select.POLLIN)
+            waiting.poll()
+        said, *order = self.first(mx.zeros(self.room, mx.int32)).tolist()
+        return order if said else None
+
+    def follow(self, run: Callable[[], None], summary: str) -> None:
+        """Run orders to their end. Ctrl-C is for the leader, who tells the others."""
+        if self.rank == 0:
+            raise RuntimeError("rank 0 leads; the others follow")
+        print(f"nanobatch: {summary}; follows rank 0", file=sys.stderr, flush=True)
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            run()
+        except BaseException as error:
+            self.fail(error)
+        self._is_over.set()
+
+    def leave(self) -> None:
+        """The end, as planned: the leader tells the others. They have left when they have heard of it."""
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        if self.leads and self.room:
+            with suppress(RuntimeError):  # a rank is gone before its time
+                mx.eval(self.first(mx.zeros(self.room, mx.int32)))
+
+    # --- the end, not as planned
+
+    def fail(self, error: BaseException) -> None:
+        """An exception came out of a step. The others are in the middle of it, so this is the end of all ranks."""
+        if self.size > 1:
+            gone, is_ctrl_c = self._gone(), isinstance(error, KeyboardInterrupt)
+            said = one_line(f"{type(error).__name__}: {error}")
+            self._end("interrupted in a step" if is_ctrl_c else gone or said, 130 if is_ctrl_c else LOST if gone else 1)
+
+    def _look_after(self) -> None:
+        """In a thread of its own: is a neighbour gone?"""
+        while not self._is_over.wait(LOOK_S):
+            if gone := self._gone():
+                self._is_over.wait(LOOK_S)  # it may have heard of the end a moment earlier than this rank
+                if not self._is_over.is_set():
+                    self._end(gone, LOST)
+
+    def _gone(self) -> str | None:
+        for line in self._lines:
+            try:
+                if line.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    continue
+            except BlockingIOError:
+                continue
+            except OSError:
+                pass
+            return f"rank {line.rank} ({line.address}) is gone, and with it a share of the model; start all ranks again"
+        return None
+
+    def _end(self, why: str, code: int) -> NoReturn:
+        """Tell all who wait, then leave. Not by `sys.exit`, because the device may wait for the lost rank for ever."""
+        with self._ends:  # never released
+            print(f"nanobatch: rank {self.rank} of {self.size}: {why}", file=sys.stderr, flush=True)
+            if self.told:
+                self.told(why)
+                time.sleep(GRACE_S)
+            with suppress(Exception):
+                sys.stdout.flush()
+            os._exit(code)
+
+
+ALONE = Ranks()
+
+
+# --- how they find each other --------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """A connection of MLX's ring, seen from the outside."""
+
+    rank: int  # at the other end
+    address: str
+    socket: socket.socket
+
+
+@functools.cache
+def join() -> Ranks:
+    """The ranks that this process was started with. It waits until all have come, and says for whom."""
+    backend = program.backend()
+    if not backend:
+        return ALONE
+    nodes = read_hosts() if backend == "ring" else []
+    if backend == "ring" and not nodes:
+        return ALONE
+    rank, size = program.rank(), len(nodes)
+    found: list = []
+
+    def meet() -> None:
+        try:
+            found.append(mx.distributed.init(strict=True, backend=backend))
+        except Exception as error:
+            found.append(error)
+
+    # In a thread, because it may take for ever, and Ctrl-C shall end it.
+    thread, patience = threading.Thread(target=meet, daemon=True), 1.0
+    thread.start()
+    neighbours = {(rank + step) % size: "" for step in (-1, 1)} if nodes else {}
+    awaited = " and ".join(f"rank {r} ({nodes[r][0]})" for r in neighbours) or "the others"
+    while thread.join(patience) or thread.is_alive():
+        print(f"nanobatch: rank {rank} waits for {awaited}", file=sys.stderr, flush=True)
+        patience = 15.0
+    group = found[0]
+    if isinstance(group, Exception):
+        raise ModelError(f"rank {rank} did not meet {awaited} ({one_line(group)}); start all ranks, with one hostfile.")
+    return Ranks(group.rank(), group.size(), backend, find_lines(nodes, rank))
+
+
+def read_hosts() -> list[list[str]]:
+    """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`."""
+    path, rank = Path(os.environ["MLX_HOSTFILE"]), program.rank()
+    try:
+        text = path.read_text()
+        nodes = json.loads(text or "[]")  # `mlx.launch -n 1` leaves it empty
+        if text and (len(nodes) < 2 or not all(isinstance(one, str) for node in nodes for one in node[:1] or [0])):
+            raise ValueError("it lists no addresses of two ranks or more")
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f'MLX_HOSTFILE {path} is no hostfile ({one_line(error)}): [["10.0.0.1:5000"], ...].') from None
+    if rank >= len(nodes) > 0:
+        raise ModelError(f"MLX_RANK = {rank}, but {path} lists {len(nodes)} ranks, from 0 to {len(nodes) - 1}.")
+    return nodes
+
+
+def find_lines(nodes: list[list[str]], rank: int) -> list[Line]:
+    """The ring's own connections among the open files of this process, by their addresses."""
+    lines = []
+    for file in sorted(map(int, os.listdir("/dev/fd"))) if nodes else []:
+        with suppress(OSError):  # it is closed by now, or not connected
+            if not stat.S_ISSOCK(os.fstat(file).st_mode):
+                continue
+            ours = socket.socket(fileno=os.dup(file))
+            near, far = (f"{host}:{port}" for host, port in (ours.getsockname()[:2], ours.getpeername()[:2]))
+            left, right = (rank - 1) % len(nodes), (rank + 1) % len(nodes)
+            if near in nodes[rank] or far in nodes[right]:
+                other = left if near in nodes[rank] else right
+                keep_alive(ours)
+                lines.append(Line(other, nodes[other][0], ours))
+    return lines
+
+
+def keep_alive(line: socket.socket) -> None:
+    """Where the other machine, or the cable, is gone without a word, the system notices after `SILENCE_MS`."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    settings = {"TCP_KEEPIDLE": 1, "TCP_KEEPALIVE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE_MS // 1000 - 1}
+    for name, value in {**settings, "TCP_USER_TIMEOUT": SILENCE_MS}.items():  # each system has some of them
+        if hasattr(socket, name):
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
