@@ -50,7 +50,7 @@ from parts import answers, checkpoint, device
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
 from parts.checkpoint import Config, ModelError
 from parts.device import device_lock, device_stream, mx
-from parts.load import Layer, Model, ModelReader, Sizes, agreed, far_position, fit, keeps_bits, slab_shape, widest_pass
+from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, keeps_bits, slab_shape, widest_pass
 from parts.loop import Loop
 from parts.ops import rms_norm, softmax, swiglu, turning
 from parts.ranks import join
@@ -287,8 +287,9 @@ class Runner:
 
     def follow(self) -> None:
         """What every rank but the first does: it runs the orders of rank 0, until there are no more."""
-        while numbers := self.ranks.hear():
-            self.run(Order.unpack(numbers)).read()
+        with device_lock, device_stream():
+            while numbers := self.ranks.hear():
+                self.run(Order.unpack(numbers)).read()
 
     def warm_up(self) -> None:
         """Run a prompt of one token, and the next token. What comes first is slow, because everything is new."""
@@ -380,7 +381,10 @@ class Runner:
 # --- the engine ----------------------------------------------------------------------------------------------------
 
 
-def read(model: str, dtype: str, report: Callable[[str], None], options: Mapping[str, Any]) -> tuple[Model, Text]:
+Report = Callable[[str], None]  # is told what is done
+
+
+def read(model: str, dtype: str, report: Report, options: Mapping[str, Any]) -> tuple[Model, Text]:
     """A folder becomes a model, or this rank's share of it. What would not fit beside it is refused before."""
     report(f"finding {model}")
     ranks = join()
@@ -422,9 +426,7 @@ class Engine:
         runner: Runner | None = None,  # another device half, for tests
     ):
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
-        self.ranks = model.ranks
-        sizes = fit(model.config, model.dtype.size, device.free_memory(), slots, max_len, chunk, budget, usual_len)
-        sizes = agreed(model, sizes)
+        self.ranks, sizes = model.ranks, fit_all(model, slots, max_len, chunk, budget, usual_len)
         remembers, far = device.has_gpu() if exact is None else not exact, far_position(model.config)
         limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue, "far": far}
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, remember_answers=remembers, **limits)
@@ -438,13 +440,13 @@ class Engine:
         self._closed = self._slab_is_lost = False
         with device_lock, device_stream():
             self.runner = runner or Runner(model, sizes, exact, clock)
-        self.summary = f"{sizes.summary}; {device.named()}{'' if self.runner.one_pass else ', passes apart'}"
-        self.summary += self.ranks.settle(model.config, sizes.slots, partial(self._end_all, "error"))
+        settled = self.ranks.settle(model.config, sizes.slots, partial(self._end_all, "error"))
+        self.summary = f"{sizes.summary}; {device.named()}{'' if self.runner.one_pass else ', passes apart'}{settled}"
         device.close_at_exit(self)
 
     @classmethod
     def load(
-        cls, model: str | Path = "demo", *, dtype: str = "auto", report: Callable[[str], None] | None = None, **options
+        cls, model: str | Path = "demo", *, dtype: str = "auto", report: Report | None = None, **options
     ) -> Engine:
         """An engine for a folder, a hub id, or "demo". Options are those of `Engine`; `report` is told what is done."""
         return cls(*read(str(model), dtype, report or (lambda stage: None), options), **options)
@@ -536,9 +538,8 @@ class Engine:
         A step that could not be started takes nothing with it that was started before: that is committed. What was in
         a failed step ends with the error, since its slot's rows are lost with the slab, and so does every request that
         has a token planned. The others have yielded nothing: they go back to the line, or stay in it, and begin again.
-        If it is not known which step failed (a fault of the scheduler), or if not even a new slab could be made, all
-        end: no request may wait for ever. This is right at any line, even where Ctrl-C has left the books half written.
-        With other ranks it is the end of all, since they are in the middle of the step.
+        All end if it is not known which step failed (a fault of the scheduler), if not even a new slab could be made,
+        or if there are other ranks. This is right at any line, even where Ctrl-C has left the books half written.
         """
         self.ranks.fail(error)
         unstarted, self._unstarted = self._unstarted, None
@@ -640,8 +641,7 @@ class Engine:
             loop = self._loop
             if answers.here.listens or (loop and loop.is_here):
                 raise answers.ListenerError("waiting")
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if (left := deadline - time.monotonic()) <= 0:
                 return False
             if loop:
                 with self.changed:
@@ -675,16 +675,13 @@ class Engine:
 
     def check(self) -> None:
         """Assert the invariants of scheduler and slab. The tests do so after every step."""
-        self.sched.check()
-        if self.runner.slab:
-            self.runner.slab.check()
+        for part in filter(None, (self.sched, self.runner.slab)):
+            part.check()
         assert self._ledger.open.keys() == self.sched.running.keys() | self.sched.waiting.keys()
 
     def follow(self) -> int:
         """What every rank but the first does, from here to its end. Answers with the program's exit code."""
-        with device_lock, device_stream():
-            self.ranks.follow(self.runner.follow, self.summary)
-        return 0
+        return self.ranks.follow(self.runner.follow, self.summary)
 
     def close(self) -> None:
         """End every open request as cancelled, and leave the device idle. Closing twice does nothing."""

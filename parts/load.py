@@ -242,18 +242,18 @@ def fit(
     return Sizes(count, length, chunk, budget or count + chunk * (2 + count // 8), summary)
 
 
-def agreed(model: Model, sizes: Sizes) -> Sizes:
-    """The sizes that all ranks can have: of each the least. With different models they would add up nonsense."""
-    ranks = model.ranks
+def fit_all(model: Model, *sizes: int | None) -> Sizes:
+    """What fits beside a model that is loaded. Of several ranks all have the same, so it is the least that fits one."""
+    ranks, c, itemsize = model.ranks, model.config, model.dtype.size
+    own = fit(c, itemsize, device.free_memory(), *sizes)
     if ranks.size == 1:
-        return sizes
-    c = replace(model.config, H=0, Hkv=0, hidden=0, tied=False)
-    mark = zlib.crc32(repr((c, str(model.dtype))).encode()) // 2
-    if len({marks[0] for marks in ranks.gather(mark)}) > 1:
+        return own
+    mark = zlib.crc32(repr((replace(c, H=0, Hkv=0, hidden=0), str(model.dtype))).encode()) // 2
+    if len({marks[0] for marks in ranks.gather(mark)}) > 1:  # they would add up nonsense
         raise ModelError(f"rank {ranks.rank}: the ranks have not the same model and dtype; name one for all.")
-    slots, max_len, chunk, budget = ranks.least(*sizes[:4])
-    ranks.room = 4 + 17 * slots + max(chunk, min(budget, slots * chunk))  # see `Order.pack`
-    return fit(model.config, model.dtype.size, None, slots, max_len, chunk, budget)
+    slots, max_len, chunk, budget = ranks.least(*own[:4])
+    ranks.room = 4 + 17 * slots + max(chunk, min(budget, slots * chunk))  # numbers of the longest order (`Order.pack`)
+    return fit(c, itemsize, None, slots, max_len, chunk, budget)
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:

@@ -210,8 +210,8 @@ class Ranks:
         said, *order = self.first(mx.zeros(self.room, mx.int32)).tolist()
         return order if said else None
 
-    def follow(self, run: Callable[[], None], summary: str) -> None:
-        """Run orders to their end. Ctrl-C is for the leader, who tells the others."""
+    def follow(self, run: Callable[[], None], summary: str) -> int:
+        """Run orders to their end, and answer with an exit code. Ctrl-C is for the leader, which tells the others."""
         if self.rank == 0:
             raise RuntimeError("rank 0 leads; the others follow")
         print(f"nanobatch: {summary}; follows rank 0", file=sys.stderr, flush=True)
@@ -222,6 +222,7 @@ class Ranks:
         except BaseException as error:
             self.fail(error)
         self._is_over.set()
+        return 0
 
     def leave(self) -> None:
         """The end, as planned: the leader tells the others. They have left when they have heard of it."""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from nanobatch import Engine, Order
 from parts.checkpoint import Config, Rope
 from parts.device import mx
+from parts.ranks import ALONE
 from sched import Scheduler
 
 STORY = ("once upon a time there was a fox who looked for the moon", "in every pond that she could find")
@@ -112,7 +113,7 @@ CONFIG = Config("words", 1, 8, 1, 1, 8, 8, 2**21, 1e-6, 4096, tied=True, rope=Ro
 
 def word_engine(clock: Clock, time: Clock, slots: int = 8, max_len: int = 512, policy: str = "continuous") -> Engine:
     text = WordText()
-    model = SimpleNamespace(config=CONFIG, dtype=mx.float32)
+    model = SimpleNamespace(config=CONFIG, dtype=mx.float32, ranks=ALONE)
     runner = WordRunner(time, clock, slots, text)
     engine = Engine(model, text, slots=slots, max_len=max_len, clock=clock, runner=runner)
     engine.sched = Scheduler(slots, max_len, chunk=16, budget=32, policy=policy)
