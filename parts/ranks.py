@@ -123,7 +123,8 @@ class Ranks:
         self.room = 0  # how many numbers an order can have
         self.told: Callable[[str], None] | None = None  # the leader's: ends all requests with this error
         self.view = RanksView()
-        self._lines, self._ends, self._is_over = lines, threading.Lock(), threading.Event()
+        self._lines, self._ends = lines, threading.Lock()
+        self._hangs_together = size > 1  # until the end, the loss of a rank is the loss of all
         # Where the device is a GPU, most backends move numbers by way of the processor.
         self._stream = mx.new_thread_unsafe_stream(mx.cpu) if has_gpu() and backend not in ("", "nccl") else None
         if lines:
@@ -186,7 +187,7 @@ class Ranks:
         if self.size == 1:
             return ""
         self.told = told if self.leads else None
-        self.view = RanksView(self.backend, 0.0, ())
+        self._hangs_together = True
         memory = tuple(1024 * kib for (kib,) in self.gather(mx.get_active_memory() // 1024))
         self.view = RanksView(self.backend, 1000 * self.seconds((slots, c.D), 2 * c.layers), memory)
         holds = f"{c.H} query and {c.Hkv} key heads in {readable(memory[self.rank])}"
@@ -221,15 +222,13 @@ class Ranks:
             run()
         except BaseException as error:
             self.fail(error)
-        self._is_over.set()
+        self._hangs_together = False
         return 0
 
     def leave(self) -> None:
         """The end, as planned: the leader tells the others. They have left when they have heard of it."""
-        if self._is_over.is_set():
-            return
-        self._is_over.set()
-        if self.leads and self.room:
+        ends, self._hangs_together = self._hangs_together, False
+        if ends and self.leads and self.room:
             with suppress(RuntimeError):  # a rank is gone before its time
                 mx.eval(self.first(mx.zeros(self.room, mx.int32)))
 
@@ -244,10 +243,11 @@ class Ranks:
 
     def _look_after(self) -> None:
         """In a thread of its own: is a neighbour gone?"""
-        while not self._is_over.wait(LOOK_S):
-            if gone := self._gone():
-                self._is_over.wait(LOOK_S)  # it may have heard of the end a moment earlier than this rank
-                if not self._is_over.is_set():
+        while True:
+            time.sleep(LOOK_S)
+            if self._hangs_together and (gone := self._gone()):
+                time.sleep(LOOK_S)  # it may have heard of the end a moment before this rank
+                if self._hangs_together:
                     self._end(gone, LOST)
 
     def _gone(self) -> str | None:
@@ -298,25 +298,22 @@ def join() -> Ranks:
     if backend == "ring" and not nodes:
         return ALONE
     rank, size = program.rank(), len(nodes)
-    found: list = []
-
-    def meet() -> None:
-        try:
-            found.append(mx.distributed.init(strict=True, backend=backend))
-        except Exception as error:
-            found.append(error)
-
-    # In a thread, because it may take for ever, and Ctrl-C shall end it.
-    thread, patience = threading.Thread(target=meet, daemon=True), 1.0
-    thread.start()
-    neighbours = {(rank + step) % size: "" for step in (-1, 1)} if nodes else {}
-    awaited = " and ".join(f"rank {r} ({nodes[r][0]})" for r in neighbours) or "the others"
-    while thread.join(patience) or thread.is_alive():
-        print(f"nanobatch: rank {rank} waits for {awaited}", file=sys.stderr, flush=True)
-        patience = 15.0
-    group = found[0]
-    if isinstance(group, Exception):
-        raise ModelError(f"rank {rank} did not meet {awaited} ({one_line(group)}); start all ranks, with one hostfile.")
+    neighbours = dict.fromkeys((rank + step) % size for step in (-1, 1)) if nodes else ()
+    awaited = " and ".join(f"rank {other} ({nodes[other][0]})" for other in neighbours) or "the others"
+    print(f"nanobatch: rank {rank} waits for {awaited}", file=sys.stderr, flush=True)
+    # While MLX waits, Python does nothing, so it hears of no signal. Meanwhile these end the process by themselves.
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with suppress(ValueError):  # not in the main thread
+            for each in (each for each, handler in handlers.items() if handler is not signal.SIG_IGN):
+                signal.signal(each, signal.SIG_DFL)
+        group = mx.distributed.init(strict=True, backend=backend)
+    except RuntimeError as error:
+        raise ModelError(f"rank {rank} waited for {awaited} in vain ({one_line(error)}); start all ranks.") from None
+    finally:
+        with suppress(ValueError):
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
     return Ranks(group.rank(), group.size(), backend, find_lines(nodes, rank))
 
 
@@ -326,9 +323,10 @@ def read_hosts() -> list[list[str]]:
     try:
         text = path.read_text()
         nodes = json.loads(text or "[]")  # `mlx.launch -n 1` leaves it empty
-        if text and (len(nodes) < 2 or not all(isinstance(one, str) for node in nodes for one in node[:1] or [0])):
+        is_list = isinstance(nodes, list) and all(isinstance(node, list) and node for node in nodes)
+        if text and not (is_list and len(nodes) > 1 and all(isinstance(node[0], str) for node in nodes)):
             raise ValueError("it lists no addresses of two ranks or more")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f'MLX_HOSTFILE {path} is no hostfile ({one_line(error)}): [["10.0.0.1:5000"], ...].') from None
     if rank >= len(nodes) > 0:
         raise ModelError(f"MLX_RANK = {rank}, but {path} lists {len(nodes)} ranks, from 0 to {len(nodes) - 1}.")
@@ -343,6 +341,8 @@ def find_lines(nodes: list[list[str]], rank: int) -> list[Line]:
             if not stat.S_ISSOCK(os.fstat(file).st_mode):
                 continue
             ours = socket.socket(fileno=os.dup(file))
+            if ours.family == socket.AF_UNIX:
+                continue
             near, far = (f"{host}:{port}" for host, port in (ours.getsockname()[:2], ours.getpeername()[:2]))
             left, right = (rank - 1) % len(nodes), (rank + 1) % len(nodes)
             if near in nodes[rank] or far in nodes[right]:

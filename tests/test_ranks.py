@@ -1,0 +1,295 @@
+"""One model over several processes: shares add up, orders survive the wire, two processes answer like one, and a rank
+that is lost is told of and not waited for.
+
+The processes speak over MLX's ring, on loopback. With 3 and 4 ranks, by MPI, the same is run by hand: `python
+tests/crowd.py`.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint
+from harness import random_asks, run_schedule
+from rank import SIZES, live
+
+from nanobatch import Engine, Order
+from parts import program
+from parts.checkpoint import ModelError, read_config
+from parts.device import mx
+from parts.load import ModelReader
+from parts.ops import Dense, Quantized, swiglu
+from parts.ranks import LOST, Ranks, Share, join
+
+ROOT = Path(__file__).parent.parent
+
+
+# --- shares ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("H", "Hkv", "hidden"), [(8, 8, 96), (8, 4, 640), (9, 3, 1536), (8, 1, 100), (12, 2, 512)])
+def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
+    """A head or a hidden number that two ranks have counts twice; one that no rank has is missing."""
+    changes = {"num_attention_heads": H, "num_key_value_heads": Hkv, "intermediate_size": hidden, "head_dim": 16}
+    c = read_config(make_checkpoint(tmp_path / "model", **changes), True)
+    for size in range(1, 9):
+        shares = [Share.of(c, rank, size) for rank in range(size)]
+        assert [head for share in shares for head in share.queries] == list(range(H))
+        assert [number for share in shares for number in share.hidden] == list(range(hidden))
+        for share in shares:
+            assert share.queries and share.hidden
+            own = [head * Hkv // H for head in share.queries]  # the key heads that its query heads look at
+            assert sorted(set(own)) == list(share.keys)
+            assert len(set(Counter(own).values())) == 1, "attention shares a key head among equally many query heads"
+        spread = Counter(len(share.hidden) for share in shares)
+        assert max(spread) - min(spread) <= 64, "a rank has much more to do than another"
+
+
+KINDS = {
+    "gqa": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
+    "mqa": {"num_key_value_heads": 1},
+    "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "4 bit": {"quantize": lambda module: (4, 32) if "embed" not in module else None},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
+    """A bias that every rank adds counts several times; columns where rows belong still have fitting shapes."""
+    changes = {"num_hidden_layers": 1, "intermediate_size": 192, **KINDS[kind]}
+    folder = make_checkpoint(tmp_path / "model", seed=3, **changes)
+    whole = ModelReader(folder, "float32").read()
+    c, layer = whole.config, whole.layers[0]
+    x = mx.random.normal((5, c.D), key=mx.random.key(1))
+    q, k, v = np.split(np.array(layer.qkv(x)), np.cumsum([c.H * c.Dh, c.Hkv * c.Dh]), axis=1)
+    heads = mx.random.normal((5, c.H, c.Dh), key=mx.random.key(2))
+    down = lambda layer: layer.down(swiglu(*mx.split(layer.gate_up(x), 2, axis=-1)))  # noqa: E731
+    for size in (2, 3, 4):
+        models = [ModelReader(folder, "float32", Ranks(rank, size)).read() for rank in range(size)]
+        shares = [Share.of(c, rank, size) for rank in range(size)]
+        for model, share in zip(models, shares, strict=True):
+            queries, keys = (slice(heads.start * c.Dh, heads.stop * c.Dh) for heads in (share.queries, share.keys))
+            expected = np.concatenate([q[:, queries], k[:, keys], v[:, keys]], axis=1)
+            np.testing.assert_allclose(np.array(model.layers[0].qkv(x)), expected, atol=1e-4)
+        parts = [
+            model.layers[0].o(heads[:, share.queries.start : share.queries.stop].reshape(5, -1))
+            for model, share in zip(models, shares, strict=True)
+        ]
+        np.testing.assert_allclose(np.array(sum(parts)), np.array(layer.o(heads.reshape(5, -1))), atol=1e-4)
+        sums = sum(down(model.layers[0]) for model in models)
+        np.testing.assert_allclose(np.array(sums), np.array(down(layer)), atol=1e-3)
+        assert [model.head is None for model in models] == [False] + [True] * (size - 1)
+
+
+def test_packed_numbers_are_cut_where_their_scales_are(tmp_path):
+    """On a GPU a quantized matrix stays packed. A cut inside of a group would leave numbers without their scale."""
+    folder = make_checkpoint(
+        tmp_path / "model", dtype=mx.float16, hidden_size=128, intermediate_size=256, quantize=lambda module: (4, 64)
+    )
+    whole = ModelReader(folder, "checkpoint").read().layers[0]
+    x = mx.random.normal((3, 128), key=mx.random.key(1)).astype(mx.float16)
+    down = lambda layer: layer.down(swiglu(*mx.split(layer.gate_up(x), 2, axis=-1)))  # noqa: E731
+    for size in (2, 4):
+        layers = [ModelReader(folder, "checkpoint", Ranks(rank, size)).read().layers[0] for rank in range(size)]
+        np.testing.assert_allclose(np.array(sum(map(down, layers))), np.array(down(whole)), rtol=0.02, atol=0.5)
+        parts = [layer.o(heads) for layer, heads in zip(layers, mx.split(x, size, axis=-1), strict=True)]
+        np.testing.assert_allclose(np.array(sum(parts)), np.array(whole.o(x)), rtol=0.02, atol=0.1)
+        # One head of 32 numbers is half a group: its part of `o` is unpacked.
+        assert [type(layer.o) for layer in layers] == [Quantized if size == 2 else Dense] * size
+        assert all(isinstance(part, Quantized) for layer in layers for part in (layer.qkv, layer.gate_up, layer.down))
+
+
+def test_a_rank_takes_the_memory_of_its_share(tmp_path):
+    """Counted whole, a model that fits two machines would be refused on both."""
+    folder = make_checkpoint(tmp_path / "model", hidden_size=128, intermediate_size=1024, num_key_value_heads=4)
+    whole = ModelReader(folder, "float32").nbytes
+    for size in (2, 4):
+        readers = [ModelReader(folder, "float32", Ranks(rank, size)) for rank in range(size)]
+        outside = 272 * 128 * 4  # the table, which all have; the head, as large, is rank 0's
+        expected = (whole - 2 * outside) / size
+        assert readers[1].nbytes == pytest.approx(expected + outside, rel=0.02)
+        assert readers[0].nbytes == pytest.approx(expected + 2 * outside, rel=0.02)
+        assert readers[1].fit().slots == 8
+
+
+def test_more_ranks_than_heads_are_refused(tmp_path):
+    """A rank without a head would multiply empty matrices."""
+    c = read_config(make_checkpoint(tmp_path / "model"), True)
+    with pytest.raises(ModelError, match="5 ranks cannot share a model with 4 attention heads; start 4 or less"):
+        Share.of(c, 0, 5)
+
+
+# --- orders ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [32, 100, 1000])
+def test_orders_survive_the_wire(parts, budget):
+    """What a rank that follows hears is what the leader ran, but for how tokens are chosen; and it fits the room."""
+    orders, rng = [], np.random.default_rng(budget)
+    with Engine(*parts, slots=4, max_len=128, chunk=32, budget=budget) as engine:
+        run = engine.runner.run
+        engine.runner.run = lambda order: orders.append(order) or run(order)
+        run_schedule(engine, random_asks(rng, 40, 100, 12, cancels=0.4, alike=0.6), rng)
+    room = 4 + 17 * 4 + max(32, min(budget, 4 * 32))
+    assert len(orders) > 50
+    assert sum(bool(order.scrubs) for order in orders) > 0
+    assert (sum(len(order.chunks) > 1 for order in orders) > 0) == (budget > 32)
+    assert any(piece.source is not None for order in orders for piece in order.chunks)
+    for order in orders:
+        numbers = order.pack()
+        assert Order.unpack([*numbers, *[0] * 9]) == order._replace(picks={})
+        assert len(numbers) < room and all(-1 <= number < 2**31 for number in numbers)
+
+
+# --- how they find each other --------------------------------------------------------------------------------------
+
+
+def test_a_process_that_was_started_alone_is_alone(monkeypatch):
+    for name in ("MLX_RANK", "MLX_HOSTFILE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert program.backend() == "" and program.rank() == 0
+    ranks = join()
+    assert (ranks.rank, ranks.size) == (0, 1)
+    x = mx.ones(3)
+    assert ranks.sum(x) is x and ranks.first(x) is x and ranks.least(4, 5) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("rank", "text", "says"),
+    [
+        ("0", None, "MLX_RANK is set, but not MLX_HOSTFILE"),
+        ("x", '[["127.0.0.1:1"], ["127.0.0.1:2"]]', "MLX_RANK"),
+        ("2", '[["127.0.0.1:1"], ["127.0.0.1:2"]]', "MLX_RANK = 2, but .* lists 2 ranks, from 0 to 1"),
+        ("0", '[["127.0.0.1:1"]]', "is no hostfile"),
+        ("0", "{", "is no hostfile"),
+        ("0", '{"a": 1, "b": 2}', "is no hostfile"),
+    ],
+)
+def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, text, says):
+    """MLX answers with an abort, or waits for ever."""
+    monkeypatch.setenv("MLX_RANK", rank)
+    monkeypatch.delenv("MLX_HOSTFILE", raising=False)
+    if text:
+        (tmp_path / "hosts.json").write_text(text)
+        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
+    join.cache_clear()
+    with pytest.raises(ValueError, match=says) as caught:
+        join()
+    assert "\n" not in str(caught.value)
+
+
+# --- two processes -------------------------------------------------------------------------------------------------
+
+
+class Pair(ExitStack):
+    """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are never started."""
+
+    def __init__(self, tmp_path: Path, *command: str, only: tuple[int, ...] = (0, 1)):
+        super().__init__()
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            self.hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
+        (tmp_path / "hosts.json").write_text(json.dumps([[host] for host in self.hosts]))
+        self.logs = [tmp_path / f"rank{rank}.log" for rank in (0, 1)]
+        self.processes = {}
+        for rank in only:
+            environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(tmp_path / "hosts.json")}
+            log = self.enter_context(self.logs[rank].open("wb"))
+            # A test may run in a background job, which ignores Ctrl-C, and so would its children.
+            reset = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+            options = {"stdout": log, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "env": environment}
+            self.processes[rank] = subprocess.Popen([sys.executable, *command], preexec_fn=reset, **options)
+            self.callback(self.end, self.processes[rank])
+
+    @staticmethod
+    def end(process: subprocess.Popen) -> None:
+        process.kill()
+        process.wait()
+
+    def codes(self, seconds: float = 60) -> list[int]:
+        deadline = time.monotonic() + seconds
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes.values()]
+
+    def said(self, rank: int) -> str:
+        return self.logs[rank].read_text()
+
+    def says(self, rank: int, pattern: str, seconds: float = 60) -> re.Match:
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.said(rank))):
+            assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.said(rank)
+            time.sleep(0.02)
+        return found
+
+
+def test_two_processes_answer_like_one(tmp_path):
+    """The demo; and a model of its own kinds: more query heads than key heads, biases, an untied head, 4 bit."""
+    kinds = {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16, "attention_bias": True}
+    packed = lambda module: (4, 32) if "mlp" in module else None  # noqa: E731
+    folders = ["demo", str(make_checkpoint(tmp_path / "other", seed=2, quantize=packed, **kinds))]
+    with Pair(tmp_path, str(ROOT / "tests" / "rank.py"), "answers", *folders) as pair:
+        alone = []
+        for folder in folders:
+            with Engine.load(folder, **SIZES) as engine:
+                alone.append(live(engine))
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        together = [json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[[")]
+        assert together == alone and min(map(len, alone)) >= 8
+        assert len({token for answers in alone for answer in answers for token in answer}) > 20
+        assert len(re.findall(r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0", pair.said(1))) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "says"),
+    [
+        ("killed", [LOST, -signal.SIGKILL], r"rank 1 \(127.0.0.1:\d+\) is gone"),
+        ("raises at rank 1", [LOST, 1], r"rank 1 \(127.0.0.1:\d+\) is gone"),
+        ("raises at rank 0", [1, LOST], "OverflowError: planted"),
+    ],
+)
+def test_a_lost_rank_is_told_to_every_client_and_ends_every_process(tmp_path, fault, codes, says):
+    """MLX may wait for a lost rank for ever, and with it the thread that steps."""
+    with Pair(tmp_path, str(ROOT / "tests" / "rank.py"), fault) as pair:
+        assert pair.codes() == codes, pair.said(0) + pair.said(1)
+        results = next(json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[["))
+        assert len(results) == 4
+        for reason, error in results:
+            assert reason == "error" and re.search(says, error), error
+        raised = {"raises at rank 1": 1, "raises at rank 0": 0}.get(fault)
+        assert raised is None or f"nanobatch: rank {raised} of 2: OverflowError: planted" in pair.said(raised)
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by):
+    with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
+        address = pair.says(0, r"at http://(\S+)/v1; .*rank 0 of 2 by ring")[1]
+        pair.says(1, "follows rank 0")
+        host, port = address.split(":")
+        body = json.dumps({"prompt": "Count from 3 to 9.", "max_tokens": 8, "temperature": 0}).encode()
+        with socket.create_connection((host, int(port)), 30) as line:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+            line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert line.recv(4096).startswith(b"HTTP/1.1 200")
+        for process in reversed(pair.processes.values()) if by == signal.SIGINT else [pair.processes[0]]:
+            process.send_signal(by)  # in a terminal, Ctrl-C reaches all
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        assert "Traceback" not in pair.said(0) + pair.said(1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_is_named(tmp_path, rank):
+    """MLX waits for it without a word, and lets no other thread of Python run: so Ctrl-C would not end it."""
+    with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(rank,)) as pair:
+        pair.says(rank, re.escape(f"rank {rank} waits for rank {1 - rank} ({pair.hosts[1 - rank]})"))
+        pair.processes[rank].send_signal(signal.SIGINT)
+        assert pair.codes(20) == [-signal.SIGINT] and "Traceback" not in pair.said(rank)
