@@ -309,6 +309,9 @@ class Sample:
         else:
             peer, *_ = PEERS[spec.contestant.split()[0]]
             self.contestant = peer(spec.folder, spec.rows, self.longest)
+        if program.rank():  # of several processes (parts/ranks.py), one measures
+            self.contestant.engine.follow()
+            return
         drive(self.contestant, self.asks(spec.rows, output=min(spec.output, 16)))
         mx.reset_peak_memory()  # what loading took does not count
 
@@ -505,7 +508,7 @@ def take_sample(text: str) -> int:
         else:
             sample = Sample(spec)
             with closing(sample.contestant):
-                answer = {"figures": getattr(sample, spec.part)()}
+                answer = {"figures": {} if program.rank() else getattr(sample, spec.part)()}
     except (ValueError, QueueFull) as error:
         answer = {"error": str(error)}
     print(json.dumps(answer))
@@ -582,7 +585,7 @@ def take_all(plan: Sequence[Cell], samples: int, tell: Callable[[str], None]) ->
             for name in cell.contestants[:: -1 if number % 2 else 1]:
                 tell(f"{cell.spec.part}, {cell.x}, {name}")
                 spec = cell.spec._replace(contestant=name)
-                if spec.rate < math.inf:
+                if spec.rate < math.inf and not program.rank():
                     spec = spec._replace(rate=spec.rate * capacity(records))
                 record = {"part": spec.part, "x": cell.x, "contestant": name, "sample": number}
                 records.append(record | {"figures": measure(spec)})
@@ -768,6 +771,7 @@ def make_model(folder: Path, shape: str) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab={f"Ġ{i}": i for i in range(config["vocab_size"])}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
+    mx.random.seed(0)  # of several processes, all make the same
     shapes = read_config(folder, has_head=False).tensors()
     weights = {name: mx.ones(s) if len(s) == 1 else 0.02 * mx.random.normal(s) for name, s in shapes.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
@@ -818,6 +822,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for what, peer in wanted.items():
         if peer and (why := obstacle(peer)):
             parser.error(f"{why} {what}")
+    if program.backend() and (args.vs or {"same", "newcomer"} & set(args.parts)):
+        parser.error("a peer has no ranks; measure it by itself")
     if "same" in args.parts and not args.vs:
         parser.error(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
     if "newcomer" in args.parts and device.blas.name == "mlx":
@@ -866,7 +872,7 @@ def measure_all(args: argparse.Namespace) -> dict:
         for record in take_all(plan, args.samples, lambda stage: bar.update(task, description=stage, refresh=True)):
             bar.advance(task)
             data["records"].append(record)
-            if args.json:  # after each sample, so that an interrupted run is not lost
+            if args.json and not program.rank():  # after each sample, so that an interrupted run is not lost
                 Path(args.json).write_text(json.dumps(data, indent=1))
     return data
 
@@ -878,6 +884,8 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception it ends the sample's process, too
     try:
         data = load_data(args.source) if args.source else measure_all(args)
+        if program.rank():
+            return 0
         show(data)
         if args.plot:
             Path(args.plot).write_text(draw(data["records"]))

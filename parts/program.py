@@ -75,6 +75,13 @@ def rank() -> int:
 class Parser(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage, and exits with 2."""
 
+    def parse_known_args(self, *arguments):
+        try:
+            rank()  # what the environment says of ranks may be wrong, too
+        except ValueError as error:
+            self.error(str(error))
+        return super().parse_known_args(*arguments)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"nanobatch: {one_line(message)}\n")
 
