@@ -357,7 +357,6 @@ class Snapshot:
 
     now: float
     limits: Limits
-    ranks: RanksView
     policy: str
     draining_to: str | None  # the policy that takes over when all that runs has ended
     slots: tuple[SlotView, ...]
@@ -375,6 +374,7 @@ class Snapshot:
     output_tokens: int
     steps_s: float  # the seconds of all steps so far
     seen: Seen
+    ranks: RanksView
 
 
 class Log:
@@ -468,7 +468,6 @@ class Ledger:
         return Snapshot(
             now=now,
             limits=Limits(sched.slots, sched.max_len, sched.chunk, sched.budget, sched.far, sched.max_queue),
-            ranks=ranks,
             policy=sched.policy,
             draining_to=sched.draining_to,
             slots=tuple(SlotView.of(slot, owners.get(slot), sched, slot in shut) for slot in range(sched.slots)),
@@ -486,4 +485,5 @@ class Ledger:
             output_tokens=self.output_tokens,
             steps_s=self.steps_s,
             seen=Seen(self.steps.count, self.ended.count, self.faults.count, newest),
+            ranks=ranks,
         )

@@ -18,7 +18,7 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from textual.strip import Strip
 
-from parts.answers import SlotView
+from parts.answers import RanksView, SlotView
 from sched import PADDING
 from screen import ink
 from screen.ink import Line, Palette, Pen, axis, clean, entry, heading, legend, number, shorten, span, wrap
@@ -57,6 +57,7 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
         (shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), p.muted, False, ""),
         (doing, p.bad if view.gone_s is not None else p.accent if view.busy else p.muted, True, "pause"),
         ("" if engine.draining_to else engine.policy, p.text, True, "command('/policy')"),
+        (f"{len(engine.ranks.memory)} ranks" if engine.ranks.memory else "", p.text, False, ""),
         (f"{number(state.tokens_per_s()) if view.busy else '–':>5} tok/s", p.text, False, ""),
         (f"{engine.finished:,} done", p.text, False, "open(0)"),
         (asking, p.text, False, "sheet('clients')"),
@@ -234,6 +235,7 @@ def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
         "held": step.held and f"{held}: over the budget, or what they share is being written",
         "ghosts": step.ghosts and f"slots {', '.join(map(str, step.ghosts))}: had ended, seen one step late",
         "in line": str(step.waiting or ""),
+        "ranks": ranks_line(state.view.engine.ranks),
         "time": f"{1000 * total:.2f} ms = " + " + ".join(f"{name} {1000 * s:.2f}" for name, s in stages.items()),
     }
     for name, text in entries.items():
@@ -243,6 +245,14 @@ def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
         cells = max(1, round(spent / total * (width - 15)))
         pen.put(f"{name:─^{cells}}"[:cells] if cells > len(name) else name[:cells], ink.style(ink.ink_on(hue), hue))
     return [*lines[: height - 1], pen.line] if len(lines) < height else lines[:height]
+
+
+def ranks_line(ranks: RanksView) -> str:
+    """The processes that share the model. Their sums are measured once, without the products between them."""
+    if not ranks.memory:
+        return ""
+    memory = ", ".join(f"{nbytes / 2**20:,.0f}" for nbytes in ranks.memory)
+    return f"{len(ranks.memory)} by {ranks.backend}, of {memory} MiB; of a step, sums alone take {ranks.sums_ms:.1f} ms"
 
 
 def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Line]:

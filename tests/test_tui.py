@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from words import Clock, word_engine
 import ask
 import tui
 from nanobatch import Engine, Sampling
+from parts.answers import RanksView
 from parts.loop import Stopwatch
 from sched import POLICIES, Scheduler
 from screen import charts, ink, keys, panes, room, session, state, timeline
@@ -435,6 +437,19 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     assert "held     r3: over the budget, or what they share is being written" in text
     assert re.search(r"time +[\d.]+ ms = plan 0.00 \+ build 1.00 \+ wait [\d.]+ \+ commit 0.00", text)
     assert re.search(r"p─*build─*wc", text), text
+
+
+def test_the_screen_tells_of_the_ranks_that_share_the_model():
+    """How many there are, what each of them holds, and what their sums cost: else a slow line is not found."""
+    stage = Stage(slots=3).load()
+    stage.session.obey("a" * 20)
+    stage.turns(2)
+    assert "rank" not in "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 90, 14)))
+    ranks = RanksView("ring", 3.14, (300 * 2**20, 200 * 2**20))
+    stage.state.view = stage.state.view._replace(engine=replace(stage.state.view.engine, ranks=ranks))
+    text = "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 90, 14)))
+    assert "ranks    2 by ring, of 300, 200 MiB; of a step, sums alone take 3.1 ms" in text
+    assert "2 ranks" in plain(panes.draw_status(stage.state, ink.DARK, 120, 1))[0]
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------
