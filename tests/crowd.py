@@ -14,14 +14,17 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-import numpy as np
-from checkpoints import make_checkpoint
-from harness import Tap, random_asks, run_schedule
-from rank import SIZES, live
+from parts import device  # noqa: E402, F401  first, as in a program of ours
 
-from nanobatch import Engine
+# isort: split
+import numpy as np  # noqa: E402
+from checkpoints import make_checkpoint  # noqa: E402
+from harness import Tap, random_asks, run_schedule  # noqa: E402
+from rank import SIZES, live  # noqa: E402
+
+from nanobatch import Engine  # noqa: E402
 
 KINDS = {
     "llama": {},
@@ -50,23 +53,46 @@ def compare_bits(engine: Engine, rng: np.random.Generator) -> tuple[int, int]:
     return compared, different
 
 
-def as_rank(folders: list[str]) -> int:
-    for folder in [*folders, folders[0]]:
+def as_rank(folders: list[str]) -> None:
+    """For each model: the tokens of a short life, and what came of comparing bits."""
+    for folder in folders:
         with Engine.load(folder, **SIZES) as engine:
             if engine.ranks.rank:
                 engine.follow()
-            elif folder != folders[0] or engine is None:
-                print(json.dumps(live(engine)), flush=True)
             else:
-                print(json.dumps(live(engine)), flush=True)
-    return 0
+                tokens = live(engine)
+                engine.drain("continuous")
+                print(json.dumps([tokens, *compare_bits(engine, np.random.default_rng(1))]), flush=True)
 
 
 def main() -> int:
-    if len(sys.argv) > 1:
-        return as_rank(sys.argv[1:])
-    return 0
+    if not (mpirun := shutil.which("mpirun")):
+        print("there is no mpirun; on Debian: apt install openmpi-bin")
+        return 2
+    faults = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = [str(make_checkpoint(Path(temporary) / kind, seed=2, **changes)) for kind, changes in KINDS.items()]
+        alone = []
+        for folder in folders:
+            with Engine.load(folder, **SIZES) as engine:
+                alone.append(live(engine))
+        for size in (2, 3, 4):
+            command = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(size), sys.executable, __file__]
+            environment = {"MLX_MPI_LIBNAME": "libmpi.so.40"} | os.environ
+            done = subprocess.run([*command, *folders], env=environment, capture_output=True, text=True)
+            lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+            if done.returncode or len(lines) != len(folders):
+                print(f"{size} ranks ended with code {done.returncode}: {done.stderr[-2000:]}")
+                return 1
+            for kind, expected, (tokens, compared, different) in zip(KINDS, alone, lines, strict=True):
+                print(
+                    f"{size} ranks, {kind}: {len(tokens)} answers {'equal' if tokens == expected else 'DIFFER'}, ",
+                    end="",
+                )
+                print(f"{compared} logit vectors alone and in company, {different} differ", flush=True)
+                faults += tokens != expected or different or not compared
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_rank(sys.argv[1:]) if sys.argv[1:] else main())
