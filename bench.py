@@ -791,8 +791,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vs", choices=PEERS, help="measure this peer, too")
     add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
     add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="for every part but open, which has all")
-    add("--compact", action="store_true", help="leave idle rows out: faster, equal tokens, other bits (GPU: default)")
-    add("--exact", action="store_true", help="compute idle rows, too: equal bits in any company (CPU: default)")
+    parser.add_exact()
     add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
     add("--prompt", default="128", help="tokens of a prompt (default: 128)")
     add("--output", default="64", help="tokens of an answer (default: 64)")
@@ -814,8 +813,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--parts: {shown(part)} is no part; choose among {','.join(PARTS)}")
     if args.model is not None and args.shape:
         parser.error(f"--model {args.model} and --shape {args.shape} exclude each other; give one")
-    if args.compact and args.exact:
-        parser.error("--compact and --exact exclude each other; give one")
     if args.plot and not args.source and not {"decode", "open"} & set(args.parts):
         parser.error("--plot draws decode and open; add one of them to --parts")
     wanted = {"--vs": args.vs, "newcomer": "mlx-lm" if "newcomer" in args.parts else None}
@@ -861,7 +858,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             folder = make_model(Path(temporary), args.shape)
         else:
             folder = find(args.model or "demo")
-        ours = f"nanobatch {args.policy}" + " compact" * args.compact + " exact" * args.exact
+        ours = f"nanobatch {args.policy}" + {None: "", True: " exact", False: " compact"}[args.exact]
         vocabulary = read_config(folder, has_head=False).V
         usual = Spec("", ours, str(folder), vocabulary, ROWS, args.prompt, args.output)
         plan = make_plan(args.parts, args.rows, usual, args.vs)

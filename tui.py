@@ -495,6 +495,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--slots", help="sequences that run at once (default: 8, or what fits)")
     add("--max-len", help="length of a slot, prompt and answer together (default: 1024, or what fits; demo: 400)")
     add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="when the next in line is admitted")
+    parser.add_exact()
     add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one a line")
     add("--seed", help="the same seed gives the same tokens")
     add("--plain", action="store_true", help="no screen: a line for each event (also where there is no terminal)")

@@ -9,6 +9,7 @@ What this file keeps: it is the only one that imports MLX, and `blas.py` comes b
 """
 
 import atexit
+import os
 import sys
 import threading
 import weakref
@@ -102,10 +103,17 @@ def device_stream() -> mx.StreamContext:
     return mx.stream(_stream[0])
 
 
+def core_streams() -> list[mx.Stream]:
+    """A stream for each of a CPU's cores, the first of them that of `device_stream`: for what is divided by hand."""
+    while len(_stream) < min(len(os.sched_getaffinity(0)), 4):
+        _stream.append(mx.new_thread_unsafe_stream(mx.cpu))
+    return _stream
+
+
 def synchronize() -> None:
     """Wait until the device has nothing left to do."""
-    if _stream:
-        mx.synchronize(_stream[0])
+    for stream in _stream:
+        mx.synchronize(stream)
 
 
 def close_at_exit(engine) -> None:

@@ -204,9 +204,21 @@ def product(x: mx.array, weight: mx.array, as_stored: bool = False) -> mx.array:
     B = x.shape[0]
     block = rows_alike(B, weight, as_stored)
     if block == B:
-        return mx.matmul(x, weight)
+        return multiply(x, weight, as_stored)
     x = mx.pad(x, [(0, -B % block), *[(0, 0)] * (x.ndim - 1)])
-    return mx.concatenate([mx.matmul(x[row : row + block], weight) for row in range(0, B, block)])[:B]
+    return mx.concatenate([multiply(x[row : row + block], weight, as_stored) for row in range(0, B, block)])[:B]
+
+
+def multiply(x: mx.array, weight: mx.array, as_stored: bool) -> mx.array:  # (B, ..., in) -> (B, ..., out)
+    """x @ weight, in strips of outputs where that is quicker (`Blas.strip`): each core takes its share of them."""
+    inputs, outputs = weight.shape
+    width = device.blas.strip(len(x), outputs, inputs) if as_stored and x.ndim == 2 else 0
+    if not width or weight.dtype != mx.float32 or device.has_gpu():
+        return mx.matmul(x, weight)
+    streams, strips = device.core_streams(), weight.T.reshape(-1, width, inputs).swapaxes(1, 2)  # (strips, in, width)
+    shares = mx.split(strips, [i * len(strips) // len(streams) for i in range(1, len(streams))])
+    parts = [mx.matmul(x, share, stream=stream) for share, stream in zip(shares, streams, strict=True)]
+    return mx.concatenate(parts).swapaxes(0, 1).reshape(-1, outputs)  # (strips, B, width) -> (B, out)
 
 
 def rows_alike(rows: int, weight: mx.array, as_stored: bool = False) -> int:
@@ -233,7 +245,7 @@ def gives_same_bits(counts: tuple[int, ...], weight: mx.array, as_stored: bool =
         row = mx.random.normal((1, weight.shape[0]), weight.dtype, key=mx.random.key(0))
         first = None
         for count in counts:
-            bits = mx.matmul(mx.repeat(row, count, axis=0), weight).view(mx.uint32)  # (count, out)
+            bits = multiply(mx.repeat(row, count, axis=0), weight, as_stored).view(mx.uint32)  # (count, out)
             first = bits[:1] if first is None else first
             _tried[key] = mx.all(bits == first).item()
             if not _tried[key]:

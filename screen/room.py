@@ -403,7 +403,8 @@ def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: 
 
     # The demo's answers are short. In shorter slots they fill more of a bar.
     max_len = args.max_len or (400 if args.model == "demo" else None)
-    engine = Engine.load(args.model, report=report, policy=args.policy, clock=clock, slots=args.slots, max_len=max_len)
+    options = {"policy": args.policy, "exact": args.exact, "slots": args.slots, "max_len": max_len}
+    engine = Engine.load(args.model, report=report, clock=clock, **options)
     report("warming up")
     engine.runner.warm_up()
     return engine

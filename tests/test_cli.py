@@ -12,6 +12,10 @@ import pytest
 from checkpoints import make_checkpoint
 from tokenizers import Tokenizer, models
 
+import ask
+import serve
+import tui
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -408,3 +412,12 @@ def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(mod
     for environment in ({"PATH": "/nowhere"}, {"PATH": str(broken)}, {"TMPDIR": "/proc"}, {"HOME": "/nowhere"}):
         done = run(*arguments, **environment)
         assert done.returncode == 0 and answer(done) == expected, (environment, done.stderr)
+
+
+@pytest.mark.parametrize("parse", [ask.parse_arguments, tui.parse_arguments, serve.parse_arguments])
+def test_every_program_lets_the_device_decide_about_idle_slots_or_its_user(parse, capsys):
+    assert [parse(arguments).exact for arguments in ([], ["--exact"], ["--compact"])] == [None, True, False]
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--exact", "--compact"])
+    assert "--compact: not allowed with argument --exact" in (error := capsys.readouterr().err)
+    assert error.count("\n") == 1
