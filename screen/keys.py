@@ -74,7 +74,7 @@ WORDS = (
     ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),
     ("chunk", "a piece of a prompt. The further back it looks, the fewer tokens it has, so no step takes much longer."),
     ("budget", "what a step may cost: 1 for a token, its length for a chunk, more far back. One chunk always goes in."),
-    ("run-ahead", "a step starts before the one before is read back, so Slots may be one step ahead of Timeline."),
+    ("run-ahead", "a step starts before the one before is read back; but while paused or in slow motion it waits for that."),
     ("batch size", "how many slots did useful work in a step."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
     ("client", "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one."),

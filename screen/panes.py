@@ -93,9 +93,6 @@ def draw_slots(state: State, p: Palette, width: int, height: int) -> list[Line]:
     right = aligned(("used/rows", "TTFT ms", "tok/s"), widths)
     bar = width - 18 - len(right)
     title = "Slots" if len(rows) == len(slots) else f"Slots {rows[0]}–{rows[-1]} of {len(slots)}"
-    planned = state.view.engine.planned
-    if state.view.paused and state.history and planned > state.history[-1].step:
-        title += f", one step ahead: {planned:,}"  # the newest step is planned, but not yet read back
     glyphs = legend(p, ink.REUSED, ink.PREFILL, ink.DECODE, ink.REMEMBERED)
     labels = ((2, "#"), (4, "phase   req"), (18, shorten("rows of the KV cache", bar)), (18 + bar, right))
     lines = [heading(p, width, title, legend=glyphs), axis(p, *labels)]
@@ -107,7 +104,8 @@ def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, widths: Sequen
     request, max_len = state.requests.get(slot.request), state.view.engine.limits.max_len
     here, do, colour = slot.slot == state.selected, f"select({slot.slot})", p.text if request else p.muted
     pen = Pen().put("▌" if here else " ", p.accent).put(f"{slot.slot:>2} ", colour, here, do)
-    pen.put(f"{slot.phase:<8}", p.bad if slot.phase == "blocked" else colour, here, do)
+    phase = state.phase(slot)
+    pen.put(f"{phase:<8}", p.bad if phase == "blocked" else colour, here, do)
     pen.put(f"r{request.id}" if request else "", colour, here, do).to(18)
     draw_rows(pen, p, slot, max_len, bar)
     if request:

@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from parts.answers import RequestView, StepView
+from parts.answers import RequestView, SlotView, StepView
 from parts.journal import Call
 from sched import POLICIES
-from screen.ink import clean, span
+from screen.ink import NAMES, clean, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
 from screen.timeline import Cell, Column, Contest, Run, column, costs_of, measured, merge, replay
 
@@ -174,6 +174,14 @@ class State:
 
     def owner(self, slot: int) -> RequestView | None:
         return self.requests.get(self.owners.get(slot))
+
+    def phase(self, slot: SlotView) -> str:
+        """What the newest step did for the slot's request, as Timeline and Step show it.
+
+        The slot's own phase is what comes next: after the last chunk of a prompt that is decode.
+        """
+        cell = self.history[-1].cells[slot.slot] if self.history else None
+        return NAMES[cell.kind] if cell and cell.request is not None and cell.request == slot.request else slot.phase
 
 
 def prompt_of(request: RequestView) -> str:

@@ -1,5 +1,6 @@
 """The one thread that steps an engine: it sleeps, wakes, pauses, steps by hand, and never dies of what others wish."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -181,6 +182,47 @@ def test_a_stopwatch_stands_still_while_it_is_stopped():
         now[0] += seconds
         readings.append(watch())
     assert readings == [3.0, 3.0, 3.0, 5.0, 6.0]
+
+
+def test_a_stopwatch_that_is_stopped_and_let_go_never_runs_backwards_for_those_who_read_it():
+    """Where a pause ended between two reads of a field, a client's submit got a TypeError, or a moment of the past."""
+    watch, wrong, readings = Stopwatch(), [], []
+    done = threading.Event()
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                readings.append(watch())
+        except TypeError as error:
+            wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        reader = threading.Thread(target=read)
+        reader.start()
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until and not wrong:
+            watch.stop()
+            watch.go()
+        done.set()
+        reader.join(10)
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong and len(readings) > 1000 and readings == sorted(readings)
+
+
+def test_a_step_that_only_reads_back_plans_nothing_and_loses_nothing(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        handle = engine.submit([1], LONG)
+        for i in range(1, 9):
+            engine.step()
+            engine.step(plan=False)
+            look = engine.snapshot()
+            assert look.planned == engine.steps == len(handle.tokens) == i
+            assert not engine.step(plan=False)
+        alone = handle.result().tokens
+        assert engine.submit([1], LONG).result().tokens == alone
 
 
 def test_a_pause_stops_the_engines_clock(parts):
