@@ -577,6 +577,8 @@ def main(arguments: list[str] | None = None) -> int:
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
     if args.asks:
         room.fire(session.asks(len(prompts)))
+    # A first burst of the demo model is watched slowly, but not by a script.
+    session.eases = args.model == "demo" and not (args.script or args.asks or args.serve or args.watch or args.plain)
     terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     code = 1
     try:

@@ -42,6 +42,8 @@ def fit_slots(state: State, rows: int) -> range:
 def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]:
     view, engine, door = state.view, state.view.engine, state.view.door
     doing = "▮▮ paused" if view.paused else "⚑ racing" if view.racing else "▶ running" if view.busy else "■ idle"
+    if view.slow and not view.paused:  # on the clock of whoever watches; all other figures are on the engine's
+        doing = f"{doing.split()[0]} slow: {view.slow:g} steps/s"
     if view.gone_s is not None:
         doing = f"✗ gone for {view.gone_s:,.0f} s"
     elif door and door.draining:
@@ -64,6 +66,7 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
         (f"{mean:>5} ms/step", p.muted, False, ""),
         (f"load {view.load:g}/s" if view.load else "", p.text, False, "command('/load')"),
         ("space: go on" if view.paused else "", p.accent, False, "pause"),
+        ("0: full speed" if view.slow and not view.paused else "", p.accent, False, "command('/slow off')"),
     ]
     pen = Pen().put(" ")
     for text, *how in parts:

@@ -212,6 +212,54 @@ def test_a_stopwatch_that_is_stopped_and_let_go_never_runs_backwards_for_those_w
     assert not wrong and len(readings) > 1000 and readings == sorted(readings)
 
 
+def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_stands_still_in_between(parts):
+    watch = Stopwatch()
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+        engine.submit([1], SHORT).result()  # warm
+        loop = Loop(engine, watch=watch).start()
+        loop.slow = 20.0
+        loop.wish(lambda: None)
+        began, told, before = time.monotonic(), watch(), engine.steps
+        handle = engine.submit([1], Sampling(max_tokens=10, ignore_eos=True))
+        assert handle.result(timeout=20).finish_reason == "length" and engine.steps - before == 10
+        took, metrics = time.monotonic() - began, handle.metrics
+        assert took > 0.44, "ten steps have nine rests of 50 ms between them"
+        ended = engine.snapshot().steps[-1].ended
+        assert ended - told < took - 0.2 and metrics.itl_p95_s < 0.05 and metrics.ttft_s < 0.05, metrics
+        assert loop.stop(patience=10)
+
+
+def test_slow_motion_can_be_left_in_mid_step_and_a_wish_is_fulfilled_at_once(parts):
+    """One step in a hundred seconds: whoever waits for the next step waits for ever."""
+    watch = Stopwatch()
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+        loop = Loop(engine, watch=watch).start()
+        loop.slow = 0.01
+        handle, heard = engine.submit([1], LONG), threading.Event()
+        assert soon(lambda: engine.steps == 1)
+        loop.wish(heard.set)
+        assert heard.wait(5) and engine.steps == 1
+        loop.step(1)  # a step by hand waits for its turn, too
+        loop.wish(lambda: setattr(loop, "slow", 0.0))
+        assert soon(lambda: engine.steps == 2) and loop.paused
+        loop.resume()
+        assert handle.result(timeout=10).finish_reason == "length"
+        assert loop.stop(patience=10)
+
+
+def test_an_idle_loop_in_slow_motion_costs_nothing_and_answers_at_once(parts):
+    watch, turns = Stopwatch(), []
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+        loop = Loop(engine, between=lambda: turns.append(1), watch=watch).start()
+        loop.slow = 0.5
+        engine.submit([1], Sampling(max_tokens=1, ignore_eos=True)).result(timeout=10)
+        count = len(turns)
+        time.sleep(0.2)
+        assert len(turns) <= count + 1
+        assert not watch.stands, "nothing is left to do, so the clock goes on"
+        assert loop.stop(patience=5)
+
+
 def test_a_step_that_only_reads_back_plans_nothing_and_loses_nothing(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         handle = engine.submit([1], LONG)

@@ -35,6 +35,7 @@ from tui import Screen
 
 SIZES = ((80, 24), (120, 40), (200, 50))
 GOLDEN = Path(__file__).parent / "golden"
+at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 
 
 class Stage:
@@ -675,6 +676,93 @@ def test_a_pause_reads_back_what_is_in_flight_before_the_clock_stands_still():
     assert stage.state.view.engine.now == newest.ended
 
 
+def test_slow_motion_takes_so_many_steps_a_second_and_all_figures_stay_the_engines_own():
+    """A burst is over in a second. TTFT and tokens/s must not tell how slowly somebody looked at it."""
+    figures = {}
+    for rate in (0, 4):
+        stage = Stage().load()
+        stage.session.obey("/burst 6")
+        stage.session.obey(f"/slow {rate}" if rate else "/slow off")
+        stage.turns()
+        began, steps = stage.time.now, 0
+        while not stage.session.settled:
+            rest = stage.room.loop.turn()
+            stage.time.now += min(rest or 0, 0.25)
+            stage.session.look()
+            if rate and not stage.session.settled:
+                assert stage.state.view.slow == rate and stage.state.history[-1].step == stage.state.view.engine.planned
+        real, steps = stage.time.now - began, len(stage.state.history)
+        figures[rate] = [round(r.metrics.ttft_s, 2) for r in sorted(stage.state.ended, key=lambda r: r.id)]
+        assert (real >= (steps - 1) / 4) == bool(rate), (real, steps)
+        assert stage.state.history[-1].ended < 1.1 * steps * 0.02
+    assert figures[4] == pytest.approx(figures[0], abs=0.03)
+
+
+def test_while_the_clock_stands_still_a_steady_load_does_not_keep_the_loop_awake():
+    """It asked to be called at a moment of a clock that did not go on: again and again, at once."""
+    stage = Stage().load()
+    stage.session.obey("/load 5")
+    stage.turns()
+    stage.session.obey("/pause")
+    stage.turns()
+    assert stage.room.loop.turn() is None
+    stage.session.obey("/resume")
+    stage.turns()
+    assert stage.room.loop.turn() is not None
+    stage.session.obey("a request")
+    stage.session.obey("/slow 4")
+    stage.turns()
+    assert 0 < stage.room.loop.turn() <= 0.25
+
+
+def test_a_first_burst_of_the_demo_runs_slowly_says_how_to_leave_that_and_later_ones_do_not():
+    async def scenario(it):
+        it.stage.session.eases = True
+        await it.press("b", turns=2)
+        assert it.stage.state.view.slow == session.SLOW
+        assert f"slow: {session.SLOW} steps/s" in it.text() and "0 full speed" in it.text()
+        assert "0 Full speed" in it.text().splitlines()[-1]
+        while not it.stage.session.settled:
+            it.stage.time.now += it.stage.room.loop.turn() or 0
+            it.stage.session.look()
+        assert it.stage.state.view.slow == 0
+        await it.press("b", turns=3)
+        assert it.stage.state.view.slow == 0 and "running" in it.text()
+
+    show(scenario)
+
+
+@pytest.mark.parametrize("leave", ["0", "r", "plus"])
+def test_the_first_bursts_slow_motion_can_be_left(leave):
+    async def scenario(it):
+        it.stage.session.eases = True
+        await it.press("b", turns=2)
+        await it.press(*[leave] * (4 if leave == "plus" else 1), turns=2)
+        assert it.stage.state.view.slow == 0 and "slow" not in it.text().splitlines()[0]
+
+    show(scenario)
+
+
+@at_every_size
+def test_minus_and_plus_change_the_speed_and_it_stays_until_it_is_left(size):
+    async def scenario(it):
+        await it.press("minus")
+        assert it.stage.state.view.slow == 16
+        await it.press("minus", "minus", "minus", "plus")  # faster than views come
+        assert it.stage.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
+        assert "Full speed" in it.text().splitlines()[-1]
+        await it.press("b", turns=2)
+        assert it.stage.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
+        await it.press("space", turns=2)
+        assert "paused" in it.text() and it.stage.state.view.slow == 4
+        await it.press("space", "0")
+        assert it.stage.state.view.slow == 0 and "running" in it.text()
+        it.app.action_command("/slow 0.05")
+        await it.sees("slow = '0.05'")
+
+    show(scenario, size=size)
+
+
 def test_a_steady_load_comes_at_its_rate_and_stops():
     stage = Stage().load()
     stage.session.obey("/load 5")
@@ -742,8 +830,6 @@ def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
 
 
 # --- keys and mouse ------------------------------------------------------------------------------------------------
-
-at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 
 
 @at_every_size
