@@ -31,6 +31,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -56,6 +57,7 @@ from screen.room import BURST, EngineRoom, Room, Settings, load_engine
 from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, run_plain
 from screen.state import State
 from screen.timeline import trace_events
+from screen.totals import table
 
 # --- where each pane goes ------------------------------------------------------------------------------------------
 
@@ -77,7 +79,7 @@ PANES = {  # by name: what draws it
 }
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "move"}  # what the wheel does there
 SHEETS = {"help": keys.draw_help, "requests": panes.draw_requests, "contest": panes.draw_contest}
-SHEETS |= {"clients": partial(clients.draw_clients, whole=True)}
+SHEETS |= {"totals": panes.draw_totals, "clients": partial(clients.draw_clients, whole=True)}
 LOWER = ("timeline", "charts", "streams", "step", "clients")  # the panes that take turns if room is short
 
 
@@ -194,7 +196,7 @@ class Sheet(ModalScreen):
 
     SCROLLS = (("up", -1), ("down", 1), ("pageup", -10), ("pagedown", 10))
     BINDINGS = (
-        Binding("escape,enter,question_mark,c,r,f,h", "dismiss", show=False),
+        Binding("escape,enter,question_mark,c,r,f,h,t", "dismiss", show=False),
         Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
         *(Binding(k.keys, f"app.{k.action}", show=False) for k in keys.KEYS if k.action in ("theme", "copy", "pause")),
         *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
@@ -586,6 +588,8 @@ def main(arguments: list[str] | None = None) -> int:
             app = Screen(session, args.script, args.screenshot)
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or 0
+            if session.state.periods and not args.screenshot:
+                print("\n".join(table(session.state.periods, shutil.get_terminal_size().columns, 10)))
         else:
             signal.signal(signal.SIGTERM, leave)
             code = run_plain(session, args.script, stays=bool(args.serve or args.watch))

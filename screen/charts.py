@@ -66,7 +66,7 @@ def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How many of the slots did useful work in each step."""
     slots = len(state.view.engine.slots)
     columns = state.columns(state.zoom_for(width))[-width:]
-    working = [column.useful / column.steps for column in columns]
+    working = [column.useful / max(1, column.steps) for column in columns]
     mean = f"mean {sum(working) / len(working):.1f} " if working else ""
     ends = (f"step {columns[0].step:,}", f"{columns[-1].step:,}") if columns else ("step", "")
     lines = [heading(p, width, "batch size", f"{mean}of {slots} slots")]

@@ -57,6 +57,7 @@ KEYS = (
     Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
     Key("v", "v", "view", "View", "timeline, charts, answers, step or clients, where there is room for one only", 8),
     Key("f", "f", "open(0)", "Requests", "requests that have ended: read and copy them", 10),
+    Key("t", "t", "sheet('totals')", "Totals", "what each busy period came to: compare bursts and policies", 10),
     Key("h", "h", "sheet('clients')", "Clients", "what asks over HTTP (--serve, --watch), and what was refused", 13),
     Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
     Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),

@@ -27,6 +27,7 @@ from screen.ink import clean, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
 from screen.state import State, client_of, compare, prompt_of, race, verdict
 from screen.timeline import FIGURES, Contest
+from screen.totals import words
 
 SETTABLE = {  # what /set takes: the field, and its limits
     "temperature": ("temperature", read_real, 0, 100),
@@ -200,6 +201,7 @@ class PlainLog:
         self.session, self.write = session, write
         self._told: dict[int, RequestView] = {}  # open requests, as they were when last written about
         self._done = self._faults = self._legs = 0  # how many stages, faults and legs have been written
+        self._told_to = 0.0  # the end of the last busy period that has been written
         self._policy, self._life = "", 0
 
     def look(self) -> None:
@@ -228,6 +230,10 @@ class PlainLog:
         news += [(engine.now, fault.message) for fault in state.faults[self._faults :]]
         for moment, line in news:
             self.write(f"{moment:8.3f} s  {line}")
+        new = [period for period in state.periods if period.over and period.ended > self._told_to]
+        for period in new:
+            self.write(f"{period.ended:8.3f} s  in all ({', '.join(period.policies)}): {', '.join(words(period))}")
+            self._told_to = period.ended
         self._policy, self._faults = engine.policy, len(state.faults)
         done = sum(leg.last_step is not None for leg in view.legs)
         if done > self._legs:

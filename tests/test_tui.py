@@ -26,7 +26,7 @@ import tui
 from nanobatch import Engine, Sampling
 from parts.loop import Stopwatch
 from sched import POLICIES, Scheduler
-from screen import charts, ink, keys, panes, room, session, state, timeline
+from screen import charts, ink, keys, panes, room, session, state, timeline, totals
 from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL
 from screen.room import EngineRoom, Settings
 from screen.session import Session
@@ -421,6 +421,145 @@ def test_a_screen_that_looked_away_for_too_long_says_how_many_steps_and_ends_it_
     ]
     stage.turns()
     assert len(stage.state.faults) == 2 and len(stage.state.ended) == 500
+
+
+def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted():
+    """The timeline went on as if nothing had been between, and tokens/s left out what had come meanwhile."""
+    stage = Stage(slots=2).load()
+    stage.engine.submit([1], Sampling(max_tokens=9, ignore_eos=True)).result()
+    stage.turns()
+    for _ in range(45):
+        stage.engine.submit([1], Sampling(max_tokens=100, ignore_eos=True)).result()
+    stage.turns()
+    history, missed = stage.state.history, stage.engine.steps - 4096 - stage.state.history[0].step - 8
+    (at,) = [i for i, column in enumerate(history) if column.unseen]
+    gap = history[at]
+    assert gap.unseen == missed > 300 and {cell.kind for cell in gap.cells} == {ink.UNSEEN}
+    assert gap.step == history[at + 1].step - 1 and history[at - 1].step == gap.step - missed
+    assert stage.state.delivered() == stage.state.view.engine.output_tokens == 9 + 4500
+    stage.state.cursor = stage.state.edge = gap.step
+    stage.state.zoom = 1
+    lines = plain(panes.draw_timeline(stage.state, ink.DARK, 80, 4))
+    assert "?" in lines[1] and "?" in lines[2] and "unseen" in lines[0]
+    assert f"{missed:,} steps up to this one went by" in plain(panes.draw_step(stage.state, ink.DARK, 80, 9))[1]
+    for zoom in (2, 4, 8):
+        merged = stage.state.columns(zoom)
+        assert sum(column.unseen for column in merged) == missed
+        assert sum(cell.kind == ink.UNSEEN for column in merged for cell in column.cells) == 2
+    assert 0 < timeline.useful_of(history) <= 100
+
+
+def test_every_step_reaches_the_screen_while_the_engine_takes_thousands_a_second():
+    """Three loops at once: the engine's, which steps as fast as it can, the screen's looks, and its painting."""
+    stage = Stage()
+
+    async def scenario(it):
+        loop = stage.room.loop.start()
+        stage.session.obey("/set max=300")
+        stage.session.obey("/burst 90")
+        it.app.set_interval(0.1, it.app.look)
+        await it.app.until(lambda: stage.state.ended and stage.session.settled)
+        assert loop.stop(10)
+
+    show(scenario, stage, (120, 40))
+    steps = [column.step for column in stage.state.history]
+    assert steps == list(range(1, stage.engine.steps + 1)) and len(steps) > 1000
+    assert len(stage.state.ended) == 90 and not stage.state.faults
+
+
+# --- what stays --------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
+    """After a burst nothing was left to read."""
+    stage = Stage().load()
+    for policy in ("continuous", "static"):
+        stage.session.obey(f"/policy {policy}")
+        stage.session.obey("/burst 20")
+        if policy == "static":
+            stage.turns(30)
+            stage.session.obey("/pause")
+            stage.turns()
+            stage.time.now += 100  # looked at for a while
+            stage.session.obey("/resume")
+        stage.finish()
+    first, second = stage.state.periods
+    assert first.over and second.over and list(second.policies) == ["static"]
+    for period, ended in ((first, stage.state.ended[:20]), (second, stage.state.ended[20:])):
+        assert (period.requests, period.lost) == (20, 0)
+        assert period.tokens == sum(r.metrics.output_tokens for r in ended)
+        assert period.began == min(r.arrived for r in ended)
+        assert period.ended - period.began == pytest.approx(max(r.ended for r in ended) - period.began, abs=0.03)
+        assert sorted(period.ttfts) == sorted(r.metrics.ttft_s for r in ended)
+        gaps = sum(r.metrics.output_tokens - 1 for r in ended)
+        assert len(period.gaps) == gaps and 0.01 <= totals.percentile(period.gaps, 0.95) <= 0.03
+    split = next(i for i, column in enumerate(stage.state.history) if column.view.policy == "static")
+    parts = stage.state.history[:split], stage.state.history[split:]
+    assert [p.figures[-1] for p in (first, second)] == [f"{timeline.useful_of(part):.0f} %" for part in parts]
+    assert second.ended - second.began < 20, "the pause is no part of it"
+
+
+def test_a_percentile_is_a_value_that_was_there():
+    assert totals.percentile([], 0.5) is None and totals.percentile([7.0], 0.95) == 7.0
+    values = [float(n) for n in range(1, 101)]
+    assert (totals.percentile(values, 0.5), totals.percentile(values, 0.95), totals.percentile(values, 1)) == (
+        50,
+        95,
+        100,
+    )
+
+
+def test_each_leg_of_a_race_is_a_period_and_what_was_cancelled_is_counted_as_lost():
+    stage = Stage().load()
+    stage.session.obey("/race 10")
+    stage.finish()
+    assert [(list(p.policies), p.requests) for p in stage.state.periods] == [(["static"], 10), (["continuous"], 10)]
+    stage.session.obey("/burst 10")
+    stage.turns(30)
+    stage.session.obey("/cancel all")
+    stage.finish()
+    period = stage.state.periods[-1]
+    assert period.requests == 10 and 0 < period.lost <= 10
+    stage.session.obey("/pause")
+    stage.session.obey("/burst 5")
+    stage.session.obey("/cancel all")  # none of these has run
+    stage.turns(3)
+    assert len(stage.state.periods) == 3 and period.requests == 10
+
+
+@at_every_size
+def test_after_a_burst_its_totals_are_on_the_screen_and_t_compares_it_with_others(size):
+    async def scenario(it):
+        await it.press("t")
+        assert "Nothing has run yet" in it.text()
+        await it.press("escape", "b", turns=2)
+        assert "last:" not in it.text()
+        it.stage.finish()
+        it.stage.session.obey("/policy static")
+        it.stage.session.obey("/burst 30")
+        it.stage.finish()
+        await it.turns()
+        period = it.stage.state.periods[-1]
+        assert f" last: 30 requests, {period.tokens:,} tokens, " in it.text() and " tok/s" in it.text()
+        await it.press("t")
+        like_golden(f"totals-{size[0]}x{size[1]}", it.text())
+        await it.press("escape", turns=0)
+        assert "Slots" in it.text()
+
+    show(scenario, size=size)
+
+
+def test_counts_go_on_beyond_what_is_remembered():
+    """After 500 ends, "500 done" for ever."""
+    stage = Stage(slots=2).load()
+    stage.state.REMEMBERED = 50
+    for _ in range(6):
+        for _ in range(100):
+            stage.engine.submit([1], Sampling(max_tokens=1, ignore_eos=True))
+        stage.finish()
+    assert "600 done" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
+    assert sum(period.requests for period in stage.state.periods) == 600 and len(stage.state.ended) == 50
+    assert "1 of 600 that have ended" in plain(panes.draw_requests(stage.state, ink.DARK, 80, 20))[0]
 
 
 def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
@@ -1191,6 +1330,7 @@ def test_a_plain_log_has_a_line_for_each_event():
         "r1 is admitted to slot 0 in step 1",
         "r1 has its first token after",
         "r1 ends (length): 320 tokens, TTFT ",
+        "in all (static): 3 requests, 960 tokens, ",
         ": hello",
         "no command",
         "static, measured: makespan",
