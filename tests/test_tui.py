@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections import Counter
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from textual import events
 from textual.color import Color
 from textual.geometry import Region
 from textual.theme import BUILTIN_THEMES
-from words import Clock, word_engine
+from words import Clock, WordRunner, word_engine
 
 import ask
 import tui
@@ -185,7 +186,21 @@ def test_the_comparison_is_as_drawn(size):
     show(scenario, Stage(), size)
 
 
-@pytest.mark.parametrize("lower", tui.LOWER[:-1])
+@at_every_size
+@pytest.mark.parametrize("lower", ["lesson", "waits"])
+def test_the_other_charts_are_as_drawn(lower, size):
+    async def scenario(it):
+        it.stage.session.obey("/burst 40")
+        await it.turns(250)
+        while it.stage.state.lower != lower:
+            await it.press("v", turns=0)
+        await it.turns(0)
+        like_golden(f"{lower}-{size[0]}x{size[1]}", it.text())
+
+    show(scenario, size=size)
+
+
+@pytest.mark.parametrize("lower", [name for name in tui.LOWER[:-1] if name not in ("lesson", "waits")])
 def test_each_pane_of_a_small_screen_is_as_drawn(lower):
     async def scenario(it):
         it.stage.session.obey("/burst 12")
@@ -240,7 +255,8 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
         for lower, door in product(tui.LOWER, (False, True)):
             places = tui.arrange(width, height, slots, lower, door)
             assert {"status", "slots", "prompt", "keys"} <= places.keys()
-            assert lower in places or lower in ("charts", "streams", "timeline") or width >= 110, (lower, places.keys())
+            drawn = tui.STACKS.get(lower, (lower,))
+            assert set(drawn) <= places.keys() or lower in ("streams", "timeline") or width >= 110, (lower, places)
             for name, region in places.items():
                 assert Region(0, 0, width, height).contains_region(region), (name, region)
                 assert region.width > 1 and region.height > 0, (name, region)
@@ -394,6 +410,56 @@ def test_the_ttft_histogram_counts_every_request_once_and_tells_the_policies_apa
     assert all(" ms " in line for line in lines[2:])
     assert "█" in "".join(lines[2:]) and "▒" in "".join(lines[2:])
     assert "█ continuous" in lines[1] and "▒ static" in lines[1]
+
+
+def test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words():
+    """Nothing showed why batching pays: that a step of 8 rows costs hardly more than one of 1."""
+    stage = Stage(slots=4).load()
+    lines = plain(charts.draw_cost(stage.state, ink.DARK, 60, 12))
+    assert "Nothing has decoded yet" in " ".join(lines)
+    cost = WordRunner.run
+
+    def dearer(runner, order):
+        flight = cost(runner, order)
+        flight.cost += 0.002 * len(order.newest)  # a step of n rows takes 10 + 2 n ms
+        return flight
+
+    stage.engine.runner.run = partial(dearer, stage.engine.runner)
+    stage.session.obey("alone")
+    stage.finish()
+    assert "All steps had 1 row so far" in " ".join(plain(charts.draw_cost(stage.state, ink.DARK, 120, 12)))
+    stage.session.obey("/burst 12")
+    stage.finish()
+    for seconds in stage.state.costs.values():
+        seconds.extend([9.0] * (len(seconds) // 2))  # interruptions
+    lines = plain(charts.draw_cost(stage.state, ink.DARK, 70, 12))
+    rows = [re.findall(r"[\d.]+", line) for line in lines[2:6]]
+    assert [[float(value) for value in row] for row in rows] == [
+        pytest.approx([n, 10 + 2 * n, n / (0.010 + 0.002 * n)], rel=0.01) for n in (1, 2, 3, 4)
+    ]
+    assert lines[6].strip() == "4 rows cost 1.50 × as much as 1 row, and yield 2.67 × the tokens."
+    assert len(plain(charts.draw_cost(stage.state, ink.DARK, 70, 5))) <= 5
+
+
+def test_waits_and_queue_are_drawn_over_the_whole_busy_period():
+    """A request that came early in a crowd waited for less than one that came late: a mean tells neither."""
+    stage = Stage().load()
+    stage.session.obey("/burst 60")
+    stage.finish()
+    lines = plain(charts.draw_queue(stage.state, ink.DARK, 60, 8))
+    assert "peak 52" in lines[0] and "step 1" in lines[-1] and f"{stage.state.history[-1].step}" in lines[-1]
+    columns = ["".join(line[x] for line in lines[1:-1]).strip() for x in range(8, 50)]
+    heights = [len(column.replace("┤", "").replace("│", "")) for column in columns]
+    assert heights == sorted(heights, reverse=True) and heights[0] >= 5 > heights[-1]
+    lines = plain(charts.draw_waits(stage.state, ink.DARK, 60, 12))
+    assert "█p50" in lines[0] and "▒p95" in lines[0]
+    for x in range(8, 58):
+        column = "".join(line[x] for line in lines[1:-1])
+        assert re.fullmatch(" *▒*█+", column), (x, column)
+    waits = sorted(
+        r.metrics.ttft_s for r in sorted(stage.state.ended, key=lambda r: r.arrived + r.metrics.ttft_s)[-50:]
+    )
+    assert ink.span(waits[24]) in lines[0] and ink.span(waits[47]) in lines[0]
 
 
 def test_the_rate_is_what_the_steps_delivered():
