@@ -87,8 +87,8 @@ WORDS = (
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
     ("client", "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one."),
     (
-        "why batching pays",
-        "by rows in a step: the lower quartile of what such steps took, and the tokens/s of that.",
+        "batching",
+        "why it pays: of steps with so many rows, the lower quartile of their time, and its tokens/s.",
     ),
     ("p50, p95", "half of all, or 95 in 100, took no longer than this."),
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),
