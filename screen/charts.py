@@ -145,7 +145,7 @@ def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
 def lesson(costs: Mapping[int, float]) -> str:
     """What the chart shows, in words."""
     if len(costs) < 2:
-        seen = f"all steps had {number_of_rows(*costs)} so far" if costs else "nothing has decoded yet"
+        seen = f"all steps had {number_of_rows(*costs)} so far" if costs else "no step has only decoded so far"
         return f"{seen.capitalize()}: fire a burst (b), and one prompt alone (enter), to see what a row costs."
     few, many = min(costs), max(costs)
     cost, gain = costs[many] / costs[few], many / few * costs[few] / costs[many]

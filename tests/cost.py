@@ -1,6 +1,6 @@
 """What does the screen cost the engine? Tokens a second without it and with it, in turn, in one process.
 
-    python tests/cost.py [--model M] [--size 120x40] [--rounds 5] [--queued 5000] [--rate 200]
+    python tests/cost.py [--model M] [--size 120x40] [--rounds 5] [--burst 48] [--queued 5000] [--rate 200]
 
 The screen is open in a pseudo-terminal of that size. The same burst runs again and again, in turn with and without the
 screen looking at the engine. The medians are compared, so that a noisy machine is noisy for both.
@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--size", default="120x40")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--burst", type=int, default=48)
     parser.add_argument("--queued", type=int, default=0)
     parser.add_argument("--rate", type=float, default=0.0)
     args = parser.parse_args()
@@ -78,7 +79,7 @@ def main() -> int:
     room = EngineRoom(partial(load_engine, tui.parse_arguments(["--model", args.model])))
     state = State(args.model)
     app, result = tui.Screen(Session(room, state)), []
-    asks = app.session.asks(48)
+    asks = app.session.asks(args.burst)
 
     async def measure() -> None:
         app.set_interval(0.1, lambda: app.look())

@@ -416,7 +416,7 @@ def test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words():
     """Nothing showed why batching pays: that a step of 8 rows costs hardly more than one of 1."""
     stage = Stage(slots=4).load()
     lines = plain(charts.draw_cost(stage.state, ink.DARK, 60, 12))
-    assert "Nothing has decoded yet" in " ".join(lines)
+    assert "No step has only decoded so far" in " ".join(lines)
     cost = WordRunner.run
 
     def dearer(runner, order):
