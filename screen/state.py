@@ -93,8 +93,11 @@ class State:
             lost = news.output_tokens - self._delivered - sum(step.tokens for step in news.steps)
             self.history.append(gap(news.missed, max(0, lost), news.steps[0], self.history[-1]))
             self._count(self.history[-1])
-        if self.periods:
-            self.periods[-1].requests += news.missed_ends
+        if news.missed_ends:  # these are gone: requests older than all that are open, and without an end
+            oldest = min((*(r.id for r in news.requests), *(id for id, _ in news.queue)), default=math.inf)
+            self.requests = {id: r for id, r in self.requests.items() if r.reason or id >= oldest}
+            if self.periods:
+                self.periods[-1].requests += news.missed_ends
         ended = deque(news.ended)
         for step in news.steps:
             self._add(step, ended)

@@ -615,6 +615,18 @@ def test_after_a_burst_its_totals_are_on_the_screen_and_t_compares_it_with_other
     show(scenario, size=size)
 
 
+def test_requests_whose_ends_were_missed_are_forgotten():
+    """They stood among the open ones for ever: memory grew, and each chart went through them."""
+    stage = Stage(slots=2).load()
+    handles = [stage.engine.submit([1], Sampling(max_tokens=400, ignore_eos=True)) for _ in range(1500)]
+    stage.turns(3)
+    assert len(stage.state.requests) == 1500
+    for handle in handles[:1400]:
+        handle.cancel()
+    stage.turns()
+    assert len(stage.state.requests) <= 600 and set(range(1401, 1501)) <= stage.state.requests.keys()
+
+
 def test_counts_go_on_beyond_what_is_remembered():
     """After 500 ends, "500 done" for ever."""
     stage = Stage(slots=2).load()
