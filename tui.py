@@ -592,9 +592,10 @@ def main(arguments: list[str] | None = None) -> int:
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
     if args.asks:
         room.fire(session.asks(len(prompts)))
-    # A first burst of the demo model is watched slowly, but not by a script.
-    session.eases = args.model == "demo" and not (args.script or args.asks or args.serve or args.watch or args.plain)
     terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    # A first burst of the demo model is watched slowly, but not by a script or in a log.
+    scripted = args.script or args.asks or args.screenshot or args.serve or args.watch
+    session.eases = args.model == "demo" and terminal and not args.plain and not scripted
     code = 1
     try:
         if args.screenshot or (terminal and not args.plain):
