@@ -142,7 +142,7 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         terminal.type(" b")  # paused, so that there are requests to cancel
         terminal.sees("queue 12", "paused")
         terminal.type("/step 60\r")
-        terminal.sees("paused", "space Go on", "blocked")
+        terminal.sees("paused", "space Go on", "blocked    ")  # in a slot, not in the legend
         terminal.type("x")
         terminal.sees("cancelled")
         terminal.type("X ")
