@@ -453,14 +453,14 @@ class Engine:
 
     # --- plan -> run -> commit
 
-    def step(self) -> bool:
-        """One turn of the wheel. False if there was nothing to do. What goes wrong in it is for `_fail` to settle."""
+    def step(self, plan: bool = True) -> bool:
+        """One turn of the wheel; `plan=False` only reads back what is in flight. False if there was nothing to do."""
         if answers.here.listens:
             raise answers.ListenerError("a step")
         try:
             with device_lock, device_stream():
                 try:
-                    return self._turn()
+                    return self._turn(plan)
                 except BaseException as error:
                     self._fail(error)
                     if not isinstance(error, Exception):
@@ -469,7 +469,7 @@ class Engine:
         finally:
             self._ledger.say_farewell()
 
-    def _turn(self) -> bool:
+    def _turn(self, plans: bool) -> bool:
         """Plan, run, commit.
 
         With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1 on the device, and
@@ -479,7 +479,7 @@ class Engine:
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
                                            ^ N's tokens are read here, and N+1 already runs
         """
-        plan, order = self._plan()
+        plan, order = self._plan() if plans else (None, None)
         if plan:
             self._flights.append((plan, self.runner.run(order)))
             self._unstarted = None

@@ -117,6 +117,7 @@ class Door:
         """Refuse what comes, and let what runs go on to its end, for so many seconds at most."""
         self.draining = True
         if self.loop:
+            self.loop.slow = 0.0
             self.loop.resume()  # what is paused would never end
         deadline = time.monotonic() + patience
         while self._answers and time.monotonic() < deadline:
@@ -293,7 +294,7 @@ class Door:
                 still = before and (before.seen, before.planned) == (seen.seen, seen.planned)
                 rest = rest + WATCH_S if still and (last.seen, last.open) == (door.seen, door.open) else 0.0
                 if rest % 1.0 < WATCH_S:  # when nothing happens, one a second
-                    frame = wire.Frame(self.loop.paused, self.loop.stepping, seen, door)
+                    frame = wire.Frame(self.loop.paused, self.loop.stepping, self.loop.slow, seen, door)
                     await visit.write(event(sender.pack(frame)))
                 await asyncio.wait([gone], timeout=WATCH_S)
             await visit.write(b"", more=False)

@@ -31,11 +31,13 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -56,6 +58,7 @@ from screen.room import BURST, EngineRoom, Room, Settings, load_engine
 from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, run_plain
 from screen.state import State
 from screen.timeline import trace_events
+from screen.totals import table
 
 # --- where each pane goes ------------------------------------------------------------------------------------------
 
@@ -68,6 +71,9 @@ PANES = {  # by name: what draws it
     "rate": charts.draw_rate,
     "batch": charts.draw_batch,
     "ttft": charts.draw_ttft,
+    "cost": charts.draw_cost,
+    "queue": charts.draw_queue,
+    "waits": charts.draw_waits,
     "streams": panes.draw_streams,
     "step": panes.draw_step,
     "clients": clients.draw_clients,
@@ -77,8 +83,9 @@ PANES = {  # by name: what draws it
 }
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "move"}  # what the wheel does there
 SHEETS = {"help": keys.draw_help, "requests": panes.draw_requests, "contest": panes.draw_contest}
-SHEETS |= {"clients": partial(clients.draw_clients, whole=True)}
-LOWER = ("timeline", "charts", "streams", "step", "clients")  # the panes that take turns if room is short
+SHEETS |= {"totals": panes.draw_totals, "clients": partial(clients.draw_clients, whole=True)}
+STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",), "waits": ("queue", "waits")}  # of charts
+LOWER = ("timeline", *STACKS, "streams", "step", "clients")  # the panes that take turns if room is short
 
 
 def arrange(width: int, height: int, slots: int, lower: str, door: bool = False) -> dict[str, Region]:
@@ -94,19 +101,21 @@ def arrange(width: int, height: int, slots: int, lower: str, door: bool = False)
         "keys": Region(0, height - 1, width, 1),
     }
     body = height - 3
-    if width >= 110 and height >= 34:
+    if is_wide(width, height):
         rows = min(slots, max(4, (body - 15) // 2))
         top, right = 2 * rows + 5, max(40, width * 3 // 8)
         left, tall = width - right - 2, body - top
-        places |= stack(Region(left + 2, 1, right, top))
+        charts = lower if lower in STACKS else "charts"
+        places |= stack(Region(left + 2, 1, right, top), STACKS[charts])
         places["slots"] = Region(0, 1, left, rows + 3)
         places["timeline"] = Region(0, rows + 4, left, rows + 2)
         if door:
             tall -= tall // 2
             places["clients"] = Region(0, 1 + top + tall, width, body - top - tall)
         places["streams"] = Region(0, 1 + top, left, tall)
-        places["step"] = Region(left + 2, 1 + top, right, tall)
-        return places
+        under = tall - 12 if tall >= 22 and charts != "lesson" else 0  # the rest of the step's place
+        places["step"] = Region(left + 2, 1 + top, right, tall - under)
+        return places | (stack(Region(left + 2, 1 + top + tall - under, right, under), ("cost",)) if under else {})
 
     rows = min(slots, (body - 5) // 2)
     places["slots"] = Region(0, 1, width, rows + 3)
@@ -116,17 +125,22 @@ def arrange(width: int, height: int, slots: int, lower: str, door: bool = False)
         y, tall = y + rows + 2, tall - rows - 2
         lower = "streams" if lower == "timeline" else lower
     below = Region(0, y, width, tall)
-    return places | (stack(below) if lower == "charts" else {lower: below})
+    return places | (stack(below, STACKS[lower]) if lower in STACKS else {lower: below})
 
 
-def stack(place: Region) -> dict[str, Region]:
-    """The three charts, one above the other; side by side if there is no room for that."""
+def is_wide(width: int, height: int) -> bool:
+    """Is there room for slots, timeline, charts, answers and step side by side?"""
+    return width >= 110 and height >= 34
+
+
+def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
+    """Charts, one above the other; side by side if there is no room for that."""
     x, y, wide, tall = place
-    names = ("rate", "batch", "ttft")
-    if tall < 18 and wide >= 72:
-        each = (wide - 4) // 3
+    count = len(names)
+    if tall < 6 * count and wide >= 72:
+        each = (wide - 2 * (count - 1)) // count
         return {name: Region(x + i * (each + 2), y, each, tall) for i, name in enumerate(names)}
-    tops = [i * tall // 3 for i in range(4)]
+    tops = [i * tall // count for i in range(count + 1)]
     return {name: Region(x, y + tops[i], wide, tops[i + 1] - tops[i]) for i, name in enumerate(names)}
 
 
@@ -194,7 +208,7 @@ class Sheet(ModalScreen):
 
     SCROLLS = (("up", -1), ("down", 1), ("pageup", -10), ("pagedown", 10))
     BINDINGS = (
-        Binding("escape,enter,question_mark,c,r,f,h", "dismiss", show=False),
+        Binding("escape,enter,question_mark,c,r,f,h,t", "dismiss", show=False),
         Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
         *(Binding(k.keys, f"app.{k.action}", show=False) for k in keys.KEYS if k.action in ("theme", "copy", "pause")),
         *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
@@ -308,7 +322,7 @@ class Screen(App):
             if fault.prompt and not self.prompt.value:
                 self.prompt.value = fault.prompt
         self._faults = len(self.state.faults)
-        slow = ("rate", "batch", "ttft", "step") if view.busy and not view.paused and self._looks % 3 else ()
+        slow = (*chain(*STACKS.values()), "step") if view.busy and not view.paused and self._looks % 3 else ()
         self.paint(but=slow)
 
     def paint(self, but: Sequence[str] = ()) -> None:
@@ -423,8 +437,9 @@ class Screen(App):
         self.say(f"steps a column: {self.state.zoom or 'so that they fit'}")
 
     def action_view(self) -> None:
-        panes = LOWER if self.state.view.door else LOWER[:-1]
-        self.state.lower = panes[(panes.index(self.state.lower) + 1) % len(panes)]
+        panes = tuple(STACKS) if is_wide(*self.size) else LOWER if self.state.view.door else LOWER[:-1]
+        now = self.state.lower if self.state.lower in panes else panes[0]
+        self.state.lower = panes[(panes.index(now) + 1) % len(panes)]
         self.place(self.size)
 
     def action_open(self, index: int) -> None:
@@ -583,12 +598,17 @@ def main(arguments: list[str] | None = None) -> int:
     if args.asks:
         room.fire(session.asks(len(prompts)))
     terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    # A first burst of the demo model is watched slowly, but not by a script or in a log.
+    scripted = args.script or args.asks or args.screenshot or args.serve or args.watch
+    session.eases = args.model == "demo" and terminal and not args.plain and not scripted
     code = 1
     try:
         if args.screenshot or (terminal and not args.plain):
             app = Screen(session, args.script, args.screenshot)
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or 0
+            if session.state.periods and not args.screenshot:
+                print("\n".join(table(session.state.periods, shutil.get_terminal_size().columns, 10)))
         else:
             signal.signal(signal.SIGTERM, leave)
             code = run_plain(session, args.script, stays=bool(args.serve or args.watch))

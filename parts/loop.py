@@ -10,6 +10,10 @@ between two steps. While there is nothing to do the thread sleeps on the engine'
 
     turn:  wishes -> one step, unless paused -> `between`, the watcher's own work -> sleep until something changes
 
+A person may stop it, take single steps, or let it take so many steps a second (`slow`). Then each step is read back
+before the next one is planned, and the engine's clock stands still in between: what is seen belongs to one step, and
+the figures tell what the engine does.
+
 The invariant: while a loop runs, a thread that waits for a request sleeps, and does not step the engine itself.
 
 Where next: `Engine.step` in `nanobatch.py`.
@@ -37,26 +41,38 @@ class Stopwatch:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
-        self._now, self._lost = now, now()
-        self._began = self._lost
-        self._stopped: float | None = None
+        self._now, self._began = now, now()
+        self._lost, self._stopped = 0.0, None  # how long it stood still before; since when it does so now
+        self._lock = threading.Lock()  # other threads read it while it is stopped and let go
 
     def __call__(self) -> float:
-        return (self._now() if self._stopped is None else self._stopped) - self._lost
+        with self._lock:
+            return (self.real if self._stopped is None else self._stopped) - self._lost
 
-    def stop(self) -> None:
-        if self._stopped is None:
-            self._stopped = self._now()
+    @property
+    def real(self) -> float:
+        """Seconds since it was made, the time that it stood still included."""
+        return self._now() - self._began
 
     @property
     def stood(self) -> float:
         """The seconds that it has stood still so far."""
-        return self._now() - self._began - self()
+        return self.real - self()
+
+    @property
+    def stands(self) -> bool:
+        return self._stopped is not None
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._stopped is None:
+                self._stopped = self.real
 
     def go(self) -> None:
-        if self._stopped is not None:
-            self._lost += self._now() - self._stopped
-            self._stopped = None
+        with self._lock:
+            if self._stopped is not None:
+                self._lost += self.real - self._stopped
+                self._stopped = None
 
 
 class Loop:
@@ -68,6 +84,8 @@ class Loop:
 
     def __init__(self, engine: Engine, between: Callable = lambda: None, watch: Stopwatch | None = None):
         self.engine, self.paused, self.stepping = engine, False, 0  # `stepping`: steps still to be run by hand
+        self.slow = 0.0  # slow motion: steps a second; 0: as fast as it can. It needs a clock that can be stopped
+        self._next = 0.0  # when the next step of slow motion is due
         self._between, self._watch = between, watch
         self._wishes: deque[Callable[[], None]] = deque()
         self._stopping = False
@@ -156,27 +174,46 @@ class Loop:
 
     def _is_awake(self) -> bool:
         # Steps by hand wake it even if there is nothing to do: it sees so, and forgets them.
-        return bool(self._stopping or self._wishes or self.stepping or (not self.paused and self.engine.has_work))
+        moves = self._due() == 0 and (self.stepping or self.engine.has_work)
+        return bool(self._stopping or self._wishes or moves)
+
+    def _due(self) -> float | None:
+        """The seconds to the next step; None: there is none before somebody says so."""
+        if self.paused and not self.stepping:
+            return None
+        return max(0.0, self._next - self._watch.real) if self._is_slow and self.engine.has_work else 0.0
+
+    @property
+    def _is_slow(self) -> bool:
+        return bool(self.slow and self._watch)
 
     def turn(self) -> float | None:
         """Fulfil the wishes, take a step, do what a watcher does between two. Answers with how long to sleep then."""
         while self._wishes:
             self._guarded(self._wishes.popleft())
-        moves = self.stepping or not self.paused
-        if self._watch:
-            (self._watch.go if moves else self._watch.stop)()
-        if moves:
+        if self.paused or self._is_slow:
+            self._guarded(self._read_back)  # what was still on its way
+        if self._due() == 0:
+            if self._watch:
+                self._watch.go()
             self._guarded(self._step)
-        return self._guarded(self._between)
+        if (due := self._due()) != 0 and self._watch:
+            self._watch.stop()
+        asked = self._guarded(self._between)
+        return min((rest for rest in (due or None, asked) if rest is not None), default=None)
 
     def _step(self) -> None:
-        """One step. The engine runs ahead: after a rest, its first call starts a step and has none to commit yet."""
-        before = self.engine.steps
+        if self._is_slow:
+            self._next = self._watch.real + 1 / self.slow
         worked = self.engine.step()
-        if worked and self.stepping and self.engine.steps == before:
-            worked = self.engine.step()
+        if self.paused or self._is_slow:
+            self._read_back()
         with self.engine.changed:
             self.stepping = max(0, self.stepping - 1) if worked else 0
+
+    def _read_back(self) -> None:
+        """Commit the step that is in flight, if there is one. Until the next step, slots and committed steps agree."""
+        self.engine.step(plan=False)
 
     def _guarded(self, act: Callable[[], float | None]) -> float | None:
         """This thread must not die while others may come and wait for it."""

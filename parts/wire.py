@@ -30,6 +30,7 @@ class Frame(NamedTuple):
 
     paused: bool
     stepping: int
+    slow: float
     engine: Snapshot
     door: DoorView
 

@@ -1,4 +1,4 @@
-"""The charts: tokens a second, slots at work in each step, and how long first tokens took.
+"""The charts: tokens a second, slots at work in each step, how long first tokens took, and what a row costs.
 
 The problem. A timeline shows what happened. It does not show how fast the engine was, nor how long requests waited.
 
@@ -11,14 +11,15 @@ Where next: `keys.py`.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, pairwise
 
 from sched import POLICIES
-from screen.ink import HUES, Line, Palette, Pen, axis, heading, span, style
+from screen.ink import HUES, Line, Palette, Pen, axis, heading, number, span, style, wrap
 from screen.state import State
+from screen.totals import percentile
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
@@ -66,11 +67,94 @@ def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How many of the slots did useful work in each step."""
     slots = len(state.view.engine.slots)
     columns = state.columns(state.zoom_for(width))[-width:]
-    working = [column.useful / column.steps for column in columns]
+    working = [column.useful / max(1, column.steps) for column in columns]
     mean = f"mean {sum(working) / len(working):.1f} " if working else ""
     ends = (f"step {columns[0].step:,}", f"{columns[-1].step:,}") if columns else ("step", "")
     lines = [heading(p, width, "batch size", f"{mean}of {slots} slots")]
     return lines + draw_area(p, working, slots, width, height - 2, HUES[1], ends)
+
+
+def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """How many requests were left in line: the most of each few steps of the latest busy period."""
+    steps = state.history[state.woke :]
+    bins = min(len(steps), width - 8)
+    cuts = [i * len(steps) // max(1, bins) for i in range(bins + 1)]
+    waiting = [max(column.view.waiting for column in steps[a:b]) for a, b in pairwise(cuts)]
+    ends = (f"step {steps[0].step:,}", f"{steps[-1].step:,}") if steps else ("step", "")
+    lines = [heading(p, width, "queue", f"peak {max(waiting):,}" if waiting else "")]
+    return lines + draw_area(p, waiting, nice(max(1, *waiting, 1)), width, height - 2, HUES[0], ends)
+
+
+def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """The median and the 95th percentile of TTFT as they went: each column counts the last 50 first tokens."""
+    firsts = list(state.firsts)
+    if not firsts:
+        return [heading(p, width, "TTFT"), Pen().put(" no first token yet", p.muted).line]
+    bins, last = max(1, width - 9), firsts[-1][0]
+    began = max(state.periods[-1].began if state.periods else 0.0, firsts[0][0], last - 60)
+    pairs = []
+    for i in range(bins):
+        stop = bisect_right(firsts, began + (i + 1) * (last - began) / bins + 1e-9, key=lambda first: first[0])
+        newest = [ttft for _, ttft in firsts[max(0, stop - 50) : stop]]
+        pairs.append((percentile(newest, 0.5) or 0.0, percentile(newest, 0.95) or 0.0))
+    half, most = pairs[-1]
+    lines = [heading(p, width, "TTFT", f"█p50 {span(half)} ▒p95 {span(most)}")]
+    rows, top = height - 2, nice(1000 * max(high for _, high in pairs))
+    for row in reversed(range(rows)):
+        mark = {0: "0 ms", rows - 1: f"{top:,.0f}"}.get(row, "")
+        pen = Pen().put(f"{mark:>6} ", p.muted).put("┤" if mark else "│", p.faint)
+        for low, high in pairs:
+            cells = [math.ceil(1000 * value / top * rows - 0.5) for value in (low, high)]
+            cells = [max(1, count) if value else 0 for count, value in zip(cells, (low, high), strict=True)]
+            glyph = "█" if row < cells[0] else "▒" if row < cells[1] else " "
+            pen.put(glyph, HUES[3])
+        lines.append(pen.line)
+    left = f"−{span(last - began)}"
+    return [*lines, axis(p, (8, left), (max(9 + len(left), width - 4), "0 s"))]
+
+
+def cost_of(seconds: Iterable[float]) -> float:
+    """Of some steps alike the lower quartile, since what interrupts a step only makes it longer."""
+    return percentile(seconds, 0.25)
+
+
+def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """Why batching pays: what a step takes and what it yields, by how many rows decode in it."""
+    costs = {rows: cost_of(seconds) for rows, seconds in sorted(state.costs.items())}
+    lines = [heading(p, width, "Why batching pays", "steps that only decode")]
+    said = wrap(lesson(costs), width - 2)
+    room = height - len(lines) - 1 - len(said)
+    if not costs or room < 1:
+        return [*lines, *(Pen().put(f" {part}", p.text).line for part in said)][:height]
+    rows = list(costs)
+    if len(rows) > room:  # the ends, and some evenly between
+        rows = sorted({rows[round(i * (len(rows) - 1) / max(1, room - 1))] for i in range(room)})
+    wide = (width - 6) // 2
+    slowest, best = max(costs.values()), max(count / seconds for count, seconds in costs.items())
+    lines.append(axis(p, (1, "rows"), (6, "ms a step"), (6 + wide, "tokens/s")))
+    for count in rows:
+        pen = Pen().put(f" {count:>4} ", p.muted)
+        values = ((costs[count] / slowest, number(1000 * costs[count]), HUES[0], "▒"),)
+        values += ((count / costs[count] / best, number(count / costs[count]), HUES[2], "█"),)
+        for i, (part, text, hue, glyph) in enumerate(values):
+            pen.to(6 + i * wide).put(glyph * max(1, round(part * (wide - 8))), hue).put(f" {text}", p.text)
+        lines.append(pen.line)
+    return [*lines, *(Pen().put(f" {part}", p.text, True).line for part in said)]
+
+
+def lesson(costs: Mapping[int, float]) -> str:
+    """What the chart shows, in words."""
+    if len(costs) < 2:
+        seen = f"all steps had {number_of_rows(*costs)} so far" if costs else "no step has only decoded so far"
+        return f"{seen.capitalize()}: fire a burst (b), and one prompt alone (enter), to see what a row costs."
+    few, many = min(costs), max(costs)
+    cost, gain = costs[many] / costs[few], many / few * costs[few] / costs[many]
+    dear = f"{number_of_rows(many)} cost {cost:.2f} × as much as {number_of_rows(few)}"
+    return f"{dear}, and yield {gain:.2f} × the tokens."
+
+
+def number_of_rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"
 
 
 EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 10**9)  # ms

@@ -76,7 +76,7 @@ class Palette(NamedTuple):
         return HUES[(number + number // len(HUES)) % len(HUES)]
 
     def cell(self, kind: int, request: int | None, reverse: bool = False) -> Style:
-        if kind in (EMPTY, REMEMBERED):
+        if kind in (EMPTY, REMEMBERED, UNSEEN):
             return style(self.faint if kind == EMPTY else self.muted, reverse=reverse)
         if kind == BLOCKED:
             return style(self.bad, mixed(self.back, self.bad, 0.18), reverse=reverse)
@@ -164,10 +164,11 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 # What a slot did in a step, and two more kinds of rows: those that came from an earlier request, and those that a free
-# slot still holds. Each kind has a glyph of its own, so it can be told without any colour.
-NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "remembered")
-PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED = range(8)
-GLYPHS = "▒█┈╳▚·▓░"
+# slot still holds. Last, steps that the screen has missed. Each kind has a glyph of its own, so it can be told without
+# any colour.
+NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "remembered", "unseen")
+PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED, UNSEEN = range(9)
+GLYPHS = "▒█┈╳▚·▓░?"
 Legend = Iterable[tuple[str, str | Style, str]]  # (glyph, ink, meaning)
 
 

@@ -36,6 +36,9 @@ KEYS = (
     Key("b", "b", "command('/burst')", "Burst", "fire a burst: prompts of different lengths, all at once", 1),
     Key("space", "space", "pause", "Pause", "stop the engine between two steps; again: go on", 7),
     Key("s", "s", "command('/step')", "Step", "run one step, then pause", 9),
+    Key("minus", "-", "command('/slow -')", "Slower", "slow motion: half as many steps a second (/slow 8: eight)", 9),
+    Key("plus,equals_sign", "+", "command('/slow +')", "Faster", "twice as many, and at last full speed", 16),
+    Key("0", "0", "command('/slow off')", "Full speed", "leave slow motion"),
     Key("p", "p", "command('/policy')", "Policy", "the next policy: drain the slots, then switch", 6),
     Key("c", "c", "command('/compare')", "Compare", "the last run simulated under two policies (/compare serial)", 4),
     Key("r", "r", "command('/race')", "Race", f"the same burst under {RIVALS[0]}, then {RIVALS[1]} (measured)", 5),
@@ -52,15 +55,19 @@ KEYS = (
     Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
     Key("end,escape", "End", "follow", "Newest", "follow the newest step again"),
     Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
-    Key("v", "v", "view", "View", "timeline, charts, answers, step or clients, where there is room for one only", 8),
+    Key("v", "v", "view", "View", "other charts: why batching pays, waits; on a small screen other panes, too", 8),
     Key("f", "f", "open(0)", "Requests", "requests that have ended: read and copy them", 10),
+    Key("t", "t", "sheet('totals')", "Totals", "what each busy period came to: compare bursts and policies", 10),
     Key("h", "h", "sheet('clients')", "Clients", "what asks over HTTP (--serve, --watch), and what was refused", 13),
     Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
     Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
     Key("question_mark", "?", "sheet('help')", "Help", "this page", 1),
     Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
 )
-OF_THE_ENGINE = ("pause", *(f"command('/{name}')" for name in ("step", "policy", "race", "load")))
+OF_THE_ENGINE = (
+    "pause",
+    *(f"command('/{name}')" for name in ("step", "policy", "race", "load", "slow -", "slow +", "slow off")),
+)
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
 WORDS = (
     ("slot", "one request's place in the KV cache, of a fixed length. A request owns one from admission to its end."),
@@ -74,10 +81,16 @@ WORDS = (
     ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),
     ("chunk", "a piece of a prompt. The further back it looks, the fewer tokens it has, so no step takes much longer."),
     ("budget", "what a step may cost: 1 for a token, its length for a chunk, more far back. One chunk always goes in."),
-    ("run-ahead", "a step starts before the one before is read back, so Slots may be one step ahead of Timeline."),
+    ("run-ahead", "a step starts before the one before is read back. While paused or in slow motion it waits for it."),
+    ("slow motion", "so many steps a second. The engine's clock stands still in between, so all figures stay true."),
     ("batch size", "how many slots did useful work in a step."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
     ("client", "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one."),
+    (
+        "batching",
+        "why it pays: of steps with so many rows, the lower quartile of their time, and its tokens/s.",
+    ),
+    ("p50, p95", "half of all, or 95 in 100, took no longer than this."),
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),
     ("makespan", "from the first arrival to the last token of all."),
     ("commands", "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64 seed=7"),
@@ -86,12 +99,18 @@ WORDS = (
 
 def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
-    keys = [*TYPING, *KEYS[3:]] if state.typing else KEYS
+    keys = [*TYPING, *KEYS[3:]] if state.typing else list(KEYS)
     if state.view.watches:
         keys = [key for key in keys if key.action not in OF_THE_ENGINE]
-    if state.view.paused:  # the keys that end the pause come first
-        ways = {"pause": "Go on", "command('/step')": "Step"}
-        keys = [key._replace(label=ways[key.action], footer=1) if key.action in ways else key for key in keys]
+    ways = {}  # the keys that lead out of where the engine is come first
+    if state.view.paused:
+        ways = {"pause": ("Go on", 1), "command('/step')": ("Step", 1)}
+    elif state.view.slow:
+        ways = {"command('/slow off')": ("Full speed", 1), "command('/slow +')": ("Faster", 4)}
+    for i, key in enumerate(keys):
+        if key.action in ways:
+            label, rank = ways[key.action]
+            keys[i] = key._replace(label=label, footer=rank)
     shown, left = set(), width
     for key in sorted(filter(lambda key: key.footer, keys), key=lambda key: key.footer):
         if (need := cell_len(f"{key.show} {key.label} ")) <= left:

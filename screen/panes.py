@@ -25,6 +25,9 @@ from screen.ink import Line, Palette, Pen, axis, clean, entry, heading, legend, 
 from screen.room import View
 from screen.state import State, client_of, prompt_of, race, verdict
 from screen.timeline import FIGURES, Column, in_time, useful_of
+from screen.totals import Period, table, words
+
+TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
 
 
 def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
@@ -42,6 +45,8 @@ def fit_slots(state: State, rows: int) -> range:
 def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]:
     view, engine, door = state.view, state.view.engine, state.view.door
     doing = "▮▮ paused" if view.paused else "⚑ racing" if view.racing else "▶ running" if view.busy else "■ idle"
+    if view.slow and not view.paused:  # on the clock of whoever watches; all other figures are on the engine's
+        doing = f"{doing.split()[0]} slow: {view.slow:g} steps/s"
     if view.gone_s is not None:
         doing = f"✗ gone for {view.gone_s:,.0f} s"
     elif door and door.draining:
@@ -65,6 +70,7 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
         (f"{mean:>5} ms/step", p.muted, False, ""),
         (f"load {view.load:g}/s" if view.load else "", p.text, False, "command('/load')"),
         ("space: go on" if view.paused else "", p.accent, False, "pause"),
+        ("0: full speed" if view.slow and not view.paused else "", p.accent, False, "command('/slow off')"),
     ]
     pen = Pen().put(" ")
     for text, *how in parts:
@@ -94,21 +100,20 @@ def draw_slots(state: State, p: Palette, width: int, height: int) -> list[Line]:
     right = aligned(("used/rows", "TTFT ms", "tok/s"), widths)
     bar = width - 18 - len(right)
     title = "Slots" if len(rows) == len(slots) else f"Slots {rows[0]}–{rows[-1]} of {len(slots)}"
-    planned = state.view.engine.planned
-    if state.view.paused and state.history and planned > state.history[-1].step:
-        title += f", one step ahead: {planned:,}"  # the newest step is planned, but not yet read back
     glyphs = legend(p, ink.REUSED, ink.PREFILL, ink.DECODE, ink.REMEMBERED)
     labels = ((2, "#"), (4, "phase   req"), (18, shorten("rows of the KV cache", bar)), (18 + bar, right))
     lines = [heading(p, width, title, legend=glyphs), axis(p, *labels)]
     lines += [draw_slot(state, p, slots[row], bar, widths) for row in rows]
-    return [*lines, queue_line(state.view, p, width)]
+    last = not state.view.busy and state.periods and state.periods[-1].over
+    return [*lines, last_line(state.periods[-1], p, width) if last else queue_line(state.view, p, width)]
 
 
 def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, widths: Sequence[int]) -> Line:
     request, max_len = state.requests.get(slot.request), state.view.engine.limits.max_len
     here, do, colour = slot.slot == state.selected, f"select({slot.slot})", p.text if request else p.muted
     pen = Pen().put("▌" if here else " ", p.accent).put(f"{slot.slot:>2} ", colour, here, do)
-    pen.put(f"{slot.phase:<8}", p.bad if slot.phase == "blocked" else colour, here, do)
+    phase = state.phase(slot)
+    pen.put(f"{phase:<8}", p.bad if phase == "blocked" else colour, here, do)
     pen.put(f"r{request.id}" if request else "", colour, here, do).to(18)
     draw_rows(pen, p, slot, max_len, bar)
     if request:
@@ -133,6 +138,31 @@ def queue_line(view: View, p: Palette, width: int) -> Line:
         pen.put(text, p.text)
         left -= 1
     return pen.put(f"  +{left:,} more" if left else "", p.muted).line
+
+
+def last_line(period: Period, p: Palette, width: int) -> Line:
+    """What the last busy period came to, in as many phrases as find room."""
+    pen = Pen().put(" last:", p.text, True, TOTALS)
+    for i, phrase in enumerate(words(period)):
+        text = f"{',' if i else ''} {phrase}"
+        if pen.width + cell_len(text) > width:
+            break
+        pen.put(text, p.text, do=TOTALS)
+    return pen.line
+
+
+def draw_totals(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """What each busy period came to, the newest first."""
+    lines = [heading(p, width, "Totals: busy periods, the newest first", "Esc back", do="screen.dismiss")]
+    if not state.periods:
+        return [*lines, Pen().put(" Nothing has run yet. b fires a burst.", p.muted).line]
+    titles, *rows = table(state.periods, width, len(state.periods))
+    lines.append(Pen().put(titles, p.muted).line)
+    for row, period in zip(rows, reversed(state.periods), strict=True):
+        lines.append(Pen().put(" " if period.over else "▶", p.accent).put(row[1:], p.text).line)
+    said = "On the engine's clock, from the first arrival to the last token. Lost: cancelled or failed. Gap: from a "
+    said += "token to the next of its answer. Useful: the share of slots × steps that did something for a request."
+    return [*lines, [], *(Pen().put(f" {part}", p.muted).line for part in wrap(said, width - 2))]
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:
@@ -169,7 +199,8 @@ def draw_cells(pen: Pen, p: Palette, columns: Sequence[Column], slot: int, curso
 def draw_timeline(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """Slots x steps: what each slot did in each step. This picture shows what batching is about."""
     zoom, columns, cursor = state.window(width - 4)
-    kinds = legend(p, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.GHOST, ink.EMPTY)
+    rare = (ink.UNSEEN,) if any(column.unseen for column in columns) else ()
+    kinds = legend(p, *rare, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.GHOST, ink.EMPTY)
     lines = [heading(p, width, "Timeline", f"useful {useful_of(columns):.0f} %", kinds)]
     for slot in fit_slots(state, height - 2):
         pen = Pen().put(f"{slot:>3} ", p.text if slot == state.selected else p.muted, do=f"select({slot})")
@@ -217,11 +248,14 @@ def draw_streams(state: State, p: Palette, width: int, height: int) -> list[Line
 
 def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """One step: what was planned, how many tokens it computed, and where its time went."""
-    step = state.step
+    step, unseen = state.step, state.here.unseen if state.here else 0
     title, which = f"Step {step.step:,}" if step else "Step", "newest" if state.cursor is None else "End: follow"
     lines = [heading(p, width, title, which)]
     if step is None:
         return [*lines, Pen().put(" plan → run → commit: nothing has run yet", p.muted).line]
+    if unseen:
+        said = f"{unseen:,} steps up to this one went by before the screen looked, and {step.tokens:,} tokens came."
+        return [*lines, *(Pen().put(f" {part}", p.muted).line for part in wrap(said, width - 2))][:height]
     prefill, decode = sum(stop - start for *_, start, stop in step.prefill), len(step.decode)
     stages = {"plan": step.plan_s, "build": step.build_s, "wait": step.wait_s, "commit": step.commit_s}
     total, budget = step.seconds or 1e-9, state.view.engine.limits.budget
@@ -266,7 +300,7 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
         f"{m.prompt_tokens} prompt tokens, {m.cached_tokens} of them reused; {m.output_tokens} new tokens; "
         f"TTFT {span(m.ttft_s)}; {number(m.tokens_per_s)} tokens/s; in all {span(r.ended - r.arrived)}"
     )
-    title = f"r{r.id}, {state.opened + 1} of {len(state.ended)} that have ended"
+    title = f"r{r.id}, {state.opened + 1:,} of {state.view.engine.finished:,} that have ended"
     return [
         heading(p, width, title, "↓ earlier  ↑ later  y copy  Esc back", do="screen.dismiss"),
         *entry(p, width, "figures", figures),

@@ -120,6 +120,7 @@ class View(NamedTuple):
     error: str = ""
     paused: bool = False
     stepping: int = 0  # steps that are still to be run by hand
+    slow: float = 0.0  # slow motion, steps a second; 0: full speed
     load: float = 0.0  # the steady load, requests a second
     racing: bool = False
     legs: tuple[Leg, ...] = ()
@@ -182,7 +183,7 @@ class Room:
     def _refuse(self, *arguments) -> None:
         raise ValueError("this screen only watches: it fires prompts and cancels its own, and changes nothing else")
 
-    pause = step = switch = race = set_load = _refuse
+    pause = step = slow = switch = race = set_load = _refuse
 
 
 def wish(method: Callable) -> Callable:
@@ -223,6 +224,7 @@ class EngineRoom(Room):
         self._load, self._loader = load, threading.Thread(target=self._begin, name="loader", daemon=True)
         self.own: dict[int, Handle] = {}
         self._dice, self._next_arrival = random.Random(0), 0.0
+        self._slow_once = False  # slow motion ends with what runs now
         self._crowd: Sequence[Ask] = ()  # the steady load picks from these
         self._race: Sequence[Ask] = ()
         self._legs_left: list[str] = []  # policies that the race has yet to run under
@@ -289,15 +291,18 @@ class EngineRoom(Room):
         if known.stage != "ready":
             return known
         snapshot = self.engine.snapshot(since.engine if since else None)
-        return known._replace(paused=loop.paused, stepping=loop.stepping, racing=bool(self._race), engine=snapshot)
+        moves = {"paused": loop.paused, "stepping": loop.stepping, "slow": loop.slow}
+        return known._replace(racing=bool(self._race), engine=snapshot, **moves)
 
     def _between(self) -> float | None:
         """Between two steps: the steady load, the race, and the news. Answers with the seconds to the next arrival."""
         if not self.loop.paused or self.loop.stepping:
             self._arrive()
             self._run_race()
+        if self._slow_once and not self.engine.has_work:
+            self.loop.slow, self._slow_once = 0.0, False
         self._news += 1
-        return self._next_arrival - self.clock() if self._known.load else None
+        return self._next_arrival - self.clock() if self._known.load and not self.clock.stands else None
 
     # --- firing and cancelling
 
@@ -355,6 +360,11 @@ class EngineRoom(Room):
         """Run this many steps, then pause."""
         self.loop.step(count)
 
+    @wish
+    def slow(self, rate: float, once: bool = False) -> None:
+        """So many steps a second from now on; 0: full speed. `once`: until nothing is left to do."""
+        self.loop.slow, self._slow_once = rate, once
+
     # --- policies
 
     @wish
@@ -369,6 +379,8 @@ class EngineRoom(Room):
     def race(self, asks: Sequence[Ask], policies: Sequence[str] = RIVALS) -> None:
         """When all requests have ended, run these under one policy, then again under the next. It ends a pause."""
         self.loop.resume()
+        if self._slow_once:
+            self.loop.slow, self._slow_once = 0.0, False
         if not self._race:
             snapshot = self.engine.snapshot()
             self._race, self._legs_left, self._policy = asks, list(policies), snapshot.draining_to or snapshot.policy

@@ -27,6 +27,7 @@ from screen.ink import clean, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
 from screen.state import State, client_of, compare, prompt_of, race, verdict
 from screen.timeline import FIGURES, Contest
+from screen.totals import words
 
 SETTABLE = {  # what /set takes: the field, and its limits
     "temperature": ("temperature", read_real, 0, 100),
@@ -37,11 +38,18 @@ SETTABLE = {  # what /set takes: the field, and its limits
 }
 
 
-class Session:
-    """An engine room and the state of a screen. Every line of a user is obeyed here."""
+SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
 
-    def __init__(self, room: EngineRoom, state: State):
-        self.room, self.state, self._seen = room, state, 0
+
+class Session:
+    """An engine room and the state of a screen. Every line of a user is obeyed here.
+
+    `eases`: a first burst runs in slow motion, since a small model is done with it before anything can be seen.
+    """
+
+    def __init__(self, room: EngineRoom, state: State, eases: bool = False):
+        self.room, self.state, self.eases = room, state, eases
+        self._seen, self._pace = 0, 0.0  # `_pace`: what the last wish for slow motion was
 
     @property
     def heard(self) -> bool:
@@ -80,7 +88,11 @@ class Session:
     def _do_burst(self, rest: str) -> str:
         count = read_whole("burst", rest or str(self.state.settings.burst), 1, 1000)
         self.room.fire(self.asks(count))
-        return f"{count} prompts fired"
+        eases, self.eases = self.eases and not self.state.view.paused, False
+        if not eases:
+            return f"{count:,} prompts fired"
+        self.room.slow(SLOW, True)
+        return "slowly: + faster, 0 full speed"
 
     def _do_race(self, rest: str) -> None:
         """A burst of this size under the policies that are named: /race 12 static serial."""
@@ -135,6 +147,21 @@ class Session:
         self.state.cursor = None
         self.room.step(read_whole("step", rest or "1", 1, 100_000))
 
+    def _do_slow(self, rest: str) -> str:
+        """So many steps a second; "off": full speed; "-" and "+": half as many, and twice as many."""
+        now = self.state.view.slow if self.heard else self._pace  # keys may come faster than views
+        if rest == "off" or (not rest and now):
+            rate = 0.0
+        elif rest == "-":
+            rate = max(SLOWEST, now / 2) if now else SLOW
+        elif rest == "+":
+            rate = now * 2 if now * 2 <= FASTEST else 0.0
+        else:
+            rate = read_real("slow", rest or str(SLOW), 0.1, 1000)
+        self.eases, self._pace = False, rate
+        self.room.slow(rate)
+        return f"slow motion: {rate:g} steps/s" if rate else "full speed"
+
     def _do_set(self, rest: str) -> str:
         changes = {}
         for pair in rest.split():
@@ -174,6 +201,7 @@ class PlainLog:
         self.session, self.write = session, write
         self._told: dict[int, RequestView] = {}  # open requests, as they were when last written about
         self._done = self._faults = self._legs = 0  # how many stages, faults and legs have been written
+        self._told_to = 0.0  # the end of the last busy period that has been written
         self._policy, self._life = "", 0
 
     def look(self) -> None:
@@ -202,6 +230,10 @@ class PlainLog:
         news += [(engine.now, fault.message) for fault in state.faults[self._faults :]]
         for moment, line in news:
             self.write(f"{moment:8.3f} s  {line}")
+        new = [period for period in state.periods if period.over and period.ended > self._told_to]
+        for period in new:
+            self.write(f"{period.ended:8.3f} s  in all ({', '.join(period.policies)}): {', '.join(words(period))}")
+            self._told_to = period.ended
         self._policy, self._faults = engine.policy, len(state.faults)
         done = sum(leg.last_step is not None for leg in view.legs)
         if done > self._legs:

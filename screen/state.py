@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from parts.answers import RequestView, StepView
+from parts.answers import RequestView, SlotView, StepView
 from parts.journal import Call
 from sched import POLICIES
-from screen.ink import clean, span
+from screen.ink import NAMES, clean, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
-from screen.timeline import Cell, Column, Contest, Run, column, costs_of, measured, merge, replay
+from screen.timeline import Cell, Column, Contest, Run, column, costs_of, gap, measured, merge, replay
+from screen.totals import Period
 
 
 @dataclass
@@ -50,6 +51,10 @@ class State:
     typing: bool = False  # the prompt box has the keyboard
     said: str = ""  # what the last command answered; shown for a while
     woke: int = 0  # index of the first step of the latest busy period
+    periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))  # busy periods, the newest last
+    firsts: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=2000))  # (first token came, TTFT)
+    costs: dict[int, deque[float]] = field(default_factory=dict)  # by rows: seconds of the last steps that only decode
+    _delivered: int = 0  # the engine's count of tokens at the last look
     _merged: dict[int, list[Column]] = field(default_factory=dict)  # by zoom: the full columns of the history
 
     KEPT = 20_000  # so many steps are kept
@@ -60,6 +65,8 @@ class State:
         if begins := view.life != self.view.life:  # what is known is another engine's, or comes once more
             for kept in (self.history, self.requests, self.ended, self.calls, self.owners, self._merged):
                 kept.clear()
+            for kept in (self.periods, self.firsts, self.costs):
+                kept.clear()
             self.cursor, self.selected, self.woke, self.opened, self.contest = None, 0, 0, 0, None
         self.view, news, self.model = view, view.engine, view.model or self.model
         if view.door:
@@ -67,7 +74,11 @@ class State:
         if news is None:
             return
         self.faults += [Fault(clean(fault)) for fault in news.faults]
-        self.requests |= {request.id: request for request in (*news.requests, *news.ended)}
+        for r in (*news.requests, *news.ended):
+            before = self.requests.get(r.id)
+            if r.metrics.ttft_s is not None and (before is None or before.metrics.ttft_s is None):
+                self.firsts.append((r.arrived + r.metrics.ttft_s, r.metrics.ttft_s))
+            self.requests[r.id] = r
         self.ended += news.ended
         self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in news.ended if r.error and not begins]
         for request in self.ended[: -self.REMEMBERED]:
@@ -78,15 +89,41 @@ class State:
         for count, what in unseen:
             if count:
                 self.faults.append(Fault(f"{count:,} {what} unseen: the screen looked away for too long"))
+        if news.missed and self.history:
+            lost = news.output_tokens - self._delivered - sum(step.tokens for step in news.steps)
+            self.history.append(gap(news.missed, max(0, lost), news.steps[0], self.history[-1]))
+            self._count(self.history[-1])
+        if news.missed_ends:  # these are gone: requests older than all that are open, and without an end
+            oldest = min((*(r.id for r in news.requests), *(id for id, _ in news.queue)), default=math.inf)
+            self.requests = {id: r for id, r in self.requests.items() if r.reason or id >= oldest}
+            if self.periods:
+                self.periods[-1].requests += news.missed_ends
+        ended = deque(news.ended)
         for step in news.steps:
-            self._add(step)
+            self._add(step, ended)
+        self._delivered = news.output_tokens
+        self._end_period(ended, not view.busy)
         self.owners |= {slot.slot: slot.request for slot in news.slots if slot.request is not None}
         if len(self.history) > self.KEPT:
             gone = self.KEPT // 4
             del self.history[:gone]
             self.woke, self._merged = max(0, self.woke - gone), {}
 
-    def _add(self, step: StepView) -> None:
+    def _end_period(self, ended: deque[RequestView], over: bool, until: float = math.inf) -> None:
+        """Those that ended up to a moment belong to the latest busy period."""
+        period = self.periods[-1] if self.periods else Period(math.inf)
+        while ended and ended[0].ended <= until:
+            request = ended.popleft()
+            if not period.over or request.arrived < period.ended:  # else it was cancelled before anything ran
+                period.take_request(request)
+        period.over = period.over or over
+
+    def _count(self, step: Column) -> None:
+        if not self.periods:
+            self.periods.append(Period(step.began))
+        self.periods[-1].take_step(step)
+
+    def _add(self, step: StepView, ended: deque[RequestView]) -> None:
         last = self.history[-1] if self.history else None
         new = column(step, self.view.engine.limits.slots, last)
         # A busy period starts at a step in which every working request was admitted after the previous step began. (It
@@ -97,7 +134,12 @@ class State:
         came = [self.requests[r].arrived for r in working.values() if r in self.requests]
         if came and len(step.admitted) == len(working) and min(came) > before:
             self.woke = len(self.history)
+            self._end_period(ended, True, step.began)
+            self.periods.append(Period(new.began))
         self.history.append(new)
+        self._count(new)
+        if step.decode and not step.prefill:
+            self.costs.setdefault(len(step.decode), deque(maxlen=256)).append(step.seconds)
         self.owners |= working
 
     def delivered(self, moment: float = math.inf) -> float:
@@ -162,10 +204,14 @@ class State:
         self.edge = max(self.edge, index)
 
     @property
-    def step(self) -> StepView | None:
+    def here(self) -> Column | None:
         """The step that the pane "Step" shows: the cursor's, or the newest."""
         at = -1 if self.cursor is None else self.index_of(self.cursor)
-        return self.history[at].view if self.history else None
+        return self.history[at] if self.history else None
+
+    @property
+    def step(self) -> StepView | None:
+        return self.here.view if self.here else None
 
     @property
     def open(self) -> RequestView | None:
@@ -174,6 +220,14 @@ class State:
 
     def owner(self, slot: int) -> RequestView | None:
         return self.requests.get(self.owners.get(slot))
+
+    def phase(self, slot: SlotView) -> str:
+        """What the newest step did for the slot's request, as Timeline and Step show it.
+
+        The slot's own phase is what comes next: after the last chunk of a prompt that is decode.
+        """
+        cell = self.history[-1].cells[slot.slot] if self.history else None
+        return NAMES[cell.kind] if cell and cell.request is not None and cell.request == slot.request else slot.phase
 
 
 def prompt_of(request: RequestView) -> str:

@@ -23,12 +23,13 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 from parts.answers import Limits, RequestView, StepView
 from sched import Plan, Request, Scheduler
-from screen.ink import BLOCKED, DECODE, EMPTY, GHOST, HELD, NAMES, PREFILL, number, span
+from screen.ink import BLOCKED, DECODE, EMPTY, GHOST, HELD, NAMES, PREFILL, UNSEEN, number, span
 
 
 class Cell(NamedTuple):
@@ -48,6 +49,7 @@ class Column(NamedTuple):
     view: StepView  # the step as the engine describes it; in a merged column, the last step
     total: int = 0  # tokens delivered up to and with this step
     steps: int = 1
+    unseen: int = 0  # so many steps went by before the screen looked: nothing else is known of them
 
 
 def column(step: StepView, slots: int, before: Column | None = None) -> Column:
@@ -64,15 +66,26 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
     return Column(step.step, began, step.ended, tuple(cells.values()), step.tokens, useful, step, total + step.tokens)
 
 
+def gap(missed: int, tokens: int, first: StepView, before: Column) -> Column:
+    """Steps that were missed, and in which so many tokens came: between `before` and `first`, which was seen again."""
+    nothing = dict.fromkeys(("admitted", "prefill", "decode", "held", "ghosts", "blocked"), ())
+    nothing |= dict.fromkeys(("cost", "plan_s", "build_s", "wait_s", "commit_s"), 0)
+    times = {"began": before.ended, "ended": max(before.ended, first.began)}
+    view = replace(first, step=first.step - 1, tokens=tokens, **nothing, **times)
+    total, cells = before.total + tokens, (Cell(UNSEEN),) * len(before.cells)
+    return Column(view.step, *times.values(), cells, tokens, 0, view, total, steps=0, unseen=missed)
+
+
 def merge(columns: Sequence[Column]) -> Column:
     """Several steps as one column. A cell shows the most frequent kind, but a prefill, which is short, comes first."""
     if len(columns) == 1:
         return columns[0]
     cells = []
     for slot in zip(*(column.cells for column in columns), strict=True):
-        prefill = next((cell for cell in slot if cell.kind == PREFILL), None)
-        cells.append(prefill or Counter(slot).most_common(1)[0][0])
-    sums = {name: sum(getattr(column, name) for column in columns) for name in ("tokens", "useful", "steps")}
+        rare = max((cell for cell in slot if cell.kind in (PREFILL, UNSEEN)), default=None)
+        cells.append(rare or Counter(slot).most_common(1)[0][0])
+    names = ("tokens", "useful", "steps", "unseen")
+    sums = {name: sum(getattr(column, name) for column in columns) for name in names}
     return columns[-1]._replace(step=columns[0].step, began=columns[0].began, cells=tuple(cells), **sums)
 
 

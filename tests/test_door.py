@@ -56,6 +56,16 @@ def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
     assert line.reply().json["choices"][0]["finish_reason"] == "length"
 
 
+def test_slow_motion_ends_when_the_server_does(here):
+    """A client's answer would not have ended within the patience of a server that is told to end."""
+    here.loop.slow = 0.2
+    line = here.line().post(COMPLETIONS, BODY)
+    while not here.loop.engine.steps:
+        time.sleep(0.01)
+    here.door.drain(10)
+    assert line.reply().json["choices"][0]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(here, engine, monkeypatch, stream):
     expected = here.complete(seed=1).json["choices"][0]["text"]

@@ -1,5 +1,6 @@
 """The one thread that steps an engine: it sleeps, wakes, pauses, steps by hand, and never dies of what others wish."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -181,6 +182,95 @@ def test_a_stopwatch_stands_still_while_it_is_stopped():
         now[0] += seconds
         readings.append(watch())
     assert readings == [3.0, 3.0, 3.0, 5.0, 6.0]
+
+
+def test_a_stopwatch_that_is_stopped_and_let_go_never_runs_backwards_for_those_who_read_it():
+    """Where a pause ended between two reads of a field, a client's submit got a TypeError, or a moment of the past."""
+    watch, wrong, readings = Stopwatch(), [], []
+    done = threading.Event()
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                readings.append(watch())
+        except TypeError as error:
+            wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        reader = threading.Thread(target=read)
+        reader.start()
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until and not wrong:
+            watch.stop()
+            watch.go()
+        done.set()
+        reader.join(10)
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong and len(readings) > 1000 and readings == sorted(readings)
+
+
+def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_stands_still_in_between(parts):
+    watch = Stopwatch()
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+        engine.submit([1], SHORT).result()  # warm
+        loop = Loop(engine, watch=watch).start()
+        loop.slow = 20.0
+        loop.wish(lambda: None)
+        began, told, before = time.monotonic(), watch(), engine.steps
+        handle = engine.submit([1], Sampling(max_tokens=10, ignore_eos=True))
+        assert handle.result(timeout=20).finish_reason == "length" and engine.steps - before == 10
+        took, metrics = time.monotonic() - began, handle.metrics
+        assert took > 0.44, "ten steps have nine rests of 50 ms between them"
+        ended = engine.snapshot().steps[-1].ended
+        assert ended - told < took - 0.2 and metrics.itl_p95_s < 0.05 and metrics.ttft_s < 0.05, metrics
+        assert loop.stop(patience=10)
+
+
+def test_slow_motion_can_be_left_in_mid_step_and_a_wish_is_fulfilled_at_once(parts):
+    """One step in a hundred seconds: whoever waits for the next step waits for ever."""
+    watch = Stopwatch()
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+        loop = Loop(engine, watch=watch).start()
+        loop.slow = 0.01
+        handle, heard = engine.submit([1], LONG), threading.Event()
+        assert soon(lambda: engine.steps == 1)
+        loop.wish(heard.set)
+        assert heard.wait(5) and engine.steps == 1
+        loop.step(1)  # a step by hand waits for its turn, too
+        loop.wish(lambda: setattr(loop, "slow", 0.0))
+        assert soon(lambda: engine.steps == 2) and loop.paused
+        loop.resume()
+        assert handle.result(timeout=10).finish_reason == "length"
+        assert loop.stop(patience=10)
+
+
+def test_an_idle_loop_in_slow_motion_costs_nothing_and_answers_at_once(parts):
+    watch, turns = Stopwatch(), []
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+        loop = Loop(engine, between=lambda: turns.append(1), watch=watch).start()
+        loop.slow = 0.5
+        engine.submit([1], Sampling(max_tokens=1, ignore_eos=True)).result(timeout=10)
+        count = len(turns)
+        time.sleep(0.2)
+        assert len(turns) <= count + 1
+        assert not watch.stands, "nothing is left to do, so the clock goes on"
+        assert loop.stop(patience=5)
+
+
+def test_a_step_that_only_reads_back_plans_nothing_and_loses_nothing(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        handle = engine.submit([1], LONG)
+        for i in range(1, 9):
+            engine.step()
+            engine.step(plan=False)
+            look = engine.snapshot()
+            assert look.planned == engine.steps == len(handle.tokens) == i
+            assert not engine.step(plan=False)
+        alone = handle.result().tokens
+        assert engine.submit([1], LONG).result().tokens == alone
 
 
 def test_a_pause_stops_the_engines_clock(parts):

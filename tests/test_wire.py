@@ -37,7 +37,7 @@ def test_every_frame_is_the_same_at_the_other_end(engine):
     seen, grew = None, 0
     for step in range(300):
         seen = engine.snapshot(seen)
-        frame = wire.Frame(False, 0, seen, door(journal))
+        frame = wire.Frame(False, 0, 0.0, seen, door(journal))
         assert over_the_wire(sender, receiver, frame) == frame
         grew += any(request.text for request in seen.requests)
         if step == 20:
@@ -52,9 +52,11 @@ def test_of_a_text_only_what_is_new_is_sent(engine):
     engine.submit("a prompt of some length " * 2, LONG)
     while engine.step() or not sizes:
         seen = engine.snapshot(seen)
-        sizes.append(len(json.dumps(sender.pack(wire.Frame(False, 0, seen, door(Journal())))[2][7])))
+        sizes.append(len(json.dumps(sender.pack(wire.Frame(False, 0, 0.0, seen, door(Journal())))[3][7])))
     assert sizes[0] > 50 and max(sizes[5:-2]) < sizes[0] + 200
-    assert "of some length" not in json.dumps(sender.pack(wire.Frame(False, 0, engine.snapshot(seen), door(Journal()))))
+    assert "of some length" not in json.dumps(
+        sender.pack(wire.Frame(False, 0, 0.0, engine.snapshot(seen), door(Journal())))
+    )
 
 
 def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
@@ -63,9 +65,9 @@ def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
     engine.submit("a secret prompt", LONG, origin="10.9.8.7")
     engine.note("a secret fault")
     engine.step()
-    told = json.dumps(wire.Sender(False).pack(wire.Frame(False, 0, engine.snapshot(), door(journal))))
+    told = json.dumps(wire.Sender(False).pack(wire.Frame(False, 0, 0.0, engine.snapshot(), door(journal))))
     assert "secret" not in told and "10.9.8.7" not in told
-    assert "secret" in json.dumps(wire.Sender(True).pack(wire.Frame(False, 0, engine.snapshot(), door(journal))))
+    assert "secret" in json.dumps(wire.Sender(True).pack(wire.Frame(False, 0, 0.0, engine.snapshot(), door(journal))))
 
 
 def test_another_version_is_noticed():
