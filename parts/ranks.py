@@ -252,13 +252,16 @@ class Ranks:
 
     def _gone(self) -> str | None:
         for line in self._lines:
-            try:
-                if line.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            look = select.poll()
+            look.register(line.socket, getattr(select, "POLLRDHUP", 0))  # Linux tells even if there is more to read
+            if not look.poll(0):
+                try:
+                    if line.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                        continue
+                except BlockingIOError:
                     continue
-            except BlockingIOError:
-                continue
-            except OSError:
-                pass
+                except OSError:
+                    pass
             return f"rank {line.rank} ({line.address}) is gone, and with it a share of the model; start all ranks again"
         return None
 

@@ -286,6 +286,16 @@ def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by):
         assert "Traceback" not in pair.said(0) + pair.said(1)
 
 
+def test_a_rank_is_missed_even_while_nothing_is_asked(tmp_path):
+    """Nothing is sent then, so MLX notices nothing: the next client would be the first to learn of it."""
+    with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
+        pair.says(0, r"at http://(\S+)/v1;")
+        pair.says(1, "follows rank 0")
+        pair.processes[1].kill()
+        assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
+        assert "rank 1" in pair.said(0).splitlines()[-1] and "is gone" in pair.said(0).splitlines()[-1]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_does_not_come_is_named(tmp_path, rank):
     """MLX waits for it without a word, and lets no other thread of Python run: so Ctrl-C would not end it."""
