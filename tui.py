@@ -55,7 +55,7 @@ from screen.remote import RemoteRoom, base_of
 from screen.room import BURST, EngineRoom, Room, Settings, load_engine
 from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, run_plain
 from screen.state import State
-from screen.timeline import trace_events
+from screen.trace import trace_events
 
 # --- where each pane goes ------------------------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class Screen(App):
             if fault.prompt and not self.prompt.value:
                 self.prompt.value = fault.prompt
         self._faults = len(self.state.faults)
-        slow = ("rate", "batch", "ttft", "step") if view.busy and not view.paused and self._looks % 3 else ()
+        slow = ("rate", "batch", "ttft", "step", "sheet") if view.busy and not view.paused and self._looks % 3 else ()
         self.paint(but=slow)
 
     def paint(self, but: Sequence[str] = ()) -> None:
@@ -560,6 +560,13 @@ def open_room(args: argparse.Namespace) -> Room:
     return EngineRoom(load, door.start(), serve.name_of(args.model))
 
 
+def write_trace(path: str, session: Session) -> None:
+    session.look()
+    state, engine = session.state, session.state.view.engine
+    events = trace_events(state.history, state.requests.values(), engine.now if engine else 0.0)
+    Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
 def leave(*_) -> NoReturn:
     raise KeyboardInterrupt
 
@@ -596,8 +603,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = 0 if args.serve and code in (130, 143) else code  # for a server, this is how it ends
         room.drain()
         if args.trace:
-            session.look()
-            Path(args.trace).write_text(json.dumps({"traceEvents": trace_events(session.state.history)}))
+            write_trace(args.trace, session)
         if not room.stop(patience=0.6):  # a download or a very long step cannot be interrupted, but it can be left
             if sys.stdout:
                 sys.stdout.flush()

@@ -132,7 +132,7 @@ def number(value: float | None) -> str:
     """A figure with three digits, and none behind the point from 100 on: 0.82, 12.6, 340, 1,799."""
     if value is None:
         return "–"
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 
 
 def span(seconds: float | None) -> str:

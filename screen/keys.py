@@ -39,6 +39,7 @@ KEYS = (
     Key("p", "p", "command('/policy')", "Policy", "the next policy: drain the slots, then switch", 6),
     Key("c", "c", "command('/compare')", "Compare", "the last run simulated under two policies (/compare serial)", 4),
     Key("r", "r", "command('/race')", "Race", f"the same burst under {RIVALS[0]}, then {RIVALS[1]} (measured)", 5),
+    Key("R", "R", "command('/race last')", "Last race", "the last race once more: its timelines and its figures"),
     Key("x", "x", "command('/cancel')", "Cancel", "cancel the selected slot's request", 9),
     Key("X", "X", "command('/cancel all')", "Cancel all", "cancel all requests, waiting ones too", 14),
     Key("l", "l", "command('/load')", "Load", "a steady load of random prompts: on, off (/load 8: 8 a second)", 11),

@@ -23,8 +23,9 @@ from sched import PADDING
 from screen import ink
 from screen.ink import Line, Palette, Pen, axis, clean, entry, heading, legend, number, shorten, span, wrap
 from screen.room import View
+from screen.runs import FIGURES, in_time
 from screen.state import State, client_of, prompt_of, race, verdict
-from screen.timeline import FIGURES, Column, in_time, useful_of
+from screen.timeline import Column, useful_of
 
 
 def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
@@ -269,9 +270,9 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
 
 def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """Two timelines on one scale of time, each under its figures, and a sentence that says which policy won."""
-    contest = state.contest or race(state)
+    contest = state.contest or (race(state) if state.view.racing or not state.raced else state.raced)
     kinds = legend(p, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.EMPTY)
-    widths = (21, 12, 12, 12, 9, 9) if width >= 78 else (12, 11, 12, 0, 9, 0)
+    widths = (22, 7, 11, 11, 11, 8, 8) if width >= 80 else (12, 7, 11, 11, 0, 9, 0)
     titles = aligned(("", *FIGURES), widths)
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
     words = [Pen().put(f" {line}", p.text, True).line for line in wrap(verdict(contest.runs), width - 2) if line]
@@ -282,7 +283,7 @@ def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line
     names = axis(p, (1, part), (len(titles) - len(titles.lstrip()), titles.lstrip()))
     lines = [heading(p, width, contest.title, "Esc back", kinds, do="screen.dismiss"), names]
     for run in contest.runs:
-        pen = Pen().put(f" {run.policy}, {run.how}" if width >= 78 else f" {run.policy}", p.text, True).to(widths[0])
+        pen = Pen().put(f" {run.policy}, {run.how}" if width >= 80 else f" {run.policy}", p.text, True).to(widths[0])
         lines.append(pen.put(aligned(run.figures, widths[1:]), p.text).line)
         columns = in_time(run, width - 5, longest)
         for slot in shown:

@@ -104,6 +104,11 @@ class Leg(NamedTuple):
     last_step: int | None  # None while it runs
     requests: tuple[int, ...]
 
+    @property
+    def stop(self) -> float:
+        """The step behind its last one."""
+        return math.inf if self.last_step is None else self.last_step + 1
+
 
 class Fault(NamedTuple):
     """Something went wrong. If a prompt could not be fired, the fault gives it back."""

@@ -25,8 +25,8 @@ from parts.checks import read_real, read_whole
 from sched import POLICIES
 from screen.ink import clean, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
+from screen.runs import FIGURES, Contest
 from screen.state import State, client_of, compare, prompt_of, race, verdict
-from screen.timeline import FIGURES, Contest
 
 SETTABLE = {  # what /set takes: the field, and its limits
     "temperature": ("temperature", read_real, 0, 100),
@@ -83,7 +83,12 @@ class Session:
         return f"{count} prompts fired"
 
     def _do_race(self, rest: str) -> None:
-        """A burst of this size under the policies that are named: /race 12 static serial."""
+        """A burst of this size under the policies that are named: /race 12 static serial. /race last shows the last."""
+        if rest == "last":
+            if not self.state.raced:
+                raise ValueError("no race has been run yet; r runs one")
+            self.state.contest = self.state.raced
+            return
         if self.state.view.door:
             raise ValueError("no race while the door is open, since clients would wait for it; /compare needs none")
         words = rest.split()

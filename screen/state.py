@@ -22,7 +22,8 @@ from parts.journal import Call
 from sched import POLICIES
 from screen.ink import clean, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
-from screen.timeline import Cell, Column, Contest, Run, column, costs_of, measured, merge, replay
+from screen.runs import KNOWN, Contest, Prices, Run, measured, on_clock, renumbered, replay
+from screen.timeline import Column, column, merge
 
 
 @dataclass
@@ -46,7 +47,8 @@ class State:
     zoom: int | None = None  # steps in a column; None: so many that the latest busy period fits
     lower: str = "timeline"  # the pane that is shown if there is room for one only
     opened: int = 0  # which of the ended requests is open, counted from the newest
-    contest: Contest | None = None  # the comparison that is shown; None: the race
+    contest: Contest | None = None  # the comparison, or the old race, that is shown; None: the race that runs
+    raced: Contest | None = None  # the last race that has ended
     typing: bool = False  # the prompt box has the keyboard
     said: str = ""  # what the last command answered; shown for a while
     woke: int = 0  # index of the first step of the latest busy period
@@ -61,6 +63,7 @@ class State:
             for kept in (self.history, self.requests, self.ended, self.calls, self.owners, self._merged):
                 kept.clear()
             self.cursor, self.selected, self.woke, self.opened, self.contest = None, 0, 0, 0, None
+        ends = self.view.racing and not view.racing
         self.view, news, self.model = view, view.engine, view.model or self.model
         if view.door:
             self.calls = [*self.calls, *view.door.ended][-self.REMEMBERED :]
@@ -81,6 +84,8 @@ class State:
         for step in news.steps:
             self._add(step)
         self.owners |= {slot.slot: slot.request for slot in news.slots if slot.request is not None}
+        if ends:
+            self.raced = race(self)
         if len(self.history) > self.KEPT:
             gone = self.KEPT // 4
             del self.history[:gone]
@@ -189,6 +194,11 @@ def client_of(request: RequestView) -> str:
 # --- comparing policies --------------------------------------------------------------------------------------------
 
 
+def prices(state: State) -> Prices:
+    """Taken from all steps that are known, so that races in a row are measured by one clock."""
+    return Prices(column.view for column in state.history[-KNOWN:])
+
+
 def compare(state: State, rival: str = "") -> Contest:
     """What just ran, replayed under its own policy and under another.
 
@@ -203,39 +213,48 @@ def compare(state: State, rival: str = "") -> Contest:
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
     policies = Counter(column.view.policy for column in columns)  # more than one, if the user changed it meanwhile
-    ran, costs = policies.most_common(1)[0][0], costs_of(columns)
+    ran, costs = policies.most_common(1)[0][0], prices(state)
     rival = rival or next(policy for policy in POLICIES if policy != ran)
-    runs = [replay(state.view.engine.limits, requests, policy, columns[0].began, costs) for policy in (ran, rival)]
-    real = measured(", then ".join(policies), columns, requests)
+    _, moment = on_clock(columns, costs)
+    runs = [replay(state.view.engine.limits, requests, policy, moment, costs) for policy in (ran, rival)]
+    real = measured(", then ".join(policies), columns, requests, costs)
+    rows = min(len(requests), len(columns[0].cells))
     note = (
-        f"Both are simulated: {span(costs[0])} a decode step, {span(costs[1])} a chunk of prefill, as measured. "
-        f"What really ran ({real.policy}) took {span(real.makespan)}, and {span(real.ttft_mean)} to the first token."
+        f"Simulated on the times of undisturbed steps: {span(costs.of(rows, 0))} if {rows} rows decode, "
+        f"{span(costs.chunk)} more for a chunk. What really ran ({real.policy}) took {real.figures[0]} steps, "
+        f"{span(real.makespan)} on that clock; by the wall clock {real.on_the_wall}."
     )
     return Contest(f"Compare: {ran} and {rival}, {len(requests)} requests", runs, note)
 
 
 def race(state: State) -> Contest:
     """The race so far, measured. In every leg the requests are numbered from 1, so that legs can be compared."""
-    runs, legs = [], state.view.legs
+    runs, legs, costs = [], state.view.legs, prices(state)
     for leg in legs:
-        number = {request: i + 1 for i, request in enumerate(leg.requests)}
-        steps = [c for c in state.history if leg.first_step <= c.step <= (leg.last_step or math.inf)]
-        columns = [c._replace(cells=tuple(Cell(kind, number.get(r)) for kind, r in c.cells)) for c in steps]
-        requests = [state.requests[id] for id in number if id in state.requests]
-        runs.append(measured(leg.policy, columns, requests, "measured" if leg.last_step else "running …"))
+        first, last = (bisect_left(state.history, step, key=lambda c: c.step) for step in (leg.first_step, leg.stop))
+        columns = renumbered(state.history[first:last], {request: i + 1 for i, request in enumerate(leg.requests)})
+        requests = [state.requests[id] for id in leg.requests if id in state.requests]
+        how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
+        runs.append(measured(leg.policy, columns, requests, costs, how))
     size = f", {len(legs[0].requests)} requests" if legs else ""
     title = f"Race: {' and '.join([leg.policy for leg in legs] or RIVALS)}{size}"
-    note = "" if runs else "The race begins when everything that runs now has ended."
-    return Contest(title, runs, "Paused: space goes on." if state.view.paused else note)
+    if state.view.paused or not runs:
+        return Contest(title, runs, "Paused: space goes on." if state.view.paused else RACE_WAITS)
+    walls = "; ".join(f"{run.policy} {run.on_the_wall}" for run in runs)
+    return Contest(title, runs, f"Each step counts as long as steps of its kind take undisturbed. Wall clock: {walls}.")
+
+
+RACE_WAITS = "The race begins when everything that runs now has ended."
 
 
 def verdict(runs: Sequence[Run]) -> str:
     """One sentence that compares two runs, once both have ended."""
-    if len(runs) < 2 or any(run.how == "running …" or not run.makespan for run in runs):
+    if len(runs) < 2 or any(run.how in ("running …", "cut short") or not run.makespan for run in runs):
         return ""
     slow, fast = sorted(runs, key=lambda run: -run.makespan)
+    steps = f"{len(fast.columns):,} steps instead of {len(slow.columns):,}"
     times = f"{span(fast.makespan)} instead of {span(slow.makespan)}: {slow.makespan / fast.makespan:.2f} times as fast"
-    words = f"{fast.policy} takes {times} as {slow.policy}"
+    words = f"{fast.policy} takes {steps}, {times} as {slow.policy}"
     if slow.ttft_mean and fast.ttft_mean:
         words += f"; the first token comes after {span(fast.ttft_mean)} instead of {span(slow.ttft_mean)} on average"
     return words + "."

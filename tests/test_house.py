@@ -65,7 +65,8 @@ SCREEN = """
     keys panes
     charts clients
     state
-    remote timeline
+    remote runs trace
+    timeline
     room
     ink
 """

@@ -154,7 +154,9 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         terminal.type("q")
         terminal.ends(0, within=3)
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {"r2 decode", "blocked", "plan", "run", "commit"} <= {event["name"] for event in events}
+    assert {"r2 decode", "blocked", "plan", "build", "wait", "commit", "in line", "tokens/s"} <= {
+        event["name"] for event in events
+    }
 
 
 def test_the_first_frame_comes_before_mlx_and_q_leaves_at_once_even_then(model):
