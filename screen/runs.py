@@ -4,9 +4,14 @@ The problem. Two policies are to be compared by their seconds. But other program
 and the same race comes out as 1.0 or 3.9 times as fast.
 
 The way out. Steps that do the same work take the same time, unless they are disturbed. So all steps that are known are
-sorted into classes: so many rows decode, so many chunks of prompts go in. A class's price is its lower quartile: three
-of four such steps took longer. A run's seconds are the prices of its steps, added up. What the wall clock shows beyond
-that is named: interruptions. And the number of steps is printed; nothing can disturb it.
+sorted into classes: so many rows decode, so many chunks of prompts go in. A class's time is that of its quickest steps:
+19 of 20 took longer. (With a busy program beside each core, three of four steps are disturbed, so a quartile still
+followed the load.) A straight line through the classes gives the price of a step, so that no step depends on a class
+that was seldom seen. A run's seconds are the prices of its steps, added up. What the wall clock shows beyond that is
+named: interruptions. And the number of steps is printed; nothing can disturb it.
+
+What it cannot tell apart: a step that looks back on more rows of the cache takes longer, too. So where answers are very
+long, a part of what is called interruptions is none.
 
 A replay needs no model, because `sched.py` needs none: `replay` takes the lengths and arrival times of what just ran,
 and drives a second `Scheduler` through them. Its steps have the same prices.
@@ -74,43 +79,35 @@ class Contest(NamedTuple):
 
 # --- the clock -----------------------------------------------------------------------------------------------------
 
-KNOWN = 5000  # so many of the newest steps are asked for their times
-ENOUGH = 8  # a class of fewer steps has no quartile worth the name
+KNOWN = 10_000  # so many of the newest steps are asked for their times, so races in a row have one clock
 
 
-def quartile(times: Iterable[float]) -> float:
-    """The lower one."""
+def undisturbed(times: Iterable[float]) -> float:
+    """Of the times of steps that did the same: the one that 19 of 20 exceed."""
     times = sorted(times)
-    return times[(len(times) - 1) // 4]
+    return times[(len(times) - 1) // 20]
 
 
 class Prices:
-    """What a step takes undisturbed, by its class: so many rows decode, so many chunks of prompts go in.
-
-    A class that was seldom or never seen has a price, too: that of decoding is interpolated between its neighbours',
-    and a chunk adds as much as chunks add elsewhere.
-    """
+    """What a step takes undisturbed: so much for itself, more for each row that decodes and each chunk of a prompt."""
 
     def __init__(self, steps: Iterable[StepView]):
         classes: dict[tuple[int, int], list[float]] = defaultdict(list)
         for step in steps:
             classes[len(step.decode), len(step.prefill)].append(step.seconds)
-        self._known = {kind: quartile(times) for kind, times in classes.items() if len(times) >= ENOUGH}
-        plain = [time for (_, chunks), times in classes.items() if not chunks for time in times]
-        self._decode = sorted((rows, price) for (rows, chunks), price in self._known.items() if not chunks)
-        self._decode = self._decode or [(1, quartile(plain) if plain else 0.0)]
-        adds = [(t - self._plain(rows)) / chunks for (rows, chunks), times in classes.items() if chunks for t in times]
-        self.chunk = max(quartile(adds) if adds else 0.0, 1e-6)
+        plain = [(rows, undisturbed(times), len(times)) for (rows, chunks), times in classes.items() if not chunks]
+        # The straight line that fits best. A class counts as often as it was seen.
+        seen = sum(n for *_, n in plain) or 1
+        rows, seconds = sum(r * n for r, _, n in plain) / seen, sum(t * n for _, t, n in plain) / seen
+        spread = sum(n * (r - rows) ** 2 for r, _, n in plain)
+        slope = sum(n * (r - rows) * (t - seconds) for r, t, n in plain) / spread if spread else 0.0
+        self.row = min(max(0.0, slope), seconds / max(rows, 1))  # no row is done for less than nothing, nor a step
+        self.step = seconds - self.row * rows
+        adds = [(t - self.of(rows, 0)) / chunks for (rows, chunks), times in classes.items() if chunks for t in times]
+        self.chunk = max(undisturbed(adds) if adds else 0.0, 1e-6)
 
     def of(self, rows: int, chunks: int) -> float:
-        return self._known.get((rows, chunks)) or self._plain(rows) + chunks * self.chunk
-
-    def _plain(self, rows: int) -> float:
-        """A step in which so many rows decode, and no prompt is read."""
-        at = bisect_left(self._decode, (rows, 0.0))
-        (low, cheap), (high, dear) = self._decode[max(0, at - 1)], self._decode[min(at, len(self._decode) - 1)]
-        part = max(0.0, (rows - low) / (high - low)) if high > low else 0.0
-        return (cheap + part * (dear - cheap)) * bool(rows)
+        return (self.step + self.row * rows if rows else 0.0) + (self.chunk * chunks if chunks else 0.0)
 
 
 def on_clock(columns: Sequence[Column], prices: Prices) -> tuple[list[Column], Callable[[float], float]]:

@@ -41,6 +41,7 @@ class Column(NamedTuple):
     tokens: int  # delivered
     useful: int  # cells that computed something for a request; in a merged column, the sum of all its steps
     view: StepView  # the step as the engine describes it; in a merged column, the last step
+    rows: tuple[int, ...] = ()  # by slot: how many rows its request has filled after this step
     total: int = 0  # tokens delivered up to and with this step
     steps: int = 1
 
@@ -56,7 +57,12 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
     cells |= {slot: Cell(GHOST if slot in step.ghosts else DECODE, request) for slot, request in step.decode}
     useful = sum(cell.kind in (PREFILL, DECODE) for cell in cells.values())
     began, total = (max(step.began, before.ended), before.total) if before else (step.began, 0)
-    return Column(step.step, began, step.ended, tuple(cells.values()), step.tokens, useful, step, total + step.tokens)
+    rows = dict(enumerate(before.rows)) if before else {}
+    rows |= {slot: 0 for slot, cell in cells.items() if cell.request is None} | {slot: 0 for slot, _ in step.admitted}
+    rows |= {slot: stop for slot, _, _, stop in step.prefill}
+    rows |= {slot: rows.get(slot, 0) + 1 for slot, _ in step.decode if slot not in step.ghosts}
+    filled, total = tuple(rows[slot] for slot in cells), total + step.tokens
+    return Column(step.step, began, step.ended, tuple(cells.values()), step.tokens, useful, step, filled, total)
 
 
 def merge(columns: Sequence[Column]) -> Column:

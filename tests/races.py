@@ -2,8 +2,8 @@
 
     python tests/races.py [--races 8] [--busy 2] [--burst 24] [--model demo]
 
-Each race is the same burst under static, then under continuous. After it, the last leg is replayed under its own policy.
-`--busy` so many processes that do nothing but keep a processor busy.
+Each race is the same burst under static, then under continuous. After it, the last leg is replayed under its own
+policy. `--busy` so many processes that do nothing but keep a processor busy.
 """
 
 import argparse

@@ -34,16 +34,16 @@ def model(tmp_path_factory) -> str:
 class Terminal:
     """A program in a terminal of so many characters, and the picture there."""
 
-    def __init__(self, *arguments: str, size: tuple[int, int] = (100, 30), **environment: str):
+    def __init__(self, *arguments: str, size: tuple[int, int] = (100, 30), **how):
         self.width, self.height = size
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", self.height, self.width, 0, 0))
         self.before = termios.tcgetattr(slave)
         self.slave = slave
-        env = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | environment
+        env = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
         command = [sys.executable, str(ROOT / "tui.py"), *arguments]
         self.began = time.monotonic()
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd="/")
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd="/", **how)
         self.raw = b""
         self.rows = [[" "] * self.width for _ in range(self.height)]
         self.x = self.y = self._drawn = 0
@@ -107,7 +107,7 @@ class Terminal:
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
             self.read(0.05)
 
-    def ends(self, code: int, within: float = 10) -> None:
+    def ends(self, code: int, within: float = 10, saying: str = "") -> None:
         """It ends, in time, and leaves the terminal as it was."""
         began = time.monotonic()
         while self.process.poll() is None:
@@ -122,7 +122,8 @@ class Terminal:
         for mode in (1000, 1003, 1006, 2004):
             assert tail.rfind(f"\x1b[?{mode}h") < tail.rfind(f"\x1b[?{mode}l"), f"mode {mode} is still on"
         assert termios.tcgetattr(self.slave)[:4] == self.before[:4], "the terminal's settings have changed"
-        assert not re.sub(r"\s", "", OTHER.sub("", tail[left:])), f"rubbish after the end: {tail[left:]!r}"
+        last = " ".join(OTHER.sub("", tail[left:]).split())
+        assert saying in last if saying else not last, f"rubbish after the end: {tail[left:]!r}"
 
 
 def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and_quits(model, tmp_path):
@@ -176,6 +177,30 @@ def test_a_signal_restores_the_terminal(model, number, code):
         terminal.ends(code, within=3)
 
 
+def test_ctrl_z_gives_the_terminal_back_and_the_screen_comes_again(model):
+    """Ctrl-Z did nothing. The engine's clock stands still meanwhile: a person may be away for an hour."""
+
+    def state() -> str:
+        return Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(") ")[2][0]
+
+    with Terminal("--model", model, process_group=0) as terminal:
+        terminal.sees("Slots", "idle")
+        terminal.type("\x1a")
+        deadline = time.monotonic() + 20
+        while state() != "T":
+            assert time.monotonic() < deadline, terminal.text()
+            terminal.read(0.05)
+        assert terminal.raw.rfind(b"\x1b[?1049h") < terminal.raw.rfind(b"\x1b[?1049l")
+        assert termios.tcgetattr(terminal.slave)[:4] == terminal.before[:4]
+        seen = len(terminal.raw)
+        terminal.process.send_signal(signal.SIGCONT)
+        while b"Slots" not in terminal.raw[seen:]:
+            assert time.monotonic() < deadline, terminal.text()
+            terminal.read(0.05)
+        terminal.type("q")
+        terminal.ends(0)
+
+
 def test_a_broken_model_says_what_helps_and_the_screen_can_be_left(tmp_path):
     folder = make_checkpoint(tmp_path / "broken", seed=1)
     weights = folder / "model.safetensors"
@@ -183,7 +208,7 @@ def test_a_broken_model_says_what_helps_and_the_screen_can_be_left(tmp_path):
     with Terminal("--model", str(folder), size=(80, 24)) as terminal:
         terminal.sees("is cut off", "q quits")
         terminal.type("\x03")
-        terminal.ends(0, within=3)
+        terminal.ends(2, within=3, saying="is cut off")
 
 
 def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
