@@ -785,8 +785,8 @@ def test_what_cannot_be_fired_comes_back_into_the_prompt_box():
         it.app.query_one(tui.Prompt).value = "x" * 2600
         await it.press("enter", turns=2)
         assert it.app.query_one(tui.Prompt).value == "x" * 2600
-        await it.sees("= 2,601, but a slot holds 512")
-        await it.sees("make it shorter, or")  # it named no remedy
+        await it.sees("prompt of 2,600 + max_tokens 1")
+        await it.sees("raise max_len")  # it named no remedy
 
     show(scenario, size=(120, 40))
 
