@@ -269,6 +269,8 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
                     drawn[name] += 1
             for name in ("help", "requests"):  # they can be scrolled
                 check_lines(name, tui.SHEETS[name](stage.state, ink.DARK, width, height), Region(0, 0, width, 10_000))
+        check_lines("request", panes.draw_request(stage.state, ink.DARK, 74, 12), Region(0, 0, 74, 12))
+        drawn["request"] += 1  # with many slots it has no room of its own
         if sum(request.metrics.output_tokens > 0 for request in stage.state.requests.values()) < 2:
             continue  # with one slot, the first is still alone
         stage.session.obey("/compare")
@@ -785,8 +787,8 @@ def test_what_cannot_be_fired_comes_back_into_the_prompt_box():
         it.app.query_one(tui.Prompt).value = "x" * 2600
         await it.press("enter", turns=2)
         assert it.app.query_one(tui.Prompt).value == "x" * 2600
-        await it.sees("prompt of 2,600 + max_tokens 1")
-        await it.sees("raise max_len")  # it named no remedy
+        await it.sees("2,600 + max_tokens 1 = 2,601")
+        await it.sees("(max_len)")  # it named no remedy
 
     show(scenario, size=(120, 40))
 
