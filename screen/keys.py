@@ -87,7 +87,7 @@ WORDS = (
     ("build", "Python describes the step to MLX, and the device starts on it. On a CPU, most work is done meanwhile."),
     ("wait", "until the device has done the rest."),
     ("commit", "the new tokens are read and handed to their requests; those that have ended leave their slots."),
-    ("interruptions", "seconds that other programs took: by the wall clock, beyond what undisturbed steps take."),
+    ("wall clock", "its seconds beyond those of undisturbed steps are interruptions: other programs ran meanwhile."),
     ("batch size", "how many slots did useful work at a time."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
     ("client", "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one."),

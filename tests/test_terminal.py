@@ -226,7 +226,7 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
     done = subprocess.run([*command], input=typed, capture_output=True, timeout=60, cwd="/")
     text = done.stdout.decode()
     assert done.returncode == 0 and "r1 waits: hello" in text and "r2 ends (length): 5 tokens" in text
-    assert "static, measured: makespan" in text and "continuous, measured: makespan" in text
+    assert "static, measured: steps " in text and "continuous, measured: steps " in text
 
 
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
