@@ -1118,7 +1118,7 @@ def test_help_names_every_key_and_the_words(size):
         await it.press("question_mark")
         seen = it.text()
         assert keys.KEYS[0].help in seen and ("more lines" in seen or size[1] == 50)
-        for _ in range(5):
+        for _ in range(9):
             await it.press("pagedown")
             seen += it.text()
         for key in keys.KEYS:
