@@ -164,9 +164,9 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Put a request in line. Its worst case must fit a slot, so that nothing running is ever evicted."""
-        n, need = len(request.prompt), len(request.prompt) + request.max_tokens
-        if need > self.max_len:
-            raise ValueError(f"prompt of {n} tokens + max_tokens {need - n} = {need}, but a slot holds {self.max_len}")
+        n, more, most = len(request.prompt), request.max_tokens, self.max_len
+        if n + more > most:
+            raise ValueError(f"prompt {n:,} + max_tokens {more:,} = {n + more:,}, but a slot holds {most:,} (max_len)")
         if len(self.waiting) >= self.max_queue:
             raise QueueFull(f"{len(self.waiting)} requests are waiting, and max_queue is {self.max_queue}; try later")
         request.beginnings = self.prefixes.beginnings(request.prompt) if request.shares else ()

@@ -8,8 +8,10 @@ How it hangs together. The folder `screen/` holds the parts, and each part knows
 
     room.py      owns the engine. It fulfils wishes between two steps, and shows what happens as a frozen `View`.
     remote.py    the same for an engine elsewhere: it reads a server's `/watch`.
+    runs.py      races and replays on a clock that interruptions do not reach. trace.py is a trace for Perfetto.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
     panes.py     pure functions: state, colours and a size in, lines of text out. So are charts, clients and keys.
+    widgets.py   what Textual needs of a pane and of the prompt box.
     session.py   what a user can say: commands, scripts, and the same run as a plain log.
 
 This file makes a screen of them: where each pane goes (`arrange`), what each key does (the `action_...` methods of
@@ -46,19 +48,19 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.geometry import Region, Size
 from textual.screen import ModalScreen
-from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
 from parts.checks import read_whole, shown
 from screen import charts, clients, keys, panes
-from screen.ink import DARK, Line, Palette, Pen, clean
+from screen.ink import DARK, Line, Palette, Pen, clean, count
 from screen.remote import RemoteRoom, base_of
 from screen.room import BURST, EngineRoom, Room, Settings, load_engine
 from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, run_plain
 from screen.state import State
-from screen.timeline import trace_events
 from screen.totals import table
+from screen.trace import trace_events
+from screen.widgets import NEWLINE, Pane, Prompt
 
 # --- where each pane goes ------------------------------------------------------------------------------------------
 
@@ -76,15 +78,19 @@ PANES = {  # by name: what draws it
     "waits": charts.draw_waits,
     "streams": panes.draw_streams,
     "step": panes.draw_step,
+    "request": panes.draw_request,
     "clients": clients.draw_clients,
     "mark": panes.draw_mark,
     "settings": panes.draw_settings,
     "keys": keys.draw_keys,
 }
-WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "move"}  # what the wheel does there
+WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}  # what the wheel does there
 SHEETS = {"help": keys.draw_help, "requests": panes.draw_requests, "contest": panes.draw_contest}
 SHEETS |= {"totals": panes.draw_totals, "clients": partial(clients.draw_clients, whole=True)}
+SHEETS |= {"step": partial(panes.draw_step, whole=True)}
 STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",), "waits": ("queue", "waits")}  # of charts
+SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")  # while something runs, they are painted less often
+ASIDE = {"/help": "sheet('help')", "/quit": "quit", "/exit": "quit"}  # commands that the screen itself obeys
 LOWER = ("timeline", *STACKS, "streams", "step", "clients")  # the panes that take turns if room is short
 
 
@@ -113,9 +119,10 @@ def arrange(width: int, height: int, slots: int, lower: str, door: bool = False)
             tall -= tall // 2
             places["clients"] = Region(0, 1 + top + tall, width, body - top - tall)
         places["streams"] = Region(0, 1 + top, left, tall)
-        under = tall - 12 if tall >= 22 and charts != "lesson" else 0  # the rest of the step's place
+        under = tall - 14 if tall >= 22 else 0  # the rest of the step's place
         places["step"] = Region(left + 2, 1 + top, right, tall - under)
-        return places | (stack(Region(left + 2, 1 + top + tall - under, right, under), ("cost",)) if under else {})
+        rest = Region(left + 2, 1 + top + tall - under, right, under)
+        return places | (stack(rest, ("request" if charts == "lesson" else "cost",)) if under else {})
 
     rows = min(slots, (body - 5) // 2)
     places["slots"] = Region(0, 1, width, rows + 3)
@@ -147,62 +154,6 @@ def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
 # --- the screen --------------------------------------------------------------------------------------------------
 
 
-class Pane(Widget):
-    """Lines that a function draws from the state. Only rows that have changed are painted again.
-
-    `wheel` is the action of the mouse wheel. It is called with -1 or 1.
-    """
-
-    def __init__(self, draw: Callable[[State, Palette, int, int], list[Line]], id: str, wheel: str = ""):
-        super().__init__(id=id)
-        self._draw, self._wheel, self._strips = draw, wheel, []
-
-    def paint(self) -> None:
-        width, height = self.size
-        if not (self.display and width and height):
-            return
-        base, old = self.rich_style, self._strips if len(self._strips) == height else [None] * height
-        lines = self._draw(self.app.state, self.app.palette, width, height)[:height]
-        lines += [[]] * (height - len(lines))
-        self._strips = [Strip(line).adjust_cell_length(width).apply_style(base) for line in lines]
-        if rows := [y for y in range(height) if self._strips[y] != old[y]]:
-            self.refresh(*(Region(0, y, width, 1) for y in rows))
-
-    def render_line(self, y: int) -> Strip:
-        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
-
-    def on_resize(self) -> None:
-        self._strips = []
-        self.paint()
-
-    async def on_click(self, event: events.Click) -> None:
-        if do := event.style.meta.get("do"):
-            await self.app.run_action(do)
-        elif self.id == "timeline":
-            await self.app.run_action(f"point({event.x - 4}, {self.size.width - 4})")
-
-    async def on_mouse_scroll_up(self) -> None:
-        if self._wheel:
-            await self.app.run_action(f"{self._wheel}(-1)")
-
-    async def on_mouse_scroll_down(self) -> None:
-        if self._wheel:
-            await self.app.run_action(f"{self._wheel}(1)")
-
-
-class Prompt(Input):
-    """The prompt box. A prompt that could not be fired comes back into it."""
-
-    BINDINGS = (Binding("escape", "app.leave", show=False),)
-
-    def __init__(self) -> None:
-        super().__init__("", "i: type a prompt; Enter fires it", id="prompt", compact=True, select_on_focus=False)
-        self.cursor_blink = False
-
-    def validate_value(self, value: str) -> str:
-        return clean(value)  # a paste may hold anything
-
-
 class Sheet(ModalScreen):
     """One pane over all the others."""
 
@@ -210,7 +161,11 @@ class Sheet(ModalScreen):
     BINDINGS = (
         Binding("escape,enter,question_mark,c,r,f,h,t", "dismiss", show=False),
         Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
-        *(Binding(k.keys, f"app.{k.action}", show=False) for k in keys.KEYS if k.action in ("theme", "copy", "pause")),
+        *(
+            Binding(k.keys, f"app.{k.action}", show=False)
+            for k in keys.KEYS
+            if k.action in ("theme", "copy", "pause", "go")
+        ),
         *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
     )
 
@@ -227,13 +182,13 @@ class Sheet(ModalScreen):
         self.top = max(0, min(self.top, len(lines) - height + 1))
         shown, below = lines[self.top : self.top + height - 1], len(lines) - self.top - height + 1
         if below > 0:
-            shown[-1] = Pen().put(f" ↓ {below + 1} more lines", p.accent).line
+            shown[-1] = Pen().put(f" ↓ {count(below + 1, 'more line')}", p.accent).line
         return [title, *shown]
 
     def action_scroll(self, by: int) -> None:
-        if self.name == "requests":
-            state = self.app.state
-            state.opened = max(0, min(state.opened + by, len(state.ended) - 1))
+        if self.name == "requests" and abs(by) == 1:
+            self.top = 0
+            self.app.state.browse(by)
         else:
             self.top += by
 
@@ -322,8 +277,7 @@ class Screen(App):
             if fault.prompt and not self.prompt.value:
                 self.prompt.value = fault.prompt
         self._faults = len(self.state.faults)
-        slow = (*chain(*STACKS.values()), "step") if view.busy and not view.paused and self._looks % 3 else ()
-        self.paint(but=slow)
+        self.paint(but=SLOW if view.busy and not view.paused and self._looks % 3 else ())
 
     def paint(self, but: Sequence[str] = ()) -> None:
         for pane in self.screen.query(Pane):
@@ -368,7 +322,8 @@ class Screen(App):
     def check_action(self, action: str, parameters: tuple) -> bool | None:
         """While the model loads, or if that failed, only a few actions make sense. Typed letters are no keys."""
         if self.state.view.stage != "ready":
-            return action in ("quit", "theme", "command_palette")
+            early = action == "command" and parameters == ("/burst",) and self.state.view.stage == "loading"
+            return early or action in ("quit", "theme", "command_palette", "suspend_process")
         return action != "prompt" or self.focused is None
 
     def action_prompt(self, begin: str = "") -> None:
@@ -379,6 +334,9 @@ class Screen(App):
             self.prompt.action_select_all()  # this is the example, and typing replaces it
 
     def action_leave(self) -> None:
+        """A command that was not given goes; a prompt that was not fired stays."""
+        if self.prompt.value.startswith("/"):
+            self.prompt.value = ""
         self.prompt.screen.set_focus(None)
 
     async def action_fire(self) -> None:
@@ -388,13 +346,16 @@ class Screen(App):
             self.prompt.focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        line = event.value.strip()
+        line = event.value.replace(NEWLINE, "\n").strip()
         if line and self.action_command(line):  # a wrong command stays in the box
             self.prompt.value = ""
             self.action_leave()
 
     def action_command(self, line: str) -> bool:
         """Do what a line says, or tell the user what is wrong with it; False then."""
+        if line.strip() in ASIDE:
+            self.call_later(self.run_action, ASIDE[line.strip()])
+            return True
         try:
             self.say(self.session.obey(line))
         except ValueError as error:
@@ -408,9 +369,7 @@ class Screen(App):
         self.action_command("/resume" if self.state.view.paused else "/pause")
 
     def action_settings(self) -> None:
-        s = self.state.settings
-        seed = "none" if s.seed is None else s.seed
-        self.prompt.value = f"/set temperature={s.temperature:g} max={s.max_tokens} seed={seed} burst={s.burst}"
+        self.prompt.value = f"/set {self.state.settings.words}"
         self.prompt.focus()
 
     def action_choose(self, by: int) -> None:
@@ -419,14 +378,38 @@ class Screen(App):
     def action_select(self, slot: int) -> None:
         self.state.selected = slot
 
-    def action_move(self, steps: int) -> None:
+    def action_move(self, columns: int) -> None:
+        """By what is visible: a column of the timeline may be several steps. Without a timeline, by a step."""
+        timeline = self.query_one("#timeline")
+        self.state.move(columns * (self.state.zoom_for(timeline.size.width - 4) if timeline.display else 1))
+
+    def action_nudge(self, steps: int) -> None:
         self.state.move(steps)
 
-    def action_point(self, column: int, width: int) -> None:
-        """Put the cursor on a column of the timeline that has been clicked."""
+    def action_point(self, column: int, row: int, width: int, height: int) -> None:
+        """Put the cursor on a column of the timeline that has been clicked, and select the slot there."""
         _, columns, _ = self.state.window(width)
         if 0 <= column < len(columns):
             self.state.look_at(self.state.index_of(columns[column].step))
+            slots = panes.fit_slots(self.state, height)
+            if 0 <= row < len(slots):
+                self.action_select(slots[row])
+
+    def action_go(self) -> None:
+        """From a step to the request in the selected slot; from a request to its first step."""
+        state = self.state
+        if self.screen.name == "requests":
+            if steps := state.steps_of(state.open) if state.open else []:
+                state.look_at(steps[0])
+                self.action_select(state.open.slot)
+                self.screen.dismiss()
+            else:
+                self.say("its steps are not remembered")
+        elif request := state.owner(state.selected):
+            state.opened = request.id
+            self.action_sheet("requests")
+        else:
+            self.say(f"slot {state.selected} has had no request yet")
 
     def action_follow(self) -> None:
         self.state.cursor = None
@@ -442,8 +425,9 @@ class Screen(App):
         self.state.lower = panes[(panes.index(now) + 1) % len(panes)]
         self.place(self.size)
 
-    def action_open(self, index: int) -> None:
-        self.state.opened = index
+    def action_open(self) -> None:
+        """The newest request that has ended."""
+        self.state.opened = self.state.ended[-1].id if self.state.ended else None
         self.action_sheet("requests")
 
     def action_copy(self) -> None:
@@ -452,6 +436,22 @@ class Screen(App):
         if request:
             self.copy_to_clipboard(request.text)
         self.say(f"r{request.id} is copied" if request else "there is nothing to copy yet")
+
+    async def action_suspend_process(self) -> None:
+        """Ctrl-Z. The engine pauses meanwhile, so its clock stands still."""
+        room, view = self.session.room, self.state.view
+        runs = view.stage == "ready" and not (view.paused or view.watches)
+        if runs:
+            room.pause(True)
+            await self.until(lambda: room.look(view).paused)
+        super().action_suspend_process()
+        if runs:
+            room.pause(False)
+
+    def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
+        """Blanks that every viewer keeps and counts: of the exporter's own, some viewers make too few."""
+        svg = super().export_screenshot(title=title, simplify=simplify)
+        return svg.replace("&#160;", " ").replace("<text ", '<text xml:space="preserve" ')
 
     def action_theme(self, name: str = "") -> None:
         self.theme = name or ("textual-light" if self.current_theme.dark else "textual-dark")
@@ -468,7 +468,7 @@ class Screen(App):
         await self.until(lambda: state.view.stage != "loading")
         if state.view.stage == "failed":
             if self._screenshot:
-                self.exit(return_code=1, message=state.view.error or state.printed)
+                self.exit()
             return
         for word, rest in orders_of(script):
             if word in SCRIPTED:
@@ -576,6 +576,21 @@ def open_room(args: argparse.Namespace) -> Room:
     return EngineRoom(load, door.start(), serve.name_of(args.model))
 
 
+def failed(state: State) -> int:
+    """The exit code of a screen that was left: 2 if its model could not be loaded, and then it says why once more."""
+    if state.view.stage != "failed":
+        return 0
+    print(f"nanobatch: {state.view.error or state.printed}", file=sys.stderr)
+    return 2
+
+
+def write_trace(path: str, session: Session) -> None:
+    session.look()
+    state, engine = session.state, session.state.view.engine
+    events = trace_events(state.history, state.requests.values(), engine.now if engine else 0.0)
+    Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
 def leave(*_) -> NoReturn:
     raise KeyboardInterrupt
 
@@ -606,7 +621,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.screenshot or (terminal and not args.plain):
             app = Screen(session, args.script, args.screenshot)
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
-            code = app.return_code or 0
+            code = app.return_code or failed(session.state)
             if session.state.periods and not args.screenshot:
                 print("\n".join(table(session.state.periods, shutil.get_terminal_size().columns, 10)))
         else:
@@ -621,8 +636,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = 0 if args.serve and code in (130, 143) else code  # for a server, this is how it ends
         room.drain()
         if args.trace:
-            session.look()
-            Path(args.trace).write_text(json.dumps({"traceEvents": trace_events(session.state.history)}))
+            write_trace(args.trace, session)
         if not room.stop(patience=0.6):  # a download or a very long step cannot be interrupted, but it can be left
             if sys.stdout:
                 sys.stdout.flush()

@@ -14,7 +14,9 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, pairwise
+from itertools import cycle, islice, pairwise
+
+from rich.cells import cell_len
 
 from sched import POLICIES
 from screen.ink import HUES, Line, Palette, Pen, axis, heading, number, span, style, wrap
@@ -51,27 +53,46 @@ def draw_area(
     return [*lines, axis(p, (label + 2, left), (min(last, width - len(right)), right))]
 
 
+def stretch(state: State) -> tuple[float, float]:
+    """What the charts cover, from and to: the latest busy period up to the cursor, or its last ten seconds."""
+    at = len(state.history) - 1 if state.cursor is None else state.index_of(state.cursor)
+    if at < 0:
+        return 0.0, 0.0
+    last = state.history[at].ended
+    return max(state.history[state.woke if state.woke <= at else 0].began, last - 10), last
+
+
+def ends_of(state: State) -> tuple[str, str]:
+    began, last = stretch(state)
+    return (f"−{span(last - began)}", "0 s") if last else ("", "")
+
+
 def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """Tokens a second, over the latest busy period or its last ten seconds."""
-    bins, last = width - 8, state.history[-1].ended if state.history else 0.0
-    began = max(state.history[state.woke].began if state.history else 0.0, last - 10)
+    """Tokens a second."""
+    bins, (began, last) = width - 8, stretch(state)
     tick = max(last - began, 0.05) / bins
     totals = [state.delivered(began + i * tick) for i in range(bins + 1)]
     values = [(b - a) / tick for a, b in pairwise(totals)]
-    ends = (f"−{span(last - began)}", "0 s") if last else ("", "")
-    lines = [heading(p, width, "tokens/s", f"peak {max(values):,.0f}")]
-    return lines + draw_area(p, values, nice(max(1.0, *values)), width, height - 2, HUES[2], ends)
+    lines = [heading(p, width, state.titled("tokens/s"), f"peak {max(values):,.0f}")]
+    return lines + draw_area(p, values, nice(max(1.0, *values)), width, height - 2, HUES[2], ends_of(state))
 
 
 def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """How many of the slots did useful work in each step."""
-    slots = len(state.view.engine.slots)
-    columns = state.columns(state.zoom_for(width))[-width:]
-    working = [column.useful / max(1, column.steps) for column in columns]
-    mean = f"mean {sum(working) / len(working):.1f} " if working else ""
-    ends = (f"step {columns[0].step:,}", f"{columns[-1].step:,}") if columns else ("step", "")
-    lines = [heading(p, width, "batch size", f"{mean}of {slots} slots")]
-    return lines + draw_area(p, working, slots, width, height - 2, HUES[1], ends)
+    """How many of the slots did useful work, over the same time as the tokens a second."""
+    bins, (began, last), slots = width - 8, stretch(state), len(state.view.engine.slots)
+    tick = max(last - began, 0.05) / bins
+    worked = [0.0] * bins  # slots x seconds
+    first = bisect_left(state.history, began, key=lambda column: column.ended)
+    for column in islice(state.history, first, None):
+        if column.began >= last:
+            break
+        for i in range(max(0, int((column.began - began) / tick)), min(bins, int((column.ended - began) / tick) + 1)):
+            shared = min(column.ended, began + (i + 1) * tick) - max(column.began, began + i * tick)
+            worked[i] += max(0.0, shared) * column.useful
+    values = [work / tick for work in worked]
+    mean = f"mean {sum(values) / bins:.1f} " if last else ""
+    lines = [heading(p, width, state.titled("batch size"), f"{mean}of {slots} slots")]
+    return lines + draw_area(p, values, slots, width, height - 2, HUES[1], ends_of(state))
 
 
 def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -164,7 +185,10 @@ TEXTURES = (("█", style(HUES[2], HUES[2])), ("▒", style(HUES[0])), ("░", s
 
 def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How long requests waited for their first token: a histogram, with a texture for each policy."""
-    requests = [r for r in state.requests.values() if r.metrics.ttft_s is not None]
+    came = [r for r in state.requests.values() if r.arrived <= state.moment]
+    requests = [r for r in came if r.metrics.ttft_s is not None and r.arrived + r.metrics.ttft_s <= state.moment]
+    told = {r.id for r in requests}
+    waiting = sum(r.id not in told and (r.ended is None or r.ended > state.moment) for r in came)
     if not requests:
         return [heading(p, width, "TTFT"), Pen().put(" time to first token: nothing yet", p.muted).line]
     ran = {r.policy for r in requests}
@@ -173,7 +197,14 @@ def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
     names = Pen()
     for policy, texture in textures.items():
         names.put(" ").put(*texture).put(f" {policy} ", p.muted)
-    lines = [heading(p, width, "TTFT", f"mean {span(mean)}"), names.line]
+    # A mean that leaves out those that still wait would be too good: say how many they are, or leave it out.
+    notes = [f"mean {span(mean)} of {len(requests):,}, {waiting:,} still wait", f"{span(mean)}, {waiting:,} wait"]
+    notes = (
+        [*notes, f"{waiting:,} wait"] if waiting else [f"mean {span(mean)} of {len(requests):,}", f"mean {span(mean)}"]
+    )
+    title = state.titled("TTFT")
+    note = next((note for note in notes if cell_len(note) < width - cell_len(title) - 7), "")
+    lines = [heading(p, width, title, note), names.line]
     bins = [bisect_left(EDGES, 1000 * r.metrics.ttft_s) for r in requests]
     if height < 3:
         return lines[:height]

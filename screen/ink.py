@@ -73,7 +73,7 @@ class Palette(NamedTuple):
     def fill(self, request: int | None) -> str:
         # With seven slots, a slot's next request has a number that is seven higher. It still gets another hue.
         number = request or 0
-        return HUES[(number + number // len(HUES)) % len(HUES)]
+        return apart(HUES[(number + number // len(HUES)) % len(HUES)], self.back)
 
     def cell(self, kind: int, request: int | None, reverse: bool = False) -> Style:
         if kind in (EMPTY, REMEMBERED, UNSEEN):
@@ -101,7 +101,15 @@ def mixed(back: str, fill: str, part: float) -> str:
     return Color.parse(back).blend(Color.parse(fill), part).hex6.lower()
 
 
-@lru_cache(16)
+@lru_cache(64)
+def apart(hue: str, back: str) -> str:
+    """A hue that can be seen on this ground: yellow on white is darkened."""
+    bright = Color.parse(back).brightness
+    near = abs(Color.parse(hue).brightness - bright) < 0.25
+    return mixed(hue, "#000000" if bright > 0.5 else "#ffffff", 0.3) if near else hue
+
+
+@lru_cache(64)
 def ink_on(fill: str) -> str:
     """Black or white, whichever can be read on this hue."""
     return "#000000" if Color.parse(fill).brightness > 0.4 else "#ffffff"
@@ -132,7 +140,7 @@ def number(value: float | None) -> str:
     """A figure with three digits, and none behind the point from 100 on: 0.82, 12.6, 340, 1,799."""
     if value is None:
         return "–"
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 
 
 def span(seconds: float | None) -> str:
@@ -140,6 +148,11 @@ def span(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     return f"{number(1000 * seconds)} ms" if seconds < 1 else f"{number(seconds)} s"
+
+
+def count(many: int, thing: str) -> str:
+    """ "1 token", "2,048 tokens" """
+    return f"{many:,} {thing}{'s' * (many != 1)}"
 
 
 def shorten(text: str, width: int) -> str:

@@ -42,28 +42,36 @@ KEYS = (
     Key("p", "p", "command('/policy')", "Policy", "the next policy: drain the slots, then switch", 6),
     Key("c", "c", "command('/compare')", "Compare", "the last run simulated under two policies (/compare serial)", 4),
     Key("r", "r", "command('/race')", "Race", f"the same burst under {RIVALS[0]}, then {RIVALS[1]} (measured)", 5),
+    Key("R", "R", "command('/race last')", "Last race", "the last race once more: its timelines and its figures"),
     Key("x", "x", "command('/cancel')", "Cancel", "cancel the selected slot's request", 9),
     Key("X", "X", "command('/cancel all')", "Cancel all", "cancel all requests, waiting ones too", 14),
     Key("l", "l", "command('/load')", "Load", "a steady load of random prompts: on, off (/load 8: 8 a second)", 11),
     Key("e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12),
     Key("up", "↑ ↓", "choose(-1)", "Slot above", "select a slot"),
     Key("down", "↓", "choose(1)", "Slot below", ""),
-    Key("left", "← →", "move(-1)", "Earlier", "go back in time on the timeline, a step at a time, and forth"),
+    Key("left", "← →", "move(-1)", "Earlier", "go back in time by a column of the timeline, and forth"),
     Key("right", "→", "move(1)", "Later", ""),
-    Key("pageup", "PgUp PgDn", "move(-40)", "Much earlier", "forty steps back, or on"),
+    Key(
+        "shift+left,comma", ", .", "nudge(-1)", "A step earlier", "a single step back, or on (shift and an arrow, too)"
+    ),
+    Key("shift+right,full_stop", ".", "nudge(1)", "A step later", ""),
+    Key("pageup", "PgUp PgDn", "move(-40)", "Much earlier", "forty columns back, or on"),
     Key("pagedown", "PgDn", "move(40)", "Much later", ""),
     Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
     Key("end,escape", "End", "follow", "Newest", "follow the newest step again"),
     Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
     Key("v", "v", "view", "View", "other charts: why batching pays, waits; on a small screen other panes, too", 8),
-    Key("f", "f", "open(0)", "Requests", "requests that have ended: read and copy them", 10),
+    Key("f", "f", "open", "Requests", "requests that have ended: read and copy them", 10),
     Key("t", "t", "sheet('totals')", "Totals", "what each busy period came to: compare bursts and policies", 10),
+    Key("g", "g", "go", "Go", "from the step to the selected slot's request; there, from a request to its steps"),
     Key("h", "h", "sheet('clients')", "Clients", "what asks over HTTP (--serve, --watch), and what was refused", 13),
     Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
     Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
+    Key("ctrl+z", "Ctrl-Z", "suspend_process", "Suspend", "give the terminal back to the shell; fg goes on"),
     Key("question_mark", "?", "sheet('help')", "Help", "this page", 1),
     Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
 )
+ON_A_SHEET = ("theme", "copy", "pause", "go", "suspend_process")
 OF_THE_ENGINE = (
     "pause",
     *(f"command('/{name}')" for name in ("step", "policy", "race", "load", "slow -", "slow +", "slow off")),
@@ -83,7 +91,12 @@ WORDS = (
     ("budget", "what a step may cost: 1 for a token, its length for a chunk, more far back. One chunk always goes in."),
     ("run-ahead", "a step starts before the one before is read back. While paused or in slow motion it waits for it."),
     ("slow motion", "so many steps a second. The engine's clock stands still in between, so all figures stay true."),
-    ("batch size", "how many slots did useful work in a step."),
+    ("plan", "the scheduler decides what the step does: who is admitted, which chunks go in, which slots decode."),
+    ("build", "Python describes the step to MLX, and the device starts on it. On a CPU, most work is done meanwhile."),
+    ("wait", "until the device has done the rest."),
+    ("commit", "the new tokens are read and handed to their requests; those that have ended leave their slots."),
+    ("wall clock", "its seconds beyond those of undisturbed steps are interruptions: other programs ran meanwhile."),
+    ("batch size", "how many slots did useful work at a time."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
     ("client", "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one."),
     (
@@ -93,7 +106,10 @@ WORDS = (
     ("p50, p95", "half of all, or 95 in 100, took no longer than this."),
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),
     ("makespan", "from the first arrival to the last token of all."),
-    ("commands", "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64 seed=7"),
+    (
+        "commands",
+        "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64  /help  /quit",
+    ),
 )
 
 
@@ -119,7 +135,7 @@ def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
     pen = Pen().put(" ")
     for key in keys:
         if key in shown:
-            pen.put(key.show, p.accent, True, key.action).put(" ").put(key.label, p.text, do=key.action).put(" ")
+            pen.put(key.show, p.accent, True, key.action).put(f" {key.label}", p.text, do=key.action).put(" ")
     return [pen.line]
 
 

@@ -11,6 +11,7 @@ Where next: `charts.py` and `keys.py`, the rest of the panes; `tui.py`, which pl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby, zip_longest
 
@@ -18,13 +19,13 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from textual.strip import Strip
 
-from parts.answers import RanksView, SlotView
+from parts.answers import RanksView, RequestView, SlotView
 from sched import PADDING
 from screen import ink
-from screen.ink import Line, Palette, Pen, axis, clean, entry, heading, legend, number, shorten, span, wrap
-from screen.room import View
+from screen.ink import Line, Palette, Pen, axis, clean, count, entry, heading, legend, number, shorten, span, wrap
+from screen.runs import FIGURES, in_time
 from screen.state import State, client_of, prompt_of, race, verdict
-from screen.timeline import FIGURES, Column, in_time, useful_of
+from screen.timeline import Column, useful_of
 from screen.totals import Period, table, words
 
 TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
@@ -57,16 +58,19 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
     asking = f"{clients:,} asking at {door.address.partition('//')[2]}" if door else ""
     newest = [column.view.seconds for column in state.history[-20:]]
     mean = number(1000 * sum(newest) / len(newest) if newest else None)
+    newest_step = state.history[-1].step if state.history else 0
+    back = f"◀ back at step {state.cursor:,} of {newest_step:,}" if state.past else ""
     parts = [
         ("nanobatch", p.text, True, ""),
+        (back, p.accent, True, "follow"),
         (shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), p.muted, False, ""),
         (doing, p.bad if view.gone_s is not None else p.accent if view.busy else p.muted, True, "pause"),
         ("" if engine.draining_to else engine.policy, p.text, True, "command('/policy')"),
         (f"{len(engine.ranks.memory)} ranks" if engine.ranks.memory else "", p.text, False, ""),
         (f"{number(state.tokens_per_s()) if view.busy else '–':>5} tok/s", p.text, False, ""),
-        (f"{engine.finished:,} done", p.text, False, "open(0)"),
+        (f"{engine.finished:,} done", p.text, False, "open"),
         (asking, p.text, False, "sheet('clients')"),
-        (f"step {state.history[-1].step if state.history else 0:,}", p.muted, False, ""),
+        ("" if state.past else f"step {newest_step:,}", p.muted, False, ""),
         (f"{mean:>5} ms/step", p.muted, False, ""),
         (f"load {view.load:g}/s" if view.load else "", p.text, False, "command('/load')"),
         ("space: go on" if view.paused else "", p.accent, False, "pause"),
@@ -79,37 +83,39 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
     return [pen.line]
 
 
-def why_waiting(view: View) -> str:
+def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
     """Why the first request in line waits. All behind it wait for the same reason, since none may overtake it."""
-    if view.paused:
+    view, past = state.view, state.past
+    if view.paused and not past:
         return "paused"
-    if view.engine.draining_to:
+    if view.engine.draining_to and not past:
         return "wait: the slots are being drained"
-    if all(slot.request is not None for slot in view.engine.slots):
+    if all(slot.request is not None for slot in slots):
         return "wait: every slot is taken"
-    if any(slot.phase == "blocked" for slot in view.engine.slots):
-        return f"wait: free slots are shut ({view.engine.policy})"
+    if any(slot.phase == "blocked" for slot in slots):
+        return f"wait: free slots are shut ({past.view.policy if past else view.engine.policy})"
     return "wait: the next step admits"
 
 
 def draw_slots(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """A line for each slot: the request that holds it, and what fills how many of its rows of the KV cache."""
-    slots = state.view.engine.slots
+    slots = state.slots()
     rows = fit_slots(state, height - 3)
     widths = (11, 9, 7) if width >= 70 else (11,)
     right = aligned(("used/rows", "TTFT ms", "tok/s"), widths)
     bar = width - 18 - len(right)
-    title = "Slots" if len(rows) == len(slots) else f"Slots {rows[0]}–{rows[-1]} of {len(slots)}"
+    title = state.titled("Slots" if len(rows) == len(slots) else f"Slots {rows[0]}–{rows[-1]} of {len(slots)}")
     glyphs = legend(p, ink.REUSED, ink.PREFILL, ink.DECODE, ink.REMEMBERED)
     labels = ((2, "#"), (4, "phase   req"), (18, shorten("rows of the KV cache", bar)), (18 + bar, right))
     lines = [heading(p, width, title, legend=glyphs), axis(p, *labels)]
     lines += [draw_slot(state, p, slots[row], bar, widths) for row in rows]
-    last = not state.view.busy and state.periods and state.periods[-1].over
-    return [*lines, last_line(state.periods[-1], p, width) if last else queue_line(state.view, p, width)]
+    last = not state.past and not state.view.busy and state.periods and state.periods[-1].over
+    return [*lines, last_line(state.periods[-1], p, width) if last else queue_line(state, slots, p, width)]
 
 
 def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, widths: Sequence[int]) -> Line:
     request, max_len = state.requests.get(slot.request), state.view.engine.limits.max_len
+    request = request and state.then(request)
     here, do, colour = slot.slot == state.selected, f"select({slot.slot})", p.text if request else p.muted
     pen = Pen().put("▌" if here else " ", p.accent).put(f"{slot.slot:>2} ", colour, here, do)
     phase = state.phase(slot)
@@ -126,12 +132,12 @@ def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, widths: Sequen
     return pen.put(right, colour, here, do).line
 
 
-def queue_line(view: View, p: Palette, width: int) -> Line:
-    waiting, why = view.engine.waiting, why_waiting(view)
+def queue_line(state: State, slots: Sequence[SlotView], p: Palette, width: int) -> Line:
+    (waiting, line), why = state.line(), why_waiting(state, slots)
     pen = Pen().put(f" queue {waiting:,}", p.text, True)
     pen.put(f"  {why}" if waiting else "", p.bad if "shut" in why else p.muted)
     left = waiting  # requests that have not been named yet
-    for request, waited in view.engine.queue:
+    for request, waited in line:
         text = f"  r{request} {span(waited)}"
         if pen.width + len(text) + 12 > width and left > 1:
             break
@@ -237,7 +243,7 @@ def draw_streams(state: State, p: Palette, width: int, height: int) -> list[Line
     tall, wide, shown = (height - 1) // -(-count // across), width // across, range(count)
     if tall < 2:
         across, tall, wide, shown = 1, height - 1, width, [state.selected]
-    lines = [heading(p, width, "Answers", "y copies" if len(shown) == 1 else "")]
+    lines = [heading(p, width, state.titled("Answers"), "y copies" if len(shown) == 1 else "")]
     for first in shown[::across]:
         texts = [draw_stream(state, p, wide - 2, tall, slot) for slot in range(first, min(count, first + across))]
         for row in range(tall):
@@ -246,8 +252,8 @@ def draw_streams(state: State, p: Palette, width: int, height: int) -> list[Line
     return lines
 
 
-def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """One step: what was planned, how many tokens it computed, and where its time went."""
+def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = False) -> list[Line]:
+    """One step: what was planned, how many tokens it computed, and where its time went. `whole`: all lines."""
     step, unseen = state.step, state.here.unseen if state.here else 0
     title, which = f"Step {step.step:,}" if step else "Step", "newest" if state.cursor is None else "End: follow"
     lines = [heading(p, width, title, which)]
@@ -259,16 +265,16 @@ def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
     prefill, decode = sum(stop - start for *_, start, stop in step.prefill), len(step.decode)
     stages = {"plan": step.plan_s, "build": step.build_s, "wait": step.wait_s, "commit": step.commit_s}
     total, budget = step.seconds or 1e-9, state.view.engine.limits.budget
-    held = step.held and ", ".join(f"r{r}" for _, r in step.held)
+    held = step.held and ", ".join(f"r{r}" for _, r in sorted(step.held))
     entries = {
-        "admitted": ", ".join(f"r{r} → slot {s}" for s, r in step.admitted) or "no request",
-        "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in step.prefill) or "no chunk",
-        "decode": f"slots {', '.join(str(s) for s, _ in step.decode)}" if decode else "no slot",
-        "tokens": f"{prefill} prefill + {decode} decode = {prefill + decode} in one step; {step.tokens} delivered",
-        "budget": f"cost {step.cost - decode} + {decode} of {budget} (chunks count in {PADDING}s)",
+        "admitted": ", ".join(f"r{r} → slot {s}" for s, r in sorted(step.admitted)) or "no request",
+        "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)) or "no chunk",
+        "decode": f"slots {', '.join(str(s) for s, _ in sorted(step.decode))}" if decode else "no slot",
+        "tokens": f"{prefill:,} prefill + {decode} decode = {prefill + decode:,} in one step; {step.tokens} delivered",
+        "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,} (chunks count in {PADDING}s)",
         "held": step.held and f"{held}: over the budget, or what they share is being written",
-        "ghosts": step.ghosts and f"slots {', '.join(map(str, step.ghosts))}: had ended, seen one step late",
-        "in line": str(step.waiting or ""),
+        "ghosts": step.ghosts and f"slots {', '.join(map(str, sorted(step.ghosts)))}: had ended, seen one step late",
+        "in line": f"{step.waiting:,}" if step.waiting else "",
         "ranks": ranks_line(state.view.engine.ranks),
         "time": f"{1000 * total:.2f} ms = " + " + ".join(f"{name} {1000 * s:.2f}" for name, s in stages.items()),
     }
@@ -278,7 +284,11 @@ def draw_step(state: State, p: Palette, width: int, height: int) -> list[Line]:
     for (name, spent), hue in zip(stages.items(), ink.HUES, strict=False):
         cells = max(1, round(spent / total * (width - 15)))
         pen.put(f"{name:─^{cells}}"[:cells] if cells > len(name) else name[:cells], ink.style(ink.ink_on(hue), hue))
-    return [*lines[: height - 1], pen.line] if len(lines) < height else lines[:height]
+    lines.append(pen.line)
+    hidden = len(lines) - height
+    if whole or hidden <= 0:
+        return lines
+    return [*lines[: height - 1], Pen().put(f" ↓ {count(hidden + 1, 'more line')}", p.accent, do="sheet('step')").line]
 
 
 def ranks_line(ranks: RanksView) -> str:
@@ -290,20 +300,39 @@ def ranks_line(ranks: RanksView) -> str:
 
 
 def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """One request that has ended: its figures and why it ended, its prompt, and its text."""
+    """One request: its figures, its steps and why it ended, its prompt, and its text."""
     r = state.open
     if r is None:
         return [heading(p, width, "Requests"), Pen().put(" Nothing has ended yet. Esc goes back.", p.muted).line]
-    m = r.metrics
+    ids = [request.id for request in reversed(state.ended)]
+    which = f"{ids.index(r.id) + 1:,} of {state.view.engine.finished:,} that have ended" if r.id in ids else "open"
+    note = "↓ earlier  ↑ later  g steps  y copy  Esc back"
+    return [heading(p, width, f"r{r.id}, {which}", note, do="screen.dismiss"), *about(state, p, width, r)]
+
+
+def draw_request(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """The request in the selected slot. `g` opens all of it."""
+    r = state.owner(state.selected)
+    if r is None:
+        return [heading(p, width, "Request"), Pen().put(f" slot {state.selected}: nothing yet", p.muted).line]
+    lines = [heading(p, width, state.titled(f"Request r{r.id}"), "g opens", do="go"), *about(state, p, width, r)]
+    if (hidden := len(lines) - height) <= 0:
+        return lines
+    return [*lines[: height - 1], Pen().put(f" ↓ {count(hidden + 1, 'more line')}: g", p.accent, do="go").line]
+
+
+def about(state: State, p: Palette, width: int, r: RequestView) -> list[Line]:
+    """All that is known about a request."""
+    m, lasted = r.metrics, (state.view.engine.now if r.ended is None else r.ended) - r.arrived
     figures = (
-        f"{r.reason}; {r.policy or 'never admitted'}; "
-        f"{m.prompt_tokens} prompt tokens, {m.cached_tokens} of them reused; {m.output_tokens} new tokens; "
-        f"TTFT {span(m.ttft_s)}; {number(m.tokens_per_s)} tokens/s; in all {span(r.ended - r.arrived)}"
+        f"{r.reason or 'open'}; {r.policy or ('in line' if r.reason is None else 'never admitted')}; "
+        f"{count(m.prompt_tokens, 'prompt token')}, {m.cached_tokens:,} of them reused; "
+        f"{count(m.output_tokens, 'new token')}; waited {span(m.queued_s)}; TTFT {span(m.ttft_s)}; "
+        f"{number(m.tokens_per_s)} tokens/s; in all {span(lasted)}"
     )
-    title = f"r{r.id}, {state.opened + 1:,} of {state.view.engine.finished:,} that have ended"
     return [
-        heading(p, width, title, "↓ earlier  ↑ later  y copy  Esc back", do="screen.dismiss"),
         *entry(p, width, "figures", figures),
+        *entry(p, width, "steps", life_of(state, r)),
         *entry(p, width, "from", client_of(r), p.muted),
         *entry(p, width, "prompt", prompt_of(r), p.muted),
         *entry(p, width, "error", clean(r.error or ""), p.bad),
@@ -311,11 +340,21 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
     ]
 
 
+def life_of(state: State, request: RequestView) -> str:
+    """In which slot and in which steps a request was, as far as they are remembered."""
+    steps = [state.history[i] for i in state.steps_of(request)]
+    if not steps:
+        return ""
+    kinds = Counter(column.cells[request.slot].kind for column in steps)
+    what = ", ".join(f"{kinds[kind]:,} {ink.NAMES[kind]}" for kind in sorted(kinds))
+    return f"{steps[0].step:,} to {steps[-1].step:,}, in slot {request.slot}: {what}"
+
+
 def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """Two timelines on one scale of time, each under its figures, and a sentence that says which policy won."""
-    contest = state.contest or race(state)
+    contest = state.contest or (race(state) if state.view.racing or not state.raced else state.raced)
     kinds = legend(p, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.EMPTY)
-    widths = (21, 12, 12, 12, 9, 9) if width >= 78 else (12, 11, 12, 0, 9, 0)
+    widths = (22, 7, 11, 11, 11, 8, 8) if width >= 80 else (12, 7, 11, 11, 0, 9, 0)
     titles = aligned(("", *FIGURES), widths)
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
     words = [Pen().put(f" {line}", p.text, True).line for line in wrap(verdict(contest.runs), width - 2) if line]
@@ -326,7 +365,7 @@ def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line
     names = axis(p, (1, part), (len(titles) - len(titles.lstrip()), titles.lstrip()))
     lines = [heading(p, width, contest.title, "Esc back", kinds, do="screen.dismiss"), names]
     for run in contest.runs:
-        pen = Pen().put(f" {run.policy}, {run.how}" if width >= 78 else f" {run.policy}", p.text, True).to(widths[0])
+        pen = Pen().put(f" {run.policy}, {run.how}" if width >= 80 else f" {run.policy}", p.text, True).to(widths[0])
         lines.append(pen.put(aligned(run.figures, widths[1:]), p.text).line)
         columns = in_time(run, width - 5, longest)
         for slot in shown:
@@ -356,6 +395,8 @@ def draw_loading(state: State, p: Palette, width: int, height: int) -> list[Line
     for stage in before:
         say(stage, p.muted, "✓ ")
     say(last, p.text, "✗ " if view.stage == "failed" else "… ")
+    if state.said:
+        say(f"{state.said}; they wait for the model", p.accent, "  ")
     if state.printed and not view.error:
         say(state.printed, p.muted, "  ")
     if view.door and not view.error:
@@ -377,6 +418,6 @@ def draw_mark(state: State, p: Palette, width: int, height: int) -> list[Line]:
 def draw_settings(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How the next prompt is fired; for a while after a key, what the key has done."""
     s = state.settings
-    text = f"temp {s.temperature:g} · max {s.max_tokens} tok · seed {'–' if s.seed is None else s.seed}"
+    text = f"temp {s.temperature:g} · max {s.max_tokens:,} tok · seed {'–' if s.seed is None else s.seed}"
     text = shorten(state.said or text, width - 2)
     return [Pen().to(width - 1 - cell_len(text)).put(text, p.accent if state.said else p.muted, do="settings").line]

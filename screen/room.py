@@ -87,6 +87,13 @@ class Settings(NamedTuple):
     burst: int = 24
     rate: float = 2.0  # of the steady load, requests a second
 
+    @property
+    def words(self) -> str:
+        """As `/set` takes them."""
+        seed = "none" if self.seed is None else self.seed
+        figures = f"temperature={self.temperature:g} max={self.max_tokens} seed={seed}"
+        return f"{figures} burst={self.burst} rate={self.rate:g}"
+
     def ask(self, prompt: str, most: float = math.inf, number: int = 0) -> Ask:
         """A prompt with these settings, and an answer of at most `most` tokens. `number` makes seeds differ."""
         seed = None if self.seed is None else self.seed + number
@@ -103,6 +110,11 @@ class Leg(NamedTuple):
     first_step: int
     last_step: int | None  # None while it runs
     requests: tuple[int, ...]
+
+    @property
+    def stop(self) -> float:
+        """The step behind its last one."""
+        return math.inf if self.last_step is None else self.last_step + 1
 
 
 class Fault(NamedTuple):

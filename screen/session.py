@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import cycle, islice
 
-from parts.answers import RequestView
+from parts.answers import RequestView, Snapshot
 from parts.checks import read_real, read_whole
 from sched import POLICIES
-from screen.ink import clean, number, shorten, span
+from screen.ink import clean, count, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
+from screen.runs import FIGURES, Contest
 from screen.state import State, client_of, compare, prompt_of, race, verdict
-from screen.timeline import FIGURES, Contest
 from screen.totals import words
 
 SETTABLE = {  # what /set takes: the field, and its limits
@@ -81,21 +81,28 @@ class Session:
         name, _, rest = line.removeprefix("/").partition(" ")
         command = getattr(self, f"_do_{name}", None)
         if command is None:
-            known = " ".join(f"/{method[4:]}" for method in dir(self) if method.startswith("_do_"))
-            raise ValueError(f"/{name} is no command; there are {known}")
+            raise ValueError(f"/{name} is no command; there are {self._do_help()}")
         return command(rest.strip()) or ""
 
+    def _do_help(self, rest: str = "") -> str:
+        return " ".join([*(f"/{method[4:]}" for method in dir(self) if method.startswith("_do_")), "/quit"])
+
     def _do_burst(self, rest: str) -> str:
-        count = read_whole("burst", rest or str(self.state.settings.burst), 1, 1000)
-        self.room.fire(self.asks(count))
+        many = read_whole("burst", rest or str(self.state.settings.burst), 1, 1000)
+        self.room.fire(self.asks(many))
         eases, self.eases = self.eases and not self.state.view.paused, False
         if not eases:
-            return f"{count:,} prompts fired"
+            return f"{count(many, 'prompt')} fired"
         self.room.slow(SLOW, True)
         return "slowly: + faster, 0 full speed"
 
     def _do_race(self, rest: str) -> None:
-        """A burst of this size under the policies that are named: /race 12 static serial."""
+        """A burst of this size under the policies that are named: /race 12 static serial. /race last shows the last."""
+        if rest == "last":
+            if not self.state.raced:
+                raise ValueError("no race has been run yet; r runs one")
+            self.state.contest = self.state.raced
+            return
         if self.state.view.door:
             raise ValueError("no race while the door is open, since clients would wait for it; /compare needs none")
         words = rest.split()
@@ -129,8 +136,12 @@ class Session:
             owner = None if rest == "all" else read_whole("request", rest.removeprefix("r"), 0, 2**31)
         elif owner is None:
             return f"slot {slot} is free"
-        request = self.state.requests.get(owner)
-        if request and not request.reason and owner not in self.room.own:
+        request, known_here = self.state.requests.get(owner), owner in self.room.own
+        if request and request.reason and not known_here:
+            raise ValueError(f"r{owner} has ended already ({request.reason})")
+        if owner is not None and request is None and not known_here and self.heard:
+            raise ValueError(f"r{owner} is not known here; it may have ended long ago")
+        if request and not request.reason and not known_here:
             raise ValueError(f"r{owner} is a client's: it ends when its client hangs up")
         self.room.cancel(owner)
         whose = "your requests" if self.state.view.door else "requests"
@@ -163,6 +174,8 @@ class Session:
         return f"slow motion: {rate:g} steps/s" if rate else "full speed"
 
     def _do_set(self, rest: str) -> str:
+        if not rest:
+            return self.state.settings.words
         changes = {}
         for pair in rest.split():
             name, _, value = pair.partition("=")
@@ -181,13 +194,13 @@ def known(policy: str) -> str:
 
 
 # What a script may say besides the commands, and the action of the screen that this runs.
-SCRIPTED = {"help": "sheet('help')", "requests": "open(0)", "view": "view", "zoom": "zoom"}
+SCRIPTED = {"help": "sheet('help')", "requests": "open", "view": "view", "zoom": "zoom"}
 SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
 
 def orders_of(script: str) -> list[tuple[str, str]]:
     """ "static burst24 step60" -> [("static", ""), ("burst", "24"), ("step", "60")]"""
-    return re.findall(r"([a-z]+)[=:]?([0-9.]*)", script)
+    return re.findall(r"([a-z]+)[=:]?([0-9.]*)", script.lower())
 
 
 def as_command(word: str, rest: str) -> str:
@@ -225,8 +238,7 @@ class PlainLog:
         self._told |= {r.id: r for r in engine.requests}
         for r in engine.ended:
             self._told.pop(r.id, None)
-        news.sort(key=lambda event: event[0])
-        news += [(engine.now, f"policy {engine.policy}")] if engine.policy != self._policy else []
+        news = sorted([*self._switches(engine), *news], key=lambda event: event[0])
         news += [(engine.now, fault.message) for fault in state.faults[self._faults :]]
         for moment, line in news:
             self.write(f"{moment:8.3f} s  {line}")
@@ -234,11 +246,18 @@ class PlainLog:
         for period in new:
             self.write(f"{period.ended:8.3f} s  in all ({', '.join(period.policies)}): {', '.join(words(period))}")
             self._told_to = period.ended
-        self._policy, self._faults = engine.policy, len(state.faults)
+        self._faults = len(state.faults)
         done = sum(leg.last_step is not None for leg in view.legs)
         if done > self._legs:
             self.tell(race(state), self._legs)
         self._legs = done
+
+    def _switches(self, engine: Snapshot) -> Iterable[tuple[float, str]]:
+        """A policy holds from the first step that was planned under it; if there is none yet, from now."""
+        for moment, policy in (*((step.began, step.policy) for step in engine.steps), (engine.now, engine.policy)):
+            if policy != self._policy:
+                self._policy = policy
+                yield moment, f"policy {policy}"
 
     def _news(self, before: RequestView | None, r: RequestView) -> Iterable[tuple[float, str]]:
         """What has happened to a request since the view `before`: (when, what)."""
@@ -249,7 +268,7 @@ class PlainLog:
             yield r.arrived + r.metrics.ttft_s, f"r{r.id} has its first token after {span(r.metrics.ttft_s)}"
         if r.reason:
             rate = f", {number(r.metrics.tokens_per_s)} tokens/s" if r.metrics.tokens_per_s else ""
-            figures = f"{r.metrics.output_tokens} tokens, TTFT {span(r.metrics.ttft_s)}{rate}"
+            figures = f"{count(r.metrics.output_tokens, 'token')}, TTFT {span(r.metrics.ttft_s)}{rate}"
             yield r.ended, f"r{r.id} ends ({r.reason}): {figures}: {' '.join(clean(r.text).split())}"
 
     def obey(self, line: str) -> None:

@@ -15,14 +15,15 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from parts.answers import RequestView, SlotView, StepView
 from parts.journal import Call
 from sched import POLICIES
-from screen.ink import NAMES, clean, span
+from screen.ink import EMPTY, NAMES, clean, count, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
-from screen.timeline import Cell, Column, Contest, Run, column, costs_of, gap, measured, merge, replay
+from screen.runs import KNOWN, Contest, Prices, Run, measured, on_clock, renumbered, replay
+from screen.timeline import Column, column, gap, merge
 from screen.totals import Period
 
 
@@ -46,8 +47,9 @@ class State:
     edge: int = 0  # the index of the newest step in sight when the cursor was set
     zoom: int | None = None  # steps in a column; None: so many that the latest busy period fits
     lower: str = "timeline"  # the pane that is shown if there is room for one only
-    opened: int = 0  # which of the ended requests is open, counted from the newest
-    contest: Contest | None = None  # the comparison that is shown; None: the race
+    opened: int | None = None  # the request that is open; None: the newest that has ended
+    contest: Contest | None = None  # the comparison, or the old race, that is shown; None: the race that runs
+    raced: Contest | None = None  # the last race that has ended
     typing: bool = False  # the prompt box has the keyboard
     said: str = ""  # what the last command answered; shown for a while
     woke: int = 0  # index of the first step of the latest busy period
@@ -67,7 +69,8 @@ class State:
                 kept.clear()
             for kept in (self.periods, self.firsts, self.costs):
                 kept.clear()
-            self.cursor, self.selected, self.woke, self.opened, self.contest = None, 0, 0, 0, None
+            self.cursor, self.selected, self.woke, self.opened, self.contest = None, 0, 0, None, None
+        ends = self.view.racing and not view.racing
         self.view, news, self.model = view, view.engine, view.model or self.model
         if view.door:
             self.calls = [*self.calls, *view.door.ended][-self.REMEMBERED :]
@@ -85,10 +88,10 @@ class State:
             self.requests.pop(request.id, None)
         del self.ended[: -self.REMEMBERED]
         calls = view.door.missed if view.door else 0
-        unseen = ((news.missed, "steps went by"), (news.missed_ends, "requests ended"), (calls, "clients left"))
-        for count, what in unseen:
-            if count:
-                self.faults.append(Fault(f"{count:,} {what} unseen: the screen looked away for too long"))
+        unseen = ((news.missed, "step", "went by"), (news.missed_ends, "request", "ended"), (calls, "client", "left"))
+        for many, what, went in unseen:
+            if many:
+                self.faults.append(Fault(f"{count(many, what)} {went} unseen: the screen looked away for too long"))
         if news.missed and self.history:
             lost = news.output_tokens - self._delivered - sum(step.tokens for step in news.steps)
             self.history.append(gap(news.missed, max(0, lost), news.steps[0], self.history[-1]))
@@ -104,6 +107,8 @@ class State:
         self._delivered = news.output_tokens
         self._end_period(ended, not view.busy)
         self.owners |= {slot.slot: slot.request for slot in news.slots if slot.request is not None}
+        if ends:
+            self.raced = race(self)
         if len(self.history) > self.KEPT:
             gone = self.KEPT // 4
             del self.history[:gone]
@@ -195,7 +200,8 @@ class State:
     def move(self, steps: int) -> None:
         """Move the cursor back or forth. Beyond the newest step there is no cursor, and the newest is followed."""
         at = len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
-        self.look_at(max(0, at + steps))
+        if self.history:
+            self.look_at(max(0, at + steps))
 
     def look_at(self, index: int) -> None:
         if self.cursor is None:
@@ -213,20 +219,96 @@ class State:
     def step(self) -> StepView | None:
         return self.here.view if self.here else None
 
+    # --- as it was at the cursor's step; without a cursor, as it is now
+
     @property
-    def open(self) -> RequestView | None:
-        """The ended request that the user has opened."""
-        return self.ended[-1 - self.opened] if self.ended else None
+    def past(self) -> Column | None:
+        """The step that the cursor is on."""
+        return None if self.cursor is None else self.history[self.index_of(self.cursor)]
+
+    @property
+    def moment(self) -> float:
+        """The end of that step; without a cursor, the end of time."""
+        return self.past.ended if self.past else math.inf
+
+    def titled(self, title: str) -> str:
+        """The title of a pane that goes back in time with the cursor."""
+        return title if self.cursor is None else f"{title} at step {self.cursor:,}"
+
+    def slots(self) -> Sequence[SlotView]:
+        """What a free slot remembered then is not known any more."""
+        if (past := self.past) is None:
+            return self.view.engine.slots
+        out = []
+        for slot, ((kind, request), rows) in enumerate(zip(past.cells, past.rows, strict=True)):
+            m = self.requests[request].metrics if request in self.requests else None
+            prompt, reused = (m.prompt_tokens, m.cached_tokens) if m else (rows, 0)
+            said = rows - prompt + 1 if rows >= prompt > 0 else 0  # the newest token is not in the slot yet
+            phase = "free" if kind == EMPTY else NAMES[kind]
+            out.append(SlotView(slot, phase, request, rows, prompt, said, min(reused, rows), 0))
+        return out
+
+    def line(self) -> tuple[int, Sequence[tuple[int, float]]]:
+        """How many requests wait, and (request, seconds waited) of those in front."""
+        if (past := self.past) is None:
+            return self.view.engine.waiting, self.view.engine.queue
+        planned, waits = past.view.began, []
+        for r in sorted(self.requests.values(), key=lambda r: r.id):
+            left = r.ended if r.metrics.queued_s is None else r.arrived + r.metrics.queued_s
+            if r.arrived <= planned and (left is None or left > planned + 1e-9):
+                waits.append((r.id, planned - r.arrived))
+        return past.view.waiting, waits[: past.view.waiting]
+
+    def then(self, request: RequestView) -> RequestView:
+        """A request as it was. Its text is cut after as large a part as its tokens: that is about right."""
+        m, past = request.metrics, self.past
+        if past is None or (request.ended is not None and request.ended <= past.ended):
+            return request
+        said = sum(slot.output_tokens for slot in self.slots() if slot.request == request.id)
+        first = None if m.ttft_s is None or not said else m.ttft_s
+        lasted = past.ended - request.arrived - (first or 0.0)
+        rate = (said - 1) / lasted if said > 1 and lasted > 0 else None
+        text = request.text[: round(len(request.text) * said / max(1, m.output_tokens))]
+        metrics = replace(m, ttft_s=first, tokens_per_s=rate, output_tokens=said)
+        return replace(request, metrics=metrics, text=text, reason=None, error=None, ended=None)
 
     def owner(self, slot: int) -> RequestView | None:
-        return self.requests.get(self.owners.get(slot))
+        """The request that holds a slot, or held it last."""
+        if self.cursor is None:
+            return self.requests.get(self.owners.get(slot))
+        at = range(self.index_of(self.cursor), -1, -1)
+        request = next((r for i in at if (r := self.history[i].cells[slot].request) is not None), None)
+        return self.then(self.requests[request]) if request in self.requests else None
+
+    # --- from a step to a request, and back
+
+    @property
+    def open(self) -> RequestView | None:
+        """The request that the user has opened; else the newest that has ended."""
+        return self.requests.get(self.opened) or (self.ended[-1] if self.ended else None)
+
+    def browse(self, by: int) -> None:
+        """Open an earlier or a later one of those that have ended."""
+        ids = [request.id for request in reversed(self.ended)]
+        at = ids.index(self.opened) + by if self.opened in ids else 0
+        self.opened = ids[max(0, min(at, len(ids) - 1))] if ids else None
+
+    def steps_of(self, request: RequestView) -> list[int]:
+        """The places in the history of the steps in which a request was in its slot."""
+        if request.slot is None or request.metrics.queued_s is None:
+            return []
+        came = request.arrived + request.metrics.queued_s - 1e-9
+        first = bisect_left(self.history, came, key=lambda column: column.view.began)
+        last = bisect_left(self.history, request.ended or math.inf, key=lambda column: column.began)
+        mine = range(first, min(last + 1, len(self.history)))
+        return [i for i in mine if self.history[i].cells[request.slot].request == request.id]
 
     def phase(self, slot: SlotView) -> str:
         """What the newest step did for the slot's request, as Timeline and Step show it.
 
         The slot's own phase is what comes next: after the last chunk of a prompt that is decode.
         """
-        cell = self.history[-1].cells[slot.slot] if self.history else None
+        cell = self.history[-1].cells[slot.slot] if self.history and not self.past else None
         return NAMES[cell.kind] if cell and cell.request is not None and cell.request == slot.request else slot.phase
 
 
@@ -243,6 +325,11 @@ def client_of(request: RequestView) -> str:
 # --- comparing policies --------------------------------------------------------------------------------------------
 
 
+def prices(state: State) -> Prices:
+    """Made new from the steps that are known now: the clock of a race, and of a comparison."""
+    return Prices(column.view for column in state.history[-KNOWN:])
+
+
 def compare(state: State, rival: str = "") -> Contest:
     """What just ran, replayed under its own policy and under another.
 
@@ -257,39 +344,47 @@ def compare(state: State, rival: str = "") -> Contest:
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
     policies = Counter(column.view.policy for column in columns)  # more than one, if the user changed it meanwhile
-    ran, costs = policies.most_common(1)[0][0], costs_of(columns)
+    ran, costs = policies.most_common(1)[0][0], prices(state)
     rival = rival or next(policy for policy in POLICIES if policy != ran)
-    runs = [replay(state.view.engine.limits, requests, policy, columns[0].began, costs) for policy in (ran, rival)]
-    real = measured(", then ".join(policies), columns, requests)
+    _, moment = on_clock(columns, costs)
+    runs = [replay(state.view.engine.limits, requests, policy, moment, costs) for policy in (ran, rival)]
+    real = measured(", then ".join(policies), columns, requests, costs)
     note = (
-        f"Both are simulated: {span(costs[0])} a decode step, {span(costs[1])} a chunk of prefill, as measured. "
-        f"What really ran ({real.policy}) took {span(real.makespan)}, and {span(real.ttft_mean)} to the first token."
+        f"Simulated on the times of undisturbed steps: {span(costs.of(1, 0))} with one row, {span(costs.row)} more for "
+        f"each row, {span(costs.chunk)} for a chunk. What really ran ({real.policy}) took {real.figures[0]} steps, "
+        f"{span(real.makespan)} on that clock; by the wall clock {real.on_the_wall}."
     )
-    return Contest(f"Compare: {ran} and {rival}, {len(requests)} requests", runs, note)
+    return Contest(f"Compare: {ran} and {rival}, {count(len(requests), 'request')}", runs, note)
 
 
 def race(state: State) -> Contest:
     """The race so far, measured. In every leg the requests are numbered from 1, so that legs can be compared."""
-    runs, legs = [], state.view.legs
+    runs, legs, costs = [], state.view.legs, prices(state)
     for leg in legs:
-        number = {request: i + 1 for i, request in enumerate(leg.requests)}
-        steps = [c for c in state.history if leg.first_step <= c.step <= (leg.last_step or math.inf)]
-        columns = [c._replace(cells=tuple(Cell(kind, number.get(r)) for kind, r in c.cells)) for c in steps]
-        requests = [state.requests[id] for id in number if id in state.requests]
-        runs.append(measured(leg.policy, columns, requests, "measured" if leg.last_step else "running …"))
-    size = f", {len(legs[0].requests)} requests" if legs else ""
+        first, last = (bisect_left(state.history, step, key=lambda c: c.step) for step in (leg.first_step, leg.stop))
+        columns = renumbered(state.history[first:last], {request: i + 1 for i, request in enumerate(leg.requests)})
+        requests = [state.requests[id] for id in leg.requests if id in state.requests]
+        how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
+        runs.append(measured(leg.policy, columns, requests, costs, how))
+    size = f", {count(len(legs[0].requests), 'request')}" if legs else ""
     title = f"Race: {' and '.join([leg.policy for leg in legs] or RIVALS)}{size}"
-    note = "" if runs else "The race begins when everything that runs now has ended."
-    return Contest(title, runs, "Paused: space goes on." if state.view.paused else note)
+    if state.view.paused or not runs:
+        return Contest(title, runs, "Paused: space goes on." if state.view.paused else RACE_WAITS)
+    walls = "; ".join(f"{run.policy} {run.on_the_wall}" for run in runs)
+    return Contest(title, runs, f"Each step counts as long as steps of its kind take undisturbed. Wall clock: {walls}.")
+
+
+RACE_WAITS = "The race begins when everything that runs now has ended."
 
 
 def verdict(runs: Sequence[Run]) -> str:
     """One sentence that compares two runs, once both have ended."""
-    if len(runs) < 2 or any(run.how == "running …" or not run.makespan for run in runs):
+    if len(runs) < 2 or any(run.how in ("running …", "cut short") or not run.makespan for run in runs):
         return ""
     slow, fast = sorted(runs, key=lambda run: -run.makespan)
+    steps = f"{len(fast.columns):,} steps instead of {len(slow.columns):,}"
     times = f"{span(fast.makespan)} instead of {span(slow.makespan)}: {slow.makespan / fast.makespan:.2f} times as fast"
-    words = f"{fast.policy} takes {times} as {slow.policy}"
+    words = f"{fast.policy} takes {steps}, {times} as {slow.policy}"
     if slow.ttft_mean and fast.ttft_mean:
         words += f"; the first token comes after {span(fast.ttft_mean)} instead of {span(slow.ttft_mean)} on average"
     return words + "."

@@ -34,16 +34,16 @@ def model(tmp_path_factory) -> str:
 class Terminal:
     """A program in a terminal of so many characters, and the picture there."""
 
-    def __init__(self, *arguments: str, size: tuple[int, int] = (100, 30), **environment: str):
+    def __init__(self, *arguments: str, size: tuple[int, int] = (100, 30), **how):
         self.width, self.height = size
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", self.height, self.width, 0, 0))
         self.before = termios.tcgetattr(slave)
         self.slave = slave
-        env = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | environment
+        env = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
         command = [sys.executable, str(ROOT / "tui.py"), *arguments]
         self.began = time.monotonic()
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd="/")
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd="/", **how)
         self.raw = b""
         self.rows = [[" "] * self.width for _ in range(self.height)]
         self.x = self.y = self._drawn = 0
@@ -107,7 +107,7 @@ class Terminal:
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
             self.read(0.05)
 
-    def ends(self, code: int, within: float = 10) -> None:
+    def ends(self, code: int, within: float = 10, saying: str = "") -> None:
         """It ends, in time, and leaves the terminal as it was."""
         began = time.monotonic()
         while self.process.poll() is None:
@@ -124,7 +124,8 @@ class Terminal:
         assert termios.tcgetattr(self.slave)[:4] == self.before[:4], "the terminal's settings have changed"
         self.said = OTHER.sub("", tail[left:])
         rest = [line for line in self.said.splitlines() if not re.match(r" (policy|continuous|static|serial) ", line)]
-        assert not "".join(rest).strip(), f"rubbish after the end: {tail[left:]!r}"
+        last = " ".join("".join(rest).split())
+        assert saying in last if saying else not last, f"rubbish after the end: {tail[left:]!r}"
 
 
 def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and_quits(model, tmp_path):
@@ -159,7 +160,9 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         assert titles[:2] == ["policy", "requests"] and len(totals) >= 4, "what ran stays to be read after the end"
         assert totals[0][:2] == ["continuous", "12"] and totals[1][:2] == ["static", "12"]
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {"r2 decode", "blocked", "plan", "run", "commit"} <= {event["name"] for event in events}
+    assert {"r2 decode", "blocked", "plan", "build", "wait", "commit", "in line", "tokens/s"} <= {
+        event["name"] for event in events
+    }
 
 
 def test_the_first_frame_comes_before_mlx_and_q_leaves_at_once_even_then(model):
@@ -179,6 +182,30 @@ def test_a_signal_restores_the_terminal(model, number, code):
         terminal.ends(code, within=3)
 
 
+def test_ctrl_z_gives_the_terminal_back_and_the_screen_comes_again(model):
+    """Ctrl-Z did nothing. The engine's clock stands still meanwhile: a person may be away for an hour."""
+
+    def state() -> str:
+        return Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(") ")[2][0]
+
+    with Terminal("--model", model, process_group=0) as terminal:
+        terminal.sees("Slots", "idle")
+        terminal.type("\x1a")
+        deadline = time.monotonic() + 20
+        while state() != "T":
+            assert time.monotonic() < deadline, terminal.text()
+            terminal.read(0.05)
+        assert terminal.raw.rfind(b"\x1b[?1049h") < terminal.raw.rfind(b"\x1b[?1049l")
+        assert termios.tcgetattr(terminal.slave)[:4] == terminal.before[:4]
+        seen = len(terminal.raw)
+        terminal.process.send_signal(signal.SIGCONT)
+        while b"Slots" not in terminal.raw[seen:]:
+            assert time.monotonic() < deadline, terminal.text()
+            terminal.read(0.05)
+        terminal.type("q")
+        terminal.ends(0)
+
+
 def test_a_broken_model_says_what_helps_and_the_screen_can_be_left(tmp_path):
     folder = make_checkpoint(tmp_path / "broken", seed=1)
     weights = folder / "model.safetensors"
@@ -186,7 +213,7 @@ def test_a_broken_model_says_what_helps_and_the_screen_can_be_left(tmp_path):
     with Terminal("--model", str(folder), size=(80, 24)) as terminal:
         terminal.sees("is cut off", "q quits")
         terminal.type("\x03")
-        terminal.ends(0, within=3)
+        terminal.ends(2, within=3, saying="is cut off")
 
 
 def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
@@ -204,7 +231,7 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
     done = subprocess.run([*command], input=typed, capture_output=True, timeout=60, cwd="/")
     text = done.stdout.decode()
     assert done.returncode == 0 and "r1 waits: hello" in text and "r2 ends (length): 5 tokens" in text
-    assert "static, measured: makespan" in text and "continuous, measured: makespan" in text
+    assert "static, measured: steps " in text and "continuous, measured: steps " in text
 
 
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):

@@ -113,7 +113,7 @@ def test_a_clients_request_is_seen_like_ones_own_with_where_it_came_from(watched
     request = watched.sees(lambda state: number in state.requests and state.requests[number])
     assert (request.text, request.reason) == (answer.json["choices"][0]["text"], "length")
     assert call.status == 200 and call.tokens == 8 and call.id == answer.json["id"]
-    watched.state.opened = [r.id for r in watched.state.ended[::-1]].index(number)
+    watched.state.opened = number
     text = " ".join("\n".join(plain(panes.draw_requests(watched.state, ink.DARK, 100, 20))).split())
     assert "from 127.0.0.1" in text and f"r{number}" in watched.drawn()
 

@@ -1,0 +1,195 @@
+"""A workload under a policy: as it ran, or replayed; on a clock that interruptions do not reach.
+
+The problem. Two policies are to be compared by their seconds. But other programs take the processor away in mid-step,
+and the same race comes out as 1.0 or 3.9 times as fast.
+
+The way out. Steps that do the same work take the same time, unless they are disturbed. So all steps that are known are
+sorted into classes: so many rows decode, so many chunks of prompts go in. A class's time is that of its quickest steps:
+19 of 20 took longer. (With a busy program beside each core, three of four steps are disturbed, so a quartile still
+followed the load.) A straight line through the classes gives the price of a step, so that no step depends on a class
+that was seldom seen. A run's seconds are the prices of its steps, added up. What the wall clock shows beyond that is
+named: interruptions. And the number of steps is printed; nothing can disturb it.
+
+What it cannot tell apart: a step that looks back on more rows of the cache takes longer, too. So where answers are very
+long, a part of what is called interruptions is none.
+
+A replay needs no model, because `sched.py` needs none: `replay` takes the lengths and arrival times of what just ran,
+and drives a second `Scheduler` through them. Its steps have the same prices.
+
+What this file keeps. Every time in a `Run` but `wall` is on the clock of the prices, which begins at 0.
+
+Where next: `state.py`, which compares and races; `panes.py`, which draws both.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from parts.answers import Limits, RequestView, StepView
+from sched import Plan, Request, Scheduler
+from screen.ink import number, span
+from screen.timeline import Cell, Column, column, merge, useful_of
+
+FIGURES = ("steps", "makespan", "TTFT mean", "TTFT p95", "useful", "tok/s")
+
+
+class Run(NamedTuple):
+    """A workload under one policy, measured or simulated: its timeline and its figures."""
+
+    policy: str
+    how: str  # "measured" | "simulated" | "running …" | "cut short"
+    columns: Sequence[Column]
+    ttfts: Sequence[float]
+    wall: float = 0.0  # seconds by the wall clock; 0 if simulated
+
+    @property
+    def makespan(self) -> float:
+        return self.columns[-1].ended if self.columns else 0.0
+
+    @property
+    def ttft_mean(self) -> float | None:
+        return sum(self.ttfts) / len(self.ttfts) if self.ttfts else None
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Its figures as texts, in the order of `FIGURES`."""
+        p95 = sorted(self.ttfts)[math.ceil(0.95 * len(self.ttfts)) - 1] if self.ttfts else None
+        rate = sum(c.tokens for c in self.columns) / self.makespan if self.makespan else 0.0
+        times = map(span, (self.makespan, self.ttft_mean, p95))
+        return (f"{len(self.columns):,}", *times, f"{useful_of(self.columns):.0f} %", number(rate))
+
+    @property
+    def on_the_wall(self) -> str:
+        """Its seconds by the wall clock, and how many of them were none of its own."""
+        lost = self.wall - self.makespan
+        return span(self.wall) + (f", of it interruptions: {span(lost)}" if lost > self.wall / 50 else "")
+
+
+class Contest(NamedTuple):
+    """Two runs of one workload, one above the other."""
+
+    title: str
+    runs: Sequence[Run]
+    note: str = ""
+
+
+# --- the clock -----------------------------------------------------------------------------------------------------
+
+KNOWN = 10_000  # so many of the newest steps are asked for their times, so races in a row have one clock
+
+
+def undisturbed(times: Iterable[float]) -> float:
+    """Of the times of steps that did the same: the one that 19 of 20 exceed."""
+    times = sorted(times)
+    return times[(len(times) - 1) // 20]
+
+
+class Prices:
+    """What a step takes undisturbed: so much for itself, more for each row that decodes and each chunk of a prompt."""
+
+    def __init__(self, steps: Iterable[StepView]):
+        classes: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for step in (step for step in steps if step.decode or step.prefill):  # not those that the screen has missed
+            classes[len(step.decode), len(step.prefill)].append(step.seconds)
+        plain = [(rows, undisturbed(times), len(times)) for (rows, chunks), times in classes.items() if not chunks]
+        # The straight line that fits best. A class counts as often as it was seen.
+        seen = sum(n for *_, n in plain) or 1
+        rows, seconds = sum(r * n for r, _, n in plain) / seen, sum(t * n for _, t, n in plain) / seen
+        spread = sum(n * (r - rows) ** 2 for r, _, n in plain)
+        slope = sum(n * (r - rows) * (t - seconds) for r, t, n in plain) / spread if spread else 0.0
+        self.row = min(max(0.0, slope), seconds / max(rows, 1))  # no row is done for less than nothing, nor a step
+        self.step = seconds - self.row * rows
+        adds = [(t - self.of(rows, 0)) / chunks for (rows, chunks), times in classes.items() if chunks for t in times]
+        self.chunk = max(undisturbed(adds) if adds else 0.0, 1e-6)
+
+    def of(self, rows: int, chunks: int) -> float:
+        return (self.step + self.row * rows if rows else 0.0) + (self.chunk * chunks if chunks else 0.0)
+
+
+def on_clock(columns: Sequence[Column], prices: Prices) -> tuple[list[Column], Callable[[float], float]]:
+    """The same steps on the clock of the prices, and a function that says what that clock shows at a moment."""
+    out, now = [], 0.0
+    for i, c in enumerate(columns):
+        began = now + (c.began - columns[i - 1].ended if i else 0.0)  # a time in which nothing was to do stays as it is
+        now = began + prices.of(len(c.view.decode), len(c.view.prefill))
+        out.append(c._replace(began=began, ended=now))
+
+    def moment(at: float) -> float:
+        i = bisect_left(columns, at, key=lambda c: c.ended)
+        if i == len(columns):
+            return now
+        real, ours = columns[i], out[i]
+        part = (at - real.began) / ((real.ended - real.began) or 1.0)
+        return ours.began + part * (ours.ended - ours.began) if part > 0 else max(0.0, ours.began + at - real.began)
+
+    return out, moment
+
+
+# --- runs, measured and simulated ----------------------------------------------------------------------------------
+
+
+def measured(
+    policy: str, columns: Sequence[Column], requests: Sequence[RequestView], prices: Prices, how: str = "measured"
+) -> Run:
+    """What ran. The first token of a request comes with the last piece of its prompt."""
+    steps, moment = on_clock(columns, prices)
+    ends = {(request, stop): c.ended for c in steps for _, request, _, stop in c.view.prefill}
+    firsts = ((r, ends.get((r.id, r.metrics.prompt_tokens))) for r in requests if r.metrics.ttft_s is not None)
+    ttfts = [first - moment(r.arrived) for r, first in firsts if first is not None]
+    wall = columns[-1].ended - min((r.arrived for r in requests), default=columns[0].began) if columns else 0.0
+    return Run(policy, how, steps, ttfts, wall)
+
+
+def renumbered(columns: Iterable[Column], numbers: dict[int, int]) -> list[Column]:
+    """The same steps, with other numbers for the requests."""
+    return [c._replace(cells=tuple(Cell(kind, numbers.get(r)) for kind, r in c.cells)) for c in columns]
+
+
+def replay(
+    limits: Limits, requests: Sequence[RequestView], policy: str, moment: Callable[[float], float], prices: Prices
+) -> Run:
+    """The same requests through the same scheduler under another policy, on the clock of the prices.
+
+    The scheduler needs only lengths and arrival times: no text, no model. `moment` says what the clock showed when a
+    request arrived. Like the engine, this loop runs ahead: a step is planned before the one before is committed.
+    """
+    sched = Scheduler(**limits._asdict(), policy=policy)
+    coming = deque()
+    for r in requests:
+        m, prompt = r.metrics, (0,) * r.metrics.prompt_tokens
+        arrived = moment(r.arrived)
+        coming.append(Request(r.id, prompt, m.output_tokens, arrived, shares=False, prefilled=m.cached_tokens))
+    now, flight, columns = 0.0, None, []
+    firsts: dict[int, float] = {}  # by request: the time to its first token
+
+    def accept(request: Request, token: int) -> None:
+        firsts.setdefault(request.id, now - request.arrived)
+
+    while coming or sched.waiting or sched.running:
+        while coming and coming[0].arrived <= now:
+            sched.submit(coming.popleft())
+        plan: Plan | None = sched.plan(now)
+        if flight:
+            now += prices.of(len(flight.decodes), len(flight.chunks))
+            sched.commit(flight, [0] * len(flight.emitters), accept, now)
+            times = {"started": flight.at, "build_s": 0.0, "wait_s": now - flight.at, "read": now, "ended": now}
+            columns.append(column(StepView.of(flight, (), **times), limits.slots, columns[-1] if columns else None))
+        elif not plan and coming:
+            now = coming[0].arrived
+        flight = plan
+    return Run(policy, "simulated", columns, [firsts[r.id] for r in requests])
+
+
+def in_time(run: Run, width: int, longest: float) -> list[Column]:
+    """A run's columns on a scale of time, on which `longest` seconds are `width` cells wide."""
+    out, first = [], 0
+    for x in range(round(run.makespan / longest * width)):
+        ends = (x + 1) * longest / width
+        stop = max(first, bisect_left(run.columns, ends, key=lambda c: c.ended))
+        out.append(merge(run.columns[first:stop]) if stop > first else run.columns[min(first, len(run.columns) - 1)])
+        first = stop
+    return out

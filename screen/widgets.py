@@ -1,0 +1,89 @@
+"""A pane, and the prompt box, as Textual wants them.
+
+The problem. Panes are pure functions that answer with lines. A terminal wants strips, a few times a second, and clicks
+and turns of the wheel come back from it.
+
+What this file keeps. Only rows that have changed are painted again. Whatever is typed or pasted, the box shows no
+control character; several lines become one, and are several again when they are fired.
+
+Where next: `tui.py`, which places them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from textual import events
+from textual.binding import Binding
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
+from textual.widgets import Input
+
+from screen.ink import Line, Palette, clean
+from screen.state import State
+
+
+class Pane(Widget):
+    """Lines that a function draws from the state. Only rows that have changed are painted again.
+
+    `wheel` is the action of the mouse wheel. It is called with -1 or 1.
+    """
+
+    def __init__(self, draw: Callable[[State, Palette, int, int], list[Line]], id: str, wheel: str = ""):
+        super().__init__(id=id)
+        self._draw, self._wheel, self._strips = draw, wheel, []
+
+    def paint(self) -> None:
+        width, height = self.size
+        if not (self.display and width and height):
+            return
+        base, old = self.rich_style, self._strips if len(self._strips) == height else [None] * height
+        lines = self._draw(self.app.state, self.app.palette, width, height)[:height]
+        lines += [[]] * (height - len(lines))
+        self._strips = [Strip(line).adjust_cell_length(width).apply_style(base) for line in lines]
+        if rows := [y for y in range(height) if self._strips[y] != old[y]]:
+            self.refresh(*(Region(0, y, width, 1) for y in rows))
+
+    def render_line(self, y: int) -> Strip:
+        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
+
+    def on_resize(self) -> None:
+        self._strips = []
+        self.paint()
+
+    async def on_click(self, event: events.Click) -> None:
+        if do := event.style.meta.get("do"):
+            await self.app.run_action(do)
+        elif self.id == "timeline":
+            width, height = self.size
+            await self.app.run_action(f"point({event.x - 4}, {event.y - 1}, {width - 4}, {height - 2})")
+
+    async def on_mouse_scroll_up(self) -> None:
+        if self._wheel:
+            await self.app.run_action(f"{self._wheel}(-1)")
+
+    async def on_mouse_scroll_down(self) -> None:
+        if self._wheel:
+            await self.app.run_action(f"{self._wheel}(1)")
+
+
+NEWLINE = "␊"  # stands for a newline in the prompt box, which has one line
+
+
+class Prompt(Input):
+    """The prompt box. A prompt that could not be fired comes back into it."""
+
+    BINDINGS = (Binding("escape", "app.leave", show=False),)
+
+    def __init__(self) -> None:
+        super().__init__("", "i: type a prompt; Enter fires it", id="prompt", compact=True, select_on_focus=False)
+        self.cursor_blink = False
+
+    def validate_value(self, value: str) -> str:
+        return clean(value).replace("\n", NEWLINE)  # a paste may hold anything
+
+    def on_paste(self, event: events.Paste) -> None:
+        """All lines of it. The box itself would take the first one alone."""
+        event.prevent_default().stop()
+        self.replace(self.validate_value("\n".join(event.text.splitlines())), *self.selection)
