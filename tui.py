@@ -235,6 +235,7 @@ class Screen(App):
         self.watch(self.screen, "focused", self.note_focus)
         self.place(self.size)
         self.set_interval(self.LOOKS, self.look)
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # after Ctrl-Z and fg
         if threading.current_thread() is threading.main_thread():
             for signal_, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)):
                 asyncio.get_running_loop().add_signal_handler(signal_, lambda code=code: self.exit(return_code=code))

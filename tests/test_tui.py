@@ -1410,7 +1410,7 @@ def test_a_step_pane_that_is_cut_says_so_and_can_be_opened():
     async def scenario(it):
         it.stage.session.obey("/burst 20")
         await it.turns(3)
-        await it.press("v", "v", "v")
+        await it.press(*"v" * tui.LOWER.index("step"))
         await it.sees("more line")
         row = next(i for i, line in enumerate(it.text().splitlines()) if "more line" in line)
         await it.pilot.click(offset=(4, row))
@@ -1576,7 +1576,7 @@ def test_help_and_quit_are_commands():
         await it.press("slash", *"help", "enter")
         await it.sees("Help: keys")
         await it.press("escape", "slash", *"helpp", "enter")
-        await it.sees("/set /step /quit")
+        await it.sees("/slow /step /quit")
         await it.press("ctrl+u", *"/quit", "enter")
         assert it.app._exit and it.app.return_code == 0
 
