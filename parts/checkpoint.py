@@ -14,13 +14,20 @@ converted copy are never in memory together.
 import json
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from parts.checks import one_line, real, shown, whole
 from parts.device import mx
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# The families, and what a config.json may leave unsaid where Llama's means something else (docs/models.md).
+FAMILIES: dict[str, dict] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "granite": {},
+}
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
@@ -76,6 +83,7 @@ class Config:
     qk_norm: bool
     window: int | None  # of sliding window attention, which we do not have, so no slot may be longer
     rope: Rope
+    multipliers: dict[str, float] = field(default_factory=dict)  # of modules' outputs: folded into their weights
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the checkpoint must hold, with its shape before any quantization."""
@@ -163,10 +171,11 @@ def read_config(folder: Path, has_head: bool) -> Config:
     """The config of a folder. `has_head` (the weights hold an `lm_head`) decides about tying if the config does not."""
     path = folder / "config.json"
     raw = read_json(path)
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise _Fields(path, raw).refuse("model_type", family, FAMILIES)
+    raw |= {key: usual for key, usual in FAMILIES[family].items() if raw.get(key) is None}
     get, fields = raw.get, _Fields(path, raw)
-    family = get("model_type")
-    if family not in MODEL_TYPES:
-        raise fields.refuse("model_type", family, MODEL_TYPES)
     if get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.refuse("hidden_act", get("hidden_act"), ("silu",))
     for key in ("quantization", "quantization_config"):
@@ -185,11 +194,12 @@ def read_config(folder: Path, has_head: bool) -> Config:
         raise ModelError(f"{path}: {H} attention heads cannot share {Hkv} key-value heads evenly.")
     if get("head_dim") is None and D % H:
         raise ModelError(f"{path}: hidden_size {D} is no multiple of {H} heads, and head_dim is not given.")
-    Dh = fields.number("head_dim", 128 if family == "qwen3" else D // H)
+    Dh = fields.number("head_dim", D // H)
     if Dh % 2 or Dh < 4:
         raise ModelError(f"{path}: head_dim = {Dh}, but rotary positions turn pairs of numbers: even, and at least 4.")
     attention_bias = bool(get("attention_bias", False))
     max_positions = fields.number("max_position_embeddings", 2048)
+    tied = bool(get("tie_word_embeddings", not has_head))
     return Config(
         model_type=family,
         layers=fields.number("num_hidden_layers"),
@@ -201,14 +211,28 @@ def read_config(folder: Path, has_head: bool) -> Config:
         V=fields.number("vocab_size"),
         norm_eps=fields.number("rms_norm_eps", 1e-6, real, 0),
         max_positions=max_positions,
-        tied=bool(get("tie_word_embeddings", not has_head)),
+        tied=tied,
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias and family != "qwen2",
         mlp_bias=bool(get("mlp_bias", False)),
         qk_norm=family == "qwen3",
         window=_window(fields, family),
         rope=_rope(fields, max_positions),
+        multipliers=_multipliers(fields, Dh, tied) if family == "granite" else {},
     )
+
+
+def _multipliers(fields: _Fields, Dh: int, tied: bool) -> dict[str, float]:
+    """Granite's four multipliers, each as a factor of the weights that it can be folded into.
+
+    Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the quotient of the two. A
+    tied head is the embedding, multiplied with it: so the last norm, which nothing but the head reads, divides.
+    """
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    embedding, attention, residual, logits = (fields.number(name, 1.0, real, 1e-6) for name in names)
+    branches = dict.fromkeys(("o_proj", "down_proj"), residual)
+    last = 1 / (logits * embedding) if tied else 1 / logits
+    return {"embed_tokens": embedding, "q_proj": attention * Dh**0.5, **branches, "norm": last}
 
 
 def _window(fields: _Fields, family: str) -> int | None:

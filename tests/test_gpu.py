@@ -43,6 +43,7 @@ CHOSEN = {
         "qwen3",
         "float16",  # as float32, like the rest
         "some layers quantized, each in its way",
+        "granite, 4 bits, tied",
     )
 }
 

@@ -265,7 +265,7 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3, granite"]),
         ({"model_type": ...}, ["model_type", "llama"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, ["yarn", "default, linear, dynamic, llama3"]),
         ({"rope_scaling": {"type": "longrope"}}, ["longrope"]),
@@ -427,7 +427,7 @@ SCALING = "rope_theta factor low_freq_factor high_freq_factor original_max_posit
 
 def strange(rng: random.Random, config: dict) -> dict:
     """A good config with one to three values replaced, in it or in its rope scaling."""
-    config = config | {"model_type": rng.choice(("llama", "mistral", "qwen2", "qwen3"))}
+    config = config | {"model_type": rng.choice([*checkpoint.FAMILIES])}
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = rng.choice(STRANGE)
         if rng.random() < 0.3:

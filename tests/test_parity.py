@@ -23,6 +23,14 @@ PROMPTS, TOKENS = 16, 32  # of each configuration
 CLOSE = 1e-4  # logits may differ by this much, and where the best two are nearer than this, either may win
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+GRANITE = {
+    "embedding_multiplier": 0.6,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.8,
+    "logits_scaling": 2.5,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
 CONFIGS = {
     "multi-head attention": {"num_key_value_heads": 4},
@@ -74,6 +82,22 @@ CONFIGS = {
         "intermediate_size": 128,
     },
     "deep and narrow": {"num_hidden_layers": 6, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 64},
+    "granite, tied": {"model_type": "granite", "tie_word_embeddings": True, **GRANITE},
+    "granite, biases, as published": {
+        "model_type": "granite",
+        **GRANITE,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "num_hidden_layers": 6,
+    },
+    "granite, 4 bits, tied": {
+        "model_type": "granite",
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (4, 32),
+        **GRANITE,
+    },
 }
 
 
@@ -125,7 +149,9 @@ def test_at_least_five_hundred_prompts_are_compared():
     assert len(CONFIGS) * PROMPTS >= 500
 
 
-@pytest.mark.parametrize("name", ["4 bits", "6 bits, tied", "some layers quantized, each in its way"])
+@pytest.mark.parametrize(
+    "name", ["4 bits", "6 bits, tied", "some layers quantized, each in its way", "granite, 4 bits, tied"]
+)
 def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
     """What a GPU does, where quantized products are fast: here they are slow, but as right."""
     folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])

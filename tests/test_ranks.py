@@ -61,6 +61,12 @@ KINDS = {
     "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "granite": {
+        "model_type": "granite",
+        "attention_bias": True,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+    },
     "4 bit": {"quantize": lambda module: (4, 32) if "embed" not in module else None},
 }
 
