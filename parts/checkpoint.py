@@ -27,7 +27,9 @@ FAMILIES: dict[str, dict] = {
     "qwen2": {},
     "qwen3": {"head_dim": 128},
     "granite": {},
+    "phi3": {"rms_norm_eps": 1e-5},
 }
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # as phi3 stores them
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
@@ -83,6 +85,7 @@ class Config:
     qk_norm: bool
     window: int | None  # of sliding window attention, which we do not have, so no slot may be longer
     rope: Rope
+    fused: bool = False  # the files hold q, k and v as one matrix, and gate and up (`Weights.split`)
     multipliers: dict[str, float] = field(default_factory=dict)  # of modules' outputs: folded into their weights
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -218,6 +221,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
         qk_norm=family == "qwen3",
         window=_window(fields, family),
         rope=_rope(fields, max_positions),
+        fused=family == "phi3",
         multipliers=_multipliers(fields, Dh, tied) if family == "granite" else {},
     )
 
@@ -246,7 +250,7 @@ def _window(fields: _Fields, family: str) -> int | None:
     elif family in ("qwen2", "qwen3"):
         slides = bool(raw.get("use_sliding_window", False)) and layers > fields.number("max_window_layers", 28, least=0)
     else:
-        slides = family == "mistral"
+        slides = family == "mistral" or (family == "phi3" and raw.get("sliding_window") is not None)
     if not slides or raw.get("sliding_window", 4096) is None:
         return None
     return fields.number("sliding_window", 4096)
@@ -406,6 +410,7 @@ class Weights:
         if not self.entries:
             raise ModelError(f"{folder}: its weight files hold no tensors; download the model again.")
         self._lazy: dict[Path, dict[str, mx.array]] = {}
+        self._cuts: dict[str, tuple[str, range]] = {}  # of a part: the tensor that holds it, and its rows there
 
     @property
     def has_head(self) -> bool:
@@ -425,9 +430,32 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.entries[name]["shape"])
 
+    def split(self, config: Config) -> None:
+        """Let what is stored as one tensor appear as its parts, under the names that other families give them."""
+        shapes = config.tensors()
+        for name in list(self.entries):
+            module, _, kind = name.rpartition(".")
+            place, _, fused = module.rpartition(".")
+            heights = {part: shapes.get(f"{place}.{part}.weight", (0,))[0] for part in FUSED.get(fused, ())}
+            entry, path, start = self.entries[name], self.files[name], 0
+            if not heights or not all(heights.values()):
+                continue  # whole as it is, or `check_against` finds no place for it
+            if entry["shape"][:1] != [sum(heights.values())]:
+                raise ModelError(
+                    f"{path}: {name} has the shape {self.shape(name)}, but config.json implies "
+                    f"{sum(heights.values())} rows; the two do not belong together; download both again."
+                )
+            for part, height in heights.items():
+                own = f"{place}.{part}.{kind}"
+                self.entries[own], self.files[own] = entry | {"shape": [height, *entry["shape"][1:]]}, path
+                self._cuts[own] = name, range(start, start := start + height)
+            del self.entries[name]
+
     def check_against(self, config: Config) -> None:
         """Refuse weights unless they hold every tensor that the config implies, in its shape, and no other."""
         folder = next(iter(self.files.values())).parent
+        if config.fused:
+            self.split(config)
         last = f"model.layers.{config.layers - 1}.input_layernorm.weight"
         if last not in self.entries:  # asked first, so that refusing a config with a million layers is quick
             raise ModelError(f"{folder} lacks the tensor {last}; download it again.")
@@ -480,7 +508,12 @@ class Weights:
                 self._lazy[path] = mx.load(str(path))
             except (RuntimeError, MemoryError) as error:
                 raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
-        array = self._lazy[path].pop(name)
+        name, rows = self._cuts.get(name, (name, None))
+        array = self._lazy[path][name] if rows else self._lazy[path].pop(name)
+        if rows:
+            if rows.stop == len(array):  # its parts are taken in order, and this is the last
+                del self._lazy[path][name]
+            array = array[rows.start : rows.stop]
         # One pass is enough, because the largest magnitude is NaN or inf if any number is, and 0 if all of them are.
         # (Packed integers, biases and quantization offsets may well be all zero.)
         if array.dtype != mx.uint32:

@@ -44,6 +44,7 @@ CHOSEN = {
         "float16",  # as float32, like the rest
         "some layers quantized, each in its way",
         "granite, 4 bits, tied",
+        "phi3, tied, 4 bits",
     )
 }
 

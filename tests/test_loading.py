@@ -255,6 +255,19 @@ def test_a_matrix_of_zeros_and_a_missing_and_a_foreign_and_a_misshapen_tensor(wh
     refused(broken("half", lambda w: w.update({scales: mx.ones((64, 2))})), "biases", "missing")
 
 
+def test_a_fused_matrix_of_another_height_or_in_a_family_that_has_none(tmp_path):
+    """Phi-3's q, k and v are cut out of one matrix. From one of another height they would be cut at wrong rows."""
+    folder, name = make_checkpoint(tmp_path, model_type="phi3"), "model.layers.1.self_attn.qkv_proj.weight"
+    change_weights(folder, lambda w: w.update({name: w[name][:100]}))
+    refused(folder, name, "(100, 64)", "128 rows")
+    change_config(folder, num_hidden_layers=1)
+    refused(folder, "model.layers.1", "no place")
+    change_config(folder, num_hidden_layers=2, model_type="llama")
+    refused(folder, "lacks", "q_proj")
+    change_config(folder, model_type="phi3", rope_scaling={"type": "longrope"})
+    refused(folder, "longrope")
+
+
 def test_quantized_shapes_that_no_quantization_has(tmp_path):
     folder = make_checkpoint(tmp_path, quantize=lambda module: (4, 32) if "down" in module else None)
     name = "model.layers.0.mlp.down_proj.weight"
@@ -265,7 +278,7 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3, granite"]),
+        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3, granite, phi3"]),
         ({"model_type": ...}, ["model_type", "llama"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, ["yarn", "default, linear, dynamic, llama3"]),
         ({"rope_scaling": {"type": "longrope"}}, ["longrope"]),
@@ -322,6 +335,8 @@ def test_a_sliding_window_shorter_than_the_slot(tmp_path):
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None),  # from layer 28 on
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
         ({"model_type": "qwen3", "head_dim": 16, "sliding_window": 64}, None),
+        ({"model_type": "phi3"}, None),
+        ({"model_type": "phi3", "sliding_window": 64}, 64),
     ],
 )
 def test_each_familys_way_to_say_whether_attention_slides(tmp_path, settings, window):

@@ -98,6 +98,14 @@ CONFIGS = {
         "quantize": lambda module: (4, 32),
         **GRANITE,
     },
+    "phi3": {"model_type": "phi3", "num_key_value_heads": 2, "sliding_window": 512},
+    "phi3, tied, 4 bits": {
+        "model_type": "phi3",
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (4, 32),
+        "shards": 2,
+    },
 }
 
 

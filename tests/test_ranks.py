@@ -67,6 +67,7 @@ KINDS = {
         "residual_multiplier": 0.3,
         "attention_multiplier": 0.1,
     },
+    "phi3": {"model_type": "phi3"},
     "4 bit": {"quantize": lambda module: (4, 32) if "embed" not in module else None},
 }
 
