@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict] = {
     "qwen3": {"head_dim": 128},
     "granite": {},
     "phi3": {"rms_norm_eps": 1e-5},
+    "olmo2": {"rms_norm_eps": 1e-5},
 }
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # as phi3 stores them
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
@@ -82,9 +83,10 @@ class Config:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: str  # of queries and keys: over each "head", over their whole "width", or "" for none
     window: int | None  # of sliding window attention, which we do not have, so no slot may be longer
     rope: Rope
+    norms_after: bool = False  # of each branch's output, not of its input
     fused: bool = False  # the files hold q, k and v as one matrix, and gate and up (`Weights.split`)
     multipliers: dict[str, float] = field(default_factory=dict)  # of modules' outputs: folded into their weights
 
@@ -108,12 +110,19 @@ class Config:
                 shapes[f"{layer}{name}.weight"] = (out, width)
                 if bias:
                     shapes[f"{layer}{name}.bias"] = (out,)
-            shapes[f"{layer}input_layernorm.weight"] = (D,)
-            shapes[f"{layer}post_attention_layernorm.weight"] = (D,)
+            for name in self.norms.values():
+                shapes[f"{layer}{name}.weight"] = (D,)
             if self.qk_norm:
-                shapes[f"{layer}self_attn.q_norm.weight"] = (self.Dh,)
-                shapes[f"{layer}self_attn.k_norm.weight"] = (self.Dh,)
+                shapes[f"{layer}self_attn.q_norm.weight"] = (q if self.qk_norm == "width" else self.Dh,)
+                shapes[f"{layer}self_attn.k_norm.weight"] = (kv if self.qk_norm == "width" else self.Dh,)
         return shapes
+
+    @property
+    def norms(self) -> dict[str, str]:
+        """What a layer's two norms are to `forward`, and what the checkpoint calls them."""
+        if self.norms_after:
+            return {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"}
+        return {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 def check_plain(path: Path) -> None:
@@ -218,9 +227,10 @@ def read_config(folder: Path, has_head: bool) -> Config:
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias and family != "qwen2",
         mlp_bias=bool(get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm={"qwen3": "head", "olmo2": "width"}.get(family, ""),
         window=_window(fields, family),
         rope=_rope(fields, max_positions),
+        norms_after=family == "olmo2",
         fused=family == "phi3",
         multipliers=_multipliers(fields, Dh, tied) if family == "granite" else {},
     )
@@ -456,7 +466,7 @@ class Weights:
         folder = next(iter(self.files.values())).parent
         if config.fused:
             self.split(config)
-        last = f"model.layers.{config.layers - 1}.input_layernorm.weight"
+        last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
         if last not in self.entries:  # asked first, so that refusing a config with a million layers is quick
             raise ModelError(f"{folder} lacks the tensor {last}; download it again.")
         expected = config.tensors()

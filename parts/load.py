@@ -30,14 +30,16 @@ from parts.ranks import ALONE, Ranks, Share
 
 
 class Layer(NamedTuple):
-    attn_norm: mx.array  # (D,)
     qkv: Dense | Quantized | SideBySide  # D -> (H + 2 Hkv) * Dh
-    q_norm: mx.array | None  # (Dh,), qwen3 alone
-    k_norm: mx.array | None
     o: Dense | Quantized  # H * Dh -> D
-    mlp_norm: mx.array
     gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
     down: Dense | Quantized  # hidden -> D
+    attn_norm: mx.array | None = None  # (D,), of what goes into attention; None where the family has none
+    attn_after: mx.array | None = None  # of what comes out of it
+    mlp_norm: mx.array | None = None
+    mlp_after: mx.array | None = None
+    q_norm: mx.array | None = None  # (Dh,), or (H * Dh,) and (Hkv * Dh,)
+    k_norm: mx.array | None = None
 
 
 @dataclass(frozen=True)
@@ -116,15 +118,13 @@ class ModelReader:
     def layer(self, name: str) -> Layer:
         if device.exiting.is_set():
             raise RuntimeError("the program is ending")
-        norms = [f"{name}self_attn.{part}_norm.weight" for part in "qk"]
-        q_norm, k_norm = [self.tensor(norm) if self.config.qk_norm else None for norm in norms]
+        norms = dict(self.config.norms)
+        if self.config.qk_norm:
+            norms |= {f"{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
         layer = Layer(
-            attn_norm=self.tensor(f"{name}input_layernorm.weight"),
+            **{norm: self.tensor(f"{name}{module}.weight") for norm, module in norms.items()},
             qkv=self.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
-            q_norm=q_norm,
-            k_norm=k_norm,
             o=self.linear(f"{name}self_attn.o_proj"),
-            mlp_norm=self.tensor(f"{name}post_attention_layernorm.weight"),
             gate_up=self.linear(f"{name}mlp.gate_proj", f"{name}mlp.up_proj"),
             down=self.linear(f"{name}mlp.down_proj"),
         )

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from parts.load import Model
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:  # (..., D) -> (..., D)
-    """x / sqrt(mean(x^2) + eps) * weight"""
-    return mx.fast.rms_norm(x, weight, eps)
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:  # (..., D) -> (..., D)
+    """x / sqrt(mean(x^2) + eps) * weight     Where a family has no norm there is no weight, and x stays as it is."""
+    return x if weight is None else mx.fast.rms_norm(x, weight, eps)
 
 
 def silu(x: mx.array) -> mx.array:

@@ -278,7 +278,7 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3, granite, phi3"]),
+        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3, granite, phi3, olmo2"]),
         ({"model_type": ...}, ["model_type", "llama"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, ["yarn", "default, linear, dynamic, llama3"]),
         ({"rope_scaling": {"type": "longrope"}}, ["longrope"]),

@@ -106,6 +106,14 @@ CONFIGS = {
         "quantize": lambda module: (4, 32),
         "shards": 2,
     },
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "rope_theta": 500000.0},
+    "olmo2, biases, 8 bits": {
+        "model_type": "olmo2",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "quantize": lambda module: (8, 32),
+    },
 }
 
 
