@@ -52,7 +52,7 @@ from parts.checkpoint import Config, ModelError
 from parts.device import device_lock, device_stream, mx
 from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, keeps_bits, slab_shape, widest_pass
 from parts.loop import Loop
-from parts.ops import rms_norm, softmax, swiglu, turning
+from parts.ops import rms_norm, softmax, swiglu, turning, unturned
 from parts.ranks import join
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
@@ -137,7 +137,8 @@ def heads(
         q, k = mx.split(qk, [c.H], axis=1)
         q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
         qk = mx.concatenate([q, k], axis=1)
-    q, k = mx.split(turn(qk), [c.H], axis=1)  # q and k turn alike: one operation for both
+    turned = turn(qk) if layer.turns else unturned(qk)
+    q, k = mx.split(turned, [c.H], axis=1)  # q and k turn alike: one operation for both
     return q, k, v
 
 

@@ -29,6 +29,8 @@ FAMILIES: dict[str, dict] = {
     "granite": {},
     "phi3": {"rms_norm_eps": 1e-5},
     "olmo2": {"rms_norm_eps": 1e-5},
+    "smollm3": {"rope_theta": 2_000_000.0},
+    "seed_oss": {"attention_bias": True, "head_dim": 128},
 }
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # as phi3 stores them
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
@@ -87,6 +89,7 @@ class Config:
     window: int | None  # of sliding window attention, which we do not have, so no slot may be longer
     rope: Rope
     norms_after: bool = False  # of each branch's output, not of its input
+    unturned: frozenset[int] = frozenset()  # the layers in which attention knows no positions
     fused: bool = False  # the files hold q, k and v as one matrix, and gate and up (`Weights.split`)
     multipliers: dict[str, float] = field(default_factory=dict)  # of modules' outputs: folded into their weights
 
@@ -225,15 +228,27 @@ def read_config(folder: Path, has_head: bool) -> Config:
         max_positions=max_positions,
         tied=tied,
         qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias and family != "qwen2",
+        o_bias=bool(get("attention_out_bias")) if family == "seed_oss" else attention_bias and family != "qwen2",
         mlp_bias=bool(get("mlp_bias", False)),
         qk_norm={"qwen3": "head", "olmo2": "width"}.get(family, ""),
         window=_window(fields, family),
         rope=_rope(fields, max_positions),
         norms_after=family == "olmo2",
+        unturned=_unturned(fields) if family == "smollm3" else frozenset(),
         fused=family == "phi3",
         multipliers=_multipliers(fields, Dh, tied) if family == "granite" else {},
     )
+
+
+def _unturned(fields: _Fields) -> frozenset[int]:
+    """SmolLM3 names the layers that have positions, by a 1 or a 0 for each, or says that every nth has none."""
+    layers, has = fields.number("num_hidden_layers"), fields.values.get("no_rope_layers")
+    interval = fields.number("no_rope_layer_interval", 4)
+    if has is None:
+        return frozenset(range(interval - 1, layers, interval))
+    if not isinstance(has, list) or len(has) < layers or not all(value in (0, 1) for value in has):
+        raise fields.refuse("no_rope_layers", has, (f"a 1 or a 0 for each of {layers} layers",))
+    return frozenset(i for i in range(layers) if not has[i])
 
 
 def _multipliers(fields: _Fields, Dh: int, tied: bool) -> dict[str, float]:
@@ -257,6 +272,8 @@ def _window(fields: _Fields, family: str) -> int | None:
         if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
             raise fields.refuse("layer_types", kinds, ("full_attention", "sliding_attention"))
         slides = "sliding_attention" in kinds
+    elif family == "smollm3":
+        slides = bool(raw.get("use_sliding_window", False)) and raw.get("sliding_window") is not None
     elif family in ("qwen2", "qwen3"):
         slides = bool(raw.get("use_sliding_window", False)) and layers > fields.number("max_window_layers", 28, least=0)
     else:

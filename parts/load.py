@@ -34,6 +34,7 @@ class Layer(NamedTuple):
     o: Dense | Quantized  # H * Dh -> D
     gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
     down: Dense | Quantized  # hidden -> D
+    turns: bool = True  # attention knows positions
     attn_norm: mx.array | None = None  # (D,), of what goes into attention; None where the family has none
     attn_after: mx.array | None = None  # of what comes out of it
     mlp_norm: mx.array | None = None
@@ -106,7 +107,7 @@ class ModelReader:
     def read(self) -> Model:
         c = self.config
         # One layer at a time, evaluated at once: else the files' copy and ours would stand in memory together.
-        layers = [self.layer(f"model.layers.{i}.") for i in range(c.layers)]
+        layers = [self.layer(f"model.layers.{i}.", i not in c.unturned) for i in range(c.layers)]
         norm, table = self.tensor("model.norm.weight"), self.linear("model.embed_tokens")
         head = None if self.ranks.rank else table if c.tied else self.linear("lm_head")
         frequencies = rope_frequencies(c.rope, c.Dh)
@@ -115,13 +116,14 @@ class ModelReader:
         mx.eval(norm, table, head, frequencies, periods)
         return model
 
-    def layer(self, name: str) -> Layer:
+    def layer(self, name: str, turns: bool) -> Layer:
         if device.exiting.is_set():
             raise RuntimeError("the program is ending")
         norms = dict(self.config.norms)
         if self.config.qk_norm:
             norms |= {f"{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
         layer = Layer(
+            turns=turns,
             **{norm: self.tensor(f"{name}{module}.weight") for norm, module in norms.items()},
             qkv=self.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
             o=self.linear(f"{name}self_attn.o_proj"),

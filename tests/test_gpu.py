@@ -45,7 +45,7 @@ CHOSEN = {
         "some layers quantized, each in its way",
         "granite, 4 bits, tied",
         "phi3, tied, 4 bits",
-        "olmo2, biases, 8 bits",
+        "olmo2, 8 bits",
     )
 }
 

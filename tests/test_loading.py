@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import V, make_checkpoint, make_tokenizer
+from transformers import AutoConfig
 
 from nanobatch import Engine, Model, Sampling, Text
 from parts import checkpoint, device, text
-from parts.checkpoint import ModelError
+from parts.checkpoint import FAMILIES, ModelError
 from parts.device import mx
 
 
@@ -278,7 +279,7 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3, granite, phi3, olmo2"]),
+        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3, granite, phi3, olmo2, smollm3, seed_oss"]),
         ({"model_type": ...}, ["model_type", "llama"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, ["yarn", "default, linear, dynamic, llama3"]),
         ({"rope_scaling": {"type": "longrope"}}, ["longrope"]),
@@ -301,6 +302,9 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
         ({"num_key_value_heads": 3}, ["4 attention heads", "3"]),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, ["64", "5"]),
         ({"head_dim": 15}, ["15", "even"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, ["no_rope_layers", "[1]", "2 layers"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 5]}, ["no_rope_layers", "[1, 5]"]),
+        ({"model_type": "granite", "logits_scaling": 0}, ["logits_scaling", "0"]),
         ({"vocab_size": 100}, ["embed_tokens", "(272, 64)", "(100, 64)"]),
     ],
 )
@@ -341,6 +345,24 @@ def test_a_sliding_window_shorter_than_the_slot(tmp_path):
 )
 def test_each_familys_way_to_say_whether_attention_slides(tmp_path, settings, window):
     assert Model.load(make_checkpoint(tmp_path, **settings)).config.window == window
+
+
+def test_what_a_familys_config_leaves_unsaid_is_what_transformers_takes_for_it(tmp_path):
+    """mlx-lm takes SeedOss for a model without biases if its config does not say, and SmolLM3 for another theta."""
+    for family in FAMILIES:
+        unsaid = {"head_dim": None, "rope_theta": None, "rms_norm_eps": None}
+        folder = make_checkpoint(tmp_path / family, model_type=family, **unsaid)
+        ours = checkpoint.read_config(folder, True)
+        given = json.loads((folder / "config.json").read_text())
+        theirs = AutoConfig.for_model(**given)
+        assert ours.norm_eps == theirs.rms_norm_eps, family
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"], family
+        assert ours.Dh == (getattr(theirs, "head_dim", None) or ours.D // ours.H), family
+        if family != "qwen2":  # its biases stand in the code
+            assert ours.qkv_bias == getattr(theirs, "attention_bias", False), family
+            assert ours.o_bias == getattr(theirs, "attention_out_bias", ours.qkv_bias)
+        turned = getattr(theirs, "no_rope_layers", [1, 1])
+        assert ours.unturned == {i for i, value in enumerate(turned) if not value}
 
 
 def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):

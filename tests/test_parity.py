@@ -107,12 +107,23 @@ CONFIGS = {
         "shards": 2,
     },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "rope_theta": 500000.0},
-    "olmo2, biases, 8 bits": {
-        "model_type": "olmo2",
+    "olmo2, 8 bits": {"model_type": "olmo2", "num_hidden_layers": 4, "quantize": lambda module: (8, 32)},
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layer_interval": 2},
+    "smollm3, layers named": {
+        "model_type": "smollm3",
         "num_hidden_layers": 3,
-        "num_key_value_heads": 1,
-        "attention_bias": True,
-        "quantize": lambda module: (8, 32),
+        "no_rope_layers": [0, 1, 0],
+        "head_dim": 24,
+        "rope_theta": 5000000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_bias": True, "attention_out_bias": False},
+    "seed_oss, bias of the output": {
+        "model_type": "seed_oss",
+        "head_dim": 24,
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "mlp_bias": True,
     },
 }
 

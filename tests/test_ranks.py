@@ -76,6 +76,8 @@ KINDS = {
         "attention_multiplier": 0.1,
     },
     "phi3": {"model_type": "phi3"},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0]},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
     "4 bit": {"quantize": lambda module: (4, 32) if "embed" not in module else None},
 }
 
