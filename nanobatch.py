@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kv import Slab, Window
-from parts import answers, checkpoint, device
+from parts import answers, device, models
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
 from parts.checkpoint import Config, ModelError
 from parts.device import device_lock, device_stream, mx
@@ -395,7 +395,7 @@ def read(model: str, dtype: str, report: Report, options: Mapping[str, Any]) -> 
     report(f"finding {model}")
     ranks = join()
     with device_lock, device_stream():
-        reader = ModelReader(checkpoint.find(model), dtype, ranks)
+        reader = ModelReader(models.find(model), dtype, ranks)
         text = Text(reader.folder, reader.config.V)
         sizes = reader.fit(**options)
         report(f"reading {device.readable(reader.nbytes)} of weights from {reader.folder.name}")

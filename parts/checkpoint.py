@@ -36,7 +36,6 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
-FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; no other file is ever read
 LONGEST = 100_000_000  # bytes of a text file, or of the header of a file with weights
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
 
@@ -306,45 +305,6 @@ def _rope(fields: _Fields, max_positions: int) -> Rope:
 
 
 # --- the files ---------------------------------------------------------------------------------------------------
-
-
-def find(model: str) -> Path:
-    """The folder of a model: "demo", a path, or a hub id such as `mlx-community/Llama-3.2-1B-Instruct-4bit`."""
-    try:
-        path = DEMO if model == "demo" else Path(model).expanduser()
-        if path.is_dir():
-            return path
-        exists = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have, or an unknown user's home
-        raise ModelError(f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id.") from None
-    if exists:
-        raise ModelError(f"{path} is a file; name the folder that holds config.json.")
-    if model == "demo":
-        raise ModelError(f"{path} is missing; the demo model comes with the checkout. Name a model of your own.")
-    if model.count("/") != 1 or model[0] in "./~":
-        raise ModelError(f"{shown(model)} is neither a folder nor a hub id of the form owner/name.")
-    return _download(model)
-
-
-def _download(repo: str) -> Path:
-    """Fetch a repository from the hub, or take it from the cache; huggingface_hub shows the progress."""
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES))
-    except errors.GatedRepoError:
-        why = "is gated: ask for access on its page, then log in with `hf auth login`"
-    except errors.RepositoryNotFoundError:
-        why = "is not on the hub: check the spelling, or log in with `hf auth login` if it is private"
-    except errors.HFValidationError:
-        why = "is no valid hub id (owner/name)"
-    except Exception as error:  # no network, a proxy, a full disk: something that the user can mend
-        try:  # the network may be down, but an older download may be here
-            return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
-        except Exception:
-            why = f"is not in the cache and could not be downloaded: check the network ({one_line(error, 200)})"
-    raise ModelError(f"{shown(repo)} {why}.")
 
 
 def _what_is(head: bytes) -> str | None:
