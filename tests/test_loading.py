@@ -365,6 +365,25 @@ def test_what_a_familys_config_leaves_unsaid_is_what_transformers_takes_for_it(t
         assert ours.unturned == {i for i, value in enumerate(turned) if not value}
 
 
+OTHERS = """
+    gemma gemma2 gemma3_text qwen3_moe mixtral gpt_oss gpt2 phi cohere2 starcoder2 olmo olmo3 glm4 exaone4 granitemoe
+    granitemoehybrid deepseek_v3 mamba2 falcon_h1 lfm2 bitnet ernie4_5 apertus qwen2_5_vl llama4_text
+"""
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS.split()])
+def test_a_config_as_transformers_writes_it_is_accepted_or_refused_with_all_that_is_supported(tmp_path, family):
+    """Its spelling changes with its releases: since the fifth, rope's theta stands in `rope_parameters`."""
+    config = AutoConfig.for_model(family).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if family in FAMILIES:
+        ours = checkpoint.read_config(tmp_path, True)
+        assert (ours.D, ours.layers) == (config["hidden_size"], config["num_hidden_layers"])
+        return
+    with pytest.raises(ModelError, match=rf"{family}.*Supported: {', '.join(FAMILIES)}"):
+        checkpoint.read_config(tmp_path, True)
+
+
 def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):
     change_config(
         folder,
