@@ -20,6 +20,7 @@ import sys
 from dataclasses import fields
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling
+from parts import models
 from parts.checks import one_line, printable
 
 
@@ -29,6 +30,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     reads = "- reads standard input, and so does no prompt; after -- nothing is an option"
     add("prompts", nargs="*", metavar="PROMPT", help=f"what to answer; {reads}")
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
+    add("--list", action="store_true", help="show the models that are here, and which can be served")
     add("--prompt", action="append", default=[], help="the same as PROMPT; may be repeated")
     add("--raw", action="store_true", help="take prompts as plain text, even if the model has a chat template")
     add("--max-tokens", type=int, help="longest answer in tokens (default: to the end of the slot)")
@@ -54,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Stream the answers in the prompts' order, while all of them run. 2 if the input was at fault."""
     args = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     handles: list[Handle] = []
+    if args.list:
+        return show_models()
     if sys.stdin is None:  # closed by the caller: then the first file to be opened would pass for standard input
         os.open(os.devnull, os.O_RDONLY)
     try:
@@ -85,6 +89,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanobatch: the answer cannot be written: {one_line(error)}", file=sys.stderr)
         return 1
     return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
+
+
+def show_models() -> int:
+    """A table of what is here. The name is what `--model` takes."""
+    lines = [("model", "family", "parameters", "bits", "on disk", "served"), *models.listed()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return 0
 
 
 def show(handle: Handle, prompt: str) -> None:

@@ -68,9 +68,10 @@ from typing import NamedTuple
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Request, Sampling, Scheduler
 from parts import device
 from parts.answers import StepView
-from parts.checkpoint import find, read_config
+from parts.checkpoint import read_config
 from parts.checks import one_line, read_whole, shown
 from parts.device import mx
+from parts.models import find
 from peers import PEERS, LlamaCpp, MlxLm, News, cores, obstacle
 
 ROOT = Path(__file__).resolve().parent

@@ -46,13 +46,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kv import Slab, Window
-from parts import answers, checkpoint, device
+from parts import answers, device, models
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
 from parts.checkpoint import Config, ModelError
 from parts.device import device_lock, device_stream, mx
 from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, keeps_bits, slab_shape, widest_pass
 from parts.loop import Loop
-from parts.ops import rms_norm, softmax, swiglu, turning
+from parts.ops import rms_norm, softmax, swiglu, turning, unturned
 from parts.ranks import join
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
@@ -87,6 +87,8 @@ def forward(
             |
             +- norm - gate, up (2,hidden) each - silu(gate) * up - down (2,8)
             + <-------------------------------------------------------+
+
+    Some families have their norms behind a branch instead of before it (`attn_after`); the others have None there.
     """
     c = model.config
     sizes = [array.size for array in ids]  # N is their sum
@@ -111,10 +113,10 @@ def forward(
             for part, look in zip(cut(q, [look.stop - look.start for look in own]), own, strict=True)
         ]
         sums = mx.concatenate(sums).reshape(*x.shape[:-1], -1)  # heads side by side
-        x = x + model.ranks.sum(layer.o(sums))  # (N, D)
+        x = x + rms_norm(model.ranks.sum(layer.o(sums)), layer.attn_after, c.norm_eps)  # (N, D)
         # The MLP: each token by itself.
         gate, up = mx.split(layer.gate_up(rms_norm(x, layer.mlp_norm, c.norm_eps)), 2, axis=-1)  # (N, hidden) each
-        x = x + model.ranks.sum(layer.down(swiglu(gate, up)))
+        x = x + rms_norm(model.ranks.sum(layer.down(swiglu(gate, up))), layer.mlp_after, c.norm_eps)
     return cut(rms_norm(x, model.norm, c.norm_eps).reshape(-1, c.D), sizes)
 
 
@@ -126,13 +128,17 @@ def heads(
     c: Config, layer: Layer, qkv: mx.array, window: Window, turn: Callable[[mx.array], mx.array]
 ) -> tuple[mx.array, mx.array, mx.array]:  # (B * L, (H + 2 Hkv) * Dh) -> (B, H, L, Dh), twice (B, Hkv, L, Dh)
     """A window's queries, keys and values, head by head, queries and keys turned by their positions."""
+    if c.qk_norm == "width":
+        q, k, v = mx.split(qkv, [c.H * c.Dh, (c.H + c.Hkv) * c.Dh], axis=-1)
+        qkv = mx.concatenate([rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps), v], axis=-1)
     qkv = qkv.reshape(window.B, window.L, c.H + 2 * c.Hkv, c.Dh).transpose(0, 2, 1, 3)  # (B, H + 2 Hkv, L, Dh)
     qk, v = mx.split(qkv, [c.H + c.Hkv], axis=1)
-    if c.qk_norm:
+    if c.qk_norm == "head":
         q, k = mx.split(qk, [c.H], axis=1)
         q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
         qk = mx.concatenate([q, k], axis=1)
-    q, k = mx.split(turn(qk), [c.H], axis=1)  # q and k turn alike: one operation for both
+    turned = turn(qk) if layer.turns else unturned(qk)
+    q, k = mx.split(turned, [c.H], axis=1)  # q and k turn alike: one operation for both
     return q, k, v
 
 
@@ -389,7 +395,7 @@ def read(model: str, dtype: str, report: Report, options: Mapping[str, Any]) -> 
     report(f"finding {model}")
     ranks = join()
     with device_lock, device_stream():
-        reader = ModelReader(checkpoint.find(model), dtype, ranks)
+        reader = ModelReader(models.find(model), dtype, ranks)
         text = Text(reader.folder, reader.config.V)
         sizes = reader.fit(**options)
         report(f"reading {device.readable(reader.nbytes)} of weights from {reader.folder.name}")

@@ -14,17 +14,28 @@ converted copy are never in memory together.
 import json
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from parts.checks import one_line, real, shown, whole
 from parts.device import mx
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# The families, and what a config.json may leave unsaid where Llama's means something else (docs/models.md).
+FAMILIES: dict[str, dict] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "granite": {},
+    "phi3": {"rms_norm_eps": 1e-5},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "smollm3": {"rope_theta": 2_000_000.0},
+    "seed_oss": {"attention_bias": True, "head_dim": 128},
+}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # as phi3 stores them
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
-FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; no other file is ever read
 LONGEST = 100_000_000  # bytes of a text file, or of the header of a file with weights
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
 
@@ -73,9 +84,13 @@ class Config:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: str  # of queries and keys: over each "head", over their whole "width", or "" for none
     window: int | None  # of sliding window attention, which we do not have, so no slot may be longer
     rope: Rope
+    norms_after: bool = False  # of each branch's output, not of its input
+    unturned: frozenset[int] = frozenset()  # the layers in which attention knows no positions
+    fused: bool = False  # the files hold q, k and v as one matrix, and gate and up (`Weights.split`)
+    multipliers: dict[str, float] = field(default_factory=dict)  # of modules' outputs: folded into their weights
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the checkpoint must hold, with its shape before any quantization."""
@@ -97,12 +112,19 @@ class Config:
                 shapes[f"{layer}{name}.weight"] = (out, width)
                 if bias:
                     shapes[f"{layer}{name}.bias"] = (out,)
-            shapes[f"{layer}input_layernorm.weight"] = (D,)
-            shapes[f"{layer}post_attention_layernorm.weight"] = (D,)
+            for name in self.norms.values():
+                shapes[f"{layer}{name}.weight"] = (D,)
             if self.qk_norm:
-                shapes[f"{layer}self_attn.q_norm.weight"] = (self.Dh,)
-                shapes[f"{layer}self_attn.k_norm.weight"] = (self.Dh,)
+                shapes[f"{layer}self_attn.q_norm.weight"] = (q if self.qk_norm == "width" else self.Dh,)
+                shapes[f"{layer}self_attn.k_norm.weight"] = (kv if self.qk_norm == "width" else self.Dh,)
         return shapes
+
+    @property
+    def norms(self) -> dict[str, str]:
+        """What a layer's two norms are to `forward`, and what the checkpoint calls them."""
+        if self.norms_after:
+            return {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"}
+        return {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 def check_plain(path: Path) -> None:
@@ -163,10 +185,11 @@ def read_config(folder: Path, has_head: bool) -> Config:
     """The config of a folder. `has_head` (the weights hold an `lm_head`) decides about tying if the config does not."""
     path = folder / "config.json"
     raw = read_json(path)
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise _Fields(path, raw).refuse("model_type", family, FAMILIES)
+    raw |= {key: usual for key, usual in FAMILIES[family].items() if raw.get(key) is None}
     get, fields = raw.get, _Fields(path, raw)
-    family = get("model_type")
-    if family not in MODEL_TYPES:
-        raise fields.refuse("model_type", family, MODEL_TYPES)
     if get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.refuse("hidden_act", get("hidden_act"), ("silu",))
     for key in ("quantization", "quantization_config"):
@@ -185,11 +208,12 @@ def read_config(folder: Path, has_head: bool) -> Config:
         raise ModelError(f"{path}: {H} attention heads cannot share {Hkv} key-value heads evenly.")
     if get("head_dim") is None and D % H:
         raise ModelError(f"{path}: hidden_size {D} is no multiple of {H} heads, and head_dim is not given.")
-    Dh = fields.number("head_dim", 128 if family == "qwen3" else D // H)
+    Dh = fields.number("head_dim", D // H)
     if Dh % 2 or Dh < 4:
         raise ModelError(f"{path}: head_dim = {Dh}, but rotary positions turn pairs of numbers: even, and at least 4.")
     attention_bias = bool(get("attention_bias", False))
     max_positions = fields.number("max_position_embeddings", 2048)
+    tied = bool(get("tie_word_embeddings", not has_head))
     return Config(
         model_type=family,
         layers=fields.number("num_hidden_layers"),
@@ -201,14 +225,42 @@ def read_config(folder: Path, has_head: bool) -> Config:
         V=fields.number("vocab_size"),
         norm_eps=fields.number("rms_norm_eps", 1e-6, real, 0),
         max_positions=max_positions,
-        tied=bool(get("tie_word_embeddings", not has_head)),
+        tied=tied,
         qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias and family != "qwen2",
+        o_bias=bool(get("attention_out_bias")) if family == "seed_oss" else attention_bias and family != "qwen2",
         mlp_bias=bool(get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm={"qwen3": "head", "olmo2": "width"}.get(family, ""),
         window=_window(fields, family),
         rope=_rope(fields, max_positions),
+        norms_after=family == "olmo2",
+        unturned=_unturned(fields) if family == "smollm3" else frozenset(),
+        fused=family == "phi3",
+        multipliers=_multipliers(fields, Dh, tied) if family == "granite" else {},
     )
+
+
+def _unturned(fields: _Fields) -> frozenset[int]:
+    """SmolLM3 names the layers that have positions, by a 1 or a 0 for each, or says that every nth has none."""
+    layers, has = fields.number("num_hidden_layers"), fields.values.get("no_rope_layers")
+    interval = fields.number("no_rope_layer_interval", 4)
+    if has is None:
+        return frozenset(range(interval - 1, layers, interval))
+    if not isinstance(has, list) or len(has) < layers or not all(value in (0, 1) for value in has):
+        raise fields.refuse("no_rope_layers", has, (f"a 1 or a 0 for each of {layers} layers",))
+    return frozenset(i for i in range(layers) if not has[i])
+
+
+def _multipliers(fields: _Fields, Dh: int, tied: bool) -> dict[str, float]:
+    """Granite's four multipliers, each as a factor of the weights that it can be folded into.
+
+    Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the quotient of the two. A
+    tied head is the embedding, multiplied with it: so the last norm, which nothing but the head reads, divides.
+    """
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    embedding, attention, residual, logits = (fields.number(name, 1.0, real, 1e-6) for name in names)
+    branches = dict.fromkeys(("o_proj", "down_proj"), residual)
+    last = 1 / (logits * embedding) if tied else 1 / logits
+    return {"embed_tokens": embedding, "q_proj": attention * Dh**0.5, **branches, "norm": last}
 
 
 def _window(fields: _Fields, family: str) -> int | None:
@@ -219,10 +271,12 @@ def _window(fields: _Fields, family: str) -> int | None:
         if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
             raise fields.refuse("layer_types", kinds, ("full_attention", "sliding_attention"))
         slides = "sliding_attention" in kinds
+    elif family == "smollm3":
+        slides = bool(raw.get("use_sliding_window", False)) and raw.get("sliding_window") is not None
     elif family in ("qwen2", "qwen3"):
         slides = bool(raw.get("use_sliding_window", False)) and layers > fields.number("max_window_layers", 28, least=0)
     else:
-        slides = family == "mistral"
+        slides = family == "mistral" or (family == "phi3" and raw.get("sliding_window") is not None)
     if not slides or raw.get("sliding_window", 4096) is None:
         return None
     return fields.number("sliding_window", 4096)
@@ -251,45 +305,6 @@ def _rope(fields: _Fields, max_positions: int) -> Rope:
 
 
 # --- the files ---------------------------------------------------------------------------------------------------
-
-
-def find(model: str) -> Path:
-    """The folder of a model: "demo", a path, or a hub id such as `mlx-community/Llama-3.2-1B-Instruct-4bit`."""
-    try:
-        path = DEMO if model == "demo" else Path(model).expanduser()
-        if path.is_dir():
-            return path
-        exists = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have, or an unknown user's home
-        raise ModelError(f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id.") from None
-    if exists:
-        raise ModelError(f"{path} is a file; name the folder that holds config.json.")
-    if model == "demo":
-        raise ModelError(f"{path} is missing; the demo model comes with the checkout. Name a model of your own.")
-    if model.count("/") != 1 or model[0] in "./~":
-        raise ModelError(f"{shown(model)} is neither a folder nor a hub id of the form owner/name.")
-    return _download(model)
-
-
-def _download(repo: str) -> Path:
-    """Fetch a repository from the hub, or take it from the cache; huggingface_hub shows the progress."""
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES))
-    except errors.GatedRepoError:
-        why = "is gated: ask for access on its page, then log in with `hf auth login`"
-    except errors.RepositoryNotFoundError:
-        why = "is not on the hub: check the spelling, or log in with `hf auth login` if it is private"
-    except errors.HFValidationError:
-        why = "is no valid hub id (owner/name)"
-    except Exception as error:  # no network, a proxy, a full disk: something that the user can mend
-        try:  # the network may be down, but an older download may be here
-            return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
-        except Exception:
-            why = f"is not in the cache and could not be downloaded: check the network ({one_line(error, 200)})"
-    raise ModelError(f"{shown(repo)} {why}.")
 
 
 def _what_is(head: bytes) -> str | None:
@@ -382,6 +397,7 @@ class Weights:
         if not self.entries:
             raise ModelError(f"{folder}: its weight files hold no tensors; download the model again.")
         self._lazy: dict[Path, dict[str, mx.array]] = {}
+        self._cuts: dict[str, tuple[str, range]] = {}  # of a part: the tensor that holds it, and its rows there
 
     @property
     def has_head(self) -> bool:
@@ -401,10 +417,33 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.entries[name]["shape"])
 
+    def split(self, config: Config) -> None:
+        """Let what is stored as one tensor appear as its parts, under the names that other families give them."""
+        shapes = config.tensors()
+        for name in list(self.entries):
+            module, _, kind = name.rpartition(".")
+            place, _, fused = module.rpartition(".")
+            heights = {part: shapes.get(f"{place}.{part}.weight", (0,))[0] for part in FUSED.get(fused, ())}
+            entry, path, start = self.entries[name], self.files[name], 0
+            if not heights or not all(heights.values()):
+                continue  # whole as it is, or `check_against` finds no place for it
+            if entry["shape"][:1] != [sum(heights.values())]:
+                raise ModelError(
+                    f"{path}: {name} has the shape {self.shape(name)}, but config.json implies "
+                    f"{sum(heights.values())} rows; the two do not belong together; download both again."
+                )
+            for part, height in heights.items():
+                own = f"{place}.{part}.{kind}"
+                self.entries[own], self.files[own] = entry | {"shape": [height, *entry["shape"][1:]]}, path
+                self._cuts[own] = name, range(start, start := start + height)
+            del self.entries[name]
+
     def check_against(self, config: Config) -> None:
         """Refuse weights unless they hold every tensor that the config implies, in its shape, and no other."""
         folder = next(iter(self.files.values())).parent
-        last = f"model.layers.{config.layers - 1}.input_layernorm.weight"
+        if config.fused:
+            self.split(config)
+        last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
         if last not in self.entries:  # asked first, so that refusing a config with a million layers is quick
             raise ModelError(f"{folder} lacks the tensor {last}; download it again.")
         expected = config.tensors()
@@ -456,7 +495,12 @@ class Weights:
                 self._lazy[path] = mx.load(str(path))
             except (RuntimeError, MemoryError) as error:
                 raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
-        array = self._lazy[path].pop(name)
+        name, rows = self._cuts.get(name, (name, None))
+        array = self._lazy[path][name] if rows else self._lazy[path].pop(name)
+        if rows:
+            if rows.stop == len(array):  # its parts are taken in order, and this is the last
+                del self._lazy[path][name]
+            array = array[rows.start : rows.stop]
         # One pass is enough, because the largest magnitude is NaN or inf if any number is, and 0 if all of them are.
         # (Packed integers, biases and quantization offsets may well be all zero.)
         if array.dtype != mx.uint32:

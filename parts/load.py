@@ -30,14 +30,17 @@ from parts.ranks import ALONE, Ranks, Share
 
 
 class Layer(NamedTuple):
-    attn_norm: mx.array  # (D,)
     qkv: Dense | Quantized | SideBySide  # D -> (H + 2 Hkv) * Dh
-    q_norm: mx.array | None  # (Dh,), qwen3 alone
-    k_norm: mx.array | None
     o: Dense | Quantized  # H * Dh -> D
-    mlp_norm: mx.array
     gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
     down: Dense | Quantized  # hidden -> D
+    turns: bool = True  # attention knows positions
+    attn_norm: mx.array | None = None  # (D,), of what goes into attention; None where the family has none
+    attn_after: mx.array | None = None  # of what comes out of it
+    mlp_norm: mx.array | None = None
+    mlp_after: mx.array | None = None
+    q_norm: mx.array | None = None  # (Dh,), or (H * Dh,) and (Hkv * Dh,)
+    k_norm: mx.array | None = None
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,8 @@ class ModelReader:
     def read(self) -> Model:
         c = self.config
         # One layer at a time, evaluated at once: else the files' copy and ours would stand in memory together.
-        layers = [self.layer(f"model.layers.{i}.") for i in range(c.layers)]
-        norm, table = self.vector("model.norm.weight"), self.linear("model.embed_tokens")
+        layers = [self.layer(f"model.layers.{i}.", i not in c.unturned) for i in range(c.layers)]
+        norm, table = self.tensor("model.norm.weight"), self.linear("model.embed_tokens")
         head = None if self.ranks.rank else table if c.tied else self.linear("lm_head")
         frequencies = rope_frequencies(c.rope, c.Dh)
         periods = rope_periods(frequencies, norm.dtype) if has_gpu() else None
@@ -113,27 +116,28 @@ class ModelReader:
         mx.eval(norm, table, head, frequencies, periods)
         return model
 
-    def layer(self, name: str) -> Layer:
+    def layer(self, name: str, turns: bool) -> Layer:
         if device.exiting.is_set():
             raise RuntimeError("the program is ending")
-        norms = [f"{name}self_attn.{part}_norm.weight" for part in "qk"]
-        q_norm, k_norm = [self.vector(norm) if self.config.qk_norm else None for norm in norms]
+        norms = dict(self.config.norms)
+        if self.config.qk_norm:
+            norms |= {f"{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
         layer = Layer(
-            attn_norm=self.vector(f"{name}input_layernorm.weight"),
+            turns=turns,
+            **{norm: self.tensor(f"{name}{module}.weight") for norm, module in norms.items()},
             qkv=self.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
-            q_norm=q_norm,
-            k_norm=k_norm,
             o=self.linear(f"{name}self_attn.o_proj"),
-            mlp_norm=self.vector(f"{name}post_attention_layernorm.weight"),
             gate_up=self.linear(f"{name}mlp.gate_proj", f"{name}mlp.up_proj"),
             down=self.linear(f"{name}mlp.down_proj"),
         )
         mx.eval(layer)
         return layer
 
-    def vector(self, name: str) -> mx.array:
-        vector = self.weights.take(name)
-        return vector.astype(mx.float32) if self.float32 else vector
+    def tensor(self, name: str) -> mx.array:
+        """A tensor in our precision, times what its module's output is multiplied by."""
+        array, factor = self.weights.take(name), self.config.multipliers.get(name.split(".")[-2], 1)
+        dtype = mx.float32 if self.float32 else array.dtype
+        return array.astype(dtype) if factor == 1 else (array.astype(mx.float32) * factor).astype(dtype)
 
     def linear(self, *modules: str) -> Dense | Quantized | SideBySide:
         """One projection, or several of the same input as one."""
@@ -151,22 +155,22 @@ class ModelReader:
         has, (rows, columns) = self.weights.entries, (None, None)
         if self.ranks.size > 1:
             rows, columns = self.share.cut(module, self.config.Dh)
-        bias = self.vector(f"{module}.bias") if f"{module}.bias" in has else None
+        bias = self.tensor(f"{module}.bias") if f"{module}.bias" in has else None
         if bias is not None and rows:
             bias = bias[rows.start : rows.stop]
         elif columns and self.ranks.rank:
             bias = None  # each rank adds to the sum, and this is to be added once
-        weight = self.weights.take(f"{module}.weight")  # (out, in), or packed
-        if f"{module}.scales" in has:
-            scales, offsets = self.vector(f"{module}.scales"), self.vector(f"{module}.biases")
-            bits, group = checkpoint.quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
-            if not self.float32 and (columns is None or columns.start % group == columns.stop % group == 0):
-                packed = columns and range(columns.start * bits // 32, columns.stop * bits // 32)
-                groups = columns and range(columns.start // group, columns.stop // group)
-                scales, offsets = (cut_out(each, rows, groups) for each in (scales, offsets))
-                return Quantized(cut_out(weight, rows, packed), scales, offsets, bias, bits, group)
-            weight = mx.dequantize(weight, scales, offsets, group_size=group, bits=bits)
-        return cut_out(weight.astype(mx.float32) if self.float32 else weight, rows, columns), bias
+        if f"{module}.scales" not in has:
+            return cut_out(self.tensor(f"{module}.weight"), rows, columns), bias
+        weight = self.weights.take(f"{module}.weight")
+        scales, offsets = self.tensor(f"{module}.scales"), self.tensor(f"{module}.biases")
+        bits, group = checkpoint.quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
+        if not self.float32 and (columns is None or columns.start % group == columns.stop % group == 0):
+            packed = columns and range(columns.start * bits // 32, columns.stop * bits // 32)
+            groups = columns and range(columns.start // group, columns.stop // group)
+            scales, offsets = (cut_out(each, rows, groups) for each in (scales, offsets))
+            return Quantized(cut_out(weight, rows, packed), scales, offsets, bias, bits, group)
+        return cut_out(mx.dequantize(weight, scales, offsets, group_size=group, bits=bits), rows, columns), bias
 
 
 def cut_out(matrix: mx.array, rows: range | None, columns: range | None) -> mx.array:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from parts.load import Model
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:  # (..., D) -> (..., D)
-    """x / sqrt(mean(x^2) + eps) * weight"""
-    return mx.fast.rms_norm(x, weight, eps)
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:  # (..., D) -> (..., D)
+    """x / sqrt(mean(x^2) + eps) * weight     Where a family has no norm there is no weight, and x stays as it is."""
+    return x if weight is None else mx.fast.rms_norm(x, weight, eps)
 
 
 def silu(x: mx.array) -> mx.array:
@@ -119,9 +119,20 @@ def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (
         frequencies = mx.stack([rope_frequencies(rope, Dh, n) for n in window.lengths])[:, None]  # (B, 1, Dh/2)
     positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
     angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
-    # Attention wants the product of q and k, divided by sqrt(Dh). So what is turned is made shorter by Dh^1/4 as well.
-    shorter = 1.0 if device.has_gpu() else Dh**-0.25  # the kernel that a GPU has for attention divides by itself
-    return both_of_a_plane(mx.cos(angles) * shorter, mx.sin(angles) * shorter)
+    return both_of_a_plane(mx.cos(angles) * shorter(Dh), mx.sin(angles) * shorter(Dh))
+
+
+def shorter(Dh: int) -> float:
+    """Attention wants the product of q and k, divided by sqrt(Dh). So what is turned is made shorter by Dh^1/4 as well.
+
+    The kernel that a GPU has for attention divides by itself.
+    """
+    return 1.0 if device.has_gpu() else Dh**-0.25
+
+
+def unturned(x: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
+    """What stands for `rotate` in a layer whose attention knows no positions."""
+    return x if device.has_gpu() else x * shorter(x.shape[-1])
 
 
 def both_of_a_plane(cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:  # (..., Dh/2) -> (..., Dh) each

@@ -78,6 +78,8 @@ class Share(NamedTuple):
     @staticmethod
     def of(c: Config, rank: int, size: int) -> Share:
         """With fewer key heads than ranks, several ranks have the same key head and divide its query heads."""
+        if size > 1 and c.qk_norm == "width":
+            raise ModelError(f"{c.model_type} cannot be shared: it has a norm over all heads. Start one process.")
         if size > min(c.H, c.hidden):
             most = min(c.H, c.hidden)
             raise ModelError(f"{size} ranks cannot share a model with {c.H} attention heads; start {most} or less.")

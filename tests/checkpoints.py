@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from parts.checkpoint import Config, read_config
+from parts.checkpoint import FUSED, Config, read_config
 from parts.device import mx
 
 V = 272  # 256 bytes, four special tokens, and some ids that no text has
@@ -87,6 +87,16 @@ def save(folder: Path, config: dict, weights: dict[str, mx.array], shards: int =
     return folder
 
 
+def fuse(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Queries, keys and values as one matrix, and gate and up, as Phi-3 stores them."""
+    whole, places = {}, {part: name for name, parts in FUSED.items() for part in parts}
+    for name, array in arrays.items():
+        *place, module, kind = name.split(".")
+        name = ".".join([*place, places.get(module, module), kind])
+        whole[name] = mx.concatenate([whole[name], array]) if name in whole else array
+    return whole
+
+
 def make_checkpoint(
     folder: Path, seed: int = 0, dtype: mx.Dtype = mx.float32, quantize=None, shards: int = 1, **changes
 ) -> Path:
@@ -94,7 +104,10 @@ def make_checkpoint(
     config = make_config(**changes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    arrays = {n: mx.array(w) for n, w in random_weights(read_config(folder, True), seed).items()}
+    read = read_config(folder, True)
+    arrays = {n: mx.array(w) for n, w in random_weights(read, seed).items()}
+    if read.fused:
+        arrays = fuse(arrays)
     packed = {}
     for name, array in arrays.items():
         module = name.removesuffix(".weight")

@@ -42,6 +42,8 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
     {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 100, "intermediate_size": 1030},
     # Widths that are no multiple of anything, where a BLAS treats the last rows and columns of a product differently.
     {"num_key_value_heads": 1, "head_dim": 12, "hidden_size": 36, "intermediate_size": 33, "vocab_size": 275},
+    {"model_type": "olmo2", "num_key_value_heads": 2, "head_dim": 20},
+    {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [0, 1, 0]},
 ]
 
 

@@ -43,6 +43,9 @@ CHOSEN = {
         "qwen3",
         "float16",  # as float32, like the rest
         "some layers quantized, each in its way",
+        "granite, 4 bits, tied",
+        "phi3, tied, 4 bits",
+        "olmo2, 8 bits",
     )
 }
 

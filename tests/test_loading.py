@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import V, make_checkpoint, make_tokenizer
+from transformers import AutoConfig
 
 from nanobatch import Engine, Model, Sampling, Text
 from parts import checkpoint, device, text
-from parts.checkpoint import ModelError
+from parts.checkpoint import FAMILIES, ModelError
 from parts.device import mx
 
 
@@ -255,6 +256,19 @@ def test_a_matrix_of_zeros_and_a_missing_and_a_foreign_and_a_misshapen_tensor(wh
     refused(broken("half", lambda w: w.update({scales: mx.ones((64, 2))})), "biases", "missing")
 
 
+def test_a_fused_matrix_of_another_height_or_in_a_family_that_has_none(tmp_path):
+    """Phi-3's q, k and v are cut out of one matrix. From one of another height they would be cut at wrong rows."""
+    folder, name = make_checkpoint(tmp_path, model_type="phi3"), "model.layers.1.self_attn.qkv_proj.weight"
+    change_weights(folder, lambda w: w.update({name: w[name][:100]}))
+    refused(folder, name, "(100, 64)", "128 rows")
+    change_config(folder, num_hidden_layers=1)
+    refused(folder, "model.layers.1", "no place")
+    change_config(folder, num_hidden_layers=2, model_type="llama")
+    refused(folder, "lacks", "q_proj")
+    change_config(folder, model_type="phi3", rope_scaling={"type": "longrope"})
+    refused(folder, "longrope")
+
+
 def test_quantized_shapes_that_no_quantization_has(tmp_path):
     folder = make_checkpoint(tmp_path, quantize=lambda module: (4, 32) if "down" in module else None)
     name = "model.layers.0.mlp.down_proj.weight"
@@ -265,7 +279,7 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3, granite, phi3, olmo2, smollm3, seed_oss"]),
         ({"model_type": ...}, ["model_type", "llama"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, ["yarn", "default, linear, dynamic, llama3"]),
         ({"rope_scaling": {"type": "longrope"}}, ["longrope"]),
@@ -288,6 +302,9 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
         ({"num_key_value_heads": 3}, ["4 attention heads", "3"]),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, ["64", "5"]),
         ({"head_dim": 15}, ["15", "even"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, ["no_rope_layers", "[1]", "2 layers"]),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 5]}, ["no_rope_layers", "[1, 5]"]),
+        ({"model_type": "granite", "logits_scaling": 0}, ["logits_scaling", "0"]),
         ({"vocab_size": 100}, ["embed_tokens", "(272, 64)", "(100, 64)"]),
     ],
 )
@@ -322,10 +339,49 @@ def test_a_sliding_window_shorter_than_the_slot(tmp_path):
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None),  # from layer 28 on
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
         ({"model_type": "qwen3", "head_dim": 16, "sliding_window": 64}, None),
+        ({"model_type": "phi3"}, None),
+        ({"model_type": "phi3", "sliding_window": 64}, 64),
     ],
 )
 def test_each_familys_way_to_say_whether_attention_slides(tmp_path, settings, window):
     assert Model.load(make_checkpoint(tmp_path, **settings)).config.window == window
+
+
+def test_what_a_familys_config_leaves_unsaid_is_what_transformers_takes_for_it(tmp_path):
+    """mlx-lm takes SeedOss for a model without biases if its config does not say, and SmolLM3 for another theta."""
+    for family in FAMILIES:
+        unsaid = {"head_dim": None, "rope_theta": None, "rms_norm_eps": None}
+        folder = make_checkpoint(tmp_path / family, model_type=family, **unsaid)
+        ours = checkpoint.read_config(folder, True)
+        given = json.loads((folder / "config.json").read_text())
+        theirs = AutoConfig.for_model(**given)
+        assert ours.norm_eps == theirs.rms_norm_eps, family
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"], family
+        assert ours.Dh == (getattr(theirs, "head_dim", None) or ours.D // ours.H), family
+        if family != "qwen2":  # its biases stand in the code
+            assert ours.qkv_bias == getattr(theirs, "attention_bias", False), family
+            assert ours.o_bias == getattr(theirs, "attention_out_bias", ours.qkv_bias)
+        turned = getattr(theirs, "no_rope_layers", [1, 1])
+        assert ours.unturned == {i for i, value in enumerate(turned) if not value}
+
+
+OTHERS = """
+    gemma gemma2 gemma3_text qwen3_moe mixtral gpt_oss gpt2 phi cohere2 starcoder2 olmo olmo3 glm4 exaone4 granitemoe
+    granitemoehybrid deepseek_v3 mamba2 falcon_h1 lfm2 bitnet ernie4_5 apertus qwen2_5_vl llama4_text
+"""
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS.split()])
+def test_a_config_as_transformers_writes_it_is_accepted_or_refused_with_all_that_is_supported(tmp_path, family):
+    """Its spelling changes with its releases: since the fifth, rope's theta stands in `rope_parameters`."""
+    config = AutoConfig.for_model(family).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if family in FAMILIES:
+        ours = checkpoint.read_config(tmp_path, True)
+        assert (ours.D, ours.layers) == (config["hidden_size"], config["num_hidden_layers"])
+        return
+    with pytest.raises(ModelError, match=rf"{family}.*Supported: {', '.join(FAMILIES)}"):
+        checkpoint.read_config(tmp_path, True)
 
 
 def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):
@@ -427,7 +483,7 @@ SCALING = "rope_theta factor low_freq_factor high_freq_factor original_max_posit
 
 def strange(rng: random.Random, config: dict) -> dict:
     """A good config with one to three values replaced, in it or in its rope scaling."""
-    config = config | {"model_type": rng.choice(("llama", "mistral", "qwen2", "qwen3"))}
+    config = config | {"model_type": rng.choice([*checkpoint.FAMILIES])}
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = rng.choice(STRANGE)
         if rng.random() < 0.3:

@@ -167,7 +167,7 @@ def test_attention_is_mx_fast_scaled_dot_product_attention(H, Hkv, L):
 
 def test_heads_stand_where_the_fused_projection_puts_them():
     """(B * L, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a turn."""
-    c = SimpleNamespace(H=4, Hkv=2, Dh=6, qk_norm=False)
+    c = SimpleNamespace(H=4, Hkv=2, Dh=6, qk_norm="")
     window = Window(Slab(1, 3, 2, 32, 6, mx.float32), [0, 1, 2], [0, 1, 2], 1, [1, 2, 3])
     x = normal(3, 8 * 6)
     q, k, v = heads(c, None, mx.array(x), window, lambda x: x)

@@ -23,6 +23,14 @@ PROMPTS, TOKENS = 16, 32  # of each configuration
 CLOSE = 1e-4  # logits may differ by this much, and where the best two are nearer than this, either may win
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+GRANITE = {
+    "embedding_multiplier": 0.6,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.8,
+    "logits_scaling": 2.5,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
 CONFIGS = {
     "multi-head attention": {"num_key_value_heads": 4},
@@ -74,6 +82,49 @@ CONFIGS = {
         "intermediate_size": 128,
     },
     "deep and narrow": {"num_hidden_layers": 6, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 64},
+    "granite, tied": {"model_type": "granite", "tie_word_embeddings": True, **GRANITE},
+    "granite, biases, as published": {
+        "model_type": "granite",
+        **GRANITE,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "num_hidden_layers": 6,
+    },
+    "granite, 4 bits, tied": {
+        "model_type": "granite",
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (4, 32),
+        **GRANITE,
+    },
+    "phi3": {"model_type": "phi3", "num_key_value_heads": 2, "sliding_window": 512},
+    "phi3, tied, 4 bits": {
+        "model_type": "phi3",
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (4, 32),
+        "shards": 2,
+    },
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "rope_theta": 500000.0},
+    "olmo2, 8 bits": {"model_type": "olmo2", "num_hidden_layers": 4, "quantize": lambda module: (8, 32)},
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layer_interval": 2},
+    "smollm3, layers named": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 3,
+        "no_rope_layers": [0, 1, 0],
+        "head_dim": 24,
+        "rope_theta": 5000000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_bias": True, "attention_out_bias": False},
+    "seed_oss, bias of the output": {
+        "model_type": "seed_oss",
+        "head_dim": 24,
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
 }
 
 
@@ -125,7 +176,9 @@ def test_at_least_five_hundred_prompts_are_compared():
     assert len(CONFIGS) * PROMPTS >= 500
 
 
-@pytest.mark.parametrize("name", ["4 bits", "6 bits, tied", "some layers quantized, each in its way"])
+@pytest.mark.parametrize(
+    "name", ["4 bits", "6 bits, tied", "some layers quantized, each in its way", "granite, 4 bits, tied"]
+)
 def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
     """What a GPU does, where quantized products are fast: here they are slow, but as right."""
     folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])

@@ -55,12 +55,29 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
         assert max(spread) - min(spread) <= 64, "a rank has much more to do than another"
 
 
+def test_a_family_with_a_norm_over_all_heads_is_refused_on_ranks_by_name(tmp_path):
+    """Each rank would norm by what it has of q and k, and MLX would add up nonsense without complaint."""
+    folder = make_checkpoint(tmp_path / "model", model_type="olmo2")
+    with pytest.raises(ModelError, match=r"olmo2.*one process"):
+        ModelReader(folder, "float32", Ranks(1, 2))
+    ModelReader(folder, "float32", Ranks(0, 1))
+
+
 KINDS = {
     "gqa": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
     "mqa": {"num_key_value_heads": 1},
     "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "granite": {
+        "model_type": "granite",
+        "attention_bias": True,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+    },
+    "phi3": {"model_type": "phi3"},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0]},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
     "4 bit": {"quantize": lambda module: (4, 32) if "embed" not in module else None},
 }
 

@@ -107,7 +107,7 @@ class WordRunner:
         return self.flight
 
 
-NO = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False, "window": None}
+NO = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": "", "window": None}
 CONFIG = Config("words", 1, 8, 1, 1, 8, 8, 2**21, 1e-6, 4096, tied=True, rope=Rope("default", 1e4), **NO)
 
 
