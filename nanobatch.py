@@ -101,6 +101,7 @@ def forward(
         qkv = layer.qkv(rms_norm(x, layer.attn_norm, c.norm_eps))  # (N, (H + 2 Hkv) * Dh)
         queries = []
         for own, window, turn in zip(cut(qkv, sizes), windows, turns, strict=True):
+            turn = turn if layer.turns else unturned
             q, k, v = heads(c, layer, own, window, turn)  # (B, H, L, Dh), twice (B, Hkv, L, Dh)
             window.write(index, k, v)  # all windows write before the first one reads
             queries.append(q)
@@ -137,8 +138,7 @@ def heads(
         q, k = mx.split(qk, [c.H], axis=1)
         q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
         qk = mx.concatenate([q, k], axis=1)
-    turned = turn(qk) if layer.turns else unturned(qk)
-    q, k = mx.split(turned, [c.H], axis=1)  # q and k turn alike: one operation for both
+    q, k = mx.split(turn(qk), [c.H], axis=1)  # q and k turn alike: one operation for both
     return q, k, v
 
 
