@@ -18,7 +18,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from parts.journal import Call
-from screen.ink import Line, Palette, Pen, clean, entry, heading, number, shorten
+from screen.ink import Line, Palette, Pen, clean, entry, fitting, heading, number, shorten
 from screen.state import State
 
 CLIENTS = "sheet('clients')"  # the action that opens the whole list
@@ -46,14 +46,6 @@ COLUMNS = (
     Column("tok/s", 7, 7),
     Column("took s", 8, 8),
 )
-
-
-def fitting(width: int) -> Sequence[Column]:
-    """The columns that there is room for."""
-    columns = list(COLUMNS)
-    while sum(column.width for column in columns) > width - REASON - 3:
-        columns.remove(max(columns, key=lambda column: column.rank))
-    return columns
 
 
 def so_far(state: State, call: Call) -> Call:
@@ -102,7 +94,7 @@ def draw_call(p: Palette, call: Call, columns: Sequence[Column], width: int, mes
 
 def draw_clients(state: State, p: Palette, width: int, height: int, whole: bool = False) -> list[Line]:
     """The calls at the door, open ones first, then the newest. `whole`: as many lines as it takes, messages in full."""
-    door, columns = state.view.door, fitting(width)
+    door, columns = state.view.door, fitting(COLUMNS, width - REASON - 3)
     if door is None:
         words = "The door is shut. --serve 8000 opens it: then programs that speak OpenAI's protocol can ask."
         return [heading(p, width, "Clients", "Esc back", do="screen.dismiss"), *entry(p, width, "", words, p.muted)]

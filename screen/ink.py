@@ -155,6 +155,14 @@ def count(many: int, thing: str) -> str:
     return f"{many:,} {thing}{'s' * (many != 1)}"
 
 
+def fitting(columns: Iterable, width: int) -> list:
+    """The columns of a table that there is room for. Each has a width and a rank; the highest ranks go first."""
+    columns = list(columns)
+    while sum(column.width for column in columns) > width:
+        columns.remove(max(columns, key=lambda column: column.rank))
+    return columns
+
+
 def shorten(text: str, width: int) -> str:
     """One line of at most `width` cells; an ellipsis where it was cut."""
     text = " ".join(text.split())

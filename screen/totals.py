@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parts.answers import RequestView
-from screen.ink import number, shorten, span
+from screen.ink import fitting, number, shorten, span
 from screen.timeline import Column
 
 KEPT = 10_000  # so many waits and gaps of a period are kept for its percentiles
@@ -94,9 +94,7 @@ FIGURES = (
 
 def table(periods: Sequence[Period], width: int, most: int) -> list[str]:
     """A line for each of the last periods, newest first, under a line of titles."""
-    shown = list(FIGURES)
-    while sum(figure.width for figure in shown) > width - 1:
-        shown.remove(max(shown, key=lambda figure: figure.rank))
+    shown = fitting(FIGURES, width - 1)
 
     def line(texts: Sequence[str]) -> str:
         pairs = zip(FIGURES, texts, strict=True)

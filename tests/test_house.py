@@ -21,11 +21,9 @@ FILE = {"nanobatch": 750, "kv": 185, "tui": 650}
 IN_A_FOLDER = 600
 CLASS = {("nanobatch", "Engine"): 300}
 FUNCTION = 60
-# The most lines of code: without docstrings, comments and blank lines. The whole had 4,517 in nine files, 144 of them
-# imports; in 24 files, 282 are imports. The door has 1,180 of them, and the
-# screen on its traffic, here and from afar, 420. It may become less.
+# The most lines of code: without docstrings, comments and blank lines. A change that adds some says so here.
 CODE = {"sched": 230}
-ALL_CODE = 8_258
+ALL_CODE = 8_256
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
@@ -252,7 +250,7 @@ def test_no_function_is_longer_than_a_page():
     assert not offenders, report(offenders)
 
 
-def test_the_house_has_no_more_code_than_before_it_had_rooms():
+def test_the_house_has_no_more_code_than_is_said_here():
     code = {name: lines_of_code(source(name)) for name in names()}
     offenders = []
     for name, lines in {**code, "all files": sum(code.values())}.items():

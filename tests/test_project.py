@@ -11,6 +11,7 @@ import ask
 import bench
 import serve
 import tui
+from parts.checkpoint import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -202,9 +203,16 @@ def test_ci_runs_the_readmes_install_and_test_commands_as_printed():
 
 
 def test_the_readmes_counts_are_those_of_the_tests():
+    import company
     import test_exact
     import test_parity
 
     assert f"{len(test_parity.CONFIGS)} configurations" in README
     assert f"{len(test_parity.CONFIGS) * test_parity.PROMPTS} prompts" in README
     assert f"{test_exact.SCHEDULES} random schedules" in README
+    assert f"{len(company.SHAPES)} shapes of models" in README
+
+
+def test_the_readme_names_every_family():
+    (line,) = re.findall(r"^\| families \|(.+)\|$", README, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", line)) == set(FAMILIES) and "Nine families" in README and len(FAMILIES) == 9
