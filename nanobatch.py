@@ -408,8 +408,8 @@ class Engine:
     """The scheduler and the runner, tied together, and all that other threads may ask of them. `step` is the heart.
 
     `slots` sequences run at once, each at most `max_len` tokens long; by default what fits the free memory, up to 8 of
-    `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is the width of a prefill chunk, 64
-    on a CPU and 256 on a GPU. `budget` bounds a step, in tokens: by default one a slot, two chunks, and one more for
+    `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is how wide a prefill chunk is: 128
+    on a CPU, 512 on a GPU. `budget` bounds a step, in tokens: by default one a slot, one chunk, and half of one for
     every eight slots. `exact`, the default on a CPU: a request has the same bits in any company; else it saves time.
     """
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from parts.blas import preload
@@ -47,6 +48,7 @@ except ImportError as error:
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
+@cache  # a step asks forty times
 def has_gpu() -> bool:
     return mx.default_device().type == mx.DeviceType.gpu
 

@@ -236,11 +236,14 @@ def rows_alike(rows: int, weight: mx.array, as_stored: bool = False) -> int:
     """How many of so many rows to multiply at once, so that a row gets the same bits in whichever place it stands."""
     if rows == 1 or weight.dtype != mx.float32 or device.has_gpu():
         return rows
-    blocks = [device.blas.rows_at_once(rows, weight.shape[1]), *[8] * (rows > 4), 4]
-    return next((block for block in blocks if gives_same_bits((block,), weight, as_stored)), 1)
+    key = rows, weight.shape, as_stored
+    if key not in _tried:
+        blocks = [device.blas.rows_at_once(rows, weight.shape[1]), *[8] * (rows > 4), 4]
+        _tried[key] = next((block for block in blocks if gives_same_bits((block,), weight, as_stored)), 1)
+    return _tried[key]
 
 
-_tried: dict[tuple, bool] = {}
+_tried: dict[tuple, int] = {}  # what the two functions around it have found out, by their arguments
 
 
 def gives_same_bits(counts: tuple[int, ...], weight: mx.array, as_stored: bool = False) -> bool:

@@ -12,6 +12,7 @@ A BLAS belongs to a process and cannot be changed in it. So each has a process o
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,9 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
     {"model_type": "olmo2", "num_key_value_heads": 2, "head_dim": 20},
     {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [0, 1, 0]},
 ]
+
+
+SCHEDULES = int(os.environ.get("NANOBATCH_EXACT_SCHEDULES", 100))  # in the suite
 
 
 class Count(NamedTuple):
@@ -122,11 +126,11 @@ def everywhere() -> list[str]:
     return ["off", *(f"openblas:{kernel}" for kernel in kernels), *mkl]
 
 
-def run_everywhere(schedules: int) -> list[str]:
-    """A line for each, two at a time."""
+def run_everywhere(schedules: int, at_once: int) -> list[str]:
+    """A line for each."""
     waiting, running, lines = everywhere(), [], []
     while waiting or running:
-        while waiting and len(running) < 2:
+        while waiting and len(running) < at_once:
             command = [sys.executable, __file__, "--schedules", str(schedules)]
             environment = os.environ | {"NANOBATCH_BLAS": waiting.pop(0)}
             running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
@@ -136,13 +140,30 @@ def run_everywhere(schedules: int) -> list[str]:
     return lines
 
 
+def start() -> subprocess.Popen:
+    """All of it in the background, one BLAS after another, where it leaves the processor to others."""
+    command = [sys.executable, __file__, "--everywhere", str(SCHEDULES), "--at-once", "1"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=leave_first)
+
+
+def leave_first() -> None:
+    os.nice(15)
+
+
+def stop(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.stdout.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=100, metavar="N")
     parser.add_argument("--everywhere", type=int, metavar="N", help="N on each BLAS, and all its kernels, in turn")
+    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="so many of them at a time (default: 2)")
     args = parser.parse_args()
     if args.everywhere:
-        sys.exit(not all(" 0 differ" in line for line in run_everywhere(args.everywhere)))
+        sys.exit(not all(" 0 differ" in line for line in run_everywhere(args.everywhere, args.at_once)))
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(Path(folder))
         # Four on each pair of engines, so that they find what the ones before have left.

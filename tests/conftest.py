@@ -5,8 +5,10 @@ from parts import device  # first, as in a program of ours: else what imports ML
 
 # isort: on
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 
+import company
 import pytest
 from checkpoints import make_checkpoint
 
@@ -15,6 +17,28 @@ from nanobatch import Engine, Model, Text
 
 def pytest_report_header() -> str:
     return f"BLAS under MLX: {device.blas}"
+
+
+BESIDE = pytest.StashKey[subprocess.Popen]()
+
+
+@pytest.hookimpl(trylast=True)  # what is deselected has gone by then
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest test asks processes of its own. They run beside all the other tests, which go first."""
+    items.sort(key=lambda item: "everywhere" in getattr(item, "fixturenames", ()))
+    if items and "everywhere" in getattr(items[-1], "fixturenames", ()) and not config.option.collectonly:
+        config.stash[BESIDE] = company.start()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if process := config.stash.get(BESIDE, None):
+        company.stop(process)
+
+
+@pytest.fixture
+def everywhere(pytestconfig: pytest.Config) -> subprocess.Popen:
+    """Schedules on each BLAS and each set of its kernels, begun with the first test."""
+    return pytestconfig.stash[BESIDE]
 
 
 @pytest.fixture(scope="session")

@@ -166,7 +166,7 @@ def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
         plans, plan = [], engine.sched.plan
         engine.sched.plan = lambda now: plans.append(plan(now)) or plans[-1]
         engine.submit([1] * 400, Sampling(max_tokens=2)).result()
-        assert [chunk.width for chunk in plans[0].chunks] == [256]
+        assert [chunk.width for chunk in plans[0].chunks] == [400]
     window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48, [100])
     assert window.looks(2) == [kv.Look(0, 1, 112, "causal")]
 
