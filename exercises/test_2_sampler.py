@@ -2,8 +2,8 @@
 
     python -m pytest exercises -k sampler
 
-The task. `min_p` keeps the tokens that are at least a fraction m as likely as the likeliest one. That is right where the
-model is sure; where it is not, too few are kept. `top_a` keeps the tokens whose probability is at least
+The task. `min_p` keeps the tokens that are at least a fraction m as likely as the likeliest one. That is right where
+the model is sure; where it is not, too few are kept. `top_a` keeps the tokens whose probability is at least
 
     a x p x p        p is the probability of the likeliest token, at temperature 1
 
