@@ -1,7 +1,7 @@
 """Each exercise fails until it is done, passes when it is done right, and fails when it is done plausibly wrong.
 
-`exercises/solutions` holds two patches for each. They are applied to copies of the checkout. There are three copies, and
-so three runs of pytest: one without any solution; one where every second exercise is done right and the others wrong;
+`exercises/solutions` holds two patches for each. They are applied to copies of the checkout. There are three copies and
+three runs of pytest: one without any solution; one where every second exercise is done right and the others wrong;
 and one the other way round. So a wrong solution is seen to fail beside right ones that pass.
 """
 

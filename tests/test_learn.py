@@ -25,12 +25,11 @@ def engine():
 
 def places(file: Path) -> set[str]:
     """The functions and classes of a file, methods with their class in front."""
-    found, tree = set(), ast.parse(file.read_text())
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
-            inner = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
-            found |= {f"{node.name}.{name}" for name in inner}
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, (*functions, ast.ClassDef)):
+            found |= {node.name, *(f"{node.name}.{part.name}" for part in node.body if isinstance(part, functions))}
     return found
 
 
@@ -76,3 +75,9 @@ def test_the_long_talk_of_the_last_chapter_is_answered_as_the_engine_answers_it(
     assert len(talk) > 500
     alone, within = engine.generate([engine.text.ask(question), talk])
     assert alone.tokens == within.tokens  # so what stands under the chapter is the answer to the whole talk
+
+
+def test_the_ladders_readme_names_every_chapter_and_only_what_is_there():
+    text = (LEARN / "README.md").read_text()
+    assert re.findall(r"`python docs/learn/(\w+\.py)`", text) == [path.name for path in CHAPTERS]
+    assert all((LEARN / link).exists() for link in re.findall(r"\]\(([^)]+)\)", text))
