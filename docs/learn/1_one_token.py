@@ -1,0 +1,76 @@
+"""Chapter 1: one token at a time.
+
+    python docs/learn/1_one_token.py
+
+A language model is a function. Its input is a list of tokens: numbers, each of which stands for a few letters. Its
+output is one score for each token that it knows: how well that token would come next. To write an answer we take the
+token with the best score, put it behind the others, and call the function again with the longer list. When the best
+token is the one that means "end", we stop.
+
+    What is 17 + 6?                 ->  7
+    What is 17 + 6? 7               ->  +
+    What is 17 + 6? 7 +             ->  6    and so on
+
+This is called greedy decoding. Everything that a serving engine does is this loop, for many lists at a time, without
+doing anything twice.
+
+The function is `forward` in `nanobatch.py`. We use the real one, and read it later. It wants two things:
+
+- The tokens' numbers.
+- A place where it may write down what it has to remember about each token. That place is a *slab* (`kv.py`), and a
+  *window* says which part of it is meant. This chapter makes a new slab for each step, and throws it away. The next
+  chapter asks what that costs.
+
+The demo model is a toy that tells stories, counts, spells and reverses words, and adds up numbers to 99. It is small,
+so a step takes milliseconds, and anyone can see whether its answer is right.
+"""
+
+import time
+
+from board import PREFILL, Timeline, load, rate, show_answers
+
+from kv import Slab, Window
+from nanobatch import forward
+from parts.device import mx
+from parts.load import slab_shape
+
+PROMPT = "What is 17 + 6?"
+MODEL, TEXT = load()
+
+
+def new_slab(length: int) -> Slab:
+    """A place for so many tokens. (Rounded up to a multiple of 32, because attention reads so many at a time.)"""
+    return Slab(*slab_shape(MODEL.config, 1, length, 32), MODEL.dtype)
+
+
+def next_token(ids: list[int]) -> int:
+    """All tokens go in, and the best next one comes out."""
+    window = Window(new_slab(len(ids)), [0], [0], len(ids), [len(ids)])  # slot 0, from row 0 on, all tokens
+    (states,) = forward(MODEL, [mx.array([ids])], [window])  # (L, D): what the model makes of each of the L tokens
+    scores = MODEL.head(states[-1:])  # (1, D) -> (1, V): what comes next is read from the last token alone
+    return mx.argmax(scores).item()  # MLX is lazy: until `item` asks for the number, nothing has been computed
+
+
+def main() -> None:
+    ids = TEXT.ask(PROMPT)  # the model's chat template stands around the prompt, as it did in the training
+    length, timeline, began = len(ids), Timeline(slots=1), time.perf_counter()
+    print("step  tokens in  ms  next token")
+    while ids[-1] not in TEXT.end_tokens:
+        start, read = time.perf_counter(), len(ids)
+        ids.append(next_token(ids))
+        timeline.step({0: (PREFILL, 1)})
+        took = 1000 * (time.perf_counter() - start)
+        print(f"{read - length + 1:>4}  {read:>9}  {took:>2.0f}  {TEXT.after([], ids[-1])!r}")
+    seconds, answer = time.perf_counter() - began, ids[length:]
+
+    show_answers(TEXT, [PROMPT], [answer])
+    timeline.show(f"One token a step, without a cache: {rate(len(answer), seconds)}")
+    print(f"""
+Question: the last step read {len(ids) - 1} tokens. The step before had read all of them but one. Norms, projections and
+the MLP treat each token by itself. So for what are the old tokens needed again?
+The real code answers: nanobatch.py, forward. Look between its `window.write` and its `window.read`.
+Next: python docs/learn/2_cache.py""")
+
+
+if __name__ == "__main__":
+    main()

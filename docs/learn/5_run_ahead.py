@@ -1,0 +1,120 @@
+"""Chapter 5: prompts in chunks, and running ahead.
+
+    python docs/learn/5_run_ahead.py
+
+A long prompt makes its neighbours wait. Chapter 4 lets it in as a whole, and while that one long step runs no reader
+gets a token. So a prompt is cut into *chunks*, one for each step, and the others decode beside it. The long prompt's
+own answer may begin later. Its neighbours hardly notice.
+
+The device, too, has to wait: chapter 4 reads a step's tokens, then plans and builds the next step while the device
+stands still. But the newest tokens, which the next step needs, are on the device already. So step N + 1 is started
+before N's tokens are read, and Python's work hides behind the device's. The price: an answer's end is seen one step
+late. By then its sequence runs once more, as a *ghost* (·), and that token is dropped.
+
+    device   |   run N             |   run N+1           |   run N+2
+    Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
+
+Compared with chapter 4 the scheduler is the real one (`sched.py`). It does what ours did, and knows of chunks, of a
+budget for each step, and of tokens that are planned but not yet read. `run` starts a step and answers at once. On a
+CPU running ahead gains little, since there the device and Python share the cores.
+"""
+
+import time
+from collections import deque
+from itertools import pairwise
+
+from board import DECODE, GHOST, PREFILL, Timeline, load, rate, show_answers
+
+from kv import Slab, Window
+from nanobatch import forward
+from parts.device import mx
+from parts.load import slab_shape
+from sched import Plan, Request, Scheduler
+
+STORY = "Once there was a fox. The fox was kind, and every day it went to the lake with a small lantern. " * 24
+TALK = [{"role": "user", "content": STORY}, {"role": "assistant", "content": "I see."}]
+PROMPTS = ["Count from 3 to 20.", "What is a slot?", "Is fox in this list: owl, fox, bee?", "What is 17 + 6?"]
+SLOTS, LONGEST = 3, 1024
+MODEL, TEXT = load()
+
+
+class Engine:
+    def __init__(self, chunk: int, runs_ahead: bool):
+        self.sched = Scheduler(SLOTS, LONGEST, chunk=chunk)
+        self.slab = Slab(*slab_shape(MODEL.config, SLOTS, LONGEST, chunk), MODEL.dtype)
+        self.newest = mx.zeros(SLOTS, mx.int32)  # by slot, on the device
+        self.runs_ahead, self.timeline, self.times = runs_ahead, Timeline(SLOTS), {}
+        self.flights: deque[tuple[Plan, mx.array]] = deque()  # steps that have been started, and not yet read
+
+    def submit(self, ids: list[int]) -> Request:
+        request = Request(len(self.times) + 1, tuple(ids), 64, time.perf_counter(), shares=False)
+        self.times[request.id] = []  # when each of its tokens came
+        self.sched.submit(request)
+        return request
+
+    def turn(self) -> bool:
+        """Plan, run, commit. False if there was nothing to do."""
+        plan = self.sched.plan(time.perf_counter())
+        if plan:
+            self.flights.append((plan, self.run(plan)))
+        if self.flights and (not plan or len(self.flights) > self.runs_ahead):
+            self.commit(*self.flights.popleft())
+        return bool(plan or self.flights)
+
+    def run(self, plan: Plan) -> mx.array:  # (slots,)
+        """Start a step. The answer: what each slot samples, or -1."""
+        ids, windows = [], []
+        for c in plan.chunks:
+            ids.append(mx.array([[*c.request.prompt[c.start : c.stop], *[0] * (c.width - c.stop + c.start)]]))  # padded
+            windows.append(Window(self.slab, [c.slot], [c.start], c.width, [len(c.request.prompt)]))
+        rows = dict(sorted((d.slot, d.position) for d in plan.decodes))  # by slot: the newest token's row
+        if rows:
+            ids.append(self.newest[mx.array(list(rows))])  # (B,), and Python has not read them
+            windows.append(Window(self.slab, list(rows), list(rows.values()), 1, [row + 1 for row in rows.values()]))
+        states, sampled = forward(MODEL, ids, windows), mx.full(SLOTS, -1, mx.int32)
+        for c, state in zip(plan.chunks, states, strict=False):
+            if c.emits:  # the last chunk of a prompt
+                sampled[c.slot] = mx.argmax(MODEL.head(state[c.stop - c.start - 1 : c.stop - c.start]))
+        if rows:
+            sampled[mx.array(list(rows))] = mx.argmax(MODEL.head(states[-1]), axis=-1).astype(mx.int32)
+        self.newest = mx.where(sampled >= 0, sampled, self.newest)
+        mx.async_eval(sampled, self.newest)  # start it, and wait for nothing
+        return sampled
+
+    def commit(self, plan: Plan, sampled: mx.array) -> None:
+        """Read what a step has sampled, and hand it out. Here Python waits for the device."""
+        tokens = sampled.tolist()
+        cells = {c.slot: (PREFILL, c.request.id) for c in plan.chunks}
+        cells |= {d.slot: (GHOST if d.request.finish_reason else DECODE, d.request.id) for d in plan.decodes}
+        self.timeline.step(cells)
+        self.sched.commit(plan, [tokens[member.slot] for member in plan.emitters], self.accept, time.perf_counter())
+
+    def accept(self, request: Request, token: int) -> str | None:
+        self.times[request.id].append(time.perf_counter())
+        return "stop" if token in TEXT.end_tokens else None
+
+
+def serve(chunk: int, runs_ahead: bool, title: str) -> list[Request]:
+    engine, began = Engine(chunk, runs_ahead), time.perf_counter()
+    requests = [engine.submit(TEXT.ask(prompt)) for prompt in PROMPTS[:-1]]
+    while engine.turn():
+        if len(engine.timeline.steps) == 6 and len(requests) < len(PROMPTS):  # now the last one comes, a long talk
+            requests.append(engine.submit(TEXT.encode_chat([*TALK, {"role": "user", "content": PROMPTS[-1]}])))
+    took = rate(sum(r.committed for r in requests), time.perf_counter() - began)
+    gap = 1000 * max(b - a for a, b in pairwise(engine.times[1]))
+    engine.timeline.show(f"{title}: {took}; request 1 waited {gap:.0f} ms for a token at most")
+    return requests
+
+
+def main() -> None:
+    serve(LONGEST, False, "whole prompts, one step after the other")
+    requests = serve(64, True, "chunks of 64 tokens, running ahead")
+    show_answers(TEXT, PROMPTS, [r.answer for r in requests])
+    print("""
+Question: the loop is whole. What does the real engine do besides, in the same three steps?
+The real code answers: nanobatch.py, Engine.step. It is this `turn`, with a lock, a stream, and a plan for failures.
+Next: `Runner.run` is this `run`. Read nanobatch.py from the top.""")
+
+
+if __name__ == "__main__":
+    main()

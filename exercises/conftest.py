@@ -1,0 +1,10 @@
+"""Where the exercises find what the project's tests share."""
+
+# isort: off
+from parts import device  # noqa: F401 (first, as in a program of ours: else MLX would run on the slow BLAS)
+
+# isort: on
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))

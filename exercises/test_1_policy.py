@@ -1,0 +1,70 @@
+"""Exercise 1: a policy.
+
+    python -m pytest exercises -k policy
+
+The task. Under `continuous`, requests that arrive together are admitted together, as many as there are free slots. The
+steps that read their prompts are long, and all that decode beside them wait. Write the policy `gentle`: whenever a slot
+is free the next in line takes it, but at most one newcomer a step. Three slots, four prompts of one chunk (p), three
+tokens for each:
+
+    1 | A:p
+    2 | A:d B:p
+    3 | A:d B:d C:p
+    4 | B:d C:d D:p        A has ended, and D takes its slot
+    5 | C:d D:d
+    6 | D:d
+
+Read first: the essay at the top of `sched.py`, then `Scheduler._admit`. The fourth chapter of the ladder
+(`docs/learn/4_continuous.py`) has a scheduler that is smaller still.
+
+Where: `sched.py`, one entry in `POLICIES` with a sentence for people, and one line in `Scheduler._room`. No other file
+knows what a policy does.
+
+How to know: the command above, and `python -m pytest tests/test_sched.py`. In the screen, `p` shows the new name.
+"""
+
+from hints import not_done
+from test_sched import Story
+
+from sched import POLICIES
+
+TIMELINE = [line.strip().partition("        ")[0] for line in __doc__.splitlines() if " | " in line]
+
+
+def story() -> Story:
+    if "gentle" not in POLICIES:
+        not_done("sched.py has no policy 'gentle': add it to POLICIES, and a line to Scheduler._room")
+    try:
+        return Story(slots=3, policy="gentle")
+    except KeyError:
+        not_done("POLICIES has 'gentle', but Scheduler._room has no line for it")
+
+
+def test_gentle_admits_one_newcomer_a_step():
+    """Four prompts that come at once: the timeline at the top of this file, step by step."""
+    gentle = story()
+    for _ in range(4):
+        gentle.submit(4, 3, shares=False)
+    try:
+        lines = gentle.run()
+    except KeyError:
+        not_done("POLICIES has 'gentle', but Scheduler._room has no line for it")
+    assert [" ".join(line.split()) for line in lines] == TIMELINE
+
+
+def test_gentle_fills_a_free_slot_in_mid_answer():
+    """It is no kind of `serial`: B comes while A decodes."""
+    gentle = story()
+    gentle.submit(4, 20, shares=False)
+    assert gentle.step() and gentle.step()
+    gentle.submit(4, 5, shares=False)
+    assert gentle.step() and len(gentle.sched.running) == 2
+
+
+def test_the_other_policies_are_as_before():
+    story()
+    for policy, admitted in (("continuous", 3), ("static", 3), ("serial", 1)):
+        other = Story(slots=3, policy=policy)
+        for _ in range(4):
+            other.submit(4, 3, shares=False)
+        assert other.step() and len(other.plans[0].admitted) == admitted, policy

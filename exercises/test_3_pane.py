@@ -1,0 +1,105 @@
+"""Exercise 3: a pane.
+
+    python -m pytest exercises -k pane
+
+The task. The slab is the scarcest memory of an engine. Draw a pane `memory` that says how its rows are used, of all
+slots together: by requests that run (used), by what free slots remember of earlier prompts (remembered), and by nothing
+(free). A line for each, with its percentage and a bar, under a heading:
+
+    ── Memory ─────────────── 8 slots × 1,024 rows ──
+     used          37 % ███████████
+     remembered    12 % ███
+     free          51 % ███████████████
+
+Round each percentage by itself. When the cursor stands in the past (arrow keys), the pane shows that step, as the
+others do. And a pane may be given any width and height: what finds no room is left out, and no line is longer than the
+width.
+
+Read first: `draw_rate` in `screen/charts.py`, the smallest chart; `Pen` and `heading` in `screen/ink.py`; `State.slots`
+in `screen/state.py`.
+
+Where: a function `draw_memory` in `screen/charts.py`; in `tui.py` its name in `PANES`, and a stack of its own in
+`STACKS`, so that `v` leads to it.
+
+How to know: the command above, and `python -m pytest tests/test_tui.py`. Then `python tui.py`, `b`, and `v` until it
+shows.
+"""
+
+import re
+
+import pytest
+from hints import not_done
+from rich.cells import cell_len
+from test_tui import Stage
+
+import tui
+from screen import ink
+
+
+def draw(state, width: int = 60, height: int = 8) -> list[str]:
+    if "memory" not in tui.PANES:
+        not_done("tui.py: PANES has no 'memory'")
+    lines = tui.PANES["memory"](state, ink.DARK, width, height)
+    return ["".join(segment.text for segment in line) for line in lines]
+
+
+def shares(lines: list[str]) -> dict[str, int]:
+    """What the pane says: {"used": 37, ...}"""
+    found = re.findall(r"^ *(used|remembered|free) +(\d+) %", "\n".join(lines), re.MULTILINE)
+    return {name: int(percent) for name, percent in found}
+
+
+def truth(slots, max_len: int) -> dict[str, int]:
+    whole, used = max_len * len(slots), sum(slot.used for slot in slots)
+    remembered = sum(slot.remembered for slot in slots)
+    parts = {"used": used, "remembered": remembered, "free": whole - used - remembered}
+    return {name: round(100 * rows / whole) for name, rows in parts.items()}
+
+
+@pytest.fixture(scope="module")
+def stage() -> Stage:
+    """Some requests have ended, others run."""
+    stage = Stage(slots=4).load()
+    stage.session.obey("/burst 9")
+    stage.turns(60)
+    assert stage.engine.sched.running and stage.state.history
+    return stage
+
+
+def test_the_pane_tells_the_truth_about_every_row(stage):
+    engine = stage.state.view.engine
+    said, wanted = shares(draw(stage.state)), truth(engine.slots, engine.limits.max_len)
+    assert said == wanted and said["used"] > 0
+
+
+def test_the_pane_goes_back_in_time_with_the_cursor(stage):
+    """A pane that shows now, beside panes that show then, would lie."""
+    draw(stage.state)
+    now = shares(draw(stage.state))
+    stage.state.cursor = stage.state.history[0].step
+    try:
+        then = shares(draw(stage.state))
+        wanted = truth(stage.state.slots(), stage.state.view.engine.limits.max_len)
+    finally:
+        stage.state.cursor = None
+    assert then == wanted != now
+
+
+def test_no_line_of_the_pane_is_longer_than_it(stage):
+    for width in (*range(20, 60), 80, 120, 200):
+        for height in (1, 2, 3, 4, 8, 20):
+            lines = draw(stage.state, width, height)
+            assert len(lines) <= height, (width, height)
+            assert all(cell_len(line) <= width for line in lines), (width, height, lines)
+
+
+def test_the_pane_is_empty_handed_before_anything_ran():
+    """Nothing is used, and nothing is divided by zero."""
+    assert shares(draw(Stage(slots=2).load().state)) == {"used": 0, "remembered": 0, "free": 100}
+
+
+def test_v_leads_to_the_pane(stage):
+    draw(stage.state)
+    if ("memory",) not in tui.STACKS.values() or "memory" not in tui.LOWER:
+        not_done("tui.py: STACKS has no stack ('memory',), so v does not lead to the pane")
+    assert "memory" in tui.arrange(80, 24, 4, "memory") and "memory" in tui.arrange(160, 50, 4, "memory")

@@ -1,0 +1,65 @@
+"""Exercise 4: a metric on the door.
+
+    python -m pytest exercises -k metric
+
+The task. `python serve.py` has a page /metrics, which Prometheus reads. It does not say how often clients hung up, and
+an owner wants to know: people who leave have waited too long. Add the counter
+
+    # TYPE nanobatch_hung_up_total counter
+    nanobatch_hung_up_total 3
+
+A client may hang up before its answer has begun (then the status is 499), or in the midst of a stream, whose status was
+200 long before. Both count. A counter begins at 0, is there from the first look on, and never goes down.
+
+Read first: `Call` and `Figures` in `parts/journal.py`.
+
+Where: `Figures` in `parts/journal.py`: it counts in `count` and prints in `text`.
+
+How to know: the command above, and `python -m pytest tests/test_serve.py -k metrics`. Then try it: start
+`python serve.py`, ask for a long story with `curl -N`, press Ctrl-C, and look at http://127.0.0.1:8000/metrics.
+"""
+
+import re
+
+from hints import not_done
+
+from parts.journal import Call, Figures
+
+NAME = "nanobatch_hung_up_total"
+
+
+def call(number: int, **fields) -> Call:
+    return Call(number, 0.0, "127.0.0.1", "POST /v1/completions", requests=(number,), **fields)
+
+
+def told(figures: Figures) -> int:
+    """What /metrics says."""
+    lines = figures.text(None, {}).splitlines()
+    values = [line.split()[1] for line in lines if line.split()[0] == NAME]
+    if not values:
+        not_done(f"parts/journal.py: Figures.text has no line {NAME}")
+    assert len(values) == 1 and re.fullmatch(r"\d+", values[0]), values
+    at = lines.index(f"{NAME} {values[0]}")
+    assert lines[at - 1] == f"# TYPE {NAME} counter", "the line before it says what it is"
+    return int(values[0])
+
+
+def test_the_metric_is_there_before_anything_came():
+    assert told(Figures()) == 0
+
+
+def test_the_metric_counts_those_who_hang_up_before_and_during_an_answer():
+    figures = Figures()
+    figures.count(call(1, status=499, reason="cancelled", hung_up=True))
+    assert told(figures) == 1
+    figures.count(call(2, status=200, reason="cancelled", hung_up=True, stream=True))
+    assert told(figures) == 2
+
+
+def test_the_metric_counts_nobody_else():
+    """Neither an answer that was read to its end, nor a refusal, nor an error."""
+    figures = Figures()
+    told(figures)
+    for number, (status, reason) in enumerate([(200, "stop"), (400, "invalid"), (429, "queue_full"), (500, "error")]):
+        figures.count(call(number, status=status, reason=reason))
+    assert told(figures) == 0

@@ -1,0 +1,74 @@
+"""Exercise 5: a model family.
+
+    python -m pytest exercises -k family
+
+The task. Serve MiniCPM. It is a Llama with three multipliers, which stand in its config.json:
+
+    scale_emb        the embedding's output is multiplied by it
+    scale_depth      what attention and the MLP add to the stream is multiplied by scale_depth / sqrt(layers)
+    dim_model_base   what goes into the head is divided by hidden_size / dim_model_base
+
+Nothing of that has to be done in every step. A product with a number can be folded into the weights while they are
+loaded, so `forward` stays as it is. One family does so already: granite.
+
+Read first: docs/models.md, then `_multipliers` in `parts/checkpoint.py` and `tensor` in `parts/load.py`. What does
+granite do about a head that is tied to the embedding?
+
+Where: `FAMILIES` and `read_config` in `parts/checkpoint.py`.
+
+How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of `tests/test_parity.py`
+and a line in docs/models.md and README.md, too; `python -m pytest` says so.
+"""
+
+import numpy as np
+import pytest
+from checkpoints import Reference, make_checkpoint
+from hints import not_done
+
+from kv import Slab, Window
+from nanobatch import Engine, Sampling, forward
+from parts.checkpoint import FAMILIES, ModelError
+from parts.device import mx
+from parts.load import Model, slab_shape
+from parts.text import Text
+
+CONFIG = {
+    "model_type": "minicpm",
+    "num_hidden_layers": 3,
+    "scale_emb": 1.5,
+    "scale_depth": 1.4,
+    "dim_model_base": 16,
+    "rope_theta": 10000.0,
+}
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if "minicpm" not in FAMILIES:
+        not_done("parts/checkpoint.py: FAMILIES has no 'minicpm'")
+    try:
+        return make_checkpoint(tmp_path_factory.mktemp("minicpm"), seed=4, **CONFIG)
+    except ModelError as error:
+        not_done(str(error))
+
+
+def test_the_familys_scores_are_those_of_mlx_lm(folder):
+    """All of a prompt's logits, to 1e-3. A multiplier that is off by a factor moves them by far more."""
+    model, ids = Model.load(folder), list(range(7, 47))
+    window = Window(Slab(*slab_shape(model.config, 1, 64, 32), model.dtype), [0], [0], len(ids), [len(ids)])
+    (states,) = forward(model, [mx.array([ids])], [window])
+    ours, wanted = np.array(model.head(states)), Reference(folder).logits(ids)
+    assert ours.shape == wanted.shape
+    assert np.abs(ours - wanted).max() < 1e-3 * max(1, np.abs(wanted).max())
+
+
+def test_the_family_answers_as_mlx_lm_does(folder):
+    """Greedy, three prompts at once, unless mlx-lm's two best tokens are nearer than rounding."""
+    prompts, reference = [(5, 9, 200), tuple(range(30, 90)), (77,)], Reference(folder)
+    with Engine(Model.load(folder), Text(folder, 272), slots=2, max_len=128, chunk=32) as engine:
+        results = engine.generate(prompts, Sampling(max_tokens=TOKENS, ignore_eos=True))
+    for prompt, result in zip(prompts, results, strict=True):
+        tokens, margins = reference.greedy(prompt, TOKENS)
+        decided = next((i for i, margin in enumerate(margins) if margin < 1e-4), TOKENS)
+        assert decided > 3 and result.tokens[:decided] == tokens[:decided]

@@ -1,0 +1,104 @@
+"""Each exercise fails until it is done, passes when it is done right, and fails when it is done plausibly wrong.
+
+`exercises/solutions` holds two patches for each. They are applied to copies of the checkout. There are three copies and
+three runs of pytest: one without any solution; one where every second exercise is done right and the others wrong;
+and one the other way round. So a wrong solution is seen to fail beside right ones that pass.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXERCISES = [path.stem.split("_")[2] for path in sorted((ROOT / "exercises").glob("test_*.py"))]
+README = (ROOT / "exercises" / "README.md").read_text()
+
+
+def solution(exercise: str, kind: str) -> Path:
+    return ROOT / "exercises" / "solutions" / f"{exercise}.{kind}.patch"
+
+
+def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
+    """All that the exercises need, with these solutions in it."""
+    for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+        shutil.copy(path, folder)
+    for name in ("parts", "screen", "tests", "exercises", "demo"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "run"))
+    for exercise, kind in kinds.items():
+        patch = solution(exercise, kind)
+        run = subprocess.run(["git", "apply", "-C1", patch], cwd=folder, capture_output=True, text=True)
+        assert run.returncode == 0, f"{patch.name}: the patch no longer applies: write it anew\n{run.stderr}"
+    return folder
+
+
+@cache
+def verdicts(folder: Path, **kinds: str) -> dict[str, list[str]]:
+    """For each exercise what its tests say: "" for a test that passes, else the message."""
+    tree = copy_of_the_tree(folder, kinds)
+    command = [sys.executable, "-m", "pytest", "exercises", "-q", "-p", "no:cacheprovider", "--junitxml=out.xml"]
+    run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=600)
+    assert run.returncode in (0, 1), run.stdout + run.stderr
+    said = defaultdict(list)
+    for case in ElementTree.parse(tree / "out.xml").iter("testcase"):
+        problem = next((part.get("message") for part in case if part.tag in ("failure", "error")), "")
+        said[case.get("classname").split("_")[-1]].append(problem)
+    assert sorted(said) == sorted(EXERCISES)
+    return said
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {name: tmp_path_factory.mktemp(name) for name in ("untouched", "even", "odd")}
+
+
+def said_of(exercise: str, kind: str, folders: dict[str, Path]) -> list[str]:
+    """Of the two trees with solutions, the one in which this exercise is solved in this way."""
+    is_even = (EXERCISES.index(exercise) % 2 == 0) == (kind == "right")
+    kinds = {other: ("right", "wrong")[(i % 2 == 0) != is_even] for i, other in enumerate(EXERCISES)}
+    assert kinds[exercise] == kind
+    return verdicts(folders["even" if is_even else "odd"], **kinds)[exercise]
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_an_exercise_fails_until_it_is_done_and_says_what_is_missing(exercise, folders):
+    """Each of its tests, in one line: a reader who has done nothing yet is helped by no traceback."""
+    said = verdicts(folders["untouched"])[exercise]
+    assert said and all("not done yet: " in message for message in said), said
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_a_right_solution_passes(exercise, folders):
+    said = said_of(exercise, "right", folders)
+    assert said and not any(said), said
+
+
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_a_plausible_wrong_solution_fails(exercise, folders):
+    """It is complete, so nothing is called missing; but what it does is wrong, and at least one test sees it."""
+    said = said_of(exercise, "wrong", folders)
+    assert any(said) and not any("not done yet" in message for message in said), said
+
+
+def test_every_exercise_has_its_command_and_says_where_to_look():
+    assert len(EXERCISES) == 5
+    for exercise in EXERCISES:
+        (path,) = (ROOT / "exercises").glob(f"test_?_{exercise}.py")
+        text = path.read_text()
+        assert f"    python -m pytest exercises -k {exercise}\n" in text and exercise in README
+        assert f"`python -m pytest exercises -k {exercise}`" in README
+        assert all(f"\n{part}" in text for part in ("The task. ", "Read first: ", "Where: ", "How to know: ")), path
+        for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text.split('"""')[1]):
+            assert (ROOT / name).exists(), (path, name)
+
+
+def test_the_exercises_are_no_part_of_the_suite():
+    """`python -m pytest` must pass in a fresh clone, where no exercise is done."""
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'testpaths = ["tests"]' in text

@@ -1,0 +1,83 @@
+"""The ladder of docs/learn runs as it is printed, gives the engine's tokens, and names places that exist."""
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanobatch import Engine, Sampling
+
+ROOT = Path(__file__).parent.parent
+LEARN = ROOT / "docs" / "learn"
+CHAPTERS = sorted(LEARN.glob("[0-9]_*.py"))
+LINES = 120
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.load("demo", slots=8, max_len=1024) as engine:
+        yield engine
+
+
+def places(file: Path) -> set[str]:
+    """The functions and classes of a file, methods with their class in front."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, (*functions, ast.ClassDef)):
+            found |= {node.name, *(f"{node.name}.{part.name}" for part in node.body if isinstance(part, functions))}
+    return found
+
+
+def test_the_ladder_has_five_chapters():
+    assert [path.name[0] for path in CHAPTERS] == list("12345")
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_gives_the_engines_answers_and_draws_its_timeline(path, engine, tmp_path):
+    """Run as a reader runs it, from another folder. A chapter that drifts from the engine teaches something else."""
+    run = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and not run.stderr, run.stderr
+    answers = re.findall(r"^ +\d+  (.+)\n     (.+)  \[(\d+) tokens\]$", run.stdout, re.MULTILINE)
+    assert answers
+    sampling = Sampling(max_tokens=128)
+    results = engine.generate([engine.text.ask(prompt) for prompt, _, _ in answers], sampling)
+    for (prompt, text, count), result in zip(answers, results, strict=True):
+        assert (text, int(count)) == (result.text, len(result.tokens)), prompt
+    assert re.search(r"^slot 0  ▒1[▒█]+", run.stdout, re.MULTILINE)
+    assert re.search(r"\d+ tokens in [\d.]+ s: \d+ tokens/s", run.stdout)
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_a_chapter_is_short_and_ends_with_a_question_that_the_code_answers(path):
+    """A place that was renamed would send the reader into nothing."""
+    text = path.read_text()
+    assert len(text.splitlines()) <= LINES
+    assert f"    python docs/learn/{path.name}\n" in ast.get_docstring(ast.parse(text))
+    question = text.index("\nQuestion: ")
+    (answer,) = re.findall(r"^The real code answers: ([\w/]+\.py), ([\w.]+)\.(?: .*)?$", text[question:], re.MULTILINE)
+    assert answer[1] in places(ROOT / answer[0]), answer
+    (named,) = re.findall(r"^Next: (.*)", text[question:], re.MULTILINE)
+    following = CHAPTERS[CHAPTERS.index(path) + 1 :]
+    assert following[0].name in named if following else "nanobatch.py" in named
+
+
+def test_the_long_talk_of_the_last_chapter_is_answered_as_the_engine_answers_it(engine, monkeypatch):
+    """The other test sees the talk's last message alone. The whole talk must be long, or there is nothing to cut."""
+    monkeypatch.syspath_prepend(LEARN)
+    chapter = runpy.run_path(str(CHAPTERS[-1]))
+    question = chapter["PROMPTS"][-1]
+    talk = engine.text.encode_chat([*chapter["TALK"], {"role": "user", "content": question}])
+    assert len(talk) > 500
+    alone, within = engine.generate([engine.text.ask(question), talk])
+    assert alone.tokens == within.tokens  # so what stands under the chapter is the answer to the whole talk
+
+
+def test_the_ladders_readme_names_every_chapter_and_only_what_is_there():
+    text = (LEARN / "README.md").read_text()
+    assert re.findall(r"`python docs/learn/(\w+\.py)`", text) == [path.name for path in CHAPTERS]
+    assert all((LEARN / link).exists() for link in re.findall(r"\]\(([^)]+)\)", text))
