@@ -172,7 +172,7 @@ class Piece(NamedTuple):
     ids: tuple[int, ...]  # the chunk's tokens; empty for the newest token, which may be known to the device alone
     start: int  # the row of the first of them
     width: int  # tokens that the device computes: these, and padding
-    length: int  # of the sequence, for models whose positions depend on it
+    length: int  # of its prompt, for models whose positions depend on it
     source: int | None  # rows 0..start are copied from this slot before
     asked: bool  # a token is sampled from the last of them
 
@@ -215,7 +215,7 @@ class Order(NamedTuple):
             ids = c.request.prompt[c.start : c.stop]
             chunks.append(Piece(c.slot, ids, c.start, c.width, len(c.request.prompt), c.source, c.emits))
         for d in plan.decodes:
-            newest.append(Piece(d.slot, (), d.position, 1, d.position + 1, None, True))
+            newest.append(Piece(d.slot, (), d.position, 1, len(d.request.prompt), None, True))
         for member in plan.emitters:
             request, handle = member.request, handles[member.request.id]
             index = request.planned - 1  # the token that has just been planned
@@ -304,7 +304,7 @@ class Runner:
         with device_lock, device_stream():
             pick = {0: Pick(0, Sampling(), 0, 0)}
             self.run(Order((), (Piece(0, (0,), 0, PADDING, 1, None, True),), (), pick)).read()
-            self.run(Order((), (), (Piece(0, (), 1, 1, 2, None, True),), pick)).read()
+            self.run(Order((), (), (Piece(0, (), 1, 1, 1, None, True),), pick)).read()
             self.reset()
 
     def _passes(self, order: Order) -> list[list[tuple[Piece, ...]]]:
@@ -346,16 +346,15 @@ class Runner:
         product of another shape may add its numbers in another order, and rounding makes that show: compact rows
         give equal tokens, constant rows give equal bits.
         """
-        slab, first = self.slab, group[0]
+        slab, first, rope = self.slab, group[0], self.model.config.rope
         if first.ids:
             ids = [*first.ids, *[0] * (first.width - len(first.ids))]
             return mx.array([ids]), Window(slab, [first.slot], [first.start], first.width, [first.length])
-        at = {piece.slot: piece.start for piece in group}
+        at = {piece.slot: (piece.start, rope.length(piece.length, piece.start)) for piece in group}
         slots = list(range(slab.slots)) if self.exact else sorted(at)
-        starts = [at.get(slot, slab.spare) for slot in slots]
-        lengths = [at.get(slot, 0) + 1 for slot in slots]
+        starts, lengths = zip(*(at.get(slot, (slab.spare, 1)) for slot in slots), strict=True)
         # The ids are on the device, and nothing has read them yet.
-        return self._newest[mx.array(slots)], Window(slab, slots, starts, 1, lengths)
+        return self._newest[mx.array(slots)], Window(slab, slots, list(starts), 1, list(lengths))
 
     def _choose(
         self, x: mx.array, group: Sequence[Piece], window: Window, picks: Mapping[int, Pick]
@@ -588,7 +587,7 @@ class Engine:
         self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
         ids, shown = self.text.read(prompt)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
-        shares = self.reuse and not self.model.config.rope.follows(len(ids))
+        shares = self.model.config.rope.shares(len(ids)) if self.reuse else 0
         with self.changed:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")

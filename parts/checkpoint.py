@@ -17,8 +17,9 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parts.checks import one_line, real, shown, whole
+from parts.checks import one_line, real, shown
 from parts.device import mx
+from parts.fields import LONGEST, Fields, ModelError, check_plain, read_json, what_is
 
 # The families, and what a config.json may leave unsaid where Llama's means something else (docs/models.md).
 FAMILIES: dict[str, dict] = {
@@ -27,24 +28,16 @@ FAMILIES: dict[str, dict] = {
     "qwen2": {},
     "qwen3": {"head_dim": 128},
     "granite": {},
-    "phi3": {"rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "olmo2": {"rms_norm_eps": 1e-5},
     "smollm3": {"rope_theta": 2_000_000.0},
     "seed_oss": {"attention_bias": True, "head_dim": 128},
 }
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # as phi3 stores them
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
-LONGEST = 100_000_000  # bytes of a text file, or of the header of a file with weights
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
-
-
-class ModelError(ValueError):
-    """A checkpoint that cannot be served. The message is one line: the file, what is wrong, what to do."""
-
-    def __init__(self, message: str):
-        super().__init__(one_line(message))
 
 
 # --- the config --------------------------------------------------------------------------------------------------
@@ -60,10 +53,39 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    short: tuple[float, ...] = ()  # by what each plane's turn is slowed, for prompts up to the original length
+    long: tuple[float, ...] = ()  # and for longer ones
+    gain: float = 1.0  # what is turned becomes longer by this
+    turned: int | None = None  # how many numbers of a head turn, from the first; None means all
+    interleaved: bool = False  # neighbours are a plane, not number i and number i + Dh/2
 
     def follows(self, length: int) -> bool:
-        """Do a sequence's positions turn by its own length, so that a prompt of another length has other rows?"""
-        return self.type == "dynamic" and length > self.original_length
+        """Do a sequence's positions turn by its own length, because it is so long?"""
+        return self.type in ("dynamic", "longrope") and length > self.original_length
+
+    def shares(self, length: int) -> int:
+        """Which prompts have the same rows where they begin alike: those with the same number; with 0 none has."""
+        return 1 if not self.follows(length) else 2 if self.type == "longrope" else 0
+
+    def length(self, prompt: int, row: int) -> int:
+        """The length that says how a token in this row turns.
+
+        With longrope it is the prompt's: then a sequence has one set of factors from its first token to its last. With
+        `dynamic` it grows with each new token.
+        """
+        return prompt if self.type == "longrope" else max(prompt, row + 1)
+
+    def order(self, Dh: int) -> list[int]:
+        """Where each number of a head comes from, so that number i and number i + Dh/2 are a plane.
+
+        The planes that do not turn stand behind those that do. This is done to the rows of q and k while they are
+        loaded. A product of q and k does not depend on the order of their numbers.
+        """
+        turned = Dh if self.turned is None else self.turned
+        step, other = (2, 1) if self.interleaved else (1, turned // 2)
+        firsts = [step * i for i in range(turned // 2)] + list(range(turned, (turned + Dh) // 2))
+        seconds = [i + other for i in firsts[: turned // 2]] + list(range((turned + Dh) // 2, Dh))
+        return firsts + seconds
 
 
 @dataclass(frozen=True)
@@ -127,69 +149,15 @@ class Config:
         return {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def check_plain(path: Path) -> None:
-    """Refuse what is no plain file. To open a pipe may take for ever, and so may reading /dev/zero."""
-    if path.exists() and not path.is_file():
-        raise ModelError(f"{path} is no plain file; download it again.")
-
-
-def read_text(path: Path) -> str:
-    """The text in a file, or one line that says why there is none."""
-    try:
-        check_plain(path)
-        if path.stat().st_size > LONGEST:
-            raise ModelError(f"{path} is longer than {LONGEST:,} bytes; download it again.")
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; a model folder needs it. Download the model again.") from None
-    except (OSError, UnicodeDecodeError, MemoryError) as error:
-        raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
-
-
-def read_json(path: Path) -> dict:
-    """The JSON object in a file, or one line that says why there is none."""
-    text = read_text(path)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError, MemoryError) as error:  # no JSON, or a number of more than 4,300 digits
-        what = _what_is(text[:64].encode()) or f"not JSON ({one_line(error)})"
-        raise ModelError(f"{path} is {what}; download it again.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again.")
-    return value
-
-
-class _Fields:
-    """Typed access to `config.json`: a wrong or missing field is named in a `ModelError`, instead of a KeyError."""
-
-    def __init__(self, path: Path, values: dict):
-        self.path, self.values = path, values
-
-    def number(self, key: str, default=None, check=whole, least=1):
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ModelError(f"{self.path} lacks {key!r}; download it again.")
-        if check is whole and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        try:
-            return check(f"{self.path}: {key}", value, least, 2**62 - 1)
-        except ValueError as error:
-            raise ModelError(f"{error}.") from None
-
-    def refuse(self, key: str, value, supported) -> ModelError:
-        return ModelError(f"{self.path}: {key} = {shown(value)} is not supported. Supported: {', '.join(supported)}.")
-
-
 def read_config(folder: Path, has_head: bool) -> Config:
     """The config of a folder. `has_head` (the weights hold an `lm_head`) decides about tying if the config does not."""
     path = folder / "config.json"
     raw = read_json(path)
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise _Fields(path, raw).refuse("model_type", family, FAMILIES)
+        raise Fields(path, raw).refuse("model_type", family, FAMILIES)
     raw |= {key: usual for key, usual in FAMILIES[family].items() if raw.get(key) is None}
-    get, fields = raw.get, _Fields(path, raw)
+    get, fields = raw.get, Fields(path, raw)
     if get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.refuse("hidden_act", get("hidden_act"), ("silu",))
     for key in ("quantization", "quantization_config"):
@@ -231,7 +199,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
         mlp_bias=bool(get("mlp_bias", False)),
         qk_norm={"qwen3": "head", "olmo2": "width"}.get(family, ""),
         window=_window(fields, family),
-        rope=_rope(fields, max_positions),
+        rope=_rope(fields, family, Dh, max_positions),
         norms_after=family == "olmo2",
         unturned=_unturned(fields) if family == "smollm3" else frozenset(),
         fused=family == "phi3",
@@ -239,7 +207,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
     )
 
 
-def _unturned(fields: _Fields) -> frozenset[int]:
+def _unturned(fields: Fields) -> frozenset[int]:
     """SmolLM3 names the layers that have positions, by a 1 or a 0 for each, or says that every nth has none."""
     layers, has = fields.number("num_hidden_layers"), fields.values.get("no_rope_layers")
     interval = fields.number("no_rope_layer_interval", 4)
@@ -250,7 +218,7 @@ def _unturned(fields: _Fields) -> frozenset[int]:
     return frozenset(i for i in range(layers) if not has[i])
 
 
-def _multipliers(fields: _Fields, Dh: int, tied: bool) -> dict[str, float]:
+def _multipliers(fields: Fields, Dh: int, tied: bool) -> dict[str, float]:
     """Granite's four multipliers, each as a factor of the weights that it can be folded into.
 
     Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the quotient of the two. A
@@ -263,7 +231,7 @@ def _multipliers(fields: _Fields, Dh: int, tied: bool) -> dict[str, float]:
     return {"embed_tokens": embedding, "q_proj": attention * Dh**0.5, **branches, "norm": last}
 
 
-def _window(fields: _Fields, family: str) -> int | None:
+def _window(fields: Fields, family: str) -> int | None:
     """The length of the sliding window, if any layer has one. Each family has its own way to say so."""
     raw, layers = fields.values, fields.number("num_hidden_layers")
     kinds = raw.get("layer_types")
@@ -282,38 +250,72 @@ def _window(fields: _Fields, family: str) -> int | None:
     return fields.number("sliding_window", 4096)
 
 
-def _rope(fields: _Fields, max_positions: int) -> Rope:
+def _rope(fields: Fields, family: str, Dh: int, max_positions: int) -> Rope:
     """There are three spellings: `rope_scaling` with `type` or with `rope_type`, and `rope_parameters` with all."""
     raw = fields.values
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise ModelError(f"{fields.path}: rope scaling is {shown(scaling)} where one flat object belongs.")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if family == "phi3" and kind in ("su", "yarn"):  # what its first configs call it
+        kind = "longrope"
     if kind not in ROPE_TYPES:
         raise fields.refuse("rope type", kind, ROPE_TYPES)
-    if raw.get("rope_traditional") or scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1)) != 1:
-        raise ModelError(f"{fields.path}: interleaved or partial rotary positions are not supported.")
-    inner = _Fields(fields.path, scaling)
+    inner = Fields(fields.path, scaling)
     theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0, real, 1), real, 1)
+    part = inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0, real, 0), real, 0)
+    turned = int(Dh * part)
+    if part != 1 and (family != "phi3" or turned % 2 or not 4 <= turned <= Dh):
+        ways = "1" if family != "phi3" else f"1, or what turns an even number, at least 4, of {Dh}"
+        raise fields.refuse("partial_rotary_factor", part, (ways,))
+    common = {"turned": turned if turned < Dh else None, "interleaved": bool(raw.get("rope_traditional"))}
     if kind == "default":
-        return Rope(kind, theta)
+        return Rope(kind, theta, **common)
+    name, usual = "original_max_position_embeddings", 8192 if kind == "llama3" else max_positions
+    common["original_length"] = (fields if raw.get(name) is not None else inner).number(name, usual)
+    if kind == "longrope":
+        return _longrope(inner, theta, turned // 2, max_positions, common)
+    if kind == "yarn" and scaling.get("factor") is None:
+        scaling["factor"] = max_positions / common["original_length"]
     factor = inner.number("factor", check=real, least=1e-6)
     if kind == "llama3":
         low, high = (inner.number(f"{end}_freq_factor", usual, real, 1e-6) for end, usual in (("low", 1), ("high", 4)))
-        return Rope(kind, theta, factor, low, high, inner.number("original_max_position_embeddings", 8192))
-    return Rope(kind, theta, factor, original_length=max_positions)
+        return Rope(kind, theta, factor, low, high, **common)
+    if kind == "yarn":
+        return _yarn(inner, theta, factor, common)
+    return Rope(kind, theta, factor, **common | {"original_length": max_positions})
+
+
+def _yarn(inner: Fields, theta: float, factor: float, common: dict) -> Rope:
+    """Where its gain is not given, it grows with the logarithm of the factor, or is the quotient of two such."""
+    if not inner.values.get("truncate", True):
+        raise inner.refuse("truncate", False, ("true",))
+    if theta == 1:
+        raise inner.refuse("rope_theta", theta, ("with yarn, more than 1",))
+    slow, fast = (inner.number(f"beta_{end}", usual, real, 1e-6) for end, usual in (("slow", 1), ("fast", 32)))
+    scales = [inner.number(name, 0.0, real, 0) for name in ("mscale", "mscale_all_dim")]
+    over, under = (1 + 0.1 * scale * math.log(max(factor, 1)) for scale in (scales if all(scales) else (1, 0)))
+    return Rope("yarn", theta, factor, slow, fast, gain=_gain(inner, over / under), **common)
+
+
+def _longrope(inner: Fields, theta: float, planes: int, max_positions: int, common: dict) -> Rope:
+    short, long = (inner.values.get(f"{name}_factor") for name in ("short", "long"))
+    for name, factors in (("short", short), ("long", long)):
+        if not isinstance(factors, list) or len(factors) != planes:
+            raise inner.refuse(f"{name}_factor", factors, (f"a number for each of {planes} planes",))
+        for factor in factors:
+            Fields(inner.path, {f"{name}_factor": factor}).number(f"{name}_factor", check=real, least=1e-6)
+    original = common["original_length"]
+    factor = inner.number("factor", max_positions / original, real, 1e-6)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return Rope("longrope", theta, factor, short=(*short,), long=(*long,), gain=_gain(inner, usual), **common)
+
+
+def _gain(inner: Fields, usual: float) -> float:
+    return inner.number("attention_factor", usual, real, 1e-6)
 
 
 # --- the files ---------------------------------------------------------------------------------------------------
-
-
-def _what_is(head: bytes) -> str | None:
-    """What a file is that often lies where weights should be, by its first bytes."""
-    if head.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer, not the file itself (run `git lfs pull`)"
-    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
-        return "an HTML page, not the file itself"
-    return None
 
 
 def read_header(path: Path) -> dict[str, dict]:
@@ -329,7 +331,7 @@ def read_header(path: Path) -> dict[str, dict]:
         with path.open("rb") as file:
             start = file.read(64)
             length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
-            if what := _what_is(start):
+            if what := what_is(start):
                 raise ModelError(f"{path} is {what}; download it again.")
             if not 2 <= length <= min(size - 8, LONGEST):
                 raise ModelError(f"{path} is not a safetensors file, or it is cut off; download it again.")
@@ -449,7 +451,7 @@ class Weights:
         expected = config.tensors()
         for name, shape in expected.items():
             if name not in self.entries:
-                raise ModelError(f"{folder} lacks the tensor {name}; download it again.")
+                raise ModelError(f"{folder} lacks the tensor {self._stored(name, config)}; download it again.")
             module = name.removesuffix(".weight")
             if f"{module}.scales" in self.entries:
                 self._check_quantized(module, shape)
@@ -470,6 +472,12 @@ class Weights:
                 f"{self.files[name]}: {name} has no place in a {config.model_type} model of this config.json; "
                 "use the one that came with it."
             )
+
+    def _stored(self, name: str, config: Config) -> str:
+        """What a family's files call the tensor that holds this one."""
+        whole = {part: fused for fused, parts in FUSED.items() for part in parts} if config.fused else {}
+        *place, module, kind = name.split(".")
+        return ".".join([*place, whole.get(module, module), kind])
 
     def _check_quantized(self, module: str, shape: tuple[int, ...]) -> None:
         names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]

@@ -135,9 +135,16 @@ class ModelReader:
 
     def tensor(self, name: str) -> mx.array:
         """A tensor in our precision, times what its module's output is multiplied by."""
-        array, factor = self.weights.take(name), self.config.multipliers.get(name.split(".")[-2], 1)
+        array, factor = self.take(name), self.config.multipliers.get(name.split(".")[-2], 1)
         dtype = mx.float32 if self.float32 else array.dtype
         return array.astype(dtype) if factor == 1 else (array.astype(mx.float32) * factor).astype(dtype)
+
+    def take(self, name: str) -> mx.array:
+        """A tensor as the files have it; of queries and keys, with each head's numbers in the order of `Rope.order`."""
+        array, order = self.weights.take(name), self.config.rope.order(self.config.Dh)
+        if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm") or order == sorted(order):
+            return array
+        return array.reshape(-1, self.config.Dh, *array.shape[1:])[:, mx.array(order)].reshape(array.shape)
 
     def linear(self, *modules: str) -> Dense | Quantized | SideBySide:
         """One projection, or several of the same input as one."""
@@ -162,7 +169,7 @@ class ModelReader:
             bias = None  # each rank adds to the sum, and this is to be added once
         if f"{module}.scales" not in has:
             return cut_out(self.tensor(f"{module}.weight"), rows, columns), bias
-        weight = self.weights.take(f"{module}.weight")
+        weight = self.take(f"{module}.weight")
         scales, offsets = self.tensor(f"{module}.scales"), self.tensor(f"{module}.biases")
         bits, group = checkpoint.quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
         if not self.float32 and (columns is None or columns.start % group == columns.stop % group == 0):

@@ -82,11 +82,11 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads,
 def turning(model: Model, window: Window) -> Callable[[mx.array], mx.array]:  # (B, heads, L, Dh) -> the same
     """How a window's queries and keys are turned: `rotate`, by the angles of their positions.
 
-    On a GPU it is one kernel of MLX's, which makes nothing shorter, where that is right (`rope_periods`). It has one
-    frequency a plane for all sequences: so not where they follow each sequence's length.
+    On a GPU it is one kernel of MLX's, which makes nothing shorter or longer, where that is right (`rope_periods`). It
+    has one frequency a plane for all sequences: so not where they follow each sequence's length.
     """
     rope, Dh = model.config.rope, model.config.Dh
-    if not device.has_gpu() or model.periods is None or rope.follows(max(window.lengths)):
+    if not device.has_gpu() or model.periods is None or rope.gain != 1 or rope.follows(max(window.lengths)):
         cos, sin = rope_angles(model, window)
         return partial(rotate, cos=cos, sin=sin)
     scale = 1 / rope.factor if rope.type == "linear" else 1.0
@@ -119,7 +119,10 @@ def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (
         frequencies = mx.stack([rope_frequencies(rope, Dh, n) for n in window.lengths])[:, None]  # (B, 1, Dh/2)
     positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
     angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
-    return both_of_a_plane(mx.cos(angles) * shorter(Dh), mx.sin(angles) * shorter(Dh))
+    size = shorter(Dh)
+    if rope.gain != 1:  # of what turns
+        size = mx.where(model.frequencies > 0, size * rope.gain, size)
+    return both_of_a_plane(mx.cos(angles) * size, mx.sin(angles) * size)
 
 
 def shorter(Dh: int) -> float:
@@ -143,24 +146,49 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     """How far each of a head's Dh/2 planes turns from one position to the next.
 
     Plane i turns by theta ** (-2 i / Dh): the first by 1, so it tells neighbours apart, the last by nearly 1 / theta,
-    so it takes tens of thousands of positions for one turn, and tells far from near.
+    so it takes tens of thousands of positions for one turn, and tells far from near. Where only a part of a head turns,
+    that part is the Dh of this formula, and the planes behind it stand still.
 
     A model is stretched beyond the length it was trained for by turning its planes more slowly. `linear` slows all of
-    them (in `rope_angles`, by dividing the positions). `llama3` slows the slow ones only, because the fast ones tell
-    neighbours apart. `dynamic` raises theta with the length of the sequence: a prompt's own length for all of its
-    tokens, then each new token's. So the same token at the same place turns differently in a longer prompt.
+    them (in `rope_angles`, by dividing the positions). `llama3` and `yarn` slow the slow ones only, because the fast
+    ones tell neighbours apart. `dynamic` raises theta with the length of the sequence: a prompt's own length for all of
+    its tokens, then each new token's. So the same token at the same place turns differently in a longer prompt.
+    `longrope` names a factor for each plane, found by search, and others for prompts beyond the trained length.
     """
-    theta = rope.theta
-    if rope.follows(length):
-        theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (Dh / (Dh - 2))
-    if rope.type != "llama3":
-        return mx.exp(mx.arange(0, -(Dh // 2), -1) * (math.log(theta) / (Dh // 2)))  # theta ** (-2 i / Dh)
-    periods = theta ** (mx.arange(0, Dh, 2) / Dh)  # positions for one radian
-    turns = rope.original_length / (2 * mx.pi * periods)  # full turns within the trained length
-    # Fewer turns than low_freq_factor: slowed by the whole factor. More than high_freq_factor: not at all.
-    # In between, the frequency is a mixture of the two, here written for its reciprocal as mlx-lm computes it.
-    keep = mx.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
-    return 1 / (periods / ((1 - keep) / rope.factor + keep))
+    theta, R = rope.theta, rope.turned or Dh
+    if rope.follows(length) and rope.type == "dynamic":
+        theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (R / (R - 2))
+    if rope.type in ("default", "linear", "dynamic"):
+        frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))  # theta ** (-2 i / R)
+    else:
+        periods = theta ** (mx.arange(0, R, 2) / R)  # positions for one radian
+        if rope.type == "longrope":
+            frequencies = 1 / (periods * mx.array(rope.long if rope.follows(length) else rope.short))
+        else:
+            keep = kept_of_planes(rope, R, rope.original_length / (2 * mx.pi * periods))
+            # A mixture of the frequency and the slowed one. It is written for its reciprocal, for each type as mlx-lm
+            # computes it: far from the beginning, the last digit of a frequency is seen in the fourth of a logit.
+            slow = rope.factor * periods
+            mixed = slow * periods / (slow * keep + periods * (1 - keep))
+            frequencies = 1 / (mixed if rope.type == "yarn" else periods / ((1 - keep) / rope.factor + keep))
+    return frequencies if Dh == R else mx.concatenate([frequencies, mx.zeros((Dh - R) // 2)])
+
+
+def kept_of_planes(rope: Rope, R: int, turns: mx.array) -> mx.array:  # (R/2,): full turns within the trained length
+    """How much of each plane's frequency is kept: 0 where it is slowed by the whole factor, 1 where not at all.
+
+    Fewer turns than low_freq_factor: nothing is kept. More than high_freq_factor: all. In between `llama3` goes by the
+    number of turns. `yarn` goes by the number of the plane: from the last whole one before the one bound to the first
+    behind the other.
+    """
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if rope.type == "llama3":
+        return mx.clip((turns - low) / (high - low), 0, 1)
+    first, last = (
+        R * math.log(rope.original_length / (2 * math.pi * n)) / (2 * math.log(rope.theta)) for n in (high, low)
+    )
+    first, last = max(math.floor(first), 0), min(math.ceil(last), R - 1)
+    return 1 - mx.clip((mx.arange(R // 2) - first) / max(last - first, 0.001), 0, 1)
 
 
 class Dense(NamedTuple):

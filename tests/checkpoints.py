@@ -19,6 +19,7 @@ from parts.device import mx
 
 V = 272  # 256 bytes, four special tokens, and some ids that no text has
 BOS, EOS = 256, 257
+ORIGINAL = "original_max_position_embeddings"
 
 
 def make_tokenizer() -> Tokenizer:
@@ -132,6 +133,17 @@ class Reference:
         """`config` respells fields of config.json that mlx-lm does not read."""
         self.model, _ = mlx_lm.utils.load_model(folder, model_config=config)
         self.model.set_dtype(mx.float32)
+        # mlx-lm takes longrope's long factors for all prompts. transformers, and we, take the short ones up to the
+        # original length: so for these the reference has them in place of the long ones.
+        given = json.loads((folder / "config.json").read_text()) | (config or {})
+        scaling, self.short, self.bound = given.get("rope_scaling") or {}, None, given.get(ORIGINAL, 0)
+        if "short_factor" in scaling and scaling["short_factor"] != scaling["long_factor"]:
+            short = scaling | {"long_factor": scaling["short_factor"]}
+            self.short = Reference(folder, (config or {}) | {"rope_scaling": short})
+
+    def of(self, length: int) -> "Reference":
+        """The reference for prompts of this length."""
+        return self.short if self.short and length <= self.bound else self
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """(len(tokens), V): what follows each prefix, all in one pass."""

@@ -265,8 +265,13 @@ def test_a_fused_matrix_of_another_height_or_in_a_family_that_has_none(tmp_path)
     refused(folder, "model.layers.1", "no place")
     change_config(folder, num_hidden_layers=2, model_type="llama")
     refused(folder, "lacks", "q_proj")
-    change_config(folder, model_type="phi3", rope_scaling={"type": "longrope"})
-    refused(folder, "longrope")
+
+
+def test_a_missing_fused_matrix_is_called_what_the_family_calls_it(tmp_path):
+    """The list of what is missing said q_proj, which no Phi-3 file has, so nobody could look for it."""
+    folder, name = make_checkpoint(tmp_path, model_type="phi3"), "model.layers.1.self_attn.qkv_proj.weight"
+    change_weights(folder, lambda w: w.pop(name))
+    refused(folder, "lacks", name)
 
 
 def test_quantized_shapes_that_no_quantization_has(tmp_path):
@@ -281,8 +286,13 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
     [
         ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3, granite, phi3, olmo2, smollm3, seed_oss"]),
         ({"model_type": ...}, ["model_type", "llama"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, ["yarn", "default, linear, dynamic, llama3"]),
-        ({"rope_scaling": {"type": "longrope"}}, ["longrope"]),
+        ({"rope_scaling": {"rope_type": "mrope"}}, ["mrope", "default, linear, dynamic, llama3, yarn, longrope"]),
+        ({"rope_scaling": {"type": "longrope"}}, ["short_factor", "8 planes"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [2]}}, ["long_factor", "8"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [0] * 8, "long_factor": [2] * 8}}, ["short_factor"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, ["truncate"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}, "rope_theta": 1}, ["rope_theta", "yarn"]),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.2}, ["partial_rotary_factor", "0.2", "even"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor"]),
         ({"rope_scaling": "linear"}, ["rope scaling", "linear"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope scaling", "flat"]),
@@ -478,7 +488,10 @@ FIELDS = """
     head_dim rope_scaling rope_parameters sliding_window layer_types attention_bias mlp_bias quantization hidden_act
     quantization_config max_window_layers partial_rotary_factor rope_traditional use_sliding_window
 """
-SCALING = "rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings rope_type type"
+SCALING = """
+    rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings rope_type type short_factor
+    long_factor beta_fast beta_slow mscale mscale_all_dim attention_factor
+"""
 
 
 def strange(rng: random.Random, config: dict) -> dict:
@@ -487,7 +500,8 @@ def strange(rng: random.Random, config: dict) -> dict:
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = rng.choice(STRANGE)
         if rng.random() < 0.3:
-            usual = {"rope_type": rng.choice(("linear", "dynamic", "llama3", "default")), "factor": 2.0}
+            usual = {"rope_type": rng.choice(checkpoint.ROPE_TYPES), "factor": 2.0}
+            usual |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
             config["rope_scaling"] = usual | {rng.choice(SCALING.split()): value}
         else:
             config[rng.choice([*config, *FIELDS.split()])] = value

@@ -23,6 +23,11 @@ PROMPTS, TOKENS = 16, 32  # of each configuration
 CLOSE = 1e-4  # logits may differ by this much, and where the best two are nearer than this, either may win
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {  # half of a head of 16 is four planes
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 60,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.2, 3.0, 9.0, 20.0]},
+}
 GRANITE = {
     "embedding_multiplier": 0.6,
     "attention_multiplier": 0.125,
@@ -54,6 +59,26 @@ CONFIGS = {
         "reference": {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     },
     "rope dynamic, within the trained length": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "rope yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "qwen3, yarn, its gain a quotient": {
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 48,
+            "beta_fast": 8,
+            "beta_slow": 2,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "rope interleaved": {"rope_traditional": True, "head_dim": 24},
+    "qwen2, interleaved, 4 bits": {
+        "model_type": "qwen2",
+        "rope_traditional": True,
+        "quantize": lambda module: (4, 32),
+    },
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
     "mistral, window longer than the slot": {"model_type": "mistral", "sliding_window": 512},
     "qwen2": {"model_type": "qwen2", "rope_theta": 1000000.0},
@@ -106,6 +131,14 @@ CONFIGS = {
         "quantize": lambda module: (4, 32),
         "shards": 2,
     },
+    "phi3, a part of each head turns": {"model_type": "phi3", "partial_rotary_factor": 0.75},
+    "phi3, longrope, a part of each head turns, 8 bits": {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (8, 32),
+        **LONGROPE,
+    },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "rope_theta": 500000.0},
     "olmo2, 8 bits": {"model_type": "olmo2", "num_hidden_layers": 4, "quantize": lambda module: (8, 32)},
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layer_interval": 2},
@@ -139,7 +172,7 @@ def compare(engine: Engine, reference: Reference, seed: int, prompts: int = PROM
     for handle in handles:
         assert handle.finish_reason == "length" and len(handle.tokens) == handle.sampling.max_tokens
         prompt = list(handle.request.prompt)
-        expected = reference.logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]  # (tokens, V)
+        expected = reference.of(len(prompt)).logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]  # (tokens, V)
         ours = tap.of(handle)
         for index, token in enumerate(handle.tokens):
             behind = expected[index].max() - expected[index][token]
