@@ -134,9 +134,16 @@ class Window:
             rows = [[(s * slab.Hkv + n) * each + row] for s, row in zip(slots, starts, strict=True) for n in heads]
             self._row = mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
 
-    def looks(self, G: int) -> list[Look]:
-        """How far the sequences read. The scores that a mask is made for have the L tokens of G heads in a row."""
-        if has_gpu() and self.B == 1:  # the last token sees the last row that is read: "causal" says all
+    def looks(self, G: int, span: int | None = None, by_formula: bool = False) -> list[Look]:
+        """How far the sequences read. The scores that a mask is made for have the L tokens of G heads in a row.
+
+        With a `span`, a token sees no more than so many rows: the older ones are read, and hidden. `by_formula` says
+        that attention takes no kernel of a GPU, but what a CPU takes.
+        """
+        has_kernel, slides = has_gpu() and not by_formula, span is not None and span < self.slab.length
+        if (
+            has_kernel and self.B == 1 and not slides
+        ):  # the last token sees the last row that is read: "causal" says all
             return [Look(0, 1, self.starts[0] + self.L, "causal")]
         reaches: list[int] = []
         for start in self.starts:
@@ -145,7 +152,9 @@ class Window:
         longest = max(reaches)
         # Row j is visible from position p if j <= p. That is causality, and it also hides what earlier owners left.
         visible = (mx.arange(longest) <= self.positions[:, :, None])[:, None]  # (B, 1, L, longest)
-        if has_gpu():  # subtle: in full, once for all layers; else the kernel copies it for each head in each layer
+        if slides:
+            visible = visible & (mx.arange(longest) > self.positions[:, :, None] - span)[:, None]
+        if has_kernel:  # subtle: in full, once for all layers; else the kernel copies it for each head in each layer
             mask = mx.contiguous(mx.broadcast_to(visible, (self.B, G * self.slab.Hkv, self.L, longest)))
         else:
             mask = mx.concatenate([mx.where(visible, 0.0, -mx.inf)] * (G if self.L > 1 else 1), axis=2)

@@ -52,7 +52,7 @@ from parts.checkpoint import Config, ModelError
 from parts.device import device_lock, device_stream, mx
 from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, keeps_bits, slab_shape, widest_pass
 from parts.loop import Loop
-from parts.ops import rms_norm, softmax, swiglu, turning, unturned
+from parts.ops import capped, rms_norm, softmax, turning
 from parts.ranks import join
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
@@ -88,36 +88,37 @@ def forward(
             +- norm - gate, up (2,hidden) each - silu(gate) * up - down (2,8)
             + <-------------------------------------------------------+
 
-    Some families have their norms behind a branch instead of before it (`attn_after`); the others have None there.
+    Some families have norms behind a branch (`attn_after`), before it, or both; where there is none stands None. What
+    else a family changes is data, too: how positions turn and how far attention looks back in a layer (`kinds`), and
+    what the MLP is made of (`Mlp` in `parts/ops.py`).
     """
     c = model.config
     sizes = [array.size for array in ids]  # N is their sum
-    turns = [turning(model, window) for window in windows]
-    looks = [window.looks(c.H // c.Hkv) for window in windows]
+    turns = [[turning(kind, window) for window in windows] for kind in model.kinds]
+    looks = [[window.looks(c.H // c.Hkv, kind.span, bool(c.cap)) for window in windows] for kind in model.kinds]
     x = model.table.rows(ids[0] if len(ids) == 1 else mx.concatenate([array.flatten() for array in ids]))  # (N, D)
     for index, layer in enumerate(model.layers):
         # Attention: each token's query is compared with the keys of all tokens up to itself; the result weights their
         # values.
         qkv = layer.qkv(rms_norm(x, layer.attn_norm, c.norm_eps))  # (N, (H + 2 Hkv) * Dh)
-        queries = []
-        for own, window, turn in zip(cut(qkv, sizes), windows, turns, strict=True):
-            turn = turn if layer.turns else unturned
+        queries, seen = [], looks[layer.kind]
+        for own, window, turn in zip(cut(qkv, sizes), windows, turns[layer.kind], strict=True):
             q, k, v = heads(c, layer, own, window, turn)  # (B, H, L, Dh), twice (B, Hkv, L, Dh)
             window.write(index, k, v)  # all windows write before the first one reads
             queries.append(q)
         if index == c.layers - 1 and any(asked) and not all(asked):
             x = mx.concatenate(list(compress(cut(x, sizes), asked)))
-            sizes, queries, windows, looks = (list(compress(each, asked)) for each in (sizes, queries, windows, looks))
+            sizes, queries, windows, seen = (list(compress(each, asked)) for each in (sizes, queries, windows, seen))
         sums = [
-            attention(part, *window.read(index, look), look.mask)
-            for q, window, own in zip(queries, windows, looks, strict=True)
+            attention(part, *window.read(index, look), look.mask, c.cap)
+            for q, window, own in zip(queries, windows, seen, strict=True)
             for part, look in zip(cut(q, [look.stop - look.start for look in own]), own, strict=True)
         ]
         sums = mx.concatenate(sums).reshape(*x.shape[:-1], -1)  # heads side by side
         x = x + rms_norm(model.ranks.sum(layer.o(sums)), layer.attn_after, c.norm_eps)  # (N, D)
         # The MLP: each token by itself.
-        gate, up = mx.split(layer.gate_up(rms_norm(x, layer.mlp_norm, c.norm_eps)), 2, axis=-1)  # (N, hidden) each
-        x = x + rms_norm(model.ranks.sum(layer.down(swiglu(gate, up))), layer.mlp_after, c.norm_eps)
+        branch = layer.mlp(rms_norm(x, layer.mlp_norm, c.norm_eps))
+        x = x + rms_norm(model.ranks.sum(branch), layer.mlp_after, c.norm_eps)
     return cut(rms_norm(x, model.norm, c.norm_eps).reshape(-1, c.D), sizes)
 
 
@@ -142,7 +143,7 @@ def heads(
     return q, k, v
 
 
-def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str) -> mx.array:
+def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, cap: float | None = None) -> mx.array:
     """softmax(q k^T + mask) v     q (B, H, L, Dh), k and v (B, Hkv, T, Dh) -> (B * L, H * Dh)
 
     Where is the 1 / sqrt(Dh) of the papers? Half of it is in q and half in k, since `rope_angles` makes them shorter
@@ -151,14 +152,18 @@ def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str) -> mx
     G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the rows of one matrix
     product, and each key is read once for all of them.
 
-    On a GPU, one kernel does all of this and keeps no scores; it divides by sqrt(Dh) and shares the keys itself.
+    On a GPU, one kernel does all of this and keeps no scores; it divides by sqrt(Dh) and shares the keys itself. It
+    knows no cap of the scores, which Gemma 2 has.
     """
     B, H, L, Dh = q.shape
-    if device.has_gpu():
+    if device.has_gpu() and not cap:
         sums = mx.fast.scaled_dot_product_attention(q, k, v, scale=Dh**-0.5, mask=mask)
         return sums.transpose(0, 2, 1, 3).reshape(B * L, H * Dh)
     folded = q.reshape(B, k.shape[1], -1, Dh)  # (B, Hkv, G * L, Dh)
-    weights = softmax(folded @ k.swapaxes(-1, -2) + mask).astype(v.dtype)  # (B, Hkv, G * L, T)
+    scores = folded @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
+    if cap:
+        scores = capped(scores * Dh**-0.5 if device.has_gpu() else scores, cap)
+    weights = softmax(scores + mask).astype(v.dtype)
     return (weights @ v).reshape(B, H, L, Dh).transpose(0, 2, 1, 3).reshape(B * L, H * Dh)
 
 

@@ -14,6 +14,7 @@ converted copy are never in memory together.
 import json
 import math
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,9 +33,23 @@ FAMILIES: dict[str, dict] = {
     "olmo2": {"rms_norm_eps": 1e-5},
     "smollm3": {"rope_theta": 2_000_000.0},
     "seed_oss": {"attention_bias": True, "head_dim": 128},
+    "gemma2": {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "gemma3_text": {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1_000_000.0},
+}
+GEMMAS = ("gemma2", "gemma3_text")
+NORMS = {  # by where they stand around a branch: what a layer's norms are to `forward`, and what the files call them
+    "before": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"},
+    "around": {
+        "attn_norm": "input_layernorm",
+        "attn_after": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_after": "post_feedforward_layernorm",
+    },
 }
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # as phi3 stores them
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+CAPS = [[("attn", usual[0]), ("final", usual[1])] for usual in ((None, None), (50.0, 30.0))]  # of Gemma 3 and 2
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
@@ -107,10 +122,16 @@ class Config:
     o_bias: bool
     mlp_bias: bool
     qk_norm: str  # of queries and keys: over each "head", over their whole "width", or "" for none
-    window: int | None  # of sliding window attention, which we do not have, so no slot may be longer
+    window: int | None  # how many rows attention looks back on, the token's own included; None means all
     rope: Rope
-    norms_after: bool = False  # of each branch's output, not of its input
-    unturned: frozenset[int] = frozenset()  # the layers in which attention knows no positions
+    whole: Collection[int] = ()  # the layers that look back on all rows although there is a window
+    near: Rope | None = None  # of the layers that have the window, where their positions turn in a way of their own
+    norms_at: str = "before"  # the branches, or "after" them, or "around"
+    norms_add: bool = False  # the files hold what is added to 1
+    unturned: Collection[int] = ()  # the layers in which attention knows no positions
+    gelu: bool = False  # in the MLP, instead of SiLU
+    cap: float | None = None  # what attention's scores come near to, and never exceed
+    head_cap: float | None = None  # and the logits
     fused: bool = False  # the files hold q, k and v as one matrix, and gate and up (`Weights.split`)
     multipliers: dict[str, float] = field(default_factory=dict)  # of modules' outputs: folded into their weights
 
@@ -143,10 +164,14 @@ class Config:
 
     @property
     def norms(self) -> dict[str, str]:
-        """What a layer's two norms are to `forward`, and what the checkpoint calls them."""
-        if self.norms_after:
-            return {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"}
-        return {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        """What a layer's norms are to `forward`, and what the checkpoint calls them."""
+        return NORMS[self.norms_at]
+
+    def positions(self, layer: int) -> tuple[Rope | None, int | None]:
+        """How attention treats positions in a layer: how they turn, if it knows them, and how far it looks back."""
+        slides = self.window is not None and layer not in self.whole
+        rope = (self.near if slides else None) or self.rope
+        return None if layer in self.unturned else rope, self.window if slides else None
 
 
 def read_config(folder: Path, has_head: bool) -> Config:
@@ -158,8 +183,13 @@ def read_config(folder: Path, has_head: bool) -> Config:
         raise Fields(path, raw).refuse("model_type", family, FAMILIES)
     raw |= {key: usual for key, usual in FAMILIES[family].items() if raw.get(key) is None}
     get, fields = raw.get, Fields(path, raw)
-    if get("hidden_act", "silu") not in ("silu", "swish"):
-        raise fields.refuse("hidden_act", get("hidden_act"), ("silu",))
+    is_gemma = family in GEMMAS
+    act, known = ("hidden_activation", ["gelu_pytorch_tanh"]) if is_gemma else ("hidden_act", ["silu", "swish"])
+    if get(act, known[0]) not in known:
+        raise fields.refuse(act, get(act), known[:1])
+    for flag in ("use_bidirectional_attention", *("use_sliding_window",) * (family == "smollm3")):
+        if get(flag):
+            raise fields.refuse(flag, get(flag), ("false",))
     for key in ("quantization", "quantization_config"):
         if not isinstance(get(key) or {}, dict):
             raise fields.refuse(key, get(key), ("an object, as MLX writes it",))
@@ -182,6 +212,8 @@ def read_config(folder: Path, has_head: bool) -> Config:
     attention_bias = bool(get("attention_bias", False))
     max_positions = fields.number("max_position_embeddings", 2048)
     tied = bool(get("tie_word_embeddings", not has_head))
+    window, whole = _window(fields, family)
+    caps = [_cap(fields, f"{part}_logit_softcapping", usual, is_gemma) for part, usual in CAPS[family == "gemma2"]]
     return Config(
         model_type=family,
         layers=fields.number("num_hidden_layers"),
@@ -197,33 +229,47 @@ def read_config(folder: Path, has_head: bool) -> Config:
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=bool(get("attention_out_bias")) if family == "seed_oss" else attention_bias and family != "qwen2",
         mlp_bias=bool(get("mlp_bias", False)),
-        qk_norm={"qwen3": "head", "olmo2": "width"}.get(family, ""),
-        window=_window(fields, family),
+        qk_norm={"qwen3": "head", "gemma3_text": "head", "olmo2": "width"}.get(family, ""),
+        window=window,
+        whole=whole,
         rope=_rope(fields, family, Dh, max_positions),
-        norms_after=family == "olmo2",
-        unturned=_unturned(fields) if family == "smollm3" else frozenset(),
+        near=Rope("default", _near(fields)) if family == "gemma3_text" else None,
+        norms_at={"olmo2": "after", **dict.fromkeys(GEMMAS, "around")}.get(family, "before"),
+        norms_add=is_gemma,
+        unturned=_unturned(fields) if family == "smollm3" else (),
+        gelu=is_gemma,
+        cap=caps[0],
+        head_cap=caps[1],
         fused=family == "phi3",
-        multipliers=_multipliers(fields, Dh, tied) if family == "granite" else {},
+        multipliers=_multipliers(fields, family, D, Dh, tied),
     )
 
 
-def _unturned(fields: Fields) -> frozenset[int]:
+def _unturned(fields: Fields) -> Collection[int]:
     """SmolLM3 names the layers that have positions, by a 1 or a 0 for each, or says that every nth has none."""
     layers, has = fields.number("num_hidden_layers"), fields.values.get("no_rope_layers")
     interval = fields.number("no_rope_layer_interval", 4)
     if has is None:
-        return frozenset(range(interval - 1, layers, interval))
+        return range(interval - 1, layers, interval)
     if not isinstance(has, list) or len(has) < layers or not all(value in (0, 1) for value in has):
         raise fields.refuse("no_rope_layers", has, (f"a 1 or a 0 for each of {layers} layers",))
     return frozenset(i for i in range(layers) if not has[i])
 
 
-def _multipliers(fields: Fields, Dh: int, tied: bool) -> dict[str, float]:
-    """Granite's four multipliers, each as a factor of the weights that it can be folded into.
+def _multipliers(fields: Fields, family: str, D: int, Dh: int, tied: bool) -> dict[str, float]:
+    """What modules' outputs are multiplied by, each as a factor of the weights that it can be folded into.
 
-    Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the quotient of the two. A
-    tied head is the embedding, multiplied with it: so the last norm, which nothing but the head reads, divides.
+    Granite multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the quotient of the two. A
+    tied head is the embedding, multiplied with it: so the last norm, which nothing but the head reads, divides. Gemma
+    multiplies the embedding by sqrt(D), and divides q k^T by the root of another number. Its third release has a norm
+    between q_proj and q k^T, so there the norm takes the factor.
     """
+    if family in GEMMAS:
+        attention = fields.number("query_pre_attn_scalar", 256, real, 1e-6) ** -0.5
+        module = "q_norm" if family == "gemma3_text" else "q_proj"
+        return {"embed_tokens": D**0.5, module: attention * Dh**0.5, "norm": D**-0.5 if tied else 1}
+    if family != "granite":
+        return {}
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
     embedding, attention, residual, logits = (fields.number(name, 1.0, real, 1e-6) for name in names)
     branches = dict.fromkeys(("o_proj", "down_proj"), residual)
@@ -231,29 +277,50 @@ def _multipliers(fields: Fields, Dh: int, tied: bool) -> dict[str, float]:
     return {"embed_tokens": embedding, "q_proj": attention * Dh**0.5, **branches, "norm": last}
 
 
-def _window(fields: Fields, family: str) -> int | None:
-    """The length of the sliding window, if any layer has one. Each family has its own way to say so."""
-    raw, layers = fields.values, fields.number("num_hidden_layers")
-    kinds = raw.get("layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
-            raise fields.refuse("layer_types", kinds, ("full_attention", "sliding_attention"))
-        slides = "sliding_attention" in kinds
-    elif family == "smollm3":
-        slides = bool(raw.get("use_sliding_window", False)) and raw.get("sliding_window") is not None
-    elif family in ("qwen2", "qwen3"):
-        slides = bool(raw.get("use_sliding_window", False)) and layers > fields.number("max_window_layers", 28, least=0)
-    else:
-        slides = family == "mistral" or (family == "phi3" and raw.get("sliding_window") is not None)
-    if not slides or raw.get("sliding_window", 4096) is None:
+def _cap(fields: Fields, name: str, usual: float | None, is_gemma: bool) -> float | None:
+    """Gemma 2 has caps if its config does not say, and none where it says null."""
+    if not is_gemma or fields.values.get(name, usual) is None:
         return None
-    return fields.number("sliding_window", 4096)
+    return fields.number(name, usual, real, 1e-6)
+
+
+def _window(fields: Fields, family: str) -> tuple[int | None, Collection[int]]:
+    """The length of the sliding window, if any layer has one, and the layers that have none."""
+    raw, layers = fields.values, fields.number("num_hidden_layers")
+    kinds, whole = raw.get("layer_types"), ()
+    if kinds is not None:
+        known = {"full_attention", "sliding_attention"}
+        if not isinstance(kinds, list) or len(kinds) < layers or not set(map(str, kinds)) <= known:
+            raise fields.refuse("layer_types", kinds, (f"for each of {layers} layers {' or '.join(sorted(known))}",))
+        whole = frozenset(i for i in range(layers) if kinds[i] == "full_attention")
+    elif family in GEMMAS:  # every second layer, or every sixth, has none
+        every = 2 if family == "gemma2" else fields.number("sliding_window_pattern", 6)
+        whole = range(every - 1, layers, every)
+    elif family in ("qwen2", "qwen3"):  # the first have none
+        whole = range(
+            min(layers, fields.number("max_window_layers", 28, least=0) if raw.get("use_sliding_window") else layers)
+        )
+    elif family != "mistral" and not (family == "phi3" and raw.get("sliding_window") is not None):
+        return None, ()
+    if len(whole) == layers or raw.get("sliding_window", 4096) is None:
+        return None, ()
+    return fields.number("sliding_window", 4096), whole
+
+
+def _near(fields: Fields) -> float:
+    """The theta of Gemma 3's layers that have a window. Since transformers' fifth release it stands with the rope's."""
+    nested = fields.values.get("rope_parameters")
+    nested = nested.get("sliding_attention") if isinstance(nested, dict) else None
+    usual = fields.number("rope_local_base_freq", 1e4, real, 1)
+    return Fields(fields.path, nested if isinstance(nested, dict) else {}).number("rope_theta", usual, real, 1)
 
 
 def _rope(fields: Fields, family: str, Dh: int, max_positions: int) -> Rope:
     """There are three spellings: `rope_scaling` with `type` or with `rope_type`, and `rope_parameters` with all."""
     raw = fields.values
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if family == "gemma3_text" and isinstance(scaling, dict) and isinstance(scaling.get("full_attention"), dict):
+        scaling = scaling["full_attention"]
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise ModelError(f"{fields.path}: rope scaling is {shown(scaling)} where one flat object belongs.")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -399,6 +466,7 @@ class Weights:
         if not self.entries:
             raise ModelError(f"{folder}: its weight files hold no tensors; download the model again.")
         self._lazy: dict[Path, dict[str, mx.array]] = {}
+        self._may_be_zero = (".bias", ".biases")
         self._cuts: dict[str, tuple[str, range]] = {}  # of a part: the tensor that holds it, and its rows there
 
     @property
@@ -443,6 +511,7 @@ class Weights:
     def check_against(self, config: Config) -> None:
         """Refuse weights unless they hold every tensor that the config implies, in its shape, and no other."""
         folder = next(iter(self.files.values())).parent
+        self._may_be_zero += ("norm.weight",) * config.norms_add
         if config.fused:
             self.split(config)
         last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
@@ -515,7 +584,7 @@ class Weights:
             peak = mx.abs(array).max().item()
             if not math.isfinite(peak):
                 raise ModelError(f"{path}: {name} holds NaN or infinity; download it again.")
-            if peak == 0 and not name.endswith((".bias", ".biases")):
+            if peak == 0 and not name.endswith(self._may_be_zero):
                 raise ModelError(f"{path}: {name} is all zeros; download it again.")
         return array
 

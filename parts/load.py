@@ -25,16 +25,15 @@ from kv import BUCKET, Slab
 from parts import checkpoint, checks, device
 from parts.checkpoint import Config, ModelError, Weights
 from parts.device import has_gpu, mx, readable
-from parts.ops import Dense, Quantized, SideBySide, gives_same_bits, rope_frequencies, rope_periods
+from parts.ops import Capped, Dense, Kind, Mlp, Quantized, SideBySide, gives_same_bits
 from parts.ranks import ALONE, Ranks, Share
 
 
 class Layer(NamedTuple):
     qkv: Dense | Quantized | SideBySide  # D -> (H + 2 Hkv) * Dh
     o: Dense | Quantized  # H * Dh -> D
-    gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
-    down: Dense | Quantized  # hidden -> D
-    turns: bool = True  # attention knows positions
+    mlp: Mlp  # D -> D
+    kind: int = 0  # of attention: which of the model's `kinds`
     attn_norm: mx.array | None = None  # (D,), of what goes into attention; None where the family has none
     attn_after: mx.array | None = None  # of what comes out of it
     mlp_norm: mx.array | None = None
@@ -51,11 +50,8 @@ class Model:
     layers: list[Layer]
     norm: mx.array  # (D,)
     table: Dense | Quantized  # the embedding, as a projection D -> V
-    head: (
-        Dense | Quantized | None
-    )  # D -> V; the table itself where the checkpoint ties them; None on a rank that follows
-    frequencies: mx.array  # (Dh/2,)
-    periods: mx.array | None = None  # 1 / frequencies, for a GPU
+    head: Dense | Quantized | Capped | None  # D -> V; the table where the checkpoint ties them; None on a follower
+    kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
 
     @property
@@ -107,36 +103,43 @@ class ModelReader:
     def read(self) -> Model:
         c = self.config
         # One layer at a time, evaluated at once: else the files' copy and ours would stand in memory together.
-        layers = [self.layer(f"model.layers.{i}.", i not in c.unturned) for i in range(c.layers)]
+        positions = [c.positions(i) for i in range(c.layers)]
+        kinds = list(dict.fromkeys(positions))
+        layers = [self.layer(f"model.layers.{i}.", kinds.index(each)) for i, each in enumerate(positions)]
         norm, table = self.tensor("model.norm.weight"), self.linear("model.embed_tokens")
         head = None if self.ranks.rank else table if c.tied else self.linear("lm_head")
-        frequencies = rope_frequencies(c.rope, c.Dh)
-        periods = rope_periods(frequencies, norm.dtype) if has_gpu() else None
-        model = Model(c, layers, norm, table, head, frequencies, periods, self.ranks)
-        mx.eval(norm, table, head, frequencies, periods)
-        return model
+        if head and c.head_cap:
+            head = Capped(head, c.head_cap)
+        kinds = tuple(Kind.of(*each, c.Dh, norm.dtype) for each in kinds)
+        mx.eval(norm, table, head, [(kind.frequencies, kind.periods) for kind in kinds])
+        return Model(c, layers, norm, table, head, kinds, self.ranks)
 
-    def layer(self, name: str, turns: bool) -> Layer:
+    def layer(self, name: str, kind: int) -> Layer:
         if device.exiting.is_set():
             raise RuntimeError("the program is ending")
         norms = dict(self.config.norms)
         if self.config.qk_norm:
             norms |= {f"{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
         layer = Layer(
-            turns=turns,
+            kind=kind,
             **{norm: self.tensor(f"{name}{module}.weight") for norm, module in norms.items()},
             qkv=self.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
             o=self.linear(f"{name}self_attn.o_proj"),
-            gate_up=self.linear(f"{name}mlp.gate_proj", f"{name}mlp.up_proj"),
-            down=self.linear(f"{name}mlp.down_proj"),
+            mlp=self.mlp(f"{name}mlp."),
         )
         mx.eval(layer)
         return layer
+
+    def mlp(self, name: str) -> Mlp:
+        gate_up = self.linear(f"{name}gate_proj", f"{name}up_proj")
+        return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)
 
     def tensor(self, name: str) -> mx.array:
         """A tensor in our precision, times what its module's output is multiplied by."""
         array, factor = self.take(name), self.config.multipliers.get(name.split(".")[-2], 1)
         dtype = mx.float32 if self.float32 else array.dtype
+        if self.config.norms_add and name.endswith("norm.weight"):
+            return ((1 + array.astype(mx.float32)) * factor).astype(dtype)
         return array.astype(dtype) if factor == 1 else (array.astype(mx.float32) * factor).astype(dtype)
 
     def take(self, name: str) -> mx.array:
@@ -222,9 +225,7 @@ def fit(
         chunk = 256 if has_gpu() else 64  # a CPU is as quick with 64 tokens at a time, a GPU is not
     if chunk % BUCKET:
         raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
-    if c.window is not None and max_len is not None and max_len > c.window:
-        raise ValueError(f"max_len = {max_len}, but this model's attention slides over {c.window}; choose less")
-    count, length = slots or 8, max_len or min(usual_len, c.max_positions, c.window or usual_len)
+    count, length = slots or 8, max_len or min(usual_len, c.max_positions)
     room = math.inf if free is None else 0.9 * free
 
     def taken(count: int, length: int) -> int:
@@ -305,7 +306,7 @@ def keeps_bits(model: Model, slots: int, chunk: int, budget: int, narrow: int) -
     with each number of rows that a pass can have (see `Runner._passes`). `narrow` is the width of the narrowest chunk.
     """
     layer = model.layers[0]
-    dense = [part for part in (layer.qkv, layer.o, layer.gate_up, layer.down) if isinstance(part, Dense)]
+    dense = [part for part in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down) if isinstance(part, Dense)]
     if has_gpu() or len(dense) < 4 or model.dtype != mx.float32:
         return False
     most = min(max(WIDEST_PASS, chunk), max(budget, chunk), slots * chunk)

@@ -24,7 +24,6 @@ from parts.device import mx
 
 if TYPE_CHECKING:
     from kv import Window
-    from parts.load import Model
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:  # (..., D) -> (..., D)
@@ -56,6 +55,22 @@ if mx.default_device() == mx.gpu:  # for a CPU, MLX would call the machine's C++
     one_kernel = mx.compile(one_kernel, shapeless=True)
 
 
+def gelu(x: mx.array) -> mx.array:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
+
+    That is x / (1 + e^-u) with u twice what tanh is taken of: `silu`'s form, with its power.
+    """
+    u = math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)
+    if x.dtype != mx.float32:
+        return x * mx.sigmoid(u)
+    return x / (mx.power(math.exp(-1), u) + 1)
+
+
+def capped(x: mx.array, cap: float) -> mx.array:
+    """cap tanh(x / cap): nearly x near 0, and never beyond the cap."""
+    return cap * mx.tanh(x / cap)
+
+
 def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
     """e^x / sum(e^x). The largest x is subtracted from all first: that changes no result, and no power overflows.
 
@@ -79,19 +94,36 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads,
     return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
 
 
-def turning(model: Model, window: Window) -> Callable[[mx.array], mx.array]:  # (B, heads, L, Dh) -> the same
+class Kind(NamedTuple):
+    """How attention treats positions in some of the layers. Most models have one kind of layer."""
+
+    rope: Rope | None  # None: it knows no positions
+    span: int | None  # how many rows a token looks back on, its own included; None: all
+    frequencies: mx.array | None  # (Dh/2,)
+    periods: mx.array | None  # 1 / frequencies, for a GPU
+
+    @staticmethod
+    def of(rope: Rope | None, span: int | None, Dh: int, dtype: mx.Dtype) -> Kind:
+        frequencies = rope and rope_frequencies(rope, Dh)
+        has_kernel = rope and device.has_gpu() and rope.gain == 1
+        return Kind(rope, span, frequencies, rope_periods(frequencies, dtype) if has_kernel else None)
+
+
+def turning(kind: Kind, window: Window) -> Callable[[mx.array], mx.array]:  # (B, heads, L, Dh) -> the same
     """How a window's queries and keys are turned: `rotate`, by the angles of their positions.
 
     On a GPU it is one kernel of MLX's, which makes nothing shorter or longer, where that is right (`rope_periods`). It
     has one frequency a plane for all sequences: so not where they follow each sequence's length.
     """
-    rope, Dh = model.config.rope, model.config.Dh
-    if not device.has_gpu() or model.periods is None or rope.gain != 1 or rope.follows(max(window.lengths)):
-        cos, sin = rope_angles(model, window)
+    rope = kind.rope
+    if rope is None:
+        return unturned
+    if not device.has_gpu() or kind.periods is None or rope.follows(max(window.lengths)):
+        cos, sin = rope_angles(kind, window)
         return partial(rotate, cos=cos, sin=sin)
     scale = 1 / rope.factor if rope.type == "linear" else 1.0
-    options = {"traditional": False, "base": None, "scale": scale, "freqs": model.periods}
-    return lambda x: mx.fast.rope(x, Dh, offset=window.first, **options)
+    options = {"traditional": False, "base": None, "scale": scale, "freqs": kind.periods}
+    return lambda x: mx.fast.rope(x, x.shape[-1], offset=window.first, **options)
 
 
 def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # (Dh/2,) -> (Dh/2,)
@@ -111,17 +143,17 @@ def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # 
     return periods
 
 
-def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh) each
+def rope_angles(kind: Kind, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh) each
     """cos and sin of each position times each plane's frequency, once for both numbers that are turned in the plane."""
-    rope, Dh = model.config.rope, model.config.Dh
-    frequencies = model.frequencies  # (Dh/2,)
+    rope, frequencies = kind.rope, kind.frequencies  # (Dh/2,)
+    Dh = 2 * frequencies.size
     if rope.follows(max(window.lengths)):
         frequencies = mx.stack([rope_frequencies(rope, Dh, n) for n in window.lengths])[:, None]  # (B, 1, Dh/2)
     positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
     angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
     size = shorter(Dh)
     if rope.gain != 1:  # of what turns
-        size = mx.where(model.frequencies > 0, size * rope.gain, size)
+        size = mx.where(kind.frequencies > 0, size * rope.gain, size)
     return both_of_a_plane(mx.cos(angles) * size, mx.sin(angles) * size)
 
 
@@ -316,6 +348,28 @@ class Quantized(NamedTuple):
 
     def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         return mx.dequantize(self.weight[ids], self.scales[ids], self.offsets[ids], self.group, self.bits)
+
+
+class Mlp(NamedTuple):
+    """down(silu(gate(x)) * up(x))     In some families gelu(gate(x))."""
+
+    gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
+    down: Dense | Quantized  # hidden -> D
+    gelu: bool = False
+
+    def __call__(self, x: mx.array) -> mx.array:  # (N, D) -> (N, D)
+        gate, up = mx.split(self.gate_up(x), 2, axis=-1)  # (N, hidden) each
+        return self.down(gelu(gate) * up if self.gelu else swiglu(gate, up))
+
+
+class Capped(NamedTuple):
+    """A head whose logits never exceed a cap."""
+
+    head: Dense | Quantized
+    cap: float
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., V)
+        return capped(self.head(x), self.cap)
 
 
 class SideBySide(NamedTuple):

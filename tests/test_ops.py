@@ -48,6 +48,27 @@ def test_silu_is_its_formula_from_far_below_zero_to_far_above():
     assert wide(silu(mx.array([-200.0, -1e4, 200.0, 1e4]))).tolist() == [0.0, 0.0, 200.0, 1e4]  # no inf, no NaN
 
 
+def test_gelu_is_its_formula_from_far_below_zero_to_far_above():
+    x = np.concatenate([np.linspace(-12, 12, 20_001), [0.0, -1e-6, 1e-6]]).astype(np.float32)
+    wide_x = x.astype(np.float64)
+    wanted = wide_x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide_x + 0.044715 * wide_x**3)))
+    assert (np.abs(wide(ops.gelu(mx.array(x))) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
+    assert wide(ops.gelu(mx.array([-200.0, -1e4, 200.0, 1e4]))).tolist() == [0.0, 0.0, 200.0, 1e4]  # no inf, no NaN
+    half = mx.array(x[::100]).astype(mx.float16)
+    assert ops.gelu(half).dtype == mx.float16 and np.abs(wide(ops.gelu(half)) - wanted[::100]).max() < 0.02
+
+
+@pytest.mark.parametrize("L", [1, 5])
+def test_a_window_hides_the_rows_before_it_and_no_other(L):
+    """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot hides nothing."""
+    window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L, [41])
+    (look,) = window.looks(2, 10)
+    seen = wide(look.mask).reshape(-1, L, look.T)[0] == 0
+    assert [np.flatnonzero(row).tolist() for row in seen] == [list(range(31 + n, 41 + n)) for n in range(L)]
+    (whole,), (longer,) = window.looks(2), window.looks(2, 96)
+    assert mx.array_equal(whole.mask, longer.mask)
+
+
 @pytest.mark.parametrize(("dtype", "close"), HALF)
 def test_silu_in_half_precision_is_as_close_as_half_precision_is(dtype, close):
     """e^-x as a power of a number that is held to three digits only would be far off where x is large."""
@@ -105,7 +126,7 @@ def test_rotate_is_mx_fast_rope_at_every_row_and_position(tmp_path):
     starts = [0, 1, 31, 100, 200]
     slab = Slab(1, 5, 2, 256, 24, mx.float32)
     window = Window(slab, list(range(5)), starts, 1, [s + 1 for s in starts])
-    ours = np.array(rotate(x, *rope_angles(model, window))) * 24**0.25  # attention wants it shorter
+    ours = np.array(rotate(x, *rope_angles(model.kinds[0], window))) * 24**0.25  # attention wants it shorter
     for row, start in enumerate(starts):
         each = mx.fast.rope(x[row : row + 1], 24, traditional=False, base=10000.0, scale=1.0, offset=start)
         assert np.abs(ours[row] - np.array(each[0])).max() < 2e-6, f"row {row} at {start}"
@@ -115,7 +136,7 @@ def test_a_chunks_positions_go_up_one_by_one(tmp_path):
     model = Model.load(make_checkpoint(tmp_path, head_dim=24))
     x = mx.array(normal(1, 6, 32, 24))
     window = Window(Slab(1, 5, 2, 256, 24, mx.float32), [3], [64], 32, [100])
-    ours = np.array(rotate(x, *rope_angles(model, window))) * 24**0.25
+    ours = np.array(rotate(x, *rope_angles(model.kinds[0], window))) * 24**0.25
     fast = mx.fast.rope(x, 24, traditional=False, base=10000.0, scale=1.0, offset=64)
     assert np.abs(ours - np.array(fast)).max() < 5e-6
 

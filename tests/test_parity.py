@@ -37,6 +37,14 @@ GRANITE = {
     "mlp_bias": False,
 }
 
+GEMMA = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 10,
+    "num_hidden_layers": 3,
+    "sliding_window_pattern": 3,
+    "sliding_window": 30,
+}
+
 CONFIGS = {
     "multi-head attention": {"num_key_value_heads": 4},
     "grouped queries": {"num_key_value_heads": 2},
@@ -141,6 +149,33 @@ CONFIGS = {
     },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "rope_theta": 500000.0},
     "olmo2, 8 bits": {"model_type": "olmo2", "num_hidden_layers": 4, "quantize": lambda module: (8, 32)},
+    "llama, layers with a window": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "sliding_window": 40,
+    },
+    "gemma2": {"model_type": "gemma2", "tie_word_embeddings": True, **GEMMA, "sliding_window": 512},
+    "gemma2, scores near the cap, 4 bits": {
+        "model_type": "gemma2",
+        "tie_word_embeddings": True,
+        **GEMMA,
+        "num_hidden_layers": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 512,
+        "quantize": lambda module: (4, 32),
+    },
+    "gemma3_text": {"model_type": "gemma3_text", "tie_word_embeddings": True, **GEMMA},
+    "gemma3_text, as published": {
+        "model_type": "gemma3_text",
+        **GEMMA,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 5000.0,
+        "sliding_window_pattern": 2,
+        "sliding_window": 16,
+        "num_hidden_layers": 4,
+    },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layer_interval": 2},
     "smollm3, layers named": {
         "model_type": "smollm3",
@@ -216,7 +251,7 @@ def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
     """What a GPU does, where quantized products are fast: here they are slow, but as right."""
     folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])
     with Engine.load(folder, dtype="checkpoint", slots=3, max_len=256, chunk=32) as engine:
-        assert any(isinstance(layer.down, Quantized) for layer in engine.model.layers)
+        assert any(isinstance(layer.mlp.down, Quantized) for layer in engine.model.layers)
         compare(engine, Reference(folder), 5, prompts=6)
 
 
