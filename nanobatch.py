@@ -48,8 +48,9 @@ from typing import Any, NamedTuple
 from kv import Slab, Window
 from parts import answers, device, models
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
-from parts.checkpoint import Config, ModelError
+from parts.checkpoint import Config
 from parts.device import device_lock, device_stream, mx
+from parts.fields import ModelError
 from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, keeps_bits, slab_shape, widest_pass
 from parts.loop import Loop
 from parts.ops import capped, rms_norm, softmax, turning

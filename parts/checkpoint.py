@@ -1,26 +1,22 @@
-"""Reads a model folder as Hugging Face and mlx-lm publish it, and refuses what is broken before it can do harm.
+"""What a model folder's config.json says, in our own words, and what of it cannot be served.
 
-The problem. MLX loads lazily and checks little. A truncated download, a matrix of zeros or a NaN goes through in
-silence and comes out as nonsense, many tokens later. A serving engine must notice it while it loads.
+The problem. Each family of models writes its config in its own way, leaves other things unsaid, and changes with each
+release of transformers. A field that is read wrongly comes out as nonsense, many tokens later.
 
-What this file keeps. A tensor leaves `Weights.take` only if the config implies it, its file has it in the shape that
-the config implies, and its numbers are finite and not all zero. Everything else raises `ModelError`, one line with the
-file, what is wrong with it, and what to do.
+What this file keeps. A `Config` holds all that a family changes, as plain data: the forward pass knows no family's
+name. What it has no place for is refused by the field's name, with what is supported.
 
-Where next: `load.py` turns `Config` and `Weights` into a `Model`, layer by layer, so that a checkpoint and its
-converted copy are never in memory together.
+Where next: `weights.py`, which holds the tensors against the config; `load.py`, which makes a model of both.
 """
 
-import json
 import math
-import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from parts.checks import one_line, real, shown
-from parts.device import mx
-from parts.fields import LONGEST, Fields, ModelError, check_plain, read_json, what_is
+from parts.checks import real, shown
+from parts.fields import Fields, ModelError, read_json
 
 # The families, and what a config.json may leave unsaid where Llama's means something else (docs/models.md).
 FAMILIES: dict[str, dict] = {
@@ -34,6 +30,7 @@ FAMILIES: dict[str, dict] = {
     "smollm3": {"rope_theta": 2_000_000.0},
     "seed_oss": {"attention_bias": True, "head_dim": 128},
     "gemma2": {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "qwen3_moe": {"moe_intermediate_size": 768},
     "gemma3_text": {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1_000_000.0},
 }
 GEMMAS = ("gemma2", "gemma3_text")
@@ -47,11 +44,7 @@ NORMS = {  # by where they stand around a branch: what a layer's norms are to `f
         "mlp_after": "post_feedforward_layernorm",
     },
 }
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # as phi3 stores them
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-CAPS = [[("attn", usual[0]), ("final", usual[1])] for usual in ((None, None), (50.0, 30.0))]  # of Gemma 3 and 2
-QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
-DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
 
 
@@ -113,7 +106,7 @@ class Config:
     H: int  # query heads
     Hkv: int  # key and value heads; H / Hkv query heads share one
     Dh: int  # head size
-    hidden: int  # width inside the MLP
+    hidden: int  # width inside the MLP, or inside of each expert
     V: int  # vocabulary
     norm_eps: float
     max_positions: int  # the longest sequence the model was trained for
@@ -133,6 +126,9 @@ class Config:
     cap: float | None = None  # what attention's scores come near to, and never exceed
     head_cap: float | None = None  # and the logits
     fused: bool = False  # the files hold q, k and v as one matrix, and gate and up (`Weights.split`)
+    experts: int = 0  # MLPs of a layer, of which each token takes some; 0 means one MLP for all tokens
+    taken: int = 1  # how many a token takes
+    whole_shares: bool = False  # the shares of those that it takes add up to 1
     multipliers: dict[str, float] = field(default_factory=dict)  # of modules' outputs: folded into their weights
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -148,11 +144,10 @@ class Config:
                 ("self_attn.k_proj", kv, D, self.qkv_bias),
                 ("self_attn.v_proj", kv, D, self.qkv_bias),
                 ("self_attn.o_proj", D, q, self.o_bias),
-                ("mlp.gate_proj", self.hidden, D, self.mlp_bias),
-                ("mlp.up_proj", self.hidden, D, self.mlp_bias),
-                ("mlp.down_proj", D, self.hidden, self.mlp_bias),
+                *self._mlp(),
             ):
-                shapes[f"{layer}{name}.weight"] = (out, width)
+                each = (self.experts,) if "experts" in name else ()
+                shapes[f"{layer}{name}.weight"] = (*each, out, width)
                 if bias:
                     shapes[f"{layer}{name}.bias"] = (out,)
             for name in self.norms.values():
@@ -161,6 +156,17 @@ class Config:
                 shapes[f"{layer}self_attn.q_norm.weight"] = (q if self.qk_norm == "width" else self.Dh,)
                 shapes[f"{layer}self_attn.k_norm.weight"] = (kv if self.qk_norm == "width" else self.Dh,)
         return shapes
+
+    def _mlp(self) -> list[tuple[str, int, int, bool]]:
+        """The matrices of a layer's MLP, or of all its experts: (name, out, in, has a bias)."""
+        place, bias = ("mlp.experts", False) if self.experts else ("mlp", self.mlp_bias)
+        sizes = {
+            "gate_proj": (self.hidden, self.D),
+            "up_proj": (self.hidden, self.D),
+            "down_proj": (self.D, self.hidden),
+        }
+        router = [("mlp.gate", self.experts, self.D, False)] if self.experts else []
+        return router + [(f"{place}.{name}", *size, bias) for name, size in sizes.items()]
 
     @property
     def norms(self) -> dict[str, str]:
@@ -183,23 +189,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
         raise Fields(path, raw).refuse("model_type", family, FAMILIES)
     raw |= {key: usual for key, usual in FAMILIES[family].items() if raw.get(key) is None}
     get, fields = raw.get, Fields(path, raw)
-    is_gemma = family in GEMMAS
-    act, known = ("hidden_activation", ["gelu_pytorch_tanh"]) if is_gemma else ("hidden_act", ["silu", "swish"])
-    if get(act, known[0]) not in known:
-        raise fields.refuse(act, get(act), known[:1])
-    for flag in ("use_bidirectional_attention", *("use_sliding_window",) * (family == "smollm3")):
-        if get(flag):
-            raise fields.refuse(flag, get(flag), ("false",))
-    for key in ("quantization", "quantization_config"):
-        if not isinstance(get(key) or {}, dict):
-            raise fields.refuse(key, get(key), ("an object, as MLX writes it",))
-    method = (get("quantization_config") or {}).get("quant_method")
-    if method is not None and not get("quantization"):
-        raise fields.refuse("quant_method", method, ("MLX affine quantization", "float16", "bfloat16", "float32"))
-    mode = (get("quantization") or {}).get("mode", "affine")
-    if mode != "affine":
-        raise fields.refuse("quantization mode", mode, ("affine",))
-
+    _refuse(fields, family)
     D, H = fields.number("hidden_size"), fields.number("num_attention_heads")
     Hkv = fields.number("num_key_value_heads", H)
     if H % Hkv:
@@ -213,7 +203,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
     max_positions = fields.number("max_position_embeddings", 2048)
     tied = bool(get("tie_word_embeddings", not has_head))
     window, whole = _window(fields, family)
-    caps = [_cap(fields, f"{part}_logit_softcapping", usual, is_gemma) for part, usual in CAPS[family == "gemma2"]]
+    own = OWN[family](fields, D, Dh, tied) if family in OWN else {}
     return Config(
         model_type=family,
         layers=fields.number("num_hidden_layers"),
@@ -221,7 +211,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
         H=H,
         Hkv=Hkv,
         Dh=Dh,
-        hidden=fields.number("intermediate_size"),
+        hidden=fields.number("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
         V=fields.number("vocab_size"),
         norm_eps=fields.number("rms_norm_eps", 1e-6, real, 0),
         max_positions=max_positions,
@@ -229,20 +219,75 @@ def read_config(folder: Path, has_head: bool) -> Config:
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=bool(get("attention_out_bias")) if family == "seed_oss" else attention_bias and family != "qwen2",
         mlp_bias=bool(get("mlp_bias", False)),
-        qk_norm={"qwen3": "head", "gemma3_text": "head", "olmo2": "width"}.get(family, ""),
         window=window,
         whole=whole,
         rope=_rope(fields, family, Dh, max_positions),
-        near=Rope("default", _near(fields)) if family == "gemma3_text" else None,
-        norms_at={"olmo2": "after", **dict.fromkeys(GEMMAS, "around")}.get(family, "before"),
-        norms_add=is_gemma,
-        unturned=_unturned(fields) if family == "smollm3" else (),
-        gelu=is_gemma,
-        cap=caps[0],
-        head_cap=caps[1],
-        fused=family == "phi3",
-        multipliers=_multipliers(fields, family, D, Dh, tied),
+        **{"qk_norm": "", **own},
     )
+
+
+def _refuse(fields: Fields, family: str) -> None:
+    """Refuse what a field says if there is no place for it in a `Config`."""
+    get = fields.values.get
+    act, known = ("hidden_activation", ["gelu_pytorch_tanh"]) if family in GEMMAS else ("hidden_act", ["silu", "swish"])
+    if get(act, known[0]) not in known:
+        raise fields.refuse(act, get(act), known[:1])
+    flags = {"smollm3": ["use_sliding_window"], "qwen3_moe": ["use_sliding_window", "mlp_only_layers"]}
+    for flag in ("use_bidirectional_attention", *flags.get(family, ())):
+        if get(flag):
+            raise fields.refuse(flag, get(flag), ("false, or nothing",))
+    for key in ("quantization", "quantization_config"):
+        if not isinstance(get(key) or {}, dict):
+            raise fields.refuse(key, get(key), ("an object, as MLX writes it",))
+    method = (get("quantization_config") or {}).get("quant_method")
+    if method is not None and not get("quantization"):
+        raise fields.refuse("quant_method", method, ("MLX affine quantization", "float16", "bfloat16", "float32"))
+    mode = (get("quantization") or {}).get("mode", "affine")
+    if mode != "affine":
+        raise fields.refuse("quantization mode", mode, ("affine",))
+
+
+def _gemma(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
+    """Gemma multiplies the embedding by sqrt(D), and divides q k^T by the root of a number that it names.
+
+    Its third release has a norm between q_proj and q k^T, so there the norm takes the factor. The second has caps if
+    its config does not say, and none where it says null.
+    """
+    is_third, caps = fields.values["model_type"] == "gemma3_text", {}
+    for name, part, usual in (("cap", "attn", 50.0), ("head_cap", "final", 30.0)):
+        field, usual = f"{part}_logit_softcapping", None if is_third else usual
+        has_cap = fields.values.get(field, usual) is not None
+        caps[name] = fields.number(field, usual, real, 1e-6) if has_cap else None
+    attention = fields.number("query_pre_attn_scalar", 256, real, 1e-6) ** -0.5 * Dh**0.5
+    scaled = {"embed_tokens": D**0.5, "norm": D**-0.5 if tied else 1}
+    third = {"near": Rope("default", _near(fields)), "qk_norm": "head"} if is_third else {}
+    scaled["q_norm" if is_third else "q_proj"] = attention
+    return {"multipliers": scaled, "norms_at": "around", "norms_add": True, "gelu": True, **caps, **third}
+
+
+def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
+    """Granite's four multipliers, each as a factor of the weights that it can be folded into.
+
+    Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the quotient of the two. A
+    tied head is the embedding, multiplied with it: so the last norm, which nothing but the head reads, divides.
+    """
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    embedding, attention, residual, logits = (fields.number(name, 1.0, real, 1e-6) for name in names)
+    branches = dict.fromkeys(("o_proj", "down_proj"), residual)
+    last = 1 / (logits * embedding) if tied else 1 / logits
+    return {"multipliers": {"embed_tokens": embedding, "q_proj": attention * Dh**0.5, **branches, "norm": last}}
+
+
+def _experts(fields: Fields, *_) -> dict[str, Any]:
+    """Qwen3's mixture of experts; transformers' fifth release writes their number under another name."""
+    if fields.number("decoder_sparse_step", 1) != 1:
+        raise fields.refuse("decoder_sparse_step", fields.values["decoder_sparse_step"], ("1, experts in all layers",))
+    name = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
+    experts, taken = fields.number(name, 128), fields.number("num_experts_per_tok", 8)
+    if taken > experts:
+        raise fields.refuse("num_experts_per_tok", taken, (f"1 to {experts}, as many as there are",))
+    whole = bool(fields.values.get("norm_topk_prob"))
+    return {"qk_norm": "head", "experts": experts, "taken": taken, "whole_shares": whole}
 
 
 def _unturned(fields: Fields) -> Collection[int]:
@@ -256,32 +301,17 @@ def _unturned(fields: Fields) -> Collection[int]:
     return frozenset(i for i in range(layers) if not has[i])
 
 
-def _multipliers(fields: Fields, family: str, D: int, Dh: int, tied: bool) -> dict[str, float]:
-    """What modules' outputs are multiplied by, each as a factor of the weights that it can be folded into.
-
-    Granite multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the quotient of the two. A
-    tied head is the embedding, multiplied with it: so the last norm, which nothing but the head reads, divides. Gemma
-    multiplies the embedding by sqrt(D), and divides q k^T by the root of another number. Its third release has a norm
-    between q_proj and q k^T, so there the norm takes the factor.
-    """
-    if family in GEMMAS:
-        attention = fields.number("query_pre_attn_scalar", 256, real, 1e-6) ** -0.5
-        module = "q_norm" if family == "gemma3_text" else "q_proj"
-        return {"embed_tokens": D**0.5, module: attention * Dh**0.5, "norm": D**-0.5 if tied else 1}
-    if family != "granite":
-        return {}
-    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-    embedding, attention, residual, logits = (fields.number(name, 1.0, real, 1e-6) for name in names)
-    branches = dict.fromkeys(("o_proj", "down_proj"), residual)
-    last = 1 / (logits * embedding) if tied else 1 / logits
-    return {"embed_tokens": embedding, "q_proj": attention * Dh**0.5, **branches, "norm": last}
-
-
-def _cap(fields: Fields, name: str, usual: float | None, is_gemma: bool) -> float | None:
-    """Gemma 2 has caps if its config does not say, and none where it says null."""
-    if not is_gemma or fields.values.get(name, usual) is None:
-        return None
-    return fields.number(name, usual, real, 1e-6)
+# What a family's `Config` has beside what all have.
+OWN: dict[str, Callable[..., dict[str, Any]]] = {
+    "qwen3": lambda *_: {"qk_norm": "head"},
+    "granite": _granite,
+    "phi3": lambda *_: {"fused": True},
+    "olmo2": lambda *_: {"qk_norm": "width", "norms_at": "after"},
+    "smollm3": lambda fields, *_: {"unturned": _unturned(fields)},
+    "gemma2": _gemma,
+    "qwen3_moe": _experts,
+    "gemma3_text": _gemma,
+}
 
 
 def _window(fields: Fields, family: str) -> tuple[int | None, Collection[int]]:
@@ -380,219 +410,3 @@ def _longrope(inner: Fields, theta: float, planes: int, max_positions: int, comm
 
 def _gain(inner: Fields, usual: float) -> float:
     return inner.number("attention_factor", usual, real, 1e-6)
-
-
-# --- the files ---------------------------------------------------------------------------------------------------
-
-
-def read_header(path: Path) -> dict[str, dict]:
-    """The table of contents of a safetensors file, checked against the size of the file.
-
-    A safetensors file begins with the length N of a JSON text, in 8 bytes. After the JSON comes the data it points to:
-
-        | N (u64) | {"model.norm.weight": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}} | 32 bytes |
-    """
-    try:
-        check_plain(path)
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(64)
-            length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
-            if what := what_is(start):
-                raise ModelError(f"{path} is {what}; download it again.")
-            if not 2 <= length <= min(size - 8, LONGEST):
-                raise ModelError(f"{path} is not a safetensors file, or it is cut off; download it again.")
-            file.seek(8)
-            header = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            for name, entry in entries.items():
-                begin, stop = entry["data_offsets"]
-                if (kind := DTYPES.get(entry["dtype"])) and stop - begin != math.prod(entry["shape"]) * kind.size:
-                    raise ValueError(f"{name}: {stop - begin} bytes for the shape {entry['shape']}")
-            end = 0
-            for begin, stop in sorted(entry["data_offsets"] for entry in entries.values()):
-                if begin != end or stop < begin:
-                    raise ValueError(f"data at {begin}, where {end} is next")
-                end = stop
-            end += 8 + length
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; download the model again.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{path} has a broken header ({one_line(error)}); download it again.") from None
-    if size != end:
-        what = "cut off" if size < end else "longer than its header says"
-        raise ModelError(f"{path} is {what}: {size:,} bytes, expected {end:,}; download it again.")
-    return entries
-
-
-def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files to read. Each comes with the tensors that the index promises in it, None if there is no index."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files: dict[Path, set[str] | None] = {}
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise ModelError(f"{index} has no weight_map; download it again.")
-        for tensor, file in places.items():
-            if not isinstance(file, str) or Path(file).name != file or len(file) > 200:
-                raise ModelError(f"{index}: {tensor} is said to be in {shown(file)}; download it again.")
-            files.setdefault(folder / file, set()).add(tensor)
-        for file in files:
-            if not file.exists():
-                raise ModelError(f"{file} is missing, but {index.name} names it; download the model again.")
-        return files
-    found = sorted(folder.glob("model*.safetensors"))
-    if not found:
-        raise ModelError(f"{folder} holds no model*.safetensors; only safetensors weights are supported.")
-    return dict.fromkeys(found)
-
-
-class Weights:
-    """The tensors of a checkpoint. All names and shapes are checked together, the numbers of each when it is taken."""
-
-    def __init__(self, folder: Path):
-        self.entries: dict[str, dict] = {}
-        self.files: dict[str, Path] = {}
-        for path, promised in _weight_files(folder).items():
-            entries = read_header(path)
-            if promised is not None and (gone := promised - entries.keys()):
-                raise ModelError(f"{path} lacks {min(gone)}, which the index names: one is stale; download both again.")
-            for name, entry in entries.items():
-                if entry.get("dtype") not in DTYPES:
-                    raise ModelError(f"{path}: {name} is {shown(entry.get('dtype'))}. Supported: {', '.join(DTYPES)}.")
-                self.entries[name], self.files[name] = entry, path
-        if not self.entries:
-            raise ModelError(f"{folder}: its weight files hold no tensors; download the model again.")
-        self._lazy: dict[Path, dict[str, mx.array]] = {}
-        self._may_be_zero = (".bias", ".biases")
-        self._cuts: dict[str, tuple[str, range]] = {}  # of a part: the tensor that holds it, and its rows there
-
-    @property
-    def has_head(self) -> bool:
-        return "lm_head.weight" in self.entries
-
-    def nbytes(self, config: Config, own: Config, float32: bool, has_head: bool) -> int:
-        """The memory that the model will take, as float32 or as the files have it. `own` is a rank's share of it."""
-        shapes = own.tensors()
-        if not has_head:
-            shapes.pop("lm_head.weight", None)
-        if float32:
-            return sum(4 * math.prod(shape) for shape in shapes.values())
-        parts = {name: math.prod(shapes.get(name, (0,))) / math.prod(full) for name, full in config.tensors().items()}
-        sizes = {name: math.prod(entry["shape"]) * DTYPES[entry["dtype"]].size for name, entry in self.entries.items()}
-        return round(sum(n * parts.get(f"{name.rpartition('.')[0]}.weight", 1) for name, n in sizes.items()))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.entries[name]["shape"])
-
-    def split(self, config: Config) -> None:
-        """Let what is stored as one tensor appear as its parts, under the names that other families give them."""
-        shapes = config.tensors()
-        for name in list(self.entries):
-            module, _, kind = name.rpartition(".")
-            place, _, fused = module.rpartition(".")
-            heights = {part: shapes.get(f"{place}.{part}.weight", (0,))[0] for part in FUSED.get(fused, ())}
-            entry, path, start = self.entries[name], self.files[name], 0
-            if not heights or not all(heights.values()):
-                continue  # whole as it is, or `check_against` finds no place for it
-            if entry["shape"][:1] != [sum(heights.values())]:
-                raise ModelError(
-                    f"{path}: {name} has the shape {self.shape(name)}, but config.json implies "
-                    f"{sum(heights.values())} rows; the two do not belong together; download both again."
-                )
-            for part, height in heights.items():
-                own = f"{place}.{part}.{kind}"
-                self.entries[own], self.files[own] = entry | {"shape": [height, *entry["shape"][1:]]}, path
-                self._cuts[own] = name, range(start, start := start + height)
-            del self.entries[name]
-
-    def check_against(self, config: Config) -> None:
-        """Refuse weights unless they hold every tensor that the config implies, in its shape, and no other."""
-        folder = next(iter(self.files.values())).parent
-        self._may_be_zero += ("norm.weight",) * config.norms_add
-        if config.fused:
-            self.split(config)
-        last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
-        if last not in self.entries:  # asked first, so that refusing a config with a million layers is quick
-            raise ModelError(f"{folder} lacks the tensor {last}; download it again.")
-        expected = config.tensors()
-        for name, shape in expected.items():
-            if name not in self.entries:
-                raise ModelError(f"{folder} lacks the tensor {self._stored(name, config)}; download it again.")
-            module = name.removesuffix(".weight")
-            if f"{module}.scales" in self.entries:
-                self._check_quantized(module, shape)
-            elif self.shape(name) != shape:
-                raise ModelError(
-                    f"{self.files[name]}: {name} has the shape {self.shape(name)}, but config.json implies {shape}; "
-                    "the two do not belong together; download both again."
-                )
-            elif self.entries[name]["dtype"] == "U32":
-                raise ModelError(f"{self.files[name]}: {name} is packed, but lacks {module}.scales; download it again.")
-        for name in self.entries.keys() - expected.keys():
-            module, _, part = name.rpartition(".")
-            if part in ("scales", "biases") and f"{module}.weight" in expected:
-                continue
-            if part == "inv_freq" or (config.tied and module == "lm_head"):
-                continue  # old checkpoints have rope tables, and tied ones may hold the head twice
-            raise ModelError(
-                f"{self.files[name]}: {name} has no place in a {config.model_type} model of this config.json; "
-                "use the one that came with it."
-            )
-
-    def _stored(self, name: str, config: Config) -> str:
-        """What a family's files call the tensor that holds this one."""
-        whole = {part: fused for fused, parts in FUSED.items() for part in parts} if config.fused else {}
-        *place, module, kind = name.split(".")
-        return ".".join([*place, whole.get(module, module), kind])
-
-    def _check_quantized(self, module: str, shape: tuple[int, ...]) -> None:
-        names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
-        for name in names:
-            if name not in self.entries:
-                raise ModelError(f"{self.files[f'{module}.scales']}: {module} is quantized, but {name} is missing.")
-        packed, scales, biases = (self.shape(name) for name in names)
-        if len(shape) == len(packed) == len(scales) == 2 and scales[1] and shape[1] % scales[1] == 0:
-            bits, group = quantization(packed, scales, shape[1])
-            fits = packed == (shape[0], shape[1] * bits // 32) and scales == biases == (shape[0], shape[1] // group)
-            if fits and bits in QUANTIZED_BITS:
-                return
-        raise ModelError(
-            f"{self.files[names[0]]}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
-            f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
-        )
-
-    def take(self, name: str) -> mx.array:
-        """One tensor, read and checked now. It can be taken once: from here on the caller owns its memory."""
-        path = self.files[name]
-        if path not in self._lazy:
-            try:
-                self._lazy[path] = mx.load(str(path))
-            except (RuntimeError, MemoryError) as error:
-                raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
-        name, rows = self._cuts.get(name, (name, None))
-        array = self._lazy[path][name] if rows else self._lazy[path].pop(name)
-        if rows:
-            if rows.stop == len(array):  # its parts are taken in order, and this is the last
-                del self._lazy[path][name]
-            array = array[rows.start : rows.stop]
-        # One pass is enough, because the largest magnitude is NaN or inf if any number is, and 0 if all of them are.
-        # (Packed integers, biases and quantization offsets may well be all zero.)
-        if array.dtype != mx.uint32:
-            peak = mx.abs(array).max().item()
-            if not math.isfinite(peak):
-                raise ModelError(f"{path}: {name} holds NaN or infinity; download it again.")
-            if peak == 0 and not name.endswith(self._may_be_zero):
-                raise ModelError(f"{path}: {name} is all zeros; download it again.")
-        return array
-
-
-def quantization(packed: tuple[int, ...], scales: tuple[int, ...], width: int) -> tuple[int, int]:
-    """(bits, group size) of a quantized matrix `width` numbers wide, from its shapes, whatever a config claims.
-
-    `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares one scale. So a width
-    of 128 in 16 words with 2 scales means 4 bits in groups of 64. Layers may differ, without further care.
-    """
-    return packed[1] * 32 // width, width // scales[1]

@@ -22,17 +22,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kv import BUCKET, Slab
-from parts import checkpoint, checks, device
-from parts.checkpoint import Config, ModelError, Weights
+from parts import checks, device
+from parts.checkpoint import Config, read_config
 from parts.device import has_gpu, mx, readable
-from parts.ops import Capped, Dense, Kind, Mlp, Quantized, SideBySide, gives_same_bits
+from parts.fields import ModelError
+from parts.ops import Capped, Dense, Experts, Kind, Mlp, Quantized, SideBySide, Stack, gives_same_bits
 from parts.ranks import ALONE, Ranks, Share
+from parts.weights import DTYPES, Weights, quantization
 
 
 class Layer(NamedTuple):
     qkv: Dense | Quantized | SideBySide  # D -> (H + 2 Hkv) * Dh
     o: Dense | Quantized  # H * Dh -> D
-    mlp: Mlp  # D -> D
+    mlp: Mlp | Experts  # D -> D
     kind: int = 0  # of attention: which of the model's `kinds`
     attn_norm: mx.array | None = None  # (D,), of what goes into attention; None where the family has none
     attn_after: mx.array | None = None  # of what comes out of it
@@ -77,7 +79,7 @@ class ModelReader:
         self.folder, self.ranks = folder, ranks
         self.float32 = dtype == "float32" or (dtype == "auto" and not has_gpu())
         self.weights = Weights(folder)
-        config = checkpoint.read_config(folder, self.weights.has_head)
+        config = read_config(folder, self.weights.has_head)
         self.weights.check_against(config)
         self.shapes = config.tensors()
         self.share = Share.of(config, ranks.rank, ranks.size)
@@ -93,7 +95,7 @@ class ModelReader:
     @property
     def itemsize(self) -> int:
         """Bytes of one number of the activations, and so of the slab."""
-        return 4 if self.float32 else checkpoint.DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
+        return 4 if self.float32 else DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
 
     def fit(self, **options) -> Sizes:
         """What would fit beside the weights: a slab that is too large is refused before they are read."""
@@ -130,7 +132,10 @@ class ModelReader:
         mx.eval(layer)
         return layer
 
-    def mlp(self, name: str) -> Mlp:
+    def mlp(self, name: str) -> Mlp | Experts:
+        if self.config.experts:
+            stacks = [self.stack(f"{name}experts.{part}_proj") for part in ("gate", "up", "down")]
+            return Experts(self.linear(f"{name}gate"), *stacks, self.config.taken, self.config.whole_shares)
         gate_up = self.linear(f"{name}gate_proj", f"{name}up_proj")
         return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)
 
@@ -160,6 +165,15 @@ class ModelReader:
         packed_alike = len({(part.bits, part.group) if isinstance(part, Quantized) else None for part in parts}) == 1
         return Quantized.of(parts) if packed_alike else SideBySide(tuple(parts))
 
+    def stack(self, module: str) -> Stack:
+        if f"{module}.scales" not in self.weights.entries:
+            return Stack(self.tensor(f"{module}.weight"))
+        packed = self.take(f"{module}.weight"), self.tensor(f"{module}.scales"), self.tensor(f"{module}.biases")
+        bits, group = quantization(packed[0].shape, packed[1].shape, self.shapes[f"{module}.weight"][-1])
+        if self.float32:
+            return Stack(mx.dequantize(*packed, group_size=group, bits=bits))
+        return Stack(*packed, bits, group)
+
     def part(self, module: str) -> Quantized | tuple[mx.array, mx.array | None]:
         """A module as the checkpoint has it: quantized, or its weight (out, in) and bias. A rank has its share."""
         has, (rows, columns) = self.weights.entries, (None, None)
@@ -174,7 +188,7 @@ class ModelReader:
             return cut_out(self.tensor(f"{module}.weight"), rows, columns), bias
         weight = self.take(f"{module}.weight")
         scales, offsets = self.tensor(f"{module}.scales"), self.tensor(f"{module}.biases")
-        bits, group = checkpoint.quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
+        bits, group = quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
         if not self.float32 and (columns is None or columns.start % group == columns.stop % group == 0):
             packed = columns and range(columns.start * bits // 32, columns.stop * bits // 32)
             groups = columns and range(columns.start // group, columns.stop // group)
@@ -295,7 +309,7 @@ def far_position(c: Config) -> int:
     softmax, the value added up) costs as much as 300 multiplications by weights. On a GPU it has not been measured:
     there chunks stay as wide as they are.
     """
-    weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden
+    weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden * c.taken
     return sys.maxsize if has_gpu() else max(1, weights // (300 * c.H))
 
 
@@ -306,9 +320,9 @@ def keeps_bits(model: Model, slots: int, chunk: int, budget: int, narrow: int) -
     with each number of rows that a pass can have (see `Runner._passes`). `narrow` is the width of the narrowest chunk.
     """
     layer = model.layers[0]
-    dense = [part for part in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down) if isinstance(part, Dense)]
-    if has_gpu() or len(dense) < 4 or model.dtype != mx.float32:
+    parts = layer.qkv, layer.o, *layer.mlp.matrices
+    if has_gpu() or not all(isinstance(part, Dense) for part in parts) or model.dtype != mx.float32:
         return False
     most = min(max(WIDEST_PASS, chunk), max(budget, chunk), slots * chunk)
     widths = [rows for chunks in range(narrow, most + 1, narrow) for rows in (chunks, chunks + slots)]
-    return all(gives_same_bits((slots, *widths), part.weight, part.as_stored) for part in dense)
+    return all(gives_same_bits((slots, *widths), part.weight, part.as_stored) for part in parts)

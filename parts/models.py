@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parts import device
-from parts.checkpoint import DEMO, DTYPES, FAMILIES, ModelError, Weights, read_config, read_json
+from parts.checkpoint import DEMO, FAMILIES, read_config
 from parts.checks import one_line, printable, shown
 from parts.device import readable
+from parts.fields import ModelError, read_json
+from parts.weights import DTYPES, Weights
 
 FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; no other file is ever read
 LM_STUDIO = (Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models"))

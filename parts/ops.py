@@ -357,9 +357,59 @@ class Mlp(NamedTuple):
     down: Dense | Quantized  # hidden -> D
     gelu: bool = False
 
-    def __call__(self, x: mx.array) -> mx.array:  # (N, D) -> (N, D)
-        gate, up = mx.split(self.gate_up(x), 2, axis=-1)  # (N, hidden) each
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
+        gate, up = mx.split(self.gate_up(x), 2, axis=-1)  # (..., hidden) each
         return self.down(gelu(gate) * up if self.gelu else swiglu(gate, up))
+
+    @property
+    def matrices(self) -> tuple:
+        """All that multiply rows of different tokens at once."""
+        return self.gate_up, self.down
+
+
+class Stack(NamedTuple):
+    """One matrix for each expert. Each token is multiplied with those of its experts, by itself."""
+
+    weight: mx.array  # (experts, out, in), or packed as in `Quantized`
+    scales: mx.array | None = None
+    offsets: mx.array | None = None
+    bits: int = 0
+    group: int = 0
+
+    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:  # (..., in) -> (..., k, 1, out)
+        if self.scales is None:
+            return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=chosen)
+        packed, sizes = (self.weight, self.scales, self.offsets), {"group_size": self.group, "bits": self.bits}
+        return mx.gather_qmm(x, *packed, rhs_indices=chosen, transpose=True, **sizes)
+
+
+class Experts(NamedTuple):
+    """The sum over a token's k best experts of share * down(silu(gate(x)) * up(x))     A router says which they are.
+
+    The shares are the router's softmax over all experts; in some models those of the k best are made to add up to 1.
+    Which experts a token takes depends on that token alone, and so do its bits.
+    """
+
+    router: Dense | Quantized  # D -> experts
+    gate: Stack
+    up: Stack
+    down: Stack
+    k: int
+    whole_shares: bool
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
+        shares = softmax(self.router(x))  # (..., experts)
+        chosen = mx.argpartition(shares, -self.k, axis=-1)[..., -self.k :]  # (..., k)
+        shares = mx.take_along_axis(shares, chosen, axis=-1)
+        if self.whole_shares:
+            shares = shares / shares.sum(axis=-1, keepdims=True)
+        x = x[..., None, None, :]  # (..., 1, 1, D): a product for each token and expert
+        y = self.down(swiglu(self.gate(x, chosen), self.up(x, chosen)), chosen)  # (..., k, 1, D)
+        return (y[..., 0, :] * shares[..., None]).sum(axis=-2)
+
+    @property
+    def matrices(self) -> tuple:
+        return (self.router,)
 
 
 class Capped(NamedTuple):

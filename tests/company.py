@@ -41,8 +41,9 @@ LONGROPE = {
         "long_factor": [1.0 + n for n in range(16)],
     },
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
 SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
-    {"num_key_value_heads": 1, "head_dim": 24},
+    {"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 24, **EXPERTS},
     {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16},
     {"model_type": "gemma2", "num_key_value_heads": 4, "hidden_size": 96, "head_dim": 24, "sliding_window": 50},
     {"model_type": "phi3", "num_key_value_heads": 2, "head_dim": 64, "partial_rotary_factor": 0.5, **LONGROPE},

@@ -17,7 +17,7 @@ from checkpoints import V, make_checkpoint, make_tokenizer
 from transformers import AutoConfig
 
 from nanobatch import Engine, Model, Sampling, Text
-from parts import checkpoint, device, text
+from parts import checkpoint, device, text, weights
 from parts.checkpoint import FAMILIES, ModelError
 from parts.device import mx
 
@@ -393,7 +393,7 @@ def test_what_a_familys_config_leaves_unsaid_is_what_transformers_takes_for_it(t
 
 
 OTHERS = """
-    gemma gemma3n_text qwen3_moe mixtral gpt_oss gpt2 phi cohere2 starcoder2 olmo olmo3 glm4 exaone4 granitemoe
+    gemma gemma3n_text qwen2_moe mixtral gpt_oss gpt2 phi cohere2 starcoder2 olmo olmo3 glm4 exaone4 granitemoe
     granitemoehybrid deepseek_v3 mamba2 falcon_h1 lfm2 bitnet ernie4_5 apertus qwen2_5_vl llama4_text
 """
 
@@ -612,7 +612,7 @@ def test_of_hundreds_of_spoilt_weight_files_each_loads_or_is_refused_in_one_line
     ("owner", "function", "file"),
     [
         (Path, "read_text", "config.json"),
-        (checkpoint.struct, "unpack", "model.safetensors"),
+        (weights.struct, "unpack", "model.safetensors"),
         (text, "Tokenizer", "tokenizer.json"),
         (mx, "load", "model.safetensors"),
     ],

@@ -37,6 +37,16 @@ GRANITE = {
     "mlp_bias": False,
 }
 
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 GEMMA = {
     "head_dim": 24,
     "query_pre_attn_scalar": 10,
@@ -115,6 +125,13 @@ CONFIGS = {
         "intermediate_size": 128,
     },
     "deep and narrow": {"num_hidden_layers": 6, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 64},
+    "qwen3_moe, experts apart": {**EXPERTS, "experts_apart": True, "norm_topk_prob": False, "shards": 2},
+    "qwen3_moe, 4 bits": {
+        **EXPERTS,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (8, 64) if module.endswith("mlp.gate") else (4, 32),
+    },
     "granite, tied": {"model_type": "granite", "tie_word_embeddings": True, **GRANITE},
     "granite, biases, as published": {
         "model_type": "granite",
@@ -240,8 +257,14 @@ def test_every_token_and_logit_is_mlx_lms_in_random_company(name, tmp_path):
     print(f"\n{name}: {PROMPTS} prompts, {found}", file=sys.stderr)
 
 
-def test_at_least_five_hundred_prompts_are_compared():
-    assert len(CONFIGS) * PROMPTS >= 500
+def of_new_families() -> int:
+    """How many configurations are of families that differ from a Llama by more than biases or a norm of heads."""
+    usual = ("llama", "mistral", "qwen2", "qwen3")
+    return sum(settings.get("model_type", "llama") not in usual for settings in CONFIGS.values())
+
+
+def test_at_least_five_hundred_prompts_are_compared_and_three_hundred_of_the_families_that_differ_most():
+    assert len(CONFIGS) * PROMPTS >= 500 and of_new_families() * PROMPTS >= 300
 
 
 @pytest.mark.parametrize(

@@ -209,10 +209,11 @@ def test_the_readmes_counts_are_those_of_the_tests():
 
     assert f"{len(test_parity.CONFIGS)} configurations" in README
     assert f"{len(test_parity.CONFIGS) * test_parity.PROMPTS} prompts" in README
+    assert f"{test_parity.of_new_families() * test_parity.PROMPTS} of them of the\n  eight families" in README
     assert f"{test_exact.SCHEDULES} random schedules" in README
     assert f"{len(company.SHAPES)} shapes of models" in README
 
 
 def test_the_readme_names_every_family():
     (line,) = re.findall(r"^\| families \|(.+)\|$", README, re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", line)) == set(FAMILIES) and "Nine families" in README and len(FAMILIES) == 9
+    assert set(re.findall(r"`(\w+)`", line)) == set(FAMILIES) and "Twelve families" in README and len(FAMILIES) == 12
