@@ -65,8 +65,7 @@ class Slab:
     def written(self) -> tuple[mx.array, mx.array]:
         """Two views to wait for: once they are computed, so is all that was written before this call.
 
-        (One corner is enough. The last layer's rows are written last, and an array is computed as a whole or not at
-        all.)
+        (One corner is enough, since the last layer's rows are written last, and an array is computed as a whole.)
 
         subtle: do not wait for the arrays themselves. `array[...] = x` gives the name to a new node (see
         `Window.write`). Code that keeps the array and waits for it later waits for the node that it stands for by then.
@@ -105,9 +104,9 @@ class Look(NamedTuple):
 class Window:
     """The rows of the slab that a prefill chunk, or all decoding sequences together, write and read in a forward pass.
 
-    There are B sequences; `slots` names their slots. `starts` holds the first row that each of them writes, and L is
-    how many rows each of them writes. `lengths` holds the lengths of the sequences, for models whose positions depend
-    on them. (These are Python ints, because `+=` on an `mx.array` changes it for every other holder of the array, too.)
+    There are B sequences; `slots` names their slots. Each writes L rows, from its row in `starts`. `lengths` is for
+    models whose positions depend on how long a sequence is (`Rope.length`). (These are Python ints, because `+=` on an
+    `mx.array` changes it for every other holder of the array, too.)
 
     `looks` says how far they read. Each sequence reads as far as its own length asks, in whole buckets. If all read as
     far as the longest, it would cost the short ones time, and more: attention's last product adds up T numbers, and in
@@ -134,9 +133,11 @@ class Window:
             rows = [[(s * slab.Hkv + n) * each + row] for s, row in zip(slots, starts, strict=True) for n in heads]
             self._row = mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
 
-    def looks(self, G: int) -> list[Look]:
+    def looks(self, G: int, span: int | None = None, by_formula: bool = False) -> list[Look]:
         """How far the sequences read. The scores that a mask is made for have the L tokens of G heads in a row."""
-        if has_gpu() and self.B == 1:  # the last token sees the last row that is read: "causal" says all
+        has_kernel = has_gpu() and not by_formula  # where scores have a cap, a GPU's attention is that of a CPU
+        slides = span is not None and span < self.slab.length  # then rows older than the span are read, and hidden
+        if has_kernel and self.B == 1 and not slides:  # "causal" says all: the last token sees the last row
             return [Look(0, 1, self.starts[0] + self.L, "causal")]
         reaches: list[int] = []
         for start in self.starts:
@@ -145,15 +146,16 @@ class Window:
         longest = max(reaches)
         # Row j is visible from position p if j <= p. That is causality, and it also hides what earlier owners left.
         visible = (mx.arange(longest) <= self.positions[:, :, None])[:, None]  # (B, 1, L, longest)
-        if has_gpu():  # subtle: in full, once for all layers; else the kernel copies it for each head in each layer
+        if slides:
+            visible = visible & (mx.arange(longest) > self.positions[:, :, None] - span)[:, None]
+        if has_kernel:  # subtle: in full, once for all layers; else the kernel copies it for each head in each layer
             mask = mx.contiguous(mx.broadcast_to(visible, (self.B, G * self.slab.Hkv, self.L, longest)))
         else:
             mask = mx.concatenate([mx.where(visible, 0.0, -mx.inf)] * (G if self.L > 1 else 1), axis=2)
         # Neighbouring slots are a view of the slab. On a GPU, one more product costs more than reading less saves.
         other = [a != b and not has_gpu() for a, b in pairwise(reaches)]
         cuts = [i for i in range(1, self.B) if self.slots[i] - self.slots[i - 1] > 1 or other[i - 1]]
-        runs = pairwise([0, *cuts, self.B])
-        return [Look(i, j, T := max(reaches[i:j]), mask[i:j, ..., :T]) for i, j in runs]
+        return [Look(i, j, T := max(reaches[i:j]), mask[i:j, ..., :T]) for i, j in pairwise([0, *cuts, self.B])]
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B, Hkv, L, Dh).

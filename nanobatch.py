@@ -48,11 +48,12 @@ from typing import Any, NamedTuple
 from kv import Slab, Window
 from parts import answers, device, models
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
-from parts.checkpoint import Config, ModelError
+from parts.checkpoint import Config
 from parts.device import device_lock, device_stream, mx
+from parts.fields import ModelError
 from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, keeps_bits, slab_shape, widest_pass
 from parts.loop import Loop
-from parts.ops import rms_norm, softmax, swiglu, turning, unturned
+from parts.ops import capped, rms_norm, softmax, turning
 from parts.ranks import join
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
@@ -88,36 +89,37 @@ def forward(
             +- norm - gate, up (2,hidden) each - silu(gate) * up - down (2,8)
             + <-------------------------------------------------------+
 
-    Some families have their norms behind a branch instead of before it (`attn_after`); the others have None there.
+    Some families have norms behind a branch (`attn_after`), before it, or both; where there is none stands None. What
+    else a family changes is data, too: how positions turn and how far attention looks back in a layer (`kinds`), and
+    what the MLP is made of (`Mlp` in `parts/ops.py`).
     """
     c = model.config
     sizes = [array.size for array in ids]  # N is their sum
-    turns = [turning(model, window) for window in windows]
-    looks = [window.looks(c.H // c.Hkv) for window in windows]
+    turns = [[turning(kind, window) for window in windows] for kind in model.kinds]
+    looks = [[window.looks(c.H // c.Hkv, kind.span, bool(c.cap)) for window in windows] for kind in model.kinds]
     x = model.table.rows(ids[0] if len(ids) == 1 else mx.concatenate([array.flatten() for array in ids]))  # (N, D)
     for index, layer in enumerate(model.layers):
         # Attention: each token's query is compared with the keys of all tokens up to itself; the result weights their
         # values.
         qkv = layer.qkv(rms_norm(x, layer.attn_norm, c.norm_eps))  # (N, (H + 2 Hkv) * Dh)
-        queries = []
-        for own, window, turn in zip(cut(qkv, sizes), windows, turns, strict=True):
-            turn = turn if layer.turns else unturned
+        queries, seen = [], looks[layer.kind]
+        for own, window, turn in zip(cut(qkv, sizes), windows, turns[layer.kind], strict=True):
             q, k, v = heads(c, layer, own, window, turn)  # (B, H, L, Dh), twice (B, Hkv, L, Dh)
             window.write(index, k, v)  # all windows write before the first one reads
             queries.append(q)
         if index == c.layers - 1 and any(asked) and not all(asked):
             x = mx.concatenate(list(compress(cut(x, sizes), asked)))
-            sizes, queries, windows, looks = (list(compress(each, asked)) for each in (sizes, queries, windows, looks))
+            sizes, queries, windows, seen = (list(compress(each, asked)) for each in (sizes, queries, windows, seen))
         sums = [
-            attention(part, *window.read(index, look), look.mask)
-            for q, window, own in zip(queries, windows, looks, strict=True)
+            attention(part, *window.read(index, look), look.mask, c.cap)
+            for q, window, own in zip(queries, windows, seen, strict=True)
             for part, look in zip(cut(q, [look.stop - look.start for look in own]), own, strict=True)
         ]
         sums = mx.concatenate(sums).reshape(*x.shape[:-1], -1)  # heads side by side
         x = x + rms_norm(model.ranks.sum(layer.o(sums)), layer.attn_after, c.norm_eps)  # (N, D)
         # The MLP: each token by itself.
-        gate, up = mx.split(layer.gate_up(rms_norm(x, layer.mlp_norm, c.norm_eps)), 2, axis=-1)  # (N, hidden) each
-        x = x + rms_norm(model.ranks.sum(layer.down(swiglu(gate, up))), layer.mlp_after, c.norm_eps)
+        branch = layer.mlp(rms_norm(x, layer.mlp_norm, c.norm_eps))
+        x = x + rms_norm(model.ranks.sum(branch), layer.mlp_after, c.norm_eps)
     return cut(rms_norm(x, model.norm, c.norm_eps).reshape(-1, c.D), sizes)
 
 
@@ -142,7 +144,7 @@ def heads(
     return q, k, v
 
 
-def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str) -> mx.array:
+def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, cap: float | None = None) -> mx.array:
     """softmax(q k^T + mask) v     q (B, H, L, Dh), k and v (B, Hkv, T, Dh) -> (B * L, H * Dh)
 
     Where is the 1 / sqrt(Dh) of the papers? Half of it is in q and half in k, since `rope_angles` makes them shorter
@@ -151,14 +153,18 @@ def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str) -> mx
     G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the rows of one matrix
     product, and each key is read once for all of them.
 
-    On a GPU, one kernel does all of this and keeps no scores; it divides by sqrt(Dh) and shares the keys itself.
+    On a GPU, one kernel does all of this and keeps no scores; it divides by sqrt(Dh) and shares the keys itself. It
+    knows no cap of the scores, which Gemma 2 has.
     """
     B, H, L, Dh = q.shape
-    if device.has_gpu():
+    if device.has_gpu() and not cap:
         sums = mx.fast.scaled_dot_product_attention(q, k, v, scale=Dh**-0.5, mask=mask)
         return sums.transpose(0, 2, 1, 3).reshape(B * L, H * Dh)
     folded = q.reshape(B, k.shape[1], -1, Dh)  # (B, Hkv, G * L, Dh)
-    weights = softmax(folded @ k.swapaxes(-1, -2) + mask).astype(v.dtype)  # (B, Hkv, G * L, T)
+    scores = folded @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
+    if cap:
+        scores = capped(scores * Dh**-0.5 if device.has_gpu() else scores, cap)
+    weights = softmax(scores + mask).astype(v.dtype)
     return (weights @ v).reshape(B, H, L, Dh).transpose(0, 2, 1, 3).reshape(B * L, H * Dh)
 
 
@@ -172,7 +178,7 @@ class Piece(NamedTuple):
     ids: tuple[int, ...]  # the chunk's tokens; empty for the newest token, which may be known to the device alone
     start: int  # the row of the first of them
     width: int  # tokens that the device computes: these, and padding
-    length: int  # of the sequence, for models whose positions depend on it
+    length: int  # of its prompt, for models whose positions depend on it
     source: int | None  # rows 0..start are copied from this slot before
     asked: bool  # a token is sampled from the last of them
 
@@ -215,7 +221,7 @@ class Order(NamedTuple):
             ids = c.request.prompt[c.start : c.stop]
             chunks.append(Piece(c.slot, ids, c.start, c.width, len(c.request.prompt), c.source, c.emits))
         for d in plan.decodes:
-            newest.append(Piece(d.slot, (), d.position, 1, d.position + 1, None, True))
+            newest.append(Piece(d.slot, (), d.position, 1, len(d.request.prompt), None, True))
         for member in plan.emitters:
             request, handle = member.request, handles[member.request.id]
             index = request.planned - 1  # the token that has just been planned
@@ -304,7 +310,7 @@ class Runner:
         with device_lock, device_stream():
             pick = {0: Pick(0, Sampling(), 0, 0)}
             self.run(Order((), (Piece(0, (0,), 0, PADDING, 1, None, True),), (), pick)).read()
-            self.run(Order((), (), (Piece(0, (), 1, 1, 2, None, True),), pick)).read()
+            self.run(Order((), (), (Piece(0, (), 1, 1, 1, None, True),), pick)).read()
             self.reset()
 
     def _passes(self, order: Order) -> list[list[tuple[Piece, ...]]]:
@@ -346,16 +352,15 @@ class Runner:
         product of another shape may add its numbers in another order, and rounding makes that show: compact rows
         give equal tokens, constant rows give equal bits.
         """
-        slab, first = self.slab, group[0]
+        slab, first, rope = self.slab, group[0], self.model.config.rope
         if first.ids:
             ids = [*first.ids, *[0] * (first.width - len(first.ids))]
             return mx.array([ids]), Window(slab, [first.slot], [first.start], first.width, [first.length])
-        at = {piece.slot: piece.start for piece in group}
+        at = {piece.slot: (piece.start, rope.length(piece.length, piece.start)) for piece in group}
         slots = list(range(slab.slots)) if self.exact else sorted(at)
-        starts = [at.get(slot, slab.spare) for slot in slots]
-        lengths = [at.get(slot, 0) + 1 for slot in slots]
+        starts, lengths = zip(*(at.get(slot, (slab.spare, 1)) for slot in slots), strict=True)
         # The ids are on the device, and nothing has read them yet.
-        return self._newest[mx.array(slots)], Window(slab, slots, starts, 1, lengths)
+        return self._newest[mx.array(slots)], Window(slab, slots, list(starts), 1, list(lengths))
 
     def _choose(
         self, x: mx.array, group: Sequence[Piece], window: Window, picks: Mapping[int, Pick]
@@ -588,7 +593,7 @@ class Engine:
         self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
         ids, shown = self.text.read(prompt)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
-        shares = self.reuse and not self.model.config.rope.follows(len(ids))
+        shares = self.model.config.rope.shares(len(ids)) if self.reuse else 0
         with self.changed:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")

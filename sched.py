@@ -60,7 +60,7 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     arrived: float
-    shares: bool = True  # may it take over rows that another request has written, or give its own?
+    shares: int = 1  # it may take over the rows of requests with the same number, and give its own; 0: of none
     beginnings: Sequence[Beginning] = ()  # what its prompt may share
     policy: str = ""  # the one that admitted it
     slot: int | None = None
@@ -169,7 +169,7 @@ class Scheduler:
             raise ValueError(f"prompt {n:,} + max_tokens {more:,} = {n + more:,}, but a slot holds {most:,} (max_len)")
         if len(self.waiting) >= self.max_queue:
             raise QueueFull(f"{len(self.waiting)} requests are waiting, and max_queue is {self.max_queue}; try later")
-        request.beginnings = self.prefixes.beginnings(request.prompt) if request.shares else ()
+        request.beginnings = self.prefixes.of(request.prompt, request.shares)
         self.waiting[request.id] = request
         self.submitted += 1
 
@@ -353,7 +353,7 @@ class Scheduler:
             assert request.committed == 0, request
             request.slot, request.admitted, request.policy = None, None, ""
             request.reused = request.prefilled = request.planned = 0
-            request.beginnings = self.prefixes.beginnings(request.prompt) if request.shares else ()
+            request.beginnings = self.prefixes.of(request.prompt, request.shares)
         self._end_drain()
 
     def check(self) -> None:

@@ -306,7 +306,7 @@ class Door:
 def defaults_of(engine: Engine) -> dict[str, float]:
     """What a request gets that says nothing: OpenAI's temperature of 1, or what the model's makers advise."""
     from nanobatch import Sampling
-    from parts.checkpoint import read_json
+    from parts.fields import read_json
 
     path = engine.text.folder / "generation_config.json"
     advice = read_json(path) if path.exists() else {}

@@ -1,24 +1,22 @@
-"""Reads a model folder as Hugging Face and mlx-lm publish it, and refuses what is broken before it can do harm.
+"""What a model folder's config.json says, in our own words, and what of it cannot be served.
 
-The problem. MLX loads lazily and checks little. A truncated download, a matrix of zeros or a NaN goes through in
-silence and comes out as nonsense, many tokens later. A serving engine must notice it while it loads.
+The problem. Each family of models writes its config in its own way, leaves other things unsaid, and changes with each
+release of transformers. A field that is read wrongly comes out as nonsense, many tokens later.
 
-What this file keeps. A tensor leaves `Weights.take` only if the config implies it, its file has it in the shape that
-the config implies, and its numbers are finite and not all zero. Everything else raises `ModelError`, one line with the
-file, what is wrong with it, and what to do.
+What this file keeps. A `Config` holds all that a family changes, as plain data: the forward pass knows no family's
+name. What it has no place for is refused by the field's name, with what is supported.
 
-Where next: `load.py` turns `Config` and `Weights` into a `Model`, layer by layer, so that a checkpoint and its
-converted copy are never in memory together.
+Where next: `weights.py`, which holds the tensors against the config; `load.py`, which makes a model of both.
 """
 
-import json
 import math
-import struct
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from parts.checks import one_line, real, shown, whole
-from parts.device import mx
+from parts.checks import real, shown
+from parts.fields import Fields, ModelError, read_json
 
 # The families, and what a config.json may leave unsaid where Llama's means something else (docs/models.md).
 FAMILIES: dict[str, dict] = {
@@ -27,24 +25,27 @@ FAMILIES: dict[str, dict] = {
     "qwen2": {},
     "qwen3": {"head_dim": 128},
     "granite": {},
-    "phi3": {"rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "olmo2": {"rms_norm_eps": 1e-5},
     "smollm3": {"rope_theta": 2_000_000.0},
     "seed_oss": {"attention_bias": True, "head_dim": 128},
+    "gemma2": {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "qwen3_moe": {"moe_intermediate_size": 768},
+    "gemma3_text": {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1_000_000.0},
 }
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # as phi3 stores them
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3")
-QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
-DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
-LONGEST = 100_000_000  # bytes of a text file, or of the header of a file with weights
+GEMMAS = ("gemma2", "gemma3_text")
+NORMS = {  # by where they stand around a branch: what a layer's norms are to `forward`, and what the files call them
+    "before": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"},
+    "around": {
+        "attn_norm": "input_layernorm",
+        "attn_after": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_after": "post_feedforward_layernorm",
+    },
+}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
-
-
-class ModelError(ValueError):
-    """A checkpoint that cannot be served. The message is one line: the file, what is wrong, what to do."""
-
-    def __init__(self, message: str):
-        super().__init__(one_line(message))
 
 
 # --- the config --------------------------------------------------------------------------------------------------
@@ -60,10 +61,39 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    short: tuple[float, ...] = ()  # by what each plane's turn is slowed, for prompts up to the original length
+    long: tuple[float, ...] = ()  # and for longer ones
+    gain: float = 1.0  # what is turned becomes longer by this
+    turned: int | None = None  # how many numbers of a head turn, from the first; None means all
+    interleaved: bool = False  # neighbours are a plane, not number i and number i + Dh/2
 
     def follows(self, length: int) -> bool:
-        """Do a sequence's positions turn by its own length, so that a prompt of another length has other rows?"""
-        return self.type == "dynamic" and length > self.original_length
+        """Do a sequence's positions turn by its own length, because it is so long?"""
+        return self.type in ("dynamic", "longrope") and length > self.original_length
+
+    def shares(self, length: int) -> int:
+        """Which prompts have the same rows where they begin alike: those with the same number; with 0 none has."""
+        return 1 if not self.follows(length) else 2 if self.type == "longrope" else 0
+
+    def length(self, prompt: int, row: int) -> int:
+        """The length that says how a token in this row turns.
+
+        With longrope it is the prompt's: then a sequence has one set of factors from its first token to its last. With
+        `dynamic` it grows with each new token.
+        """
+        return prompt if self.type == "longrope" else max(prompt, row + 1)
+
+    def order(self, Dh: int) -> list[int]:
+        """Where each number of a head comes from, so that number i and number i + Dh/2 are a plane.
+
+        The planes that do not turn stand behind those that do. This is done to the rows of q and k while they are
+        loaded. A product of q and k does not depend on the order of their numbers.
+        """
+        turned = Dh if self.turned is None else self.turned
+        step, other = (2, 1) if self.interleaved else (1, turned // 2)
+        firsts = [step * i for i in range(turned // 2)] + list(range(turned, (turned + Dh) // 2))
+        seconds = [i + other for i in firsts[: turned // 2]] + list(range((turned + Dh) // 2, Dh))
+        return firsts + seconds
 
 
 @dataclass(frozen=True)
@@ -76,7 +106,7 @@ class Config:
     H: int  # query heads
     Hkv: int  # key and value heads; H / Hkv query heads share one
     Dh: int  # head size
-    hidden: int  # width inside the MLP
+    hidden: int  # width inside the MLP, or inside of each expert
     V: int  # vocabulary
     norm_eps: float
     max_positions: int  # the longest sequence the model was trained for
@@ -85,11 +115,20 @@ class Config:
     o_bias: bool
     mlp_bias: bool
     qk_norm: str  # of queries and keys: over each "head", over their whole "width", or "" for none
-    window: int | None  # of sliding window attention, which we do not have, so no slot may be longer
+    window: int | None  # how many rows attention looks back on, the token's own included; None means all
     rope: Rope
-    norms_after: bool = False  # of each branch's output, not of its input
-    unturned: frozenset[int] = frozenset()  # the layers in which attention knows no positions
+    whole: Collection[int] = ()  # the layers that look back on all rows although there is a window
+    near: Rope | None = None  # of the layers that have the window, where their positions turn in a way of their own
+    norms_at: str = "before"  # the branches, or "after" them, or "around"
+    norms_add: bool = False  # the files hold what is added to 1
+    unturned: Collection[int] = ()  # the layers in which attention knows no positions
+    gelu: bool = False  # in the MLP, instead of SiLU
+    cap: float | None = None  # what attention's scores come near to, and never exceed
+    head_cap: float | None = None  # and the logits
     fused: bool = False  # the files hold q, k and v as one matrix, and gate and up (`Weights.split`)
+    experts: int = 0  # MLPs of a layer, of which each token takes some; 0 means one MLP for all tokens
+    taken: int = 1  # how many a token takes
+    whole_shares: bool = False  # the shares of those that it takes add up to 1
     multipliers: dict[str, float] = field(default_factory=dict)  # of modules' outputs: folded into their weights
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -105,11 +144,10 @@ class Config:
                 ("self_attn.k_proj", kv, D, self.qkv_bias),
                 ("self_attn.v_proj", kv, D, self.qkv_bias),
                 ("self_attn.o_proj", D, q, self.o_bias),
-                ("mlp.gate_proj", self.hidden, D, self.mlp_bias),
-                ("mlp.up_proj", self.hidden, D, self.mlp_bias),
-                ("mlp.down_proj", D, self.hidden, self.mlp_bias),
+                *self._mlp(),
             ):
-                shapes[f"{layer}{name}.weight"] = (out, width)
+                each = (self.experts,) if "experts" in name else ()
+                shapes[f"{layer}{name}.weight"] = (*each, out, width)
                 if bias:
                     shapes[f"{layer}{name}.bias"] = (out,)
             for name in self.norms.values():
@@ -119,66 +157,27 @@ class Config:
                 shapes[f"{layer}self_attn.k_norm.weight"] = (kv if self.qk_norm == "width" else self.Dh,)
         return shapes
 
+    def _mlp(self) -> list[tuple[str, int, int, bool]]:
+        """The matrices of a layer's MLP, or of all its experts: (name, out, in, has a bias)."""
+        place, bias = ("mlp.experts", False) if self.experts else ("mlp", self.mlp_bias)
+        sizes = {
+            "gate_proj": (self.hidden, self.D),
+            "up_proj": (self.hidden, self.D),
+            "down_proj": (self.D, self.hidden),
+        }
+        router = [("mlp.gate", self.experts, self.D, False)] if self.experts else []
+        return router + [(f"{place}.{name}", *size, bias) for name, size in sizes.items()]
+
     @property
     def norms(self) -> dict[str, str]:
-        """What a layer's two norms are to `forward`, and what the checkpoint calls them."""
-        if self.norms_after:
-            return {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"}
-        return {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        """What a layer's norms are to `forward`, and what the checkpoint calls them."""
+        return NORMS[self.norms_at]
 
-
-def check_plain(path: Path) -> None:
-    """Refuse what is no plain file. To open a pipe may take for ever, and so may reading /dev/zero."""
-    if path.exists() and not path.is_file():
-        raise ModelError(f"{path} is no plain file; download it again.")
-
-
-def read_text(path: Path) -> str:
-    """The text in a file, or one line that says why there is none."""
-    try:
-        check_plain(path)
-        if path.stat().st_size > LONGEST:
-            raise ModelError(f"{path} is longer than {LONGEST:,} bytes; download it again.")
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; a model folder needs it. Download the model again.") from None
-    except (OSError, UnicodeDecodeError, MemoryError) as error:
-        raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
-
-
-def read_json(path: Path) -> dict:
-    """The JSON object in a file, or one line that says why there is none."""
-    text = read_text(path)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError, MemoryError) as error:  # no JSON, or a number of more than 4,300 digits
-        what = _what_is(text[:64].encode()) or f"not JSON ({one_line(error)})"
-        raise ModelError(f"{path} is {what}; download it again.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again.")
-    return value
-
-
-class _Fields:
-    """Typed access to `config.json`: a wrong or missing field is named in a `ModelError`, instead of a KeyError."""
-
-    def __init__(self, path: Path, values: dict):
-        self.path, self.values = path, values
-
-    def number(self, key: str, default=None, check=whole, least=1):
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ModelError(f"{self.path} lacks {key!r}; download it again.")
-        if check is whole and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        try:
-            return check(f"{self.path}: {key}", value, least, 2**62 - 1)
-        except ValueError as error:
-            raise ModelError(f"{error}.") from None
-
-    def refuse(self, key: str, value, supported) -> ModelError:
-        return ModelError(f"{self.path}: {key} = {shown(value)} is not supported. Supported: {', '.join(supported)}.")
+    def positions(self, layer: int) -> tuple[Rope | None, int | None]:
+        """How attention treats positions in a layer: how they turn, if it knows them, and how far it looks back."""
+        slides = self.window is not None and layer not in self.whole
+        rope = (self.near if slides else None) or self.rope
+        return None if layer in self.unturned else rope, self.window if slides else None
 
 
 def read_config(folder: Path, has_head: bool) -> Config:
@@ -187,21 +186,10 @@ def read_config(folder: Path, has_head: bool) -> Config:
     raw = read_json(path)
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise _Fields(path, raw).refuse("model_type", family, FAMILIES)
+        raise Fields(path, raw).refuse("model_type", family, FAMILIES)
     raw |= {key: usual for key, usual in FAMILIES[family].items() if raw.get(key) is None}
-    get, fields = raw.get, _Fields(path, raw)
-    if get("hidden_act", "silu") not in ("silu", "swish"):
-        raise fields.refuse("hidden_act", get("hidden_act"), ("silu",))
-    for key in ("quantization", "quantization_config"):
-        if not isinstance(get(key) or {}, dict):
-            raise fields.refuse(key, get(key), ("an object, as MLX writes it",))
-    method = (get("quantization_config") or {}).get("quant_method")
-    if method is not None and not get("quantization"):
-        raise fields.refuse("quant_method", method, ("MLX affine quantization", "float16", "bfloat16", "float32"))
-    mode = (get("quantization") or {}).get("mode", "affine")
-    if mode != "affine":
-        raise fields.refuse("quantization mode", mode, ("affine",))
-
+    get, fields = raw.get, Fields(path, raw)
+    _refuse(fields, family)
     D, H = fields.number("hidden_size"), fields.number("num_attention_heads")
     Hkv = fields.number("num_key_value_heads", H)
     if H % Hkv:
@@ -214,6 +202,8 @@ def read_config(folder: Path, has_head: bool) -> Config:
     attention_bias = bool(get("attention_bias", False))
     max_positions = fields.number("max_position_embeddings", 2048)
     tied = bool(get("tie_word_embeddings", not has_head))
+    window, whole = _window(fields, family)
+    own = OWN[family](fields, D, Dh, tied) if family in OWN else {}
     return Config(
         model_type=family,
         layers=fields.number("num_hidden_layers"),
@@ -221,7 +211,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
         H=H,
         Hkv=Hkv,
         Dh=Dh,
-        hidden=fields.number("intermediate_size"),
+        hidden=fields.number("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
         V=fields.number("vocab_size"),
         norm_eps=fields.number("rms_norm_eps", 1e-6, real, 0),
         max_positions=max_positions,
@@ -229,28 +219,53 @@ def read_config(folder: Path, has_head: bool) -> Config:
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=bool(get("attention_out_bias")) if family == "seed_oss" else attention_bias and family != "qwen2",
         mlp_bias=bool(get("mlp_bias", False)),
-        qk_norm={"qwen3": "head", "olmo2": "width"}.get(family, ""),
-        window=_window(fields, family),
-        rope=_rope(fields, max_positions),
-        norms_after=family == "olmo2",
-        unturned=_unturned(fields) if family == "smollm3" else frozenset(),
-        fused=family == "phi3",
-        multipliers=_multipliers(fields, Dh, tied) if family == "granite" else {},
+        window=window,
+        whole=whole,
+        rope=_rope(fields, family, Dh, max_positions),
+        **{"qk_norm": "", **own},
     )
 
 
-def _unturned(fields: _Fields) -> frozenset[int]:
-    """SmolLM3 names the layers that have positions, by a 1 or a 0 for each, or says that every nth has none."""
-    layers, has = fields.number("num_hidden_layers"), fields.values.get("no_rope_layers")
-    interval = fields.number("no_rope_layer_interval", 4)
-    if has is None:
-        return frozenset(range(interval - 1, layers, interval))
-    if not isinstance(has, list) or len(has) < layers or not all(value in (0, 1) for value in has):
-        raise fields.refuse("no_rope_layers", has, (f"a 1 or a 0 for each of {layers} layers",))
-    return frozenset(i for i in range(layers) if not has[i])
+def _refuse(fields: Fields, family: str) -> None:
+    """Refuse what a field says if there is no place for it in a `Config`."""
+    get = fields.values.get
+    act, known = ("hidden_activation", ["gelu_pytorch_tanh"]) if family in GEMMAS else ("hidden_act", ["silu", "swish"])
+    if get(act, known[0]) not in known:
+        raise fields.refuse(act, get(act), known[:1])
+    flags = {"smollm3": ["use_sliding_window"], "qwen3_moe": ["use_sliding_window", "mlp_only_layers"]}
+    for flag in ("use_bidirectional_attention", *flags.get(family, ())):
+        if get(flag):
+            raise fields.refuse(flag, get(flag), ("false, or nothing",))
+    for key in ("quantization", "quantization_config"):
+        if not isinstance(get(key) or {}, dict):
+            raise fields.refuse(key, get(key), ("an object, as MLX writes it",))
+    method = (get("quantization_config") or {}).get("quant_method")
+    if method is not None and not get("quantization"):
+        raise fields.refuse("quant_method", method, ("MLX affine quantization", "float16", "bfloat16", "float32"))
+    mode = (get("quantization") or {}).get("mode", "affine")
+    if mode != "affine":
+        raise fields.refuse("quantization mode", mode, ("affine",))
 
 
-def _multipliers(fields: _Fields, Dh: int, tied: bool) -> dict[str, float]:
+def _gemma(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
+    """Gemma multiplies the embedding by sqrt(D), and divides q k^T by the root of a number that it names.
+
+    Its third release has a norm between q_proj and q k^T, so there the norm takes the factor. The second has caps if
+    its config does not say, and none where it says null.
+    """
+    is_third, caps = fields.values["model_type"] == "gemma3_text", {}
+    for name, part, usual in (("cap", "attn", 50.0), ("head_cap", "final", 30.0)):
+        field, usual = f"{part}_logit_softcapping", None if is_third else usual
+        has_cap = fields.values.get(field, usual) is not None
+        caps[name] = fields.number(field, usual, real, 1e-6) if has_cap else None
+    attention = fields.number("query_pre_attn_scalar", 256, real, 1e-6) ** -0.5 * Dh**0.5
+    scaled = {"embed_tokens": D**0.5, "norm": D**-0.5 if tied else 1}
+    third = {"near": Rope("default", _near(fields)), "qk_norm": "head"} if is_third else {}
+    scaled["q_norm" if is_third else "q_proj"] = attention
+    return {"multipliers": scaled, "norms_at": "around", "norms_add": True, "gelu": True, **caps, **third}
+
+
+def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
     """Granite's four multipliers, each as a factor of the weights that it can be folded into.
 
     Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the quotient of the two. A
@@ -260,262 +275,138 @@ def _multipliers(fields: _Fields, Dh: int, tied: bool) -> dict[str, float]:
     embedding, attention, residual, logits = (fields.number(name, 1.0, real, 1e-6) for name in names)
     branches = dict.fromkeys(("o_proj", "down_proj"), residual)
     last = 1 / (logits * embedding) if tied else 1 / logits
-    return {"embed_tokens": embedding, "q_proj": attention * Dh**0.5, **branches, "norm": last}
+    return {"multipliers": {"embed_tokens": embedding, "q_proj": attention * Dh**0.5, **branches, "norm": last}}
 
 
-def _window(fields: _Fields, family: str) -> int | None:
-    """The length of the sliding window, if any layer has one. Each family has its own way to say so."""
+def _experts(fields: Fields, *_) -> dict[str, Any]:
+    """Qwen3's mixture of experts; transformers' fifth release writes their number under another name."""
+    if fields.number("decoder_sparse_step", 1) != 1:
+        raise fields.refuse("decoder_sparse_step", fields.values["decoder_sparse_step"], ("1, experts in all layers",))
+    name = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
+    experts, taken = fields.number(name, 128), fields.number("num_experts_per_tok", 8)
+    if taken > experts:
+        raise fields.refuse("num_experts_per_tok", taken, (f"1 to {experts}, as many as there are",))
+    whole = bool(fields.values.get("norm_topk_prob"))
+    return {"qk_norm": "head", "experts": experts, "taken": taken, "whole_shares": whole}
+
+
+def _unturned(fields: Fields) -> Collection[int]:
+    """SmolLM3 names the layers that have positions, by a 1 or a 0 for each, or says that every nth has none."""
+    layers, has = fields.number("num_hidden_layers"), fields.values.get("no_rope_layers")
+    interval = fields.number("no_rope_layer_interval", 4)
+    if has is None:
+        return range(interval - 1, layers, interval)
+    if not isinstance(has, list) or len(has) < layers or not all(value in (0, 1) for value in has):
+        raise fields.refuse("no_rope_layers", has, (f"a 1 or a 0 for each of {layers} layers",))
+    return frozenset(i for i in range(layers) if not has[i])
+
+
+# What a family's `Config` has beside what all have.
+OWN: dict[str, Callable[..., dict[str, Any]]] = {
+    "qwen3": lambda *_: {"qk_norm": "head"},
+    "granite": _granite,
+    "phi3": lambda *_: {"fused": True},
+    "olmo2": lambda *_: {"qk_norm": "width", "norms_at": "after"},
+    "smollm3": lambda fields, *_: {"unturned": _unturned(fields)},
+    "gemma2": _gemma,
+    "qwen3_moe": _experts,
+    "gemma3_text": _gemma,
+}
+
+
+def _window(fields: Fields, family: str) -> tuple[int | None, Collection[int]]:
+    """The length of the sliding window, if any layer has one, and the layers that have none."""
     raw, layers = fields.values, fields.number("num_hidden_layers")
-    kinds = raw.get("layer_types")
+    kinds, whole = raw.get("layer_types"), ()
     if kinds is not None:
-        if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
-            raise fields.refuse("layer_types", kinds, ("full_attention", "sliding_attention"))
-        slides = "sliding_attention" in kinds
-    elif family == "smollm3":
-        slides = bool(raw.get("use_sliding_window", False)) and raw.get("sliding_window") is not None
-    elif family in ("qwen2", "qwen3"):
-        slides = bool(raw.get("use_sliding_window", False)) and layers > fields.number("max_window_layers", 28, least=0)
-    else:
-        slides = family == "mistral" or (family == "phi3" and raw.get("sliding_window") is not None)
-    if not slides or raw.get("sliding_window", 4096) is None:
-        return None
-    return fields.number("sliding_window", 4096)
+        known = {"full_attention", "sliding_attention"}
+        if not isinstance(kinds, list) or len(kinds) < layers or not set(map(str, kinds)) <= known:
+            raise fields.refuse("layer_types", kinds, (f"for each of {layers} layers {' or '.join(sorted(known))}",))
+        whole = frozenset(i for i in range(layers) if kinds[i] == "full_attention")
+    elif family in GEMMAS:  # every second layer, or every sixth, has none
+        every = 2 if family == "gemma2" else fields.number("sliding_window_pattern", 6)
+        whole = range(every - 1, layers, every)
+    elif family in ("qwen2", "qwen3"):  # the first have none
+        whole = range(
+            min(layers, fields.number("max_window_layers", 28, least=0) if raw.get("use_sliding_window") else layers)
+        )
+    elif family != "mistral" and not (family == "phi3" and raw.get("sliding_window") is not None):
+        return None, ()
+    if len(whole) == layers or raw.get("sliding_window", 4096) is None:
+        return None, ()
+    return fields.number("sliding_window", 4096), whole
 
 
-def _rope(fields: _Fields, max_positions: int) -> Rope:
+def _near(fields: Fields) -> float:
+    """The theta of Gemma 3's layers that have a window. Since transformers' fifth release it stands with the rope's."""
+    nested = fields.values.get("rope_parameters")
+    nested = nested.get("sliding_attention") if isinstance(nested, dict) else None
+    usual = fields.number("rope_local_base_freq", 1e4, real, 1)
+    return Fields(fields.path, nested if isinstance(nested, dict) else {}).number("rope_theta", usual, real, 1)
+
+
+def _rope(fields: Fields, family: str, Dh: int, max_positions: int) -> Rope:
     """There are three spellings: `rope_scaling` with `type` or with `rope_type`, and `rope_parameters` with all."""
     raw = fields.values
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if family == "gemma3_text" and isinstance(scaling, dict) and isinstance(scaling.get("full_attention"), dict):
+        scaling = scaling["full_attention"]
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise ModelError(f"{fields.path}: rope scaling is {shown(scaling)} where one flat object belongs.")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if family == "phi3" and kind in ("su", "yarn"):  # what its first configs call it
+        kind = "longrope"
     if kind not in ROPE_TYPES:
         raise fields.refuse("rope type", kind, ROPE_TYPES)
-    if raw.get("rope_traditional") or scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1)) != 1:
-        raise ModelError(f"{fields.path}: interleaved or partial rotary positions are not supported.")
-    inner = _Fields(fields.path, scaling)
+    inner = Fields(fields.path, scaling)
     theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0, real, 1), real, 1)
+    part = inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0, real, 0), real, 0)
+    turned = int(Dh * part)
+    if part != 1 and (family != "phi3" or turned % 2 or not 4 <= turned <= Dh):
+        ways = "1" if family != "phi3" else f"1, or what turns an even number, at least 4, of {Dh}"
+        raise fields.refuse("partial_rotary_factor", part, (ways,))
+    common = {"turned": turned if turned < Dh else None, "interleaved": bool(raw.get("rope_traditional"))}
     if kind == "default":
-        return Rope(kind, theta)
+        return Rope(kind, theta, **common)
+    name, usual = "original_max_position_embeddings", 8192 if kind == "llama3" else max_positions
+    common["original_length"] = (fields if raw.get(name) is not None else inner).number(name, usual)
+    if kind == "longrope":
+        return _longrope(inner, theta, turned // 2, max_positions, common)
+    if kind == "yarn" and scaling.get("factor") is None:
+        scaling["factor"] = max_positions / common["original_length"]
     factor = inner.number("factor", check=real, least=1e-6)
     if kind == "llama3":
         low, high = (inner.number(f"{end}_freq_factor", usual, real, 1e-6) for end, usual in (("low", 1), ("high", 4)))
-        return Rope(kind, theta, factor, low, high, inner.number("original_max_position_embeddings", 8192))
-    return Rope(kind, theta, factor, original_length=max_positions)
+        return Rope(kind, theta, factor, low, high, **common)
+    if kind == "yarn":
+        return _yarn(inner, theta, factor, common)
+    return Rope(kind, theta, factor, **common | {"original_length": max_positions})
 
 
-# --- the files ---------------------------------------------------------------------------------------------------
+def _yarn(inner: Fields, theta: float, factor: float, common: dict) -> Rope:
+    """Where its gain is not given, it grows with the logarithm of the factor, or is the quotient of two such."""
+    if not inner.values.get("truncate", True):
+        raise inner.refuse("truncate", False, ("true",))
+    if theta == 1:
+        raise inner.refuse("rope_theta", theta, ("with yarn, more than 1",))
+    slow, fast = (inner.number(f"beta_{end}", usual, real, 1e-6) for end, usual in (("slow", 1), ("fast", 32)))
+    scales = [inner.number(name, 0.0, real, 0) for name in ("mscale", "mscale_all_dim")]
+    over, under = (1 + 0.1 * scale * math.log(max(factor, 1)) for scale in (scales if all(scales) else (1, 0)))
+    return Rope("yarn", theta, factor, slow, fast, gain=_gain(inner, over / under), **common)
 
 
-def _what_is(head: bytes) -> str | None:
-    """What a file is that often lies where weights should be, by its first bytes."""
-    if head.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer, not the file itself (run `git lfs pull`)"
-    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
-        return "an HTML page, not the file itself"
-    return None
+def _longrope(inner: Fields, theta: float, planes: int, max_positions: int, common: dict) -> Rope:
+    short, long = (inner.values.get(f"{name}_factor") for name in ("short", "long"))
+    for name, factors in (("short", short), ("long", long)):
+        if not isinstance(factors, list) or len(factors) != planes:
+            raise inner.refuse(f"{name}_factor", factors, (f"a number for each of {planes} planes",))
+        for factor in factors:
+            Fields(inner.path, {f"{name}_factor": factor}).number(f"{name}_factor", check=real, least=1e-6)
+    original = common["original_length"]
+    factor = inner.number("factor", max_positions / original, real, 1e-6)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return Rope("longrope", theta, factor, short=(*short,), long=(*long,), gain=_gain(inner, usual), **common)
 
 
-def read_header(path: Path) -> dict[str, dict]:
-    """The table of contents of a safetensors file, checked against the size of the file.
-
-    A safetensors file begins with the length N of a JSON text, in 8 bytes. After the JSON comes the data it points to:
-
-        | N (u64) | {"model.norm.weight": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}} | 32 bytes |
-    """
-    try:
-        check_plain(path)
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(64)
-            length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
-            if what := _what_is(start):
-                raise ModelError(f"{path} is {what}; download it again.")
-            if not 2 <= length <= min(size - 8, LONGEST):
-                raise ModelError(f"{path} is not a safetensors file, or it is cut off; download it again.")
-            file.seek(8)
-            header = json.loads(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            for name, entry in entries.items():
-                begin, stop = entry["data_offsets"]
-                if (kind := DTYPES.get(entry["dtype"])) and stop - begin != math.prod(entry["shape"]) * kind.size:
-                    raise ValueError(f"{name}: {stop - begin} bytes for the shape {entry['shape']}")
-            end = 0
-            for begin, stop in sorted(entry["data_offsets"] for entry in entries.values()):
-                if begin != end or stop < begin:
-                    raise ValueError(f"data at {begin}, where {end} is next")
-                end = stop
-            end += 8 + length
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing; download the model again.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{path} has a broken header ({one_line(error)}); download it again.") from None
-    if size != end:
-        what = "cut off" if size < end else "longer than its header says"
-        raise ModelError(f"{path} is {what}: {size:,} bytes, expected {end:,}; download it again.")
-    return entries
-
-
-def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files to read. Each comes with the tensors that the index promises in it, None if there is no index."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files: dict[Path, set[str] | None] = {}
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise ModelError(f"{index} has no weight_map; download it again.")
-        for tensor, file in places.items():
-            if not isinstance(file, str) or Path(file).name != file or len(file) > 200:
-                raise ModelError(f"{index}: {tensor} is said to be in {shown(file)}; download it again.")
-            files.setdefault(folder / file, set()).add(tensor)
-        for file in files:
-            if not file.exists():
-                raise ModelError(f"{file} is missing, but {index.name} names it; download the model again.")
-        return files
-    found = sorted(folder.glob("model*.safetensors"))
-    if not found:
-        raise ModelError(f"{folder} holds no model*.safetensors; only safetensors weights are supported.")
-    return dict.fromkeys(found)
-
-
-class Weights:
-    """The tensors of a checkpoint. All names and shapes are checked together, the numbers of each when it is taken."""
-
-    def __init__(self, folder: Path):
-        self.entries: dict[str, dict] = {}
-        self.files: dict[str, Path] = {}
-        for path, promised in _weight_files(folder).items():
-            entries = read_header(path)
-            if promised is not None and (gone := promised - entries.keys()):
-                raise ModelError(f"{path} lacks {min(gone)}, which the index names: one is stale; download both again.")
-            for name, entry in entries.items():
-                if entry.get("dtype") not in DTYPES:
-                    raise ModelError(f"{path}: {name} is {shown(entry.get('dtype'))}. Supported: {', '.join(DTYPES)}.")
-                self.entries[name], self.files[name] = entry, path
-        if not self.entries:
-            raise ModelError(f"{folder}: its weight files hold no tensors; download the model again.")
-        self._lazy: dict[Path, dict[str, mx.array]] = {}
-        self._cuts: dict[str, tuple[str, range]] = {}  # of a part: the tensor that holds it, and its rows there
-
-    @property
-    def has_head(self) -> bool:
-        return "lm_head.weight" in self.entries
-
-    def nbytes(self, config: Config, own: Config, float32: bool, has_head: bool) -> int:
-        """The memory that the model will take, as float32 or as the files have it. `own` is a rank's share of it."""
-        shapes = own.tensors()
-        if not has_head:
-            shapes.pop("lm_head.weight", None)
-        if float32:
-            return sum(4 * math.prod(shape) for shape in shapes.values())
-        parts = {name: math.prod(shapes.get(name, (0,))) / math.prod(full) for name, full in config.tensors().items()}
-        sizes = {name: math.prod(entry["shape"]) * DTYPES[entry["dtype"]].size for name, entry in self.entries.items()}
-        return round(sum(n * parts.get(f"{name.rpartition('.')[0]}.weight", 1) for name, n in sizes.items()))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.entries[name]["shape"])
-
-    def split(self, config: Config) -> None:
-        """Let what is stored as one tensor appear as its parts, under the names that other families give them."""
-        shapes = config.tensors()
-        for name in list(self.entries):
-            module, _, kind = name.rpartition(".")
-            place, _, fused = module.rpartition(".")
-            heights = {part: shapes.get(f"{place}.{part}.weight", (0,))[0] for part in FUSED.get(fused, ())}
-            entry, path, start = self.entries[name], self.files[name], 0
-            if not heights or not all(heights.values()):
-                continue  # whole as it is, or `check_against` finds no place for it
-            if entry["shape"][:1] != [sum(heights.values())]:
-                raise ModelError(
-                    f"{path}: {name} has the shape {self.shape(name)}, but config.json implies "
-                    f"{sum(heights.values())} rows; the two do not belong together; download both again."
-                )
-            for part, height in heights.items():
-                own = f"{place}.{part}.{kind}"
-                self.entries[own], self.files[own] = entry | {"shape": [height, *entry["shape"][1:]]}, path
-                self._cuts[own] = name, range(start, start := start + height)
-            del self.entries[name]
-
-    def check_against(self, config: Config) -> None:
-        """Refuse weights unless they hold every tensor that the config implies, in its shape, and no other."""
-        folder = next(iter(self.files.values())).parent
-        if config.fused:
-            self.split(config)
-        last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
-        if last not in self.entries:  # asked first, so that refusing a config with a million layers is quick
-            raise ModelError(f"{folder} lacks the tensor {last}; download it again.")
-        expected = config.tensors()
-        for name, shape in expected.items():
-            if name not in self.entries:
-                raise ModelError(f"{folder} lacks the tensor {name}; download it again.")
-            module = name.removesuffix(".weight")
-            if f"{module}.scales" in self.entries:
-                self._check_quantized(module, shape)
-            elif self.shape(name) != shape:
-                raise ModelError(
-                    f"{self.files[name]}: {name} has the shape {self.shape(name)}, but config.json implies {shape}; "
-                    "the two do not belong together; download both again."
-                )
-            elif self.entries[name]["dtype"] == "U32":
-                raise ModelError(f"{self.files[name]}: {name} is packed, but lacks {module}.scales; download it again.")
-        for name in self.entries.keys() - expected.keys():
-            module, _, part = name.rpartition(".")
-            if part in ("scales", "biases") and f"{module}.weight" in expected:
-                continue
-            if part == "inv_freq" or (config.tied and module == "lm_head"):
-                continue  # old checkpoints have rope tables, and tied ones may hold the head twice
-            raise ModelError(
-                f"{self.files[name]}: {name} has no place in a {config.model_type} model of this config.json; "
-                "use the one that came with it."
-            )
-
-    def _check_quantized(self, module: str, shape: tuple[int, ...]) -> None:
-        names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
-        for name in names:
-            if name not in self.entries:
-                raise ModelError(f"{self.files[f'{module}.scales']}: {module} is quantized, but {name} is missing.")
-        packed, scales, biases = (self.shape(name) for name in names)
-        if len(shape) == len(packed) == len(scales) == 2 and scales[1] and shape[1] % scales[1] == 0:
-            bits, group = quantization(packed, scales, shape[1])
-            fits = packed == (shape[0], shape[1] * bits // 32) and scales == biases == (shape[0], shape[1] // group)
-            if fits and bits in QUANTIZED_BITS:
-                return
-        raise ModelError(
-            f"{self.files[names[0]]}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
-            f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
-        )
-
-    def take(self, name: str) -> mx.array:
-        """One tensor, read and checked now. It can be taken once: from here on the caller owns its memory."""
-        path = self.files[name]
-        if path not in self._lazy:
-            try:
-                self._lazy[path] = mx.load(str(path))
-            except (RuntimeError, MemoryError) as error:
-                raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
-        name, rows = self._cuts.get(name, (name, None))
-        array = self._lazy[path][name] if rows else self._lazy[path].pop(name)
-        if rows:
-            if rows.stop == len(array):  # its parts are taken in order, and this is the last
-                del self._lazy[path][name]
-            array = array[rows.start : rows.stop]
-        # One pass is enough, because the largest magnitude is NaN or inf if any number is, and 0 if all of them are.
-        # (Packed integers, biases and quantization offsets may well be all zero.)
-        if array.dtype != mx.uint32:
-            peak = mx.abs(array).max().item()
-            if not math.isfinite(peak):
-                raise ModelError(f"{path}: {name} holds NaN or infinity; download it again.")
-            if peak == 0 and not name.endswith((".bias", ".biases")):
-                raise ModelError(f"{path}: {name} is all zeros; download it again.")
-        return array
-
-
-def quantization(packed: tuple[int, ...], scales: tuple[int, ...], width: int) -> tuple[int, int]:
-    """(bits, group size) of a quantized matrix `width` numbers wide, from its shapes, whatever a config claims.
-
-    `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares one scale. So a width
-    of 128 in 16 words with 2 scales means 4 bits in groups of 64. Layers may differ, without further care.
-    """
-    return packed[1] * 32 // width, width // scales[1]
+def _gain(inner: Fields, usual: float) -> float:
+    return inner.number("attention_factor", usual, real, 1e-6)

@@ -22,19 +22,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kv import BUCKET, Slab
-from parts import checkpoint, checks, device
-from parts.checkpoint import Config, ModelError, Weights
+from parts import checks, device
+from parts.checkpoint import Config, read_config
 from parts.device import has_gpu, mx, readable
-from parts.ops import Dense, Quantized, SideBySide, gives_same_bits, rope_frequencies, rope_periods
+from parts.fields import ModelError
+from parts.ops import Capped, Dense, Experts, Kind, Mlp, Quantized, SideBySide, Stack, gives_same_bits
 from parts.ranks import ALONE, Ranks, Share
+from parts.weights import DTYPES, Weights, quantization
 
 
 class Layer(NamedTuple):
     qkv: Dense | Quantized | SideBySide  # D -> (H + 2 Hkv) * Dh
     o: Dense | Quantized  # H * Dh -> D
-    gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
-    down: Dense | Quantized  # hidden -> D
-    turns: bool = True  # attention knows positions
+    mlp: Mlp | Experts  # D -> D
+    kind: int = 0  # of attention: which of the model's `kinds`
     attn_norm: mx.array | None = None  # (D,), of what goes into attention; None where the family has none
     attn_after: mx.array | None = None  # of what comes out of it
     mlp_norm: mx.array | None = None
@@ -51,11 +52,8 @@ class Model:
     layers: list[Layer]
     norm: mx.array  # (D,)
     table: Dense | Quantized  # the embedding, as a projection D -> V
-    head: (
-        Dense | Quantized | None
-    )  # D -> V; the table itself where the checkpoint ties them; None on a rank that follows
-    frequencies: mx.array  # (Dh/2,)
-    periods: mx.array | None = None  # 1 / frequencies, for a GPU
+    head: Dense | Quantized | Capped | None  # D -> V; the table where the checkpoint ties them; None on a follower
+    kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
 
     @property
@@ -81,7 +79,7 @@ class ModelReader:
         self.folder, self.ranks = folder, ranks
         self.float32 = dtype == "float32" or (dtype == "auto" and not has_gpu())
         self.weights = Weights(folder)
-        config = checkpoint.read_config(folder, self.weights.has_head)
+        config = read_config(folder, self.weights.has_head)
         self.weights.check_against(config)
         self.shapes = config.tensors()
         self.share = Share.of(config, ranks.rank, ranks.size)
@@ -97,7 +95,7 @@ class ModelReader:
     @property
     def itemsize(self) -> int:
         """Bytes of one number of the activations, and so of the slab."""
-        return 4 if self.float32 else checkpoint.DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
+        return 4 if self.float32 else DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
 
     def fit(self, **options) -> Sizes:
         """What would fit beside the weights: a slab that is too large is refused before they are read."""
@@ -107,37 +105,54 @@ class ModelReader:
     def read(self) -> Model:
         c = self.config
         # One layer at a time, evaluated at once: else the files' copy and ours would stand in memory together.
-        layers = [self.layer(f"model.layers.{i}.", i not in c.unturned) for i in range(c.layers)]
+        positions = [c.positions(i) for i in range(c.layers)]
+        kinds = list(dict.fromkeys(positions))
+        layers = [self.layer(f"model.layers.{i}.", kinds.index(each)) for i, each in enumerate(positions)]
         norm, table = self.tensor("model.norm.weight"), self.linear("model.embed_tokens")
         head = None if self.ranks.rank else table if c.tied else self.linear("lm_head")
-        frequencies = rope_frequencies(c.rope, c.Dh)
-        periods = rope_periods(frequencies, norm.dtype) if has_gpu() else None
-        model = Model(c, layers, norm, table, head, frequencies, periods, self.ranks)
-        mx.eval(norm, table, head, frequencies, periods)
-        return model
+        if head and c.head_cap:
+            head = Capped(head, c.head_cap)
+        kinds = tuple(Kind.of(*each, c.Dh, norm.dtype) for each in kinds)
+        mx.eval(norm, table, head, [(kind.frequencies, kind.periods) for kind in kinds])
+        return Model(c, layers, norm, table, head, kinds, self.ranks)
 
-    def layer(self, name: str, turns: bool) -> Layer:
+    def layer(self, name: str, kind: int) -> Layer:
         if device.exiting.is_set():
             raise RuntimeError("the program is ending")
         norms = dict(self.config.norms)
         if self.config.qk_norm:
             norms |= {f"{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
         layer = Layer(
-            turns=turns,
+            kind=kind,
             **{norm: self.tensor(f"{name}{module}.weight") for norm, module in norms.items()},
             qkv=self.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
             o=self.linear(f"{name}self_attn.o_proj"),
-            gate_up=self.linear(f"{name}mlp.gate_proj", f"{name}mlp.up_proj"),
-            down=self.linear(f"{name}mlp.down_proj"),
+            mlp=self.mlp(f"{name}mlp."),
         )
         mx.eval(layer)
         return layer
 
+    def mlp(self, name: str) -> Mlp | Experts:
+        if self.config.experts:
+            stacks = [self.stack(f"{name}experts.{part}_proj") for part in ("gate", "up", "down")]
+            return Experts(self.linear(f"{name}gate"), *stacks, self.config.taken, self.config.whole_shares)
+        gate_up = self.linear(f"{name}gate_proj", f"{name}up_proj")
+        return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)
+
     def tensor(self, name: str) -> mx.array:
         """A tensor in our precision, times what its module's output is multiplied by."""
-        array, factor = self.weights.take(name), self.config.multipliers.get(name.split(".")[-2], 1)
+        array, factor = self.take(name), self.config.multipliers.get(name.split(".")[-2], 1)
         dtype = mx.float32 if self.float32 else array.dtype
+        if self.config.norms_add and name.endswith("norm.weight"):
+            return ((1 + array.astype(mx.float32)) * factor).astype(dtype)
         return array.astype(dtype) if factor == 1 else (array.astype(mx.float32) * factor).astype(dtype)
+
+    def take(self, name: str) -> mx.array:
+        """A tensor as the files have it; of queries and keys, with each head's numbers in the order of `Rope.order`."""
+        array, order = self.weights.take(name), self.config.rope.order(self.config.Dh)
+        if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm") or order == sorted(order):
+            return array
+        return array.reshape(-1, self.config.Dh, *array.shape[1:])[:, mx.array(order)].reshape(array.shape)
 
     def linear(self, *modules: str) -> Dense | Quantized | SideBySide:
         """One projection, or several of the same input as one."""
@@ -149,6 +164,15 @@ class ModelReader:
             return parts[0]
         packed_alike = len({(part.bits, part.group) if isinstance(part, Quantized) else None for part in parts}) == 1
         return Quantized.of(parts) if packed_alike else SideBySide(tuple(parts))
+
+    def stack(self, module: str) -> Stack:
+        if f"{module}.scales" not in self.weights.entries:
+            return Stack(self.tensor(f"{module}.weight"))
+        packed = self.take(f"{module}.weight"), self.tensor(f"{module}.scales"), self.tensor(f"{module}.biases")
+        bits, group = quantization(packed[0].shape, packed[1].shape, self.shapes[f"{module}.weight"][-1])
+        if self.float32:
+            return Stack(mx.dequantize(*packed, group_size=group, bits=bits))
+        return Stack(*packed, bits, group)
 
     def part(self, module: str) -> Quantized | tuple[mx.array, mx.array | None]:
         """A module as the checkpoint has it: quantized, or its weight (out, in) and bias. A rank has its share."""
@@ -162,9 +186,9 @@ class ModelReader:
             bias = None  # each rank adds to the sum, and this is to be added once
         if f"{module}.scales" not in has:
             return cut_out(self.tensor(f"{module}.weight"), rows, columns), bias
-        weight = self.weights.take(f"{module}.weight")
+        weight = self.take(f"{module}.weight")
         scales, offsets = self.tensor(f"{module}.scales"), self.tensor(f"{module}.biases")
-        bits, group = checkpoint.quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
+        bits, group = quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
         if not self.float32 and (columns is None or columns.start % group == columns.stop % group == 0):
             packed = columns and range(columns.start * bits // 32, columns.stop * bits // 32)
             groups = columns and range(columns.start // group, columns.stop // group)
@@ -215,9 +239,7 @@ def fit(
         chunk = 512 if has_gpu() else 128  # a CPU is as quick with 128 tokens at a time, a GPU is not
     if chunk % BUCKET:
         raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
-    if c.window is not None and max_len is not None and max_len > c.window:
-        raise ValueError(f"max_len = {max_len}, but this model's attention slides over {c.window}; choose less")
-    count, length = slots or 8, max_len or min(usual_len, c.max_positions, c.window or usual_len)
+    count, length = slots or 8, max_len or min(usual_len, c.max_positions)
     room = math.inf if free is None else 0.9 * free
 
     def taken(count: int, length: int) -> int:
@@ -287,7 +309,7 @@ def far_position(c: Config) -> int:
     softmax, the value added up) costs as much as 300 multiplications by weights. On a GPU it has not been measured:
     there chunks stay as wide as they are.
     """
-    weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden
+    weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden * c.taken
     return sys.maxsize if has_gpu() else max(1, weights // (300 * c.H))
 
 
@@ -298,9 +320,9 @@ def keeps_bits(model: Model, slots: int, chunk: int, budget: int, narrow: int) -
     with each number of rows that a pass can have (see `Runner._passes`). `narrow` is the width of the narrowest chunk.
     """
     layer = model.layers[0]
-    dense = [part for part in (layer.qkv, layer.o, layer.gate_up, layer.down) if isinstance(part, Dense)]
-    if has_gpu() or len(dense) < 4 or model.dtype != mx.float32:
+    parts = layer.qkv, layer.o, *layer.mlp.matrices
+    if has_gpu() or not all(isinstance(part, Dense) for part in parts) or model.dtype != mx.float32:
         return False
     most = min(max(WIDEST_PASS, chunk), max(budget, chunk), slots * chunk)
     widths = [rows for chunks in range(narrow, most + 1, narrow) for rows in (chunks, chunks + slots)]
-    return all(gives_same_bits((slots, *widths), part.weight, part.as_stored) for part in dense)
+    return all(gives_same_bits((slots, *widths), part.weight, part.as_stored) for part in parts)

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parts import device
-from parts.checkpoint import DEMO, DTYPES, FAMILIES, ModelError, Weights, read_config, read_json
+from parts.checkpoint import DEMO, FAMILIES, read_config
 from parts.checks import one_line, printable, shown
 from parts.device import readable
+from parts.fields import ModelError, read_json
+from parts.weights import DTYPES, Weights
 
 FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; no other file is ever read
 LM_STUDIO = (Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models"))
@@ -60,7 +62,8 @@ def refuse_gguf(path: Path) -> None:
         name = re.sub(r"[-._](gguf|i?q\d\w*|b?f16|f32)\b.*$", "", path.name, flags=re.IGNORECASE)
         raise ModelError(
             f"{path} is GGUF, which is not supported; look for the same model as MLX or safetensors, "
-            f"such as mlx-community/{name}-4bit."
+            f"such as mlx-community/{name}-4bit.",
+            "GGUF, not MLX or safetensors",
         )
 
 
@@ -164,7 +167,7 @@ def _listed(name: str, folder: Path) -> Listed:
         elif not (folder / "tokenizer.json").exists():
             served = "tokenizer.json is missing"
     except (ModelError, OSError) as error:
-        served = _in_five_words(folder, raw, str(error))
+        served = _in_five_words(folder, raw, getattr(error, "short", ""))
     family = str(raw.get("model_type", "-"))
     line = name, family, f"{parameters / 1e6:,.0f}M" if parameters else "-", bits, readable(size), served
     return Listed(*(printable(shown(text, 60)[1:-1]) for text in line))
@@ -185,11 +188,7 @@ def counted(raw: dict, weights: Weights) -> tuple[int, str]:
     return total, max(most, key=most.get)
 
 
-def _in_five_words(folder: Path, raw: dict, error: str) -> str:
-    if " is GGUF" in error:
-        return "GGUF, not MLX or safetensors"
+def _in_five_words(folder: Path, raw: dict, short: str) -> str:
     if raw and raw.get("model_type") not in [*FAMILIES]:
         return "this family is not supported"
-    if match := re.search(r": ([\w ]+) = (\S+) is not supported", error):
-        return f"{match[1]} {match[2]} not supported"
-    return "broken: loading it says how" if is_whole(folder) else "not all of it downloaded"
+    return short or ("broken: loading it says how" if is_whole(folder) else "not all of it downloaded")

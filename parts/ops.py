@@ -24,7 +24,6 @@ from parts.device import mx
 
 if TYPE_CHECKING:
     from kv import Window
-    from parts.load import Model
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:  # (..., D) -> (..., D)
@@ -56,6 +55,22 @@ if mx.default_device() == mx.gpu:  # for a CPU, MLX would call the machine's C++
     one_kernel = mx.compile(one_kernel, shapeless=True)
 
 
+def gelu(x: mx.array) -> mx.array:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
+
+    That is x / (1 + e^-u) with u twice what tanh is taken of: `silu`'s form, with its power.
+    """
+    u = math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)
+    if x.dtype != mx.float32:
+        return x * mx.sigmoid(u)
+    return x / (mx.power(math.exp(-1), u) + 1)
+
+
+def capped(x: mx.array, cap: float) -> mx.array:
+    """cap tanh(x / cap): nearly x near 0, and never beyond the cap."""
+    return cap * mx.tanh(x / cap)
+
+
 def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
     """e^x / sum(e^x). The largest x is subtracted from all first: that changes no result, and no power overflows.
 
@@ -79,19 +94,36 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads,
     return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
 
 
-def turning(model: Model, window: Window) -> Callable[[mx.array], mx.array]:  # (B, heads, L, Dh) -> the same
+class Kind(NamedTuple):
+    """How attention treats positions in some of the layers. Most models have one kind of layer."""
+
+    rope: Rope | None  # None: it knows no positions
+    span: int | None  # how many rows a token looks back on, its own included; None: all
+    frequencies: mx.array | None  # (Dh/2,)
+    periods: mx.array | None  # 1 / frequencies, for a GPU
+
+    @staticmethod
+    def of(rope: Rope | None, span: int | None, Dh: int, dtype: mx.Dtype) -> Kind:
+        frequencies = rope and rope_frequencies(rope, Dh)
+        has_kernel = rope and device.has_gpu() and rope.gain == 1
+        return Kind(rope, span, frequencies, rope_periods(frequencies, dtype) if has_kernel else None)
+
+
+def turning(kind: Kind, window: Window) -> Callable[[mx.array], mx.array]:  # (B, heads, L, Dh) -> the same
     """How a window's queries and keys are turned: `rotate`, by the angles of their positions.
 
-    On a GPU it is one kernel of MLX's, which makes nothing shorter, where that is right (`rope_periods`). It has one
-    frequency a plane for all sequences: so not where they follow each sequence's length.
+    On a GPU it is one kernel of MLX's, which makes nothing shorter or longer, where that is right (`rope_periods`). It
+    has one frequency a plane for all sequences: so not where they follow each sequence's length.
     """
-    rope, Dh = model.config.rope, model.config.Dh
-    if not device.has_gpu() or model.periods is None or rope.follows(max(window.lengths)):
-        cos, sin = rope_angles(model, window)
+    rope = kind.rope
+    if rope is None:
+        return unturned
+    if not device.has_gpu() or kind.periods is None or rope.follows(max(window.lengths)):
+        cos, sin = rope_angles(kind, window)
         return partial(rotate, cos=cos, sin=sin)
     scale = 1 / rope.factor if rope.type == "linear" else 1.0
-    options = {"traditional": False, "base": None, "scale": scale, "freqs": model.periods}
-    return lambda x: mx.fast.rope(x, Dh, offset=window.first, **options)
+    options = {"traditional": False, "base": None, "scale": scale, "freqs": kind.periods}
+    return lambda x: mx.fast.rope(x, x.shape[-1], offset=window.first, **options)
 
 
 def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # (Dh/2,) -> (Dh/2,)
@@ -111,15 +143,18 @@ def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # 
     return periods
 
 
-def rope_angles(model: Model, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh) each
+def rope_angles(kind: Kind, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh) each
     """cos and sin of each position times each plane's frequency, once for both numbers that are turned in the plane."""
-    rope, Dh = model.config.rope, model.config.Dh
-    frequencies = model.frequencies  # (Dh/2,)
+    rope, frequencies = kind.rope, kind.frequencies  # (Dh/2,)
+    Dh = 2 * frequencies.size
     if rope.follows(max(window.lengths)):
         frequencies = mx.stack([rope_frequencies(rope, Dh, n) for n in window.lengths])[:, None]  # (B, 1, Dh/2)
     positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
     angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
-    return both_of_a_plane(mx.cos(angles) * shorter(Dh), mx.sin(angles) * shorter(Dh))
+    size = shorter(Dh)
+    if rope.gain != 1:  # of what turns
+        size = mx.where(kind.frequencies > 0, size * rope.gain, size)
+    return both_of_a_plane(mx.cos(angles) * size, mx.sin(angles) * size)
 
 
 def shorter(Dh: int) -> float:
@@ -143,24 +178,49 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     """How far each of a head's Dh/2 planes turns from one position to the next.
 
     Plane i turns by theta ** (-2 i / Dh): the first by 1, so it tells neighbours apart, the last by nearly 1 / theta,
-    so it takes tens of thousands of positions for one turn, and tells far from near.
+    so it takes tens of thousands of positions for one turn, and tells far from near. Where only a part of a head turns,
+    that part is the Dh of this formula, and the planes behind it stand still.
 
     A model is stretched beyond the length it was trained for by turning its planes more slowly. `linear` slows all of
-    them (in `rope_angles`, by dividing the positions). `llama3` slows the slow ones only, because the fast ones tell
-    neighbours apart. `dynamic` raises theta with the length of the sequence: a prompt's own length for all of its
-    tokens, then each new token's. So the same token at the same place turns differently in a longer prompt.
+    them (in `rope_angles`, by dividing the positions). `llama3` and `yarn` slow the slow ones only, because the fast
+    ones tell neighbours apart. `dynamic` raises theta with the length of the sequence: a prompt's own length for all of
+    its tokens, then each new token's. So the same token at the same place turns differently in a longer prompt.
+    `longrope` names a factor for each plane, found by search, and others for prompts beyond the trained length.
     """
-    theta = rope.theta
-    if rope.follows(length):
-        theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (Dh / (Dh - 2))
-    if rope.type != "llama3":
-        return mx.exp(mx.arange(0, -(Dh // 2), -1) * (math.log(theta) / (Dh // 2)))  # theta ** (-2 i / Dh)
-    periods = theta ** (mx.arange(0, Dh, 2) / Dh)  # positions for one radian
-    turns = rope.original_length / (2 * mx.pi * periods)  # full turns within the trained length
-    # Fewer turns than low_freq_factor: slowed by the whole factor. More than high_freq_factor: not at all.
-    # In between, the frequency is a mixture of the two, here written for its reciprocal as mlx-lm computes it.
-    keep = mx.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
-    return 1 / (periods / ((1 - keep) / rope.factor + keep))
+    theta, R = rope.theta, rope.turned or Dh
+    if rope.follows(length) and rope.type == "dynamic":
+        theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (R / (R - 2))
+    if rope.type in ("default", "linear", "dynamic"):
+        frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))  # theta ** (-2 i / R)
+    else:
+        periods = theta ** (mx.arange(0, R, 2) / R)  # positions for one radian
+        if rope.type == "longrope":
+            frequencies = 1 / (periods * mx.array(rope.long if rope.follows(length) else rope.short))
+        else:
+            keep = kept_of_planes(rope, R, rope.original_length / (2 * mx.pi * periods))
+            # A mixture of the frequency and the slowed one. It is written for its reciprocal, for each type as mlx-lm
+            # computes it: far from the beginning, the last digit of a frequency is seen in the fourth of a logit.
+            slow = rope.factor * periods
+            mixed = slow * periods / (slow * keep + periods * (1 - keep))
+            frequencies = 1 / (mixed if rope.type == "yarn" else periods / ((1 - keep) / rope.factor + keep))
+    return frequencies if Dh == R else mx.concatenate([frequencies, mx.zeros((Dh - R) // 2)])
+
+
+def kept_of_planes(rope: Rope, R: int, turns: mx.array) -> mx.array:  # (R/2,): full turns within the trained length
+    """How much of each plane's frequency is kept: 0 where it is slowed by the whole factor, 1 where not at all.
+
+    Fewer turns than low_freq_factor: nothing is kept. More than high_freq_factor: all. In between `llama3` goes by the
+    number of turns. `yarn` goes by the number of the plane: from the last whole one before the one bound to the first
+    behind the other.
+    """
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if rope.type == "llama3":
+        return mx.clip((turns - low) / (high - low), 0, 1)
+    first, last = (
+        R * math.log(rope.original_length / (2 * math.pi * n)) / (2 * math.log(rope.theta)) for n in (high, low)
+    )
+    first, last = max(math.floor(first), 0), min(math.ceil(last), R - 1)
+    return 1 - mx.clip((mx.arange(R // 2) - first) / max(last - first, 0.001), 0, 1)
 
 
 class Dense(NamedTuple):
@@ -291,6 +351,78 @@ class Quantized(NamedTuple):
 
     def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         return mx.dequantize(self.weight[ids], self.scales[ids], self.offsets[ids], self.group, self.bits)
+
+
+class Mlp(NamedTuple):
+    """down(silu(gate(x)) * up(x))     In some families gelu(gate(x))."""
+
+    gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
+    down: Dense | Quantized  # hidden -> D
+    gelu: bool = False
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
+        gate, up = mx.split(self.gate_up(x), 2, axis=-1)  # (..., hidden) each
+        return self.down(gelu(gate) * up if self.gelu else swiglu(gate, up))
+
+    @property
+    def matrices(self) -> tuple:
+        """All that multiply rows of different tokens at once."""
+        return self.gate_up, self.down
+
+
+class Stack(NamedTuple):
+    """One matrix for each expert. Each token is multiplied with those of its experts, by itself."""
+
+    weight: mx.array  # (experts, out, in), or packed as in `Quantized`
+    scales: mx.array | None = None
+    offsets: mx.array | None = None
+    bits: int = 0
+    group: int = 0
+
+    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:  # (..., in) -> (..., k, 1, out)
+        if self.scales is None:
+            return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=chosen)
+        packed, sizes = (self.weight, self.scales, self.offsets), {"group_size": self.group, "bits": self.bits}
+        return mx.gather_qmm(x, *packed, rhs_indices=chosen, transpose=True, **sizes)
+
+
+class Experts(NamedTuple):
+    """The sum over a token's k best experts of share * down(silu(gate(x)) * up(x))     A router says which they are.
+
+    The shares are the router's softmax over all experts; in some models those of the k best are made to add up to 1.
+    Which experts a token takes depends on that token alone, and so do its bits.
+    """
+
+    router: Dense | Quantized  # D -> experts
+    gate: Stack
+    up: Stack
+    down: Stack
+    k: int
+    whole_shares: bool
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
+        shares = softmax(self.router(x))  # (..., experts)
+        chosen = mx.argpartition(shares, -self.k, axis=-1)[..., -self.k :]  # (..., k)
+        shares = mx.take_along_axis(shares, chosen, axis=-1)
+        if self.whole_shares:
+            shares = shares / shares.sum(axis=-1, keepdims=True)
+        x = x[..., None, None, :]  # (..., 1, 1, D): a product for each token and expert
+        y = self.down(swiglu(self.gate(x, chosen), self.up(x, chosen)), chosen)  # (..., k, 1, D)
+        return (y[..., 0, :] * shares[..., None]).sum(axis=-2)
+
+    @property
+    def matrices(self) -> tuple:
+        return (self.router,)
+
+
+class Capped(NamedTuple):
+    """A head whose logits never exceed a cap."""
+
+    head: Dense | Quantized
+    cap: float
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., V)
+        return capped(self.head(x), self.cap)
 
 
 class SideBySide(NamedTuple):

@@ -46,9 +46,17 @@ class Prefixes:
         self.rows = [0] * slots  # by slot: rows of the prompt that it was last filled with, and of a remembered answer
         self.by_use = list(range(slots))  # the slot that was used longest ago stands first: it is written over next
         self._held: list[list[Beginning]] = [[] for _ in range(slots)]  # by slot: the beginnings it holds, in order
+        self._roots: dict[int, Beginning | None] = {1: None}  # by kind: where all of its beginnings go on from
         # (a beginning, the next piece's tokens) -> the beginning that is longer by this piece. The tokens are bytes,
         # which remember their hash: a dictionary wants it again when an entry dies, and that may be inside a plan.
         self._longer: WeakValueDictionary[tuple[Beginning | None, bytes], Beginning] = WeakValueDictionary()
+
+    def of(self, prompt: Sequence[int], kind: int) -> list[Beginning]:
+        """A prompt's beginnings. Equal prompts of different kinds have different rows, and those of kind 0 share none.
+
+        (A model may turn positions in another way where a prompt is long.)
+        """
+        return self.beginnings(prompt, self._roots.setdefault(kind, Beginning())) if kind else []
 
     def beginnings(self, tokens: Sequence[int], after: Beginning | None = None) -> list[Beginning]:
         """A prompt's beginnings of one piece, two pieces, and so on. The rest that fills no piece is left out.

@@ -50,9 +50,10 @@ from typing import NamedTuple, NoReturn
 
 from parts import program
 from parts.answers import RanksView
-from parts.checkpoint import Config, ModelError
+from parts.checkpoint import Config
 from parts.checks import one_line
 from parts.device import device_lock, device_stream, has_gpu, mx, readable
+from parts.fields import ModelError
 
 LOST = 3  # the exit code of a process that another rank has left alone
 LOOK_S = 0.2  # so often a rank looks after its neighbours
@@ -80,6 +81,8 @@ class Share(NamedTuple):
         """With fewer key heads than ranks, several ranks have the same key head and divide its query heads."""
         if size > 1 and c.qk_norm == "width":
             raise ModelError(f"{c.model_type} cannot be shared: it has a norm over all heads. Start one process.")
+        if size > 1 and c.experts:  # a last bit may decide which experts a token takes, and it must be the same on all
+            raise ModelError(f"{c.model_type} cannot be shared: each process would choose experts. Start one process.")
         if size > min(c.H, c.hidden):
             most = min(c.H, c.hidden)
             raise ModelError(f"{size} ranks cannot share a model with {c.H} attention heads; start {most} or less.")

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from parts.checkpoint import ModelError, check_plain, read_json, read_text
 from parts.checks import one_line, shown
+from parts.fields import ModelError, check_plain, read_json, read_text
 
 
 class Prompt(NamedTuple):

@@ -14,11 +14,13 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from parts.checkpoint import FUSED, Config, read_config
+from parts.checkpoint import Config, read_config
 from parts.device import mx
+from parts.weights import FUSED
 
 V = 272  # 256 bytes, four special tokens, and some ids that no text has
 BOS, EOS = 256, 257
+ORIGINAL = "original_max_position_embeddings"
 
 
 def make_tokenizer() -> Tokenizer:
@@ -58,14 +60,14 @@ def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
     for name, shape in config.tensors().items():
         noise = rng.standard_normal(shape, dtype=np.float32)
         if name.endswith("norm.weight"):
-            weights[name] = 1 + 0.2 * noise
+            weights[name] = (not config.norms_add) + 0.2 * noise
         elif name.endswith(".bias"):
             weights[name] = 0.3 * noise
         elif "embed_tokens" in name:
-            weights[name] = 0.35 * noise
+            weights[name] = (0.03 if config.norms_add else 0.35) * noise  # Gemma multiplies it
         else:
             gain = {"o_proj": 3.0, "down_proj": 4.0, "lm_head": 3.0}.get(name.split(".")[-2], 1.3)
-            weights[name] = gain / np.sqrt(shape[1]) * noise
+            weights[name] = gain / np.sqrt(shape[-1]) * noise
     return weights
 
 
@@ -97,10 +99,29 @@ def fuse(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     return whole
 
 
+def apart(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Each expert's matrices by themselves."""
+    whole = {}
+    for name, array in arrays.items():
+        place, is_stack, rest = name.partition(".experts.")
+        each = {f"{place}.experts.{n}.{rest}": part for n, part in enumerate(array)} if is_stack else {name: array}
+        whole |= each
+    return whole
+
+
 def make_checkpoint(
-    folder: Path, seed: int = 0, dtype: mx.Dtype = mx.float32, quantize=None, shards: int = 1, **changes
+    folder: Path,
+    seed: int = 0,
+    dtype: mx.Dtype = mx.float32,
+    quantize=None,
+    shards: int = 1,
+    experts_apart=False,
+    **changes,
 ) -> Path:
-    """A random checkpoint. `quantize(module)` answers with (bits, group) for the modules to quantize, else None."""
+    """A random checkpoint. `quantize(module)` answers with (bits, group) for the modules to quantize, else None.
+
+    A layer's experts stand in one stack, as mlx-lm writes them, or each by itself, as Hugging Face has them.
+    """
     config = make_config(**changes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -108,10 +129,14 @@ def make_checkpoint(
     arrays = {n: mx.array(w) for n, w in random_weights(read, seed).items()}
     if read.fused:
         arrays = fuse(arrays)
+    if read.experts:
+        arrays = (
+            apart(arrays) if experts_apart else {n.replace(".experts.", ".switch_mlp."): a for n, a in arrays.items()}
+        )
     packed = {}
     for name, array in arrays.items():
         module = name.removesuffix(".weight")
-        settings = quantize(module) if quantize and array.ndim == 2 else None
+        settings = quantize(module) if quantize and array.ndim > 1 else None
         if settings is None:
             packed[name] = array.astype(dtype)
             continue
@@ -132,6 +157,17 @@ class Reference:
         """`config` respells fields of config.json that mlx-lm does not read."""
         self.model, _ = mlx_lm.utils.load_model(folder, model_config=config)
         self.model.set_dtype(mx.float32)
+        # mlx-lm takes longrope's long factors for all prompts. transformers, and we, take the short ones up to the
+        # original length: so for these the reference has them in place of the long ones.
+        given = json.loads((folder / "config.json").read_text()) | (config or {})
+        scaling, self.short, self.bound = given.get("rope_scaling") or {}, None, given.get(ORIGINAL, 0)
+        if "short_factor" in scaling and scaling["short_factor"] != scaling["long_factor"]:
+            short = scaling | {"long_factor": scaling["short_factor"]}
+            self.short = Reference(folder, (config or {}) | {"rope_scaling": short})
+
+    def of(self, length: int) -> "Reference":
+        """The reference for prompts of this length."""
+        return self.short if self.short and length <= self.bound else self
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """(len(tokens), V): what follows each prefix, all in one pass."""

@@ -33,13 +33,23 @@ from nanobatch import Engine, Model, Sampling, Text  # noqa: E402
 from parts.device import mx  # noqa: E402
 from sched import POLICIES  # noqa: E402
 
+# A neighbour whose prompt is long has the long factors, all others the short ones.
+LONGROPE = {
+    "original_max_position_embeddings": 125,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1 + n / 8 for n in range(16)],
+        "long_factor": [1.0 + n for n in range(16)],
+    },
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
 SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
-    {"num_key_value_heads": 1, "head_dim": 24},
+    {"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 24, **EXPERTS},
     {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16},
-    {"num_key_value_heads": 4, "hidden_size": 96, "tie_word_embeddings": True},
-    {"num_key_value_heads": 2, "head_dim": 64},
+    {"model_type": "gemma2", "num_key_value_heads": 4, "hidden_size": 96, "head_dim": 24, "sliding_window": 50},
+    {"model_type": "phi3", "num_key_value_heads": 2, "head_dim": 64, "partial_rotary_factor": 0.5, **LONGROPE},
     {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 128},
-    {"model_type": "qwen3", "head_dim": 16, "hidden_size": 48},
+    {"model_type": "gemma3_text", "head_dim": 16, "hidden_size": 48, "sliding_window_pattern": 2, "sliding_window": 70},
     {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 100, "intermediate_size": 1030},
     # Widths that are no multiple of anything, where a BLAS treats the last rows and columns of a product differently.
     {"num_key_value_heads": 1, "head_dim": 12, "hidden_size": 36, "intermediate_size": 33, "vocab_size": 275},

@@ -215,8 +215,8 @@ def plant(monkeypatch, bug: str) -> None:
     elif bug == "a prefix is matched one token too long":
         beginnings = Prefixes.beginnings
 
-        def blurred(self, prompt):  # as if the last token of each chunk went unread
-            return beginnings(self, tuple(token * (i % 32 != 31) for i, token in enumerate(prompt)))
+        def blurred(self, prompt, *after):  # as if the last token of each chunk went unread
+            return beginnings(self, tuple(token * (i % 32 != 31) for i, token in enumerate(prompt)), *after)
 
         monkeypatch.setattr(Prefixes, "beginnings", blurred)
     elif bug == "a prefix is copied before it is written":

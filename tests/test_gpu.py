@@ -73,7 +73,7 @@ def test_half_precision_and_packed_weights_are_no_further_off_than_mlx_lm(weight
     with Engine.load(folder, slots=3, max_len=256, chunk=32, policy=policy) as engine:
         assert engine.model.dtype == dtype and not engine.runner.exact
         kind = Quantized if weights == "4 bits" else Dense
-        assert all(type(part) is kind for layer in engine.model.layers for part in (layer.qkv, layer.gate_up))
+        assert all(type(part) is kind for layer in engine.model.layers for part in (layer.qkv, layer.mlp.gate_up))
         handles = run_schedule(engine, random_asks(rng, 6, longest=60, tokens=10), rng)
         for handle in handles:
             ids = [*handle.request.prompt, *handle.tokens[:-1]]
@@ -104,14 +104,14 @@ def test_dynamic_positions_beyond_the_trained_length_follow_each_request(tmp_pat
 def test_where_mlx_turns_only_the_first_sequence_right_it_is_not_asked(tmp_path, monkeypatch):
     """Some releases turned one token of each sequence by the first sequence's position."""
     folder = make_checkpoint(tmp_path, rope_scaling={"rope_type": "llama3", **LLAMA3})
-    assert Model.load(folder).periods is not None
+    assert Model.load(folder).kinds[0].periods is not None
     right = mx.fast.rope
 
     def wrong(x, *args, offset, **options):
         return right(x, *args, offset=offset[:1] if x.shape[2] == 1 else offset, **options)
 
     monkeypatch.setattr(mx.fast, "rope", wrong)
-    assert Model.load(folder).periods is None
+    assert Model.load(folder).kinds[0].periods is None
     with Engine.load(folder, dtype="float32", slots=4, max_len=256, chunk=32) as engine:
         compare(engine, Reference(folder), 0, prompts=6)
 

@@ -23,7 +23,7 @@ CLASS = {("nanobatch", "Engine"): 300}
 FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. A change that adds some says so here.
 CODE = {"sched": 230}
-ALL_CODE = 8_261
+ALL_CODE = 8_550
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
@@ -34,14 +34,16 @@ MAY_IMPORT = {
     "demo/*": "nanobatch parts/* demo/*",
     "tui": "screen/* serve parts/answers parts/loop parts/program",
     "nanobatch": "kv sched parts/*",
-    "parts/load": "parts/checkpoint parts/ops parts/ranks parts/device kv",
-    "parts/text": "parts/device parts/checkpoint parts/template",
+    "parts/load": "parts/checkpoint parts/weights parts/fields parts/ops parts/ranks parts/device kv",
+    "parts/text": "parts/device parts/fields parts/template",
     "parts/template": "",
     "parts/sampling": "parts/device parts/checkpoint",
     "parts/ops": "parts/device parts/checkpoint",
-    "parts/ranks": "parts/device parts/checkpoint parts/answers parts/program",
-    "parts/checkpoint": "parts/device",
-    "parts/models": "parts/checkpoint parts/device",
+    "parts/ranks": "parts/device parts/checkpoint parts/fields parts/answers parts/program",
+    "parts/checkpoint": "parts/fields",
+    "parts/weights": "parts/checkpoint parts/fields parts/device",
+    "parts/fields": "",
+    "parts/models": "parts/checkpoint parts/weights parts/fields parts/device",
     "parts/answers": "sched",
     "parts/loop": "parts/answers",
     "parts/bridge": "parts/http parts/journal parts/openai parts/answers sched",

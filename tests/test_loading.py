@@ -17,7 +17,7 @@ from checkpoints import V, make_checkpoint, make_tokenizer
 from transformers import AutoConfig
 
 from nanobatch import Engine, Model, Sampling, Text
-from parts import checkpoint, device, text
+from parts import checkpoint, device, text, weights
 from parts.checkpoint import FAMILIES, ModelError
 from parts.device import mx
 
@@ -265,8 +265,13 @@ def test_a_fused_matrix_of_another_height_or_in_a_family_that_has_none(tmp_path)
     refused(folder, "model.layers.1", "no place")
     change_config(folder, num_hidden_layers=2, model_type="llama")
     refused(folder, "lacks", "q_proj")
-    change_config(folder, model_type="phi3", rope_scaling={"type": "longrope"})
-    refused(folder, "longrope")
+
+
+def test_a_missing_fused_matrix_is_called_what_the_family_calls_it(tmp_path):
+    """The list of what is missing said q_proj, which no Phi-3 file has, so nobody could look for it."""
+    folder, name = make_checkpoint(tmp_path, model_type="phi3"), "model.layers.1.self_attn.qkv_proj.weight"
+    change_weights(folder, lambda w: w.pop(name))
+    refused(folder, "lacks", name)
 
 
 def test_quantized_shapes_that_no_quantization_has(tmp_path):
@@ -279,10 +284,18 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["gpt2", "llama, mistral, qwen2, qwen3, granite, phi3, olmo2, smollm3, seed_oss"]),
+        (
+            {"model_type": "gpt2"},
+            ["gpt2", "llama, mistral, qwen2, qwen3, granite, phi3, olmo2, smollm3, seed_oss, gemma2"],
+        ),
         ({"model_type": ...}, ["model_type", "llama"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, ["yarn", "default, linear, dynamic, llama3"]),
-        ({"rope_scaling": {"type": "longrope"}}, ["longrope"]),
+        ({"rope_scaling": {"rope_type": "mrope"}}, ["mrope", "default, linear, dynamic, llama3, yarn, longrope"]),
+        ({"rope_scaling": {"type": "longrope"}}, ["short_factor", "8 planes"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [2]}}, ["long_factor", "8"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [0] * 8, "long_factor": [2] * 8}}, ["short_factor"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, ["truncate"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}, "rope_theta": 1}, ["rope_theta", "yarn"]),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.2}, ["partial_rotary_factor", "0.2", "even"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor"]),
         ({"rope_scaling": "linear"}, ["rope scaling", "linear"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope scaling", "flat"]),
@@ -294,6 +307,10 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
         ({"head_dim": 2}, ["head_dim", "2"]),
         ({"partial_rotary_factor": 0.5}, ["partial"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({"model_type": "smollm3", "use_sliding_window": True}, ["use_sliding_window"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "affine"]),
         ({"quantization": {"mode": "mxfp4", "bits": 4, "group_size": 32}}, ["mxfp4", "affine"]),
         ({"hidden_size": ...}, ["hidden_size"]),
@@ -320,31 +337,35 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
     refused(folder, "tokenizer.json", "309", str(V - 1))
 
 
-def test_a_sliding_window_shorter_than_the_slot(tmp_path):
-    folder = make_checkpoint(tmp_path, model_type="mistral", sliding_window=100)
-    with pytest.raises(ValueError, match=r"128.*100"):
-        Engine.load(folder, max_len=128)
-    with Engine.load(folder, slots=1) as engine:  # not asked for a length, it takes one that fits
-        assert engine.sched.max_len == 100
-
-
 @pytest.mark.parametrize(
-    ("settings", "window"),
+    ("settings", "window", "whole"),
     [
-        ({"model_type": "llama", "sliding_window": 64}, None),
-        ({"model_type": "llama", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "mistral", "sliding_window": None}, 4096),  # None leaves the field out
-        ({"model_type": "qwen2", "sliding_window": 64}, None),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None),  # from layer 28 on
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
-        ({"model_type": "qwen3", "head_dim": 16, "sliding_window": 64}, None),
-        ({"model_type": "phi3"}, None),
-        ({"model_type": "phi3", "sliding_window": 64}, 64),
+        ({"model_type": "llama", "sliding_window": 64}, None, []),
+        (
+            {"model_type": "llama", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
+            64,
+            [0],
+        ),
+        ({"model_type": "mistral"}, 4096, []),
+        ({"model_type": "mistral", "sliding_window": None}, 4096, []),  # None leaves the field out
+        ({"model_type": "qwen2", "sliding_window": 64}, None, []),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None, []),  # from layer 28 on
+        (
+            {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+            64,
+            [0],
+        ),
+        ({"model_type": "qwen3", "head_dim": 16, "sliding_window": 64}, None, []),
+        ({"model_type": "phi3"}, None, []),
+        ({"model_type": "phi3", "sliding_window": 64}, 64, []),
+        ({"model_type": "gemma2", "sliding_window": 64, "num_hidden_layers": 4}, 64, [1, 3]),
+        ({"model_type": "gemma3_text", "sliding_window": 64, "num_hidden_layers": 7}, 64, [5]),
+        ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 1}, None, []),
     ],
 )
-def test_each_familys_way_to_say_whether_attention_slides(tmp_path, settings, window):
-    assert Model.load(make_checkpoint(tmp_path, **settings)).config.window == window
+def test_each_familys_way_to_say_in_which_layers_attention_slides(tmp_path, settings, window, whole):
+    config = checkpoint.read_config(make_checkpoint(tmp_path, **settings), True)
+    assert config.window == window and [*config.whole] == whole
 
 
 def test_what_a_familys_config_leaves_unsaid_is_what_transformers_takes_for_it(tmp_path):
@@ -356,17 +377,23 @@ def test_what_a_familys_config_leaves_unsaid_is_what_transformers_takes_for_it(t
         given = json.loads((folder / "config.json").read_text())
         theirs = AutoConfig.for_model(**given)
         assert ours.norm_eps == theirs.rms_norm_eps, family
-        assert ours.rope.theta == theirs.rope_parameters["rope_theta"], family
+        positions = theirs.rope_parameters
+        if family == "gemma3_text":
+            assert ours.near.theta == positions["sliding_attention"]["rope_theta"]
+            positions = positions["full_attention"]
+        assert ours.rope.theta == positions["rope_theta"], family
+        assert ours.cap == getattr(theirs, "attn_logit_softcapping", None), family
+        assert ours.head_cap == getattr(theirs, "final_logit_softcapping", None), family
         assert ours.Dh == (getattr(theirs, "head_dim", None) or ours.D // ours.H), family
         if family != "qwen2":  # its biases stand in the code
             assert ours.qkv_bias == getattr(theirs, "attention_bias", False), family
             assert ours.o_bias == getattr(theirs, "attention_out_bias", ours.qkv_bias)
         turned = getattr(theirs, "no_rope_layers", [1, 1])
-        assert ours.unturned == {i for i, value in enumerate(turned) if not value}
+        assert set(ours.unturned) == {i for i, value in enumerate(turned) if not value}
 
 
 OTHERS = """
-    gemma gemma2 gemma3_text qwen3_moe mixtral gpt_oss gpt2 phi cohere2 starcoder2 olmo olmo3 glm4 exaone4 granitemoe
+    gemma gemma3n_text qwen2_moe mixtral gpt_oss gpt2 phi cohere2 starcoder2 olmo olmo3 glm4 exaone4 granitemoe
     granitemoehybrid deepseek_v3 mamba2 falcon_h1 lfm2 bitnet ernie4_5 apertus qwen2_5_vl llama4_text
 """
 
@@ -382,6 +409,14 @@ def test_a_config_as_transformers_writes_it_is_accepted_or_refused_with_all_that
         return
     with pytest.raises(ModelError, match=rf"{family}.*Supported: {', '.join(FAMILIES)}"):
         checkpoint.read_config(tmp_path, True)
+
+
+def test_gemmas_norms_may_be_zero_since_one_is_added(tmp_path):
+    """A norm that has learnt nothing was called a broken download."""
+    folder = make_checkpoint(tmp_path, model_type="gemma2", head_dim=16)
+    name = "model.layers.0.input_layernorm.weight"
+    change_weights(folder, lambda w: w.update({name: mx.zeros_like(w[name])}))
+    assert np.array(Model.load(folder).layers[0].attn_norm).tolist() == [1.0] * 64
 
 
 def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):
@@ -476,9 +511,13 @@ STRANGE = [10**400, 10**30, 2**63, 2**62, 2**31, 10**9, 0, -1, -(2**62), 1e308, 
 STRANGE += [math.nan, math.inf, -math.inf, "x" * 5000, "NaN", "\ud800", "", [], {}, [1] * 5000, {"a": {"b": 1}}]
 FIELDS = """
     head_dim rope_scaling rope_parameters sliding_window layer_types attention_bias mlp_bias quantization hidden_act
-    quantization_config max_window_layers partial_rotary_factor rope_traditional use_sliding_window
+    quantization_config max_window_layers partial_rotary_factor rope_traditional use_sliding_window hidden_activation
+    query_pre_attn_scalar attn_logit_softcapping sliding_window_pattern rope_local_base_freq no_rope_layer_interval
 """
-SCALING = "rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings rope_type type"
+SCALING = """
+    rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings rope_type type short_factor
+    long_factor beta_fast beta_slow mscale mscale_all_dim attention_factor
+"""
 
 
 def strange(rng: random.Random, config: dict) -> dict:
@@ -487,7 +526,8 @@ def strange(rng: random.Random, config: dict) -> dict:
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = rng.choice(STRANGE)
         if rng.random() < 0.3:
-            usual = {"rope_type": rng.choice(("linear", "dynamic", "llama3", "default")), "factor": 2.0}
+            usual = {"rope_type": rng.choice(checkpoint.ROPE_TYPES), "factor": 2.0}
+            usual |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
             config["rope_scaling"] = usual | {rng.choice(SCALING.split()): value}
         else:
             config[rng.choice([*config, *FIELDS.split()])] = value
@@ -572,7 +612,7 @@ def test_of_hundreds_of_spoilt_weight_files_each_loads_or_is_refused_in_one_line
     ("owner", "function", "file"),
     [
         (Path, "read_text", "config.json"),
-        (checkpoint.struct, "unpack", "model.safetensors"),
+        (weights.struct, "unpack", "model.safetensors"),
         (text, "Tokenizer", "tokenizer.json"),
         (mx, "load", "model.safetensors"),
     ],

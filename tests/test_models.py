@@ -83,7 +83,7 @@ def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monk
     cached(home, "b/other")
     for name, changes in (
         ("c/unknown", {"model_type": "gpt_oss"}),
-        ("d/yarn", {"rope_scaling": {"rope_type": "yarn"}}),
+        ("d/mrope", {"rope_scaling": {"rope_type": "mrope"}}),
         ("e/strange", {"model_type": ["x" * 5000], "quantization": {"bits": "\x1b[2J"}}),
     ):
         path = cached(home, name) / "config.json"
@@ -102,7 +102,7 @@ def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monk
     assert lines["a/four"].endswith("yes") and " 4 " in lines["a/four"]
     assert lines["b/other"].endswith("yes") and " 32 " in lines["b/other"]
     assert "gpt_oss" in lines["c/unknown"] and lines["c/unknown"].endswith("this family is not supported")
-    assert lines["d/yarn"].endswith("rope type 'yarn' not supported")
+    assert lines["d/mrope"].endswith("rope type 'mrope' not supported")
     assert lines["e/strange"].endswith("not supported") and "\x1b" not in said
     assert lines["f/half"].endswith("not all of it downloaded")
     assert "olmo2" in lines["g/studio"] and lines["g/studio"].endswith("yes")

@@ -12,7 +12,7 @@ from kv import Slab, Window
 from nanobatch import Model, attention, heads
 from parts import device, ops
 from parts.blas import Blas
-from parts.checkpoint import Rope
+from parts.checkpoint import Rope, read_config
 from parts.device import mx
 from parts.ops import Dense, Quantized, SideBySide, product, rms_norm, rope_angles, rope_frequencies, rotate, silu
 from parts.ops import softmax as ours_softmax
@@ -46,6 +46,27 @@ def test_silu_is_its_formula_from_far_below_zero_to_far_above():
     wanted = x / (1 + np.exp(-x.astype(np.float64)))
     assert (np.abs(wide(silu(mx.array(x))) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
     assert wide(silu(mx.array([-200.0, -1e4, 200.0, 1e4]))).tolist() == [0.0, 0.0, 200.0, 1e4]  # no inf, no NaN
+
+
+def test_gelu_is_its_formula_from_far_below_zero_to_far_above():
+    x = np.concatenate([np.linspace(-12, 12, 20_001), [0.0, -1e-6, 1e-6]]).astype(np.float32)
+    wide_x = x.astype(np.float64)
+    wanted = wide_x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide_x + 0.044715 * wide_x**3)))
+    assert (np.abs(wide(ops.gelu(mx.array(x))) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
+    assert wide(ops.gelu(mx.array([-200.0, -1e4, 200.0, 1e4]))).tolist() == [0.0, 0.0, 200.0, 1e4]  # no inf, no NaN
+    half = mx.array(x[::100]).astype(mx.float16)
+    assert ops.gelu(half).dtype == mx.float16 and np.abs(wide(ops.gelu(half)) - wanted[::100]).max() < 0.02
+
+
+@pytest.mark.parametrize("L", [1, 5])
+def test_a_window_hides_the_rows_before_it_and_no_other(L):
+    """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot hides nothing."""
+    window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L, [41])
+    (look,) = window.looks(2, 10)
+    seen = wide(look.mask).reshape(-1, L, look.T)[0] == 0
+    assert [np.flatnonzero(row).tolist() for row in seen] == [list(range(31 + n, 41 + n)) for n in range(L)]
+    (whole,), (longer,) = window.looks(2), window.looks(2, 96)
+    assert mx.array_equal(whole.mask, longer.mask)
 
 
 @pytest.mark.parametrize(("dtype", "close"), HALF)
@@ -105,7 +126,7 @@ def test_rotate_is_mx_fast_rope_at_every_row_and_position(tmp_path):
     starts = [0, 1, 31, 100, 200]
     slab = Slab(1, 5, 2, 256, 24, mx.float32)
     window = Window(slab, list(range(5)), starts, 1, [s + 1 for s in starts])
-    ours = np.array(rotate(x, *rope_angles(model, window))) * 24**0.25  # attention wants it shorter
+    ours = np.array(rotate(x, *rope_angles(model.kinds[0], window))) * 24**0.25  # attention wants it shorter
     for row, start in enumerate(starts):
         each = mx.fast.rope(x[row : row + 1], 24, traditional=False, base=10000.0, scale=1.0, offset=start)
         assert np.abs(ours[row] - np.array(each[0])).max() < 2e-6, f"row {row} at {start}"
@@ -115,14 +136,13 @@ def test_a_chunks_positions_go_up_one_by_one(tmp_path):
     model = Model.load(make_checkpoint(tmp_path, head_dim=24))
     x = mx.array(normal(1, 6, 32, 24))
     window = Window(Slab(1, 5, 2, 256, 24, mx.float32), [3], [64], 32, [100])
-    ours = np.array(rotate(x, *rope_angles(model, window))) * 24**0.25
+    ours = np.array(rotate(x, *rope_angles(model.kinds[0], window))) * 24**0.25
     fast = mx.fast.rope(x, 24, traditional=False, base=10000.0, scale=1.0, offset=64)
     assert np.abs(ours - np.array(fast)).max() < 5e-6
 
 
 def rope(**settings) -> Rope:
-    defaults = dict.fromkeys(Rope.__annotations__, 1.0) | {"type": "default", "theta": 10_000.0}
-    return Rope(**(defaults | settings))
+    return Rope(**({"type": "default", "theta": 10_000.0} | settings))
 
 
 def test_frequencies_are_theta_to_the_minus_two_i_over_dh():
@@ -146,6 +166,60 @@ def test_dynamic_raises_theta_beyond_the_trained_length_only():
     assert np.array_equal(wide(rope_frequencies(settings, 32, 100)), plain)
     theta = 10_000.0 * (2 * 250 / 100 - 1) ** (32 / 30)
     assert np.abs(wide(rope_frequencies(settings, 32, 250)) / theta ** (-2 * np.arange(16) / 32) - 1).max() < 5e-6
+
+
+@pytest.mark.parametrize("part", [None, 48])
+def test_yarn_slows_by_the_number_of_the_plane_between_two_bounds(part):
+    """transformers' definition, written anew: a ramp from the plane that turns 32 times in the trained length to the
+    one that turns once, both taken to a whole plane outwards."""
+    settings = rope(type="yarn", theta=1e6, factor=4.0, high_freq_factor=32.0, original_length=4096, turned=part)
+    ours, R = wide(rope_frequencies(settings, 64)), part or 64
+    plain, i = 1e6 ** (-2 * np.arange(R // 2) / R), np.arange(R // 2)
+    first, last = (R * math.log(4096 / (2 * math.pi * turns)) / (2 * math.log(1e6)) for turns in (32, 1))
+    ramp = np.clip((i - math.floor(first)) / (math.ceil(last) - math.floor(first)), 0, 1)
+    assert (ramp == 0).any() and (ramp == 1).any() and ((ramp > 0) & (ramp < 1)).sum() > 3
+    assert np.abs(ours[: R // 2] / (plain * ramp / 4 + plain * (1 - ramp)) - 1).max() < 5e-6
+    assert ours.shape == (32,) and (ours[R // 2 :] == 0).all()
+
+
+def test_longrope_has_other_factors_for_prompts_beyond_the_trained_length():
+    settings = rope(type="longrope", short=(1.0, 1.5), long=(4.0, 8.0), original_length=100)
+    assert np.allclose(wide(rope_frequencies(settings, 4, 100)), [1.0, 0.01 / 1.5])
+    assert np.allclose(wide(rope_frequencies(settings, 4, 101)), [0.25, 0.01 / 8])
+    assert settings.length(90, 120) == 90 and rope(type="dynamic").length(90, 120) == 121
+
+
+@pytest.mark.parametrize(("turned", "interleaved"), [(None, True), (6, False), (6, True), (10, False)])
+def test_numbers_in_another_order_turn_as_mlx_turns_them_in_theirs(turned, interleaved):
+    """A part of each head that turns, and neighbours that are a plane, are made the usual case by order alone."""
+    settings, Dh = rope(turned=turned, interleaved=interleaved), 10
+    x, order = mx.array(normal(1, 3, 5, Dh)), mx.array(settings.order(Dh))
+    angles = (mx.arange(5)[:, None] + 7) * rope_frequencies(settings, Dh)
+    ours = rotate(x[..., order], *ops.both_of_a_plane(mx.cos(angles), mx.sin(angles)))
+    theirs = mx.fast.rope(x, turned or Dh, traditional=interleaved, base=10_000.0, scale=1.0, offset=7)
+    assert sorted(settings.order(Dh)) == list(range(Dh))
+    assert np.abs(wide(ours) - wide(theirs[..., order])).max() < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("scaling", "gain"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, 0.1 * math.log(4) + 1),
+        ({"rope_type": "yarn", "factor": 0.5}, 1.0),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.75}, 0.75),
+        ({"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}, 0.1 * math.log(4) + 1),  # one alone says nothing
+        ({"rope_type": "yarn", "original_max_position_embeddings": 512}, 0.1 * math.log(2048 / 512) + 1),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, math.sqrt(1 + math.log(32) / math.log(64))),
+        ({"rope_type": "longrope", "factor": 8.0}, math.sqrt(1 + math.log(8) / math.log(2048))),
+        ({"rope_type": "longrope", "factor": 8.0, "attention_factor": 1.25}, 1.25),
+        ({"rope_type": "longrope"}, 1.0),
+    ],
+)
+def test_the_gain_of_what_is_turned_is_transformers(tmp_path, scaling, gain):
+    """mlx-lm ignores an attention_factor, and takes one mscale alone; there transformers is right."""
+    planes = {f"{name}_factor": [1.0] * 8 for name in ("short", "long")} if scaling["rope_type"] == "longrope" else {}
+    config = read_config(make_checkpoint(tmp_path, rope_scaling=scaling | planes), True)
+    assert config.rope.gain == pytest.approx(gain)
 
 
 # --- attention ---------------------------------------------------------------------------------------------------

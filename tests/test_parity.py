@@ -23,6 +23,11 @@ PROMPTS, TOKENS = 16, 32  # of each configuration
 CLOSE = 1e-4  # logits may differ by this much, and where the best two are nearer than this, either may win
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {  # half of a head of 16 is four planes
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 60,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.2, 3.0, 9.0, 20.0]},
+}
 GRANITE = {
     "embedding_multiplier": 0.6,
     "attention_multiplier": 0.125,
@@ -30,6 +35,24 @@ GRANITE = {
     "logits_scaling": 2.5,
     "attention_bias": False,
     "mlp_bias": False,
+}
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+GEMMA = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 10,
+    "num_hidden_layers": 3,
+    "sliding_window_pattern": 3,
+    "sliding_window": 30,
 }
 
 CONFIGS = {
@@ -54,6 +77,26 @@ CONFIGS = {
         "reference": {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     },
     "rope dynamic, within the trained length": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "rope yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "qwen3, yarn, its gain a quotient": {
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 48,
+            "beta_fast": 8,
+            "beta_slow": 2,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "rope interleaved": {"rope_traditional": True, "head_dim": 24},
+    "qwen2, interleaved, 4 bits": {
+        "model_type": "qwen2",
+        "rope_traditional": True,
+        "quantize": lambda module: (4, 32),
+    },
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
     "mistral, window longer than the slot": {"model_type": "mistral", "sliding_window": 512},
     "qwen2": {"model_type": "qwen2", "rope_theta": 1000000.0},
@@ -82,6 +125,13 @@ CONFIGS = {
         "intermediate_size": 128,
     },
     "deep and narrow": {"num_hidden_layers": 6, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 64},
+    "qwen3_moe, experts apart": {**EXPERTS, "experts_apart": True, "norm_topk_prob": False, "shards": 2},
+    "qwen3_moe, 4 bits": {
+        **EXPERTS,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (8, 64) if module.endswith("mlp.gate") else (4, 32),
+    },
     "granite, tied": {"model_type": "granite", "tie_word_embeddings": True, **GRANITE},
     "granite, biases, as published": {
         "model_type": "granite",
@@ -106,8 +156,43 @@ CONFIGS = {
         "quantize": lambda module: (4, 32),
         "shards": 2,
     },
+    "phi3, a part of each head turns": {"model_type": "phi3", "partial_rotary_factor": 0.75},
+    "phi3, longrope, a part of each head turns, 8 bits": {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (8, 32),
+        **LONGROPE,
+    },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "rope_theta": 500000.0},
     "olmo2, 8 bits": {"model_type": "olmo2", "num_hidden_layers": 4, "quantize": lambda module: (8, 32)},
+    "llama, layers with a window": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "sliding_window": 40,
+    },
+    "gemma2": {"model_type": "gemma2", "tie_word_embeddings": True, **GEMMA, "sliding_window": 512},
+    "gemma2, scores near the cap, 4 bits": {
+        "model_type": "gemma2",
+        "tie_word_embeddings": True,
+        **GEMMA,
+        "num_hidden_layers": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 512,
+        "quantize": lambda module: (4, 32),
+    },
+    "gemma3_text": {"model_type": "gemma3_text", "tie_word_embeddings": True, **GEMMA},
+    "gemma3_text, as published": {
+        "model_type": "gemma3_text",
+        **GEMMA,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 5000.0,
+        "sliding_window_pattern": 2,
+        "sliding_window": 16,
+        "num_hidden_layers": 4,
+    },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layer_interval": 2},
     "smollm3, layers named": {
         "model_type": "smollm3",
@@ -139,7 +224,7 @@ def compare(engine: Engine, reference: Reference, seed: int, prompts: int = PROM
     for handle in handles:
         assert handle.finish_reason == "length" and len(handle.tokens) == handle.sampling.max_tokens
         prompt = list(handle.request.prompt)
-        expected = reference.logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]  # (tokens, V)
+        expected = reference.of(len(prompt)).logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]  # (tokens, V)
         ours = tap.of(handle)
         for index, token in enumerate(handle.tokens):
             behind = expected[index].max() - expected[index][token]
@@ -172,8 +257,14 @@ def test_every_token_and_logit_is_mlx_lms_in_random_company(name, tmp_path):
     print(f"\n{name}: {PROMPTS} prompts, {found}", file=sys.stderr)
 
 
-def test_at_least_five_hundred_prompts_are_compared():
-    assert len(CONFIGS) * PROMPTS >= 500
+def of_new_families() -> int:
+    """How many configurations are of families that differ from a Llama by more than biases or a norm of heads."""
+    usual = ("llama", "mistral", "qwen2", "qwen3")
+    return sum(settings.get("model_type", "llama") not in usual for settings in CONFIGS.values())
+
+
+def test_at_least_five_hundred_prompts_are_compared_and_three_hundred_of_the_families_that_differ_most():
+    assert len(CONFIGS) * PROMPTS >= 500 and of_new_families() * PROMPTS >= 300
 
 
 @pytest.mark.parametrize(
@@ -183,7 +274,7 @@ def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
     """What a GPU does, where quantized products are fast: here they are slow, but as right."""
     folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])
     with Engine.load(folder, dtype="checkpoint", slots=3, max_len=256, chunk=32) as engine:
-        assert any(isinstance(layer.down, Quantized) for layer in engine.model.layers)
+        assert any(isinstance(layer.mlp.down, Quantized) for layer in engine.model.layers)
         compare(engine, Reference(folder), 5, prompts=6)
 
 

@@ -220,6 +220,7 @@ def test_the_readmes_counts_are_those_of_the_tests():
 
     assert f"{len(test_parity.CONFIGS)} configurations" in README
     assert f"{len(test_parity.CONFIGS) * test_parity.PROMPTS} prompts" in README
+    assert f"{test_parity.of_new_families() * test_parity.PROMPTS} of them of the\n  eight families" in README
     assert f"{test_exact.SCHEDULES} random schedules" in README
     assert f"{len(company.SHAPES)} shapes of models" in README
 

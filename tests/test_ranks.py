@@ -28,7 +28,7 @@ from parts import program
 from parts.checkpoint import ModelError, read_config
 from parts.device import mx
 from parts.load import ModelReader
-from parts.ops import Dense, Quantized, swiglu
+from parts.ops import Dense, Quantized
 from parts.ranks import LOST, Ranks, Share, join
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,11 @@ KINDS = {
         "attention_multiplier": 0.1,
     },
     "phi3": {"model_type": "phi3"},
+    "phi3, a part turns": {"model_type": "phi3", "partial_rotary_factor": 0.5},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [0]},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16},
+    "gemma3_text": {"model_type": "gemma3_text", "head_dim": 16},
+    "interleaved, 4 bit": {"rope_traditional": True, "quantize": lambda module: (4, 32)},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
     "4 bit": {"quantize": lambda module: (4, 32) if "embed" not in module else None},
 }
@@ -92,7 +96,7 @@ def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
     x = mx.random.normal((5, c.D), key=mx.random.key(1))
     q, k, v = np.split(np.array(layer.qkv(x)), np.cumsum([c.H * c.Dh, c.Hkv * c.Dh]), axis=1)
     heads = mx.random.normal((5, c.H, c.Dh), key=mx.random.key(2))
-    down = lambda layer: layer.down(swiglu(*mx.split(layer.gate_up(x), 2, axis=-1)))  # noqa: E731
+    down = lambda layer: layer.mlp(x)  # noqa: E731
     for size in (2, 3, 4):
         models = [ModelReader(folder, "float32", Ranks(rank, size)).read() for rank in range(size)]
         shares = [Share.of(c, rank, size) for rank in range(size)]
@@ -117,7 +121,7 @@ def test_packed_numbers_are_cut_where_their_scales_are(tmp_path):
     )
     whole = ModelReader(folder, "checkpoint").read().layers[0]
     x = mx.random.normal((3, 128), key=mx.random.key(1)).astype(mx.float16)
-    down = lambda layer: layer.down(swiglu(*mx.split(layer.gate_up(x), 2, axis=-1)))  # noqa: E731
+    down = lambda layer: layer.mlp(x)  # noqa: E731
     for size in (2, 4):
         layers = [ModelReader(folder, "checkpoint", Ranks(rank, size)).read().layers[0] for rank in range(size)]
         np.testing.assert_allclose(np.array(sum(map(down, layers))), np.array(down(whole)), rtol=0.02, atol=0.5)
@@ -125,7 +129,9 @@ def test_packed_numbers_are_cut_where_their_scales_are(tmp_path):
         np.testing.assert_allclose(np.array(sum(parts)), np.array(whole.o(x)), rtol=0.02, atol=0.1)
         # One head of 32 numbers is half a group: its part of `o` is unpacked.
         assert [type(layer.o) for layer in layers] == [Quantized if size == 2 else Dense] * size
-        assert all(isinstance(part, Quantized) for layer in layers for part in (layer.qkv, layer.gate_up, layer.down))
+        assert all(
+            isinstance(part, Quantized) for layer in layers for part in (layer.qkv, layer.mlp.gate_up, layer.mlp.down)
+        )
 
 
 def test_a_rank_takes_the_memory_of_its_share(tmp_path):

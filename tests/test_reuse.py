@@ -89,6 +89,23 @@ def test_dynamic_rope_beyond_the_trained_length_shares_nothing(tmp_path):
         assert longer.metrics.cached_tokens == 0
 
 
+def test_prompts_of_longropes_two_sets_of_factors_share_no_rows(tmp_path):
+    """Beyond the trained length each plane turns in another way. Long prompts share rows with long ones alone."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 100, **factors}
+    folder = make_checkpoint(tmp_path, rope_scaling=scaling)
+    opening = tokens(96)
+    prompts = [opening, [*opening[:80], 1], opening + tokens(50, seed=1), opening + tokens(60, seed=2)]
+    alone = []
+    for prompt in prompts:
+        with Engine.load(folder, slots=1, max_len=256, chunk=32) as engine:
+            alone.append(engine.submit(prompt, SHORT).result().tokens)
+    with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
+        results = engine.generate(prompts, SHORT)
+    assert [r.metrics.cached_tokens for r in results] == [0, 64, 0, 96]
+    assert [r.tokens for r in results] == alone
+
+
 def test_copying_a_prefix_copies_no_more_than_the_prefix(parts):
     opening = tokens(64)
     with Engine(*parts, slots=4, max_len=16_384, chunk=32) as engine:

@@ -1,0 +1,91 @@
+"""Text files and JSON objects of a model folder, and one line for each way in which they can be wrong.
+
+The problem. A model folder comes from anywhere: a file may be missing, cut off, a pipe, a web page, or JSON whose
+fields hold what nobody expects. A KeyError says nothing to the user who has downloaded it.
+
+What this file keeps. Whatever is wrong is a `ModelError`: the file, the field and its value, and what to do.
+
+Where next: `checkpoint.py`, which reads a config and weights with it.
+"""
+
+import json
+from pathlib import Path
+
+from parts.checks import one_line, shown, whole
+
+LONGEST = 100_000_000  # bytes of a text file, or of the header of a file with weights
+
+
+class ModelError(ValueError):
+    """A checkpoint that cannot be served. The message is one line: the file, what is wrong, what to do.
+
+    `short` says why in about five words, for a list of models, where it is more than that a file is broken.
+    """
+
+    def __init__(self, message: str, short: str = ""):
+        super().__init__(one_line(message))
+        self.short = short
+
+
+def check_plain(path: Path) -> None:
+    """Refuse what is no plain file. To open a pipe may take for ever, and so may reading /dev/zero."""
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} is no plain file; download it again.")
+
+
+def read_text(path: Path) -> str:
+    """The text in a file, or one line that says why there is none."""
+    try:
+        check_plain(path)
+        if path.stat().st_size > LONGEST:
+            raise ModelError(f"{path} is longer than {LONGEST:,} bytes; download it again.")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; a model folder needs it. Download the model again.") from None
+    except (OSError, UnicodeDecodeError, MemoryError) as error:
+        raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file, or one line that says why there is none."""
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError, MemoryError) as error:  # no JSON, or a number of more than 4,300 digits
+        what = what_is(text[:64].encode()) or f"not JSON ({one_line(error)})"
+        raise ModelError(f"{path} is {what}; download it again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again.")
+    return value
+
+
+class Fields:
+    """Typed access to `config.json`: a wrong or missing field is named in a `ModelError`, instead of a KeyError."""
+
+    def __init__(self, path: Path, values: dict):
+        self.path, self.values = path, values
+
+    def number(self, key: str, default=None, check=whole, least=1):
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.path} lacks {key!r}; download it again.")
+        if check is whole and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        try:
+            return check(f"{self.path}: {key}", value, least, 2**62 - 1)
+        except ValueError as error:
+            raise ModelError(f"{error}.") from None
+
+    def refuse(self, key: str, value, supported) -> ModelError:
+        said = f"{self.path}: {key} = {shown(value)} is not supported. Supported: {', '.join(supported)}."
+        return ModelError(said, f"{key} {shown(value)} not supported")
+
+
+def what_is(head: bytes) -> str | None:
+    """What a file is that often lies where weights should be, by its first bytes."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file itself (run `git lfs pull`)"
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "an HTML page, not the file itself"
+    return None
