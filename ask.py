@@ -11,7 +11,7 @@ Where next: `nanobatch.py`, which answers.
 
 from __future__ import annotations
 
-# It comes first, so that Ctrl-C is quiet during the other imports, too.
+# `program` comes first, so that Ctrl-C is quiet during the other imports, too.
 from parts import program  # isort: split
 
 import argparse
@@ -27,8 +27,8 @@ from parts.checks import one_line, printable
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = program.Parser("ask.py", description="Run prompts through a Llama model, all at once.")
     add = parser.add_argument
-    reads = "- reads standard input, and so does no prompt; after -- nothing is an option"
-    add("prompts", nargs="*", metavar="PROMPT", help=f"what to answer; {reads}")
+    reads = "'-' or no prompt: read standard input. Everything after '--' is a prompt."
+    add("prompts", nargs="*", metavar="PROMPT", help=f"what to answer. {reads}")
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add("--list", action="store_true", help="show the models that are here, and which can be served")
     add("--prompt", action="append", default=[], help="the same as PROMPT; may be repeated")

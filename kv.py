@@ -15,8 +15,9 @@ a row holds the key and the value of one token.
 
 A forward pass looks at the slab through windows. A `Window` says which rows of which slots are written, and how far
 attention reads. A prefill chunk has a window of its own, which writes L rows of one slot. All decoding sequences share
-one window, which writes one row in every slot (A4, B6). Idle slots are written to as well, so that the device sees the
-same shapes however many sequences there are; what they get lands in their spare rows, which are never read.
+one window, which writes one row in every slot (A4, B6). Idle slots are written to as well, so that the
+shapes, and with them the bits, are the same however many sequences there are; what they get lands in their spare rows,
+which are never read.
 
 The invariant: what a sequence computes depends on row p only if the sequence has written row p itself, or if row p was
 copied from a sequence that begins with the same tokens. So a slot needs no cleaning between owners, with one exception.
@@ -33,7 +34,8 @@ from typing import NamedTuple
 from parts.device import has_gpu, mx
 
 BUCKET = 32  # attention reads a multiple of this many rows, so that the shapes are few
-# A decoding sequence reads a multiple of as many more as its length asks: so neighbours more often read equally far.
+# The longer a decoding sequence is, the more coarsely its reach is rounded up. So neighbouring slots more often read
+# equally far, and share one product.
 COARSER = ((512, 128), (128, 64), (0, BUCKET))  # (beyond so many rows, a multiple of)
 SPARE = 16  # one spare row would do; sixteen keep every head of every slot on a 64-byte boundary
 
@@ -134,7 +136,7 @@ class Window:
             self._row = mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
 
     def looks(self, G: int, span: int | None = None, by_formula: bool = False) -> list[Look]:
-        """How far the sequences read. The scores that a mask is made for have the L tokens of G heads in a row."""
+        """How far the sequences read. `attention` folds G query heads into one product, so a mask is made for all G."""
         has_kernel = has_gpu() and not by_formula  # where scores have a cap, a GPU's attention is that of a CPU
         slides = span is not None and span < self.slab.length  # then rows older than the span are read, and hidden
         if has_kernel and self.B == 1 and not slides:  # "causal" says all: the last token sees the last row

@@ -28,8 +28,9 @@ The glossary, used everywhere in this project:
     decode   one new token for a sequence
     ghost    a sequence that runs in a step although its request has ended: the step was planned before the end was seen
 
-The invariant: what a request is answered depends on its prompt, its `Sampling` and the model. It does not depend on its
-neighbours, on its slot, or on the moment when it came.
+The invariant: with `exact` (the default on a CPU), a request's answer depends on its prompt, its `Sampling` and the
+model alone: not on its neighbours, not on its slot, and not on the moment when it came. (A request that draws its
+tokens at random needs a seed for that.)
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def forward(
     sizes = [array.size for array in ids]  # N is their sum
     turns = [[turning(kind, window) for window in windows] for kind in model.kinds]
     looks = [[window.looks(c.H // c.Hkv, kind.span, bool(c.cap)) for window in windows] for kind in model.kinds]
-    x = model.table.rows(ids[0] if len(ids) == 1 else mx.concatenate([array.flatten() for array in ids]))  # (N, D)
+    x = model.table.rows(ids[0] if len(ids) == 1 else mx.concatenate([array.flatten() for array in ids]))
+    # x is (N, D) from here on; (1, C, D) where a chunk is alone in the pass, which needs no blocks (`product`).
     for index, layer in enumerate(model.layers):
         # Attention: each token's query is compared with the keys of all tokens up to itself; the result weights their
         # values.
@@ -184,7 +186,11 @@ class Piece(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What the device does in one step, in plain numbers. It says all that the result depends on."""
+    """What the device does in one step: numbers and sampling settings, no requests.
+
+    Together with the slab and each slot's newest token, it decides the result. So other ranks can run it, too, and the
+    same orders give the same bits.
+    """
 
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
     chunks: tuple[Piece, ...]
@@ -260,7 +266,7 @@ class Runner:
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
         self.slab: Slab | None = None
         self.reset()
-        # Do all pieces of a step share one forward pass? Yes, if that changes no bit, or if bits may change.
+        # Do all pieces of a step share one forward pass? If `exact` is off, or if a trial shows that no bit changes.
         self.one_pass = not self.exact or keeps_bits(model, sizes.slots, sizes.chunk, sizes.budget, PADDING)
         self.exact, self.one_pass = map(bool, self.ranks.least(self.exact, self.one_pass))
 
@@ -334,7 +340,7 @@ class Runner:
         return passes
 
     def _copy_prefix(self, piece: Piece) -> float:
-        """Take over another slot's first rows, if this chunk goes on from there. Answers with the seconds waited."""
+        """Take over another slot's first rows, if this chunk goes on from there. Returns the seconds waited."""
         if piece.source is None:
             return 0.0
         prefix = self.slab.prefix(piece.source, piece.start)
@@ -348,9 +354,9 @@ class Runner:
         A chunk is padded to C tokens. C depends on the prompt and the place alone, so the shape is the same in any
         company. The padding's keys land in rows that the sequence has yet to reach and will write over.
 
-        Of the decoding slots, exact: every slot takes part, idle ones too, so that the shape never changes. A matrix
-        product of another shape may add its numbers in another order, and rounding makes that show: compact rows
-        give equal tokens, constant rows give equal bits.
+        With `exact`, every slot takes part in decoding, idle ones too, so that the shape never changes. A matrix
+        product of another shape may add its numbers in another order, and rounding makes that show. Without it
+        (`--compact`), idle slots are left out. That saves time, but bits may differ with the neighbours.
         """
         slab, first, rope = self.slab, group[0], self.model.config.rope
         if first.ids:
@@ -373,7 +379,7 @@ class Runner:
         return mx.array([piece.slot for piece in group]), tokens, measured
 
     def _start(self, *results: mx.array) -> float:
-        """Start a forward pass, as soon as the one before has read the last of the slab. Answers with the seconds.
+        """Start a forward pass, as soon as the one before has read the last of the slab. Returns the seconds waited.
 
         subtle: an array is written in place only if nothing else holds its memory. A running pass keeps a reference to
         the slab until it has read it; writing then would copy the slab, layer by layer: with two layers of 75 MB, a
@@ -396,7 +402,7 @@ Report = Callable[[str], None]  # is told what is done
 
 
 def read(model: str, dtype: str, report: Report, options: Mapping[str, Any]) -> tuple[Model, Text]:
-    """A folder becomes a model, or this rank's share of it. What would not fit beside it is refused before."""
+    """A folder becomes a model, or this rank's share of it. If the slab would not fit beside it, nothing is read."""
     report(f"finding {model}")
     ranks = join()
     with device_lock, device_stream():
@@ -484,7 +490,7 @@ class Engine:
         """Plan, run, commit.
 
         With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1 on the device, and
-        Python's work hides behind the device's. Without, each step is committed before the next one is planned.
+        Python's work hides behind the device's (on a CPU little of it). Without, N is committed before N+1 is planned.
 
             device   |   run N             |   run N+1           |   run N+2
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
@@ -502,7 +508,7 @@ class Engine:
 
     def _plan(self) -> tuple[Plan | None, Order | None]:
         """What the scheduler decides, and the same as an order: in plain numbers, for the device."""
-        if self._slab_is_lost:  # by a failure; where there is no memory for a new one, this one fails, too
+        if self._slab_is_lost:  # with a step that failed; if no new one fits in memory, this step fails, too
             self.runner.reset()
             self._slab_is_lost = False
         with self.changed:
@@ -549,8 +555,8 @@ class Engine:
         A step that could not be started takes nothing with it that was started before: that is committed. What was in
         a failed step ends with the error, since its slot's rows are lost with the slab, and so does every request that
         has a token planned. The others have yielded nothing: they go back to the line, or stay in it, and begin again.
-        All end if it is not known which step failed (a fault of the scheduler), if not even a new slab could be made,
-        or if there are other ranks. This is right at any line, even where Ctrl-C has left the books half written.
+        All end if it is not known what failed (no step was planned or in flight), or if not even a new slab could be
+        made. With other ranks the process ends. This is right at any line, even where Ctrl-C left the books half written.
         """
         self.ranks.fail(error)
         unstarted, self._unstarted = self._unstarted, None
@@ -563,8 +569,8 @@ class Engine:
         with self.changed:
             failed = {member.request.id for plan in plans for member in (*plan.chunks, *plan.decodes)}
             for handle in list(self._ledger.open.values()):
-                request, nothing_is_left = handle.request, self._slab_is_lost or not plans
-                if nothing_is_left or request.planned or request.finish_reason or request.id in failed:
+                request, all_end = handle.request, self._slab_is_lost or not plans
+                if all_end or request.planned or request.finish_reason or request.id in failed:
                     self._end(handle, "error", answers.describe(error))
             self._flights.clear()
             self._slab_is_lost = True
@@ -691,7 +697,7 @@ class Engine:
         assert self._ledger.open.keys() == self.sched.running.keys() | self.sched.waiting.keys()
 
     def follow(self) -> int:
-        """What every rank but the first does, from here to its end. Answers with the program's exit code."""
+        """What every rank but the first does, from here to its end. Returns the program's exit code."""
         return self.ranks.follow(self.runner.follow, self.summary)
 
     def close(self) -> None:

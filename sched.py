@@ -15,7 +15,8 @@ requests that are already decoding never wait for more than a chunk of it.
 One turn of the wheel is plan -> run -> commit. `plan` answers with a frozen `Plan`; the engine runs it on the device;
 `commit` takes the sampled tokens. The engine may plan step N+1 before it has committed step N (run-ahead). So a request
 carries two numbers that are never confused: what is *planned*, and what is *committed*. The end of an answer is seen
-one step late (unless it ends by `max_tokens`, which is known before), and the token of such a *ghost* row is dropped.
+one step late (unless it ends by `max_tokens`, which is known before). That step runs its sequence once more, as a
+*ghost*, and drops the token.
 
 A slot remembers the prompt that it was last filled with. A new prompt that begins alike goes on from there, or has the
 common rows copied from a slot that holds them: that is prefix reuse, and a system prompt is computed once
@@ -24,7 +25,7 @@ common rows copied from a slot that holds them: that is prefix reuse, and a syst
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
     0 <= committed <= planned <= max_tokens; planned is at most two steps ahead
-    requests are admitted in the order in which they came, and each ends exactly once
+    requests are admitted in the order in which they came
 
 Where next: `nanobatch.py`, `Engine.step`, which runs the plans; `tests/test_sched.py`, which prints timelines.
 """
@@ -45,7 +46,8 @@ POLICIES = {
     "serial": "one request at a time.",
 }
 DEFAULT = next(iter(POLICIES))
-PADDING = 16  # a chunk's width is a multiple of this many tokens, so the device sees few shapes
+# A chunk is padded to a multiple of this many tokens, so that the device sees few shapes: each is tried for its bits.
+PADDING = 16
 
 
 class QueueFull(RuntimeError):
@@ -93,7 +95,7 @@ class Chunk(NamedTuple):
     start: int
     stop: int
     width: int  # stop - start, and the padding: what the device computes
-    cost: int  # of the budget: the width, or what it would be if looking back were free
+    cost: int  # what it takes of the budget: its width, and narrowed by `_widest` as much as a full one
     source: int | None  # before this chunk, rows 0..start are copied from this slot
     emits: bool  # only the last chunk of a prompt yields a token: the one that follows the prompt
 
@@ -121,7 +123,7 @@ class Plan:
     decodes: tuple[Decode, ...]
     # In prefill, but without a chunk: the budget was spent, or what it shares is being written.
     held: tuple[Request, ...]
-    blocked: tuple[int, ...]  # slots that are free but shut: requests wait, and the policy does not admit them
+    blocked: tuple[int, ...]  # slots that are free but shut: requests wait, but the policy or a drain keeps them out
     waiting: int  # how many are left in line
     policy: str  # the one that it was made under
     emitters: tuple[Chunk | Decode, ...]  # the members of this step that yield a token each
@@ -138,7 +140,7 @@ class Scheduler:
         *,
         chunk: int = 64,
         budget: int = 200,
-        far: int = 2**63,  # the row at which looking back costs a token as much as all the rest
+        far: int = 2**63,  # from this row on, attention costs a token more than the rest of its layer
         policy: str = DEFAULT,
         max_queue: int = 10_000,
         remember_answers: bool = False,
@@ -236,8 +238,8 @@ class Scheduler:
         """
         return request.beginnings[: (len(request.prompt) - 1) // self.piece]
 
-    def _chunks(self, requests: Iterable[Request], budget: int) -> tuple[Chunk, ...]:
-        """Cut prompts into chunks, oldest first, until the step's budget is spent.
+    def _chunks(self, requests: Iterable[Request], left: int) -> tuple[Chunk, ...]:
+        """Cut prompts into chunks, oldest first, until what is left of the step's budget is spent.
 
         In each step each slot moves on by one unit: a token of its answer, or a chunk of its prompt. So one long prompt
         makes its neighbours wait for one chunk at a time; eight short ones share a step. A token costs one, a chunk its
@@ -256,14 +258,14 @@ class Scheduler:
                 usable = self._usable(request)
                 start, source = self.prefixes.best(usable, request.slot, self.chunk)
                 if any(self.prefixes.alike(usable, c.request.beginnings, start, self.chunk) for c in chunks):
-                    continue
-            left, widest = len(request.prompt) - start, self._widest(start)
-            width = min(widest, -(-left // PADDING) * PADDING)
+                    continue  # it waits for rows, not for the budget, so later prompts may have that
+            rest, widest = len(request.prompt) - start, self._widest(start)
+            width = min(widest, -(-rest // PADDING) * PADDING)
             cost = width * self.chunk // widest
-            if chunks and spent + cost > budget:
+            if chunks and spent + cost > left:
                 break  # later requests do not overtake
             spent += cost
-            self._fill(request, start, start + min(widest, left), source)
+            self._fill(request, start, start + min(widest, rest), source)
             copied = None if source == request.slot else source  # rows in the request's own slot need no copy
             ends = request.prefilled == len(request.prompt)
             chunks.append(Chunk(request, request.slot, start, request.prefilled, width, cost, copied, ends))
@@ -280,10 +282,10 @@ class Scheduler:
     def _widest(self, start: int) -> int:
         """How many tokens a chunk may take that begins at `start`: fewer where each of them looks back on more.
 
-        Else the last chunks of a long prompt would be several times the work of its first, and its neighbours would
-        wait for that. At `far` a token's work has doubled. The width is halved until the work is at most one and a half
-        times a first chunk's; in halves, so that every multiple of `chunk` stays a place where prompts are cut. The
-        price: a long prompt takes more steps, so its own first token comes later, even if no other request waits:
+        Otherwise the last chunks of a long prompt would be several times the work of its first, and its neighbours
+        would wait for that. At `far` a token's work has doubled. The width is halved until the work is at most one and
+        a half times a first chunk's; in halves, so that every multiple of `chunk` stays a place where prompts are cut.
+        The price: a long prompt takes more steps, so its own first token comes later, even if no other request waits:
         what a prompt computes must not depend on its company.
         """
         widest = self.chunk
@@ -292,7 +294,7 @@ class Scheduler:
         return widest
 
     def commit(self, plan: Plan, tokens: Sequence[int], accept: Accept, now: float) -> list[Request]:
-        """Hand each emitter its token and free the slots of those that end; answers with the ended.
+        """Hand each emitter its token and free the slots of those that end. Returns the ended.
 
         Results belong to requests, not to slots: a slot may have a new owner by the time its token is read.
         """
@@ -325,16 +327,17 @@ class Scheduler:
     def _doubt(self, request: Request) -> None:
         """Note which of its rows may hold numbers that are not finite: those that no token has vouched for.
 
-        A finite token vouches for all rows before it, since it was computed from them. No token vouches for a prompt
-        whose first token never came, nor for anything after an error, nor for a ghost's row, if a step that was planned
-        before the end is in flight. A chunk's padding is written, too, up to the next multiple of `chunk`.
+        If a token's logits were finite, so were all rows before it, since they were computed from them. (Others come
+        back as token -1, and end the request with an error.) No token vouches for a prompt whose first token never
+        came, nor for anything after an error, nor for a ghost's row, if a step that was planned before the end is in
+        flight. Padding is written, too; rounding up to a multiple of `chunk` covers it.
         """
         proven, written = len(request.prompt) + request.committed - 1, len(request.prompt) + request.planned
         if request.finish_reason == "error" or request.committed == 0:
             proven = 0
             self.prefixes.forget(request.slot)  # no other prompt may take these rows over
         elif self.remember_answers and request.shares:
-            # The newest token is told, but its row is not written, unless by a ghost.
+            # The newest token's row is not written yet, unless by a ghost.
             self.prefixes.hold_more(request.slot, request.prompt, request.answer[:-1])
         if request.prefilled and (proven == 0 or request.planned > request.committed):
             self._unproven[request.slot] = proven, -(-written // self.chunk) * self.chunk
@@ -342,7 +345,7 @@ class Scheduler:
     def start_over(self, still_open: Iterable[Request]) -> None:
         """Begin with a new slab, and with these requests in line, in the order in which they came.
 
-        After a failure this is what remains. None of them has yielded a token, or it could not begin again.
+        After a failure this is what remains. None of them has yielded a token yet: one that has cannot begin again.
         """
         self.prefixes = Prefixes(self.slots, self.piece)
         self._unproven: dict[int, tuple[int, int]] = {}  # slot -> its rows that may hold numbers that are not finite

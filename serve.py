@@ -1,4 +1,4 @@
-"""The door: programs that speak OpenAI's protocol ask the engine, over HTTP.
+"""The HTTP server, for programs that speak OpenAI's protocol. We call it the *door*, and an HTTP request a *visit*.
 
     python serve.py --model demo
     curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Why batch?"}]}' \
@@ -12,9 +12,9 @@ answer. None of that may reach the thread that steps, for all other requests wai
 
 How it hangs together. `uvicorn` speaks HTTP in a thread of the door's own. What may take long, reading JSON and turning
 text into tokens, is done by a few threads beside it. The thread that steps calls a request's listener, which does one
-thing: it wakes the door's thread. The socket is bound before the model is loaded; until then the answer is 503.
+thing: it wakes the door's thread. The socket is bound first. Until the model is loaded, clients get 503.
 
-The invariant: each request at the door ends with an answer, or with its client's hang-up. Then its slots are free.
+The invariant: each request at the door ends with an answer, or with its client's hang-up, and frees its slots.
 
 Before this: `ask.py`, the smallest user of the engine. Next: `parts/bridge.py`, the way of one request;
 `parts/openai.py`, what a body may ask for; `parts/journal.py`, what is remembered of all this.
@@ -59,10 +59,11 @@ if TYPE_CHECKING:  # they need MLX, which is loaded when the socket has been bou
     from nanobatch import Engine
     from parts.loop import Loop
 
-CONNECTIONS = 512
-SWEEP_S = 0.5
+CONNECTIONS = 512  # open at once; one more gets a 503
+SWEEP_S = 0.5  # so often the door looks for clients that are silent or stuck
 HEAD_S, IDLE_S = 30.0, 75.0  # a connection waits so long for its first request, and for another one
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
+# A watcher gets a frame so often, is dropped when it has not taken one for so long, and there are so many at most.
 WATCH_S, WATCH_STUCK_S, WATCHERS = 0.1, 5.0, 16
 
 
@@ -135,7 +136,7 @@ class Door:
         self._socket.close()
 
     def look(self, since: int = 0) -> DoorView:
-        """What can be seen at the door, and what has happened there since so many calls had ended."""
+        """What can be seen at the door, and what has happened there since the watcher had seen `since` ended calls."""
         opened, ended, count = self.journal.look(since)
         state = (self.address, self.draining, len(self._server.server_state.connections), self._watchers)
         return DoorView(*state, opened, ended, count - since - len(ended), count)
@@ -276,7 +277,7 @@ class Door:
     # --- those who watch
 
     async def _watch(self, visit: Visit) -> None:
-        """Differences of all that can be seen, ten a second. Everybody's texts pass here: see `may_read`."""
+        """Differences of all that can be seen, ten a second. Every client's text may be in them: see `may_read`."""
         if self._watchers >= WATCHERS:
             raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
         visit.is_news = False

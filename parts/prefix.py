@@ -18,7 +18,8 @@ the slots that hold its rows.
 
 The invariant: a slot that holds a beginning holds all shorter ones of the same prompt.
 
-A `Beginning` lives as long as a request or a slot refers to it. Where next: `Scheduler._shared` in `sched.py`.
+A `Beginning` lives as long as a request or a slot refers to it. Where next: `Scheduler._usable` and
+`Scheduler._chunks` in `sched.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ happened. So a program imports this file before all others. From here on Ctrl-C 
 nothing yet that would have to be closed. `run` lets Python handle the signal as usual while `main` runs, so that
 `with` and `finally` do their work. When `main` has ended, Ctrl-C ends the process at once again.
 
-The invariant: after Ctrl-C the exit code is 130. Where the signal is ignored, as in a shell's background job, it stays
-so. A program that only imports one of ours, such as a test, keeps its own way with signals.
+The invariant: after Ctrl-C the exit code is 130 (0 for the screen and the server, which are usually ended so). Where
+the signal is ignored, as in a shell's background job, it stays so. A program that only imports one of ours, such as a
+test, keeps its own way with signals.
 """
 
 import os
