@@ -556,7 +556,7 @@ class Engine:
         a failed step ends with the error, since its slot's rows are lost with the slab, and so does every request that
         has a token planned. The others have yielded nothing: they go back to the line, or stay in it, and begin again.
         All end if it is not known what failed (no step was planned or in flight), or if not even a new slab could be
-        made. With other ranks the process ends. This is right at any line, even where Ctrl-C left the books half written.
+        made. With other ranks the process ends. This is right at any line, even where Ctrl-C left books half written.
         """
         self.ranks.fail(error)
         unstarted, self._unstarted = self._unstarted, None
