@@ -87,7 +87,7 @@ def test_a_plausible_wrong_solution_fails(exercise, folders):
 
 
 def test_every_exercise_has_its_command_and_says_where_to_look():
-    assert len(EXERCISES) == 5
+    assert len(EXERCISES) == 6
     for exercise in EXERCISES:
         (path,) = (ROOT / "exercises").glob(f"test_?_{exercise}.py")
         text = path.read_text()
