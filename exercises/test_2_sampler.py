@@ -34,11 +34,11 @@ from parts.device import mx
 from parts.sampling import Memory, Pick, Sampling, choose
 
 PROBABILITIES = (0.50, 0.30, 0.10, 0.06, 0.04)
-DRAWS = 2_000
+DRAWS = 1_000
 
 
 def drawn(**options) -> set[int]:
-    """The tokens that come in 2,000 draws. A token of 4 % comes, or something is wrong."""
+    """The tokens that come in 1,000 draws. A token of 4 % comes, or something is wrong."""
     if "top_a" not in {field.name for field in fields(Sampling)}:
         not_done("parts/sampling.py: Sampling has no field top_a")
     logits = mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251]))

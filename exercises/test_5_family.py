@@ -11,8 +11,8 @@ The task. Serve MiniCPM. It is a Llama with three multipliers, which stand in it
 Nothing of that has to be done in every step. A product with a number can be folded into the weights while they are
 loaded, so `forward` stays as it is. One family does so already: granite.
 
-Read first: docs/models.md, then `_multipliers` in `parts/checkpoint.py` and `tensor` in `parts/load.py`. What does
-granite do about a head that is tied to the embedding?
+Read first: docs/models.md, then what `parts/checkpoint.py` does about granite, and `tensor` in `parts/load.py`. What if
+the head is tied to the embedding?
 
 Where: `FAMILIES` and `read_config` in `parts/checkpoint.py`.
 

@@ -23,7 +23,8 @@ from parts.blas import preload
 def _fail(line: str) -> None:
     """One line if a program of ours was run; an exception with the same line if we were imported by another."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
-    if program and Path(program).resolve().parent == Path(__file__).resolve().parent.parent:
+    checkout = Path(__file__).resolve().parent.parent
+    if program and Path(program).resolve().parent in (checkout, checkout / "docs" / "learn"):
         print(f"nanobatch: {line}", file=sys.stderr)
         sys.exit(2)
     raise ImportError(line) from None

@@ -1,6 +1,7 @@
 """The ladder of docs/learn runs as it is printed, gives the engine's tokens, and names places that exist."""
 
 import ast
+import os
 import re
 import runpy
 import subprocess
@@ -75,6 +76,28 @@ def test_the_long_talk_of_the_last_chapter_is_answered_as_the_engine_answers_it(
     assert len(talk) > 500
     alone, within = engine.generate([engine.text.ask(question), talk])
     assert alone.tokens == within.tokens  # so what stands under the chapter is the answer to the whole talk
+
+
+def test_the_last_chapters_engine_serves_all_even_where_all_slots_end_in_one_step(monkeypatch):
+    """Then there is a moment with nothing to plan, something in flight, and a request in line."""
+    monkeypatch.syspath_prepend(LEARN)
+    chapter = runpy.run_path(str(CHAPTERS[-1]))
+    engine, story = chapter["Engine"](64, True), chapter["TEXT"].ask("Tell me a story about a fox.")
+    requests = [engine.submit(story) for _ in range(chapter["SLOTS"] + 1)]
+    while engine.turn():
+        engine.sched.check()
+    assert [request.committed for request in requests] == [64] * len(requests)
+    assert len({tuple(request.answer) for request in requests}) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Mac's MLX always has its backend")
+def test_a_chapter_without_mlx_says_in_one_line_what_to_install(tmp_path):
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").write_text("")
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')\n")
+    alone = {**os.environ, "PYTHONPATH": str(tmp_path), "NANOBATCH_BLAS": "off"}
+    run = subprocess.run([sys.executable, CHAPTERS[0]], env=alone, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "pip install -e '.[cpu]'" in run.stderr, run.stderr
 
 
 def test_the_ladders_readme_names_every_chapter_and_only_what_is_there():

@@ -59,7 +59,7 @@ class Story:
             assert rows[: chunk.start] == list(prompt[: chunk.start]), (chunk, rows)
             assert end <= len(rows), (chunk, len(rows))
             rows[chunk.start : end] = [*prompt[chunk.start : chunk.stop], *[None] * (end - chunk.stop)]
-        for request, slot, position in plan.decodes:
+        for request, slot, position, *_ in plan.decodes:
             rows, said = self.rows[slot], position - len(request.prompt)
             rows[position] = self.says(request, said)
             seen = [*request.prompt, *(self.says(request, index) for index in range(said + 1))]

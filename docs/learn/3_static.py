@@ -2,9 +2,9 @@
 
     python docs/learn/3_static.py
 
-For each token a machine reads every weight of the model. That reading takes most of the time, and it is no more work
-for four sequences than for one: each weight is read once, and multiplied with four rows instead of one. So we answer
-several prompts at a time. That is a batch.
+For each token a machine reads every weight of the model. That reading takes most of the time, and it costs the same for
+four sequences as for one: each weight is read once, and multiplied with four rows instead of one. So we answer several
+prompts at a time. That is a batch.
 
 A batch of what shape? The simplest is a rectangle. Two things do not fit into it:
 
@@ -19,9 +19,9 @@ A batch of what shape? The simplest is a rectangle. Two things do not fit into i
     slot 2  ▒3███████████████╳╳╳╳
     slot 3  ▒4█████████╳╳╳╳╳╳╳╳╳╳
 
-This is static batching. Compared with chapter 2 the slab has several slots, one for each sequence, and `next_token`
-has become `next_tokens`: lists of ids go in, and one token for each of them comes out. All prompts go in side by side,
-each through a window of its own. Later, one window holds the newest token of every slot.
+This is static batching. Compared with chapter 2 the slab has several slots, one for each sequence, and `next_token` has
+become two functions. In `prefill` the prompts go in side by side, each through a window of its own. In `decode` one
+window holds the newest token of every slot.
 """
 
 import time

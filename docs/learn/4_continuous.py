@@ -3,8 +3,8 @@
     python docs/learn/4_continuous.py
 
 In chapter 3 a batch came and went as a whole. But nothing in the model asks for that. A sequence owns a *slot*: its
-rows of the slab. It needs its own rows and no others, so it may begin and end whenever it likes. All that has to change
-is who decides what goes into a step, and when. So we decide anew before every step:
+rows of the slab. It needs its own rows and no others, so it may begin and end at any step. All that has to change is
+when we decide what goes into a step. We decide anew before each of them:
 
     plan     free slots are given to requests that wait; the others, which have a slot already, decode
     run      one forward pass: prompts and newest tokens lie side by side in it

@@ -57,9 +57,9 @@ class Engine:
         plan = self.sched.plan(time.perf_counter())
         if plan:
             self.flights.append((plan, self.run(plan)))
-        if self.flights and (not plan or len(self.flights) > self.runs_ahead):
+        if commits := bool(self.flights) and (not plan or len(self.flights) > self.runs_ahead):
             self.commit(*self.flights.popleft())
-        return bool(plan or self.flights)
+        return bool(plan or commits)
 
     def run(self, plan: Plan) -> mx.array:  # (slots,)
         """Start a step. The answer: what each slot samples, or -1."""
