@@ -63,6 +63,7 @@ CONNECTIONS = 512
 SWEEP_S = 0.5
 HEAD_S, IDLE_S = 30.0, 75.0  # a connection waits so long for its first request, and for another one
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
+TURN_S = 0.0005  # a thread that waits for its turn in Python gets it after so long
 WATCH_S, WATCH_STUCK_S, WATCHERS = 0.1, 5.0, 16
 
 
@@ -143,7 +144,16 @@ class Door:
     # --- the way in: from here on all runs in the door's thread
 
     def _run(self) -> None:
-        asyncio.run(self._listen())
+        """Python's threads take turns. Ours gives its turn away with each system call, and it makes one for each token.
+
+        By default it would have to wait up to 5 ms for each, while the thread that steps prepares the next step.
+        """
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(TURN_S)
+        try:
+            asyncio.run(self._listen())
+        finally:
+            sys.setswitchinterval(usual)
 
     async def _listen(self) -> None:
         self._mailbox = Mailbox(asyncio.get_running_loop())

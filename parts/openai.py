@@ -71,9 +71,12 @@ def ending() -> Refusal:
     return Refusal(503, "the server is ending", "draining", Retry_After="5")
 
 
+ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` would make one each time
+
+
 def dump(body: Any) -> bytes:
     """JSON as UTF-8. A message may quote half a surrogate pair, which UTF-8 does not have."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    return ENCODE(body).encode(errors="replace")
 
 
 # --- what a body asks for ------------------------------------------------------------------------------------------
@@ -336,6 +339,9 @@ def completions_words(words: Sequence[Word]) -> dict:
 # --- the bodies of the answers ---------------------------------------------------------------------------------------
 
 
+HOLE = "\0"  # where a text will be; no model is named so
+
+
 class Shape:
     """The bodies of one answer. `chat` decides between the two shapes; a stream's chunks differ from a whole answer."""
 
@@ -344,6 +350,7 @@ class Shape:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{number}-{suffix}"
         self.kind = "chat.completion" if chat else "text_completion"
         self.head = {"id": self.id, "object": self.kind, "created": int(time.time()), "model": model}
+        self._around: dict[int, list[bytes]] = {}  # by choice: the event of a piece, but for its text
 
     def whole(self, choices: list[dict], usage: dict) -> dict:
         return self.head | {"choices": choices, "usage": usage}
@@ -361,7 +368,15 @@ class Shape:
         """What a stream says of a choice before its first word: in a chat, who speaks."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}) if self.chat else None
 
-    def piece(self, index: int, text: str, words: Sequence[Word] | None) -> dict:
+    def piece(self, index: int, text: str, words: Sequence[Word] | None) -> bytes:
+        """The event of a piece of text. A stream has thousands, so what they have in common is written once."""
+        if words is not None:
+            return event(self._piece(index, text, words))
+        if index not in self._around:
+            self._around[index] = event(self._piece(index, HOLE)).split(dump(HOLE))
+        return dump(text).join(self._around[index])
+
+    def _piece(self, index: int, text: str, words: Sequence[Word] | None = None) -> dict:
         return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text}, words)
 
     def last(self, index: int, reason: str) -> dict:
