@@ -87,7 +87,7 @@ class Door:
         self._answers: dict[int, Answer] = {}  # by the number of the call
         self._watchers, self._scraped = 0, None  # `_scraped`: the snapshot of the last look at /metrics
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
-        manners = {"timeout_keep_alive": int(IDLE_S), "timeout_graceful_shutdown": 2, "limit_concurrency": CONNECTIONS}
+        manners = {"timeout_keep_alive": int(IDLE_S), "timeout_graceful_shutdown": 2}
         silent = {"log_config": None, "log_level": "critical", "access_log": False, "server_header": False}
         plain = {"interface": "asgi3", "http": "h11", "ws": "none", "lifespan": "off", "proxy_headers": False}
         self._server = uvicorn.Server(uvicorn.Config(self._serve, **manners, **silent, **plain))
@@ -186,6 +186,9 @@ class Door:
         visit = Visit(Request(scope, receive), number, send, self.journal)
         self._visits.add(visit)
         try:
+            if len(self._server.server_state.connections) > CONNECTIONS:
+                words = f"{CONNECTIONS} connections are open already"
+                raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
             guard(visit.request, self.options, self._is_local)
             response = await self._route(visit.request)(visit)
         except Refusal as refusal:

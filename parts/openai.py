@@ -44,6 +44,10 @@ NEUTRAL = {
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "typical_p": (1,),
+    "length_penalty": (1,),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "add_generation_prompt": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
 }
@@ -231,7 +235,8 @@ def chat_logprobs(asked: dict[str, Any]) -> int | None:
 
 
 def completions_logprobs(asked: dict[str, Any]) -> int | None:
-    return None if asked.get("logprobs") in (None, False) else number(asked, "logprobs", 0, TOP)
+    wanted = asked.get("logprobs")  # 0: the tokens' own, and no others beside them
+    return None if wanted is None or wanted is False else number(asked, "logprobs", 0, TOP)
 
 
 def boolean(asked: dict[str, Any], name: str, param: str | None = None) -> bool:

@@ -178,6 +178,21 @@ def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(cha
         assert shape.piece(index, text, None) == openai.event(said)
 
 
+def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
+    """Clients turn a 429 into a second try; a plain 503 without a word of when looks like a server that ends."""
+    monkeypatch.setattr(serve, "CONNECTIONS", 2)
+    kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
+    assert [line.reply().status for line in kept] == [200, 200]
+    reply = here.ask("/v1/models")
+    assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (429, "1", "close")
+    assert reply.error["type"] == "rate_limit_error"
+    for line in kept:
+        line.hang_up()
+    deadline = time.monotonic() + 10
+    while (status := here.ask("/v1/models").status) != 200:
+        assert time.monotonic() < deadline, status
+
+
 def test_threads_take_short_turns_while_the_door_is_open(engine):
     """With Python's own 5 ms, each token of each stream waited so long while the next step was prepared."""
     usual = sys.getswitchinterval()
