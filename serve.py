@@ -114,14 +114,14 @@ class Door:
     def wait(self) -> None:
         self._thread.join()
 
-    def drain(self, patience: float) -> None:
-        """Refuse what comes, and let what runs go on to its end, for so many seconds at most."""
+    def drain(self, patience: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Refuse what comes, and let what runs go on to its end: for so many seconds, or until somebody hurries."""
         self.draining = True
         if self.loop:
             self.loop.slow = 0.0
             self.loop.resume()  # what is paused would never end
         deadline = time.monotonic() + patience
-        while self._answers and time.monotonic() < deadline:
+        while self._answers and time.monotonic() < deadline and not is_hurried():
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -387,10 +387,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanobatch: --host {args.host} --port {args.port}: {error.strerror or error}", file=sys.stderr)
         return 2
 
-    def leave(*_) -> None:
+    signals = []  # the first lets answers end, the second ends them, and more change nothing
+
+    def leave(number: int, _) -> None:
         if door.served is None:
             os._exit(0)  # a download, or a layer that is being read, cannot be interrupted, but it can be left
-        raise KeyboardInterrupt
+        signals.append(number)
+        if len(signals) == 1:
+            raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
@@ -403,16 +407,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanobatch: {name} at {door.address}/v1; {engine.summary}", file=sys.stderr, flush=True)
         door.wait()
     except KeyboardInterrupt:
-        with suppress(KeyboardInterrupt):  # a second signal does not wait
-            door.drain(DRAIN_S)
+        door.drain(DRAIN_S, lambda: len(signals) > 1)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         code = 2
-    with suppress(KeyboardInterrupt):
-        door.close()
-        log.close()
-        if engine:
-            engine.close()
+    for each in (signal.SIGTERM, signal.SIGINT):  # the rest is short, and half done it would end in a crash
+        signal.signal(each, signal.SIG_IGN)
+    door.close()
+    log.close()
+    if engine:
+        engine.close()
     return code
 
 

@@ -108,6 +108,14 @@ class Server:
         return Line(self.host, self.port)
 
 
+def hail(process: subprocess.Popen, by: int) -> None:
+    """A signal every few milliseconds, until the process has ended."""
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(by)
+        time.sleep(0.003)
+
+
 class Reply(NamedTuple):
     status: int
     headers: dict[str, str]

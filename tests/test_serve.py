@@ -14,7 +14,7 @@ import time
 import openai
 import pytest
 from checkpoints import make_checkpoint
-from doors import CHAT, COMPLETIONS, ROOT, Server
+from doors import CHAT, COMPLETIONS, ROOT, Server, hail
 
 COUNT = "3, 4, 5, 6, 7."
 LONG = {"max_tokens": 400, "ignore_eos": True}  # seconds, unless the client hangs up
@@ -702,6 +702,18 @@ def test_a_second_signal_ends_streams_with_an_error_and_not_with_a_reason():
         rest = line.everything()
         assert b'"error":' in rest and b'"finish_reason":"' not in rest
         assert server.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_hail_of_signals_ends_a_busy_server_like_one(by):
+    """A third one came out of `close` as an exception: a traceback, work left on the device, any exit code."""
+    with Server() as server:
+        line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
+        line.until(b'"content":"')
+        hail(server.process, by)
+        assert server.process.wait(30) == 0, server.log.read_text()
+        assert "Traceback" not in server.log.read_text()
+        assert b"[DONE]" in line.everything()
 
 
 def test_an_idle_server_ends_at_once():
