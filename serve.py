@@ -63,6 +63,7 @@ CONNECTIONS = 512  # open at once; one more gets a 503
 SWEEP_S = 0.5  # so often the door looks for clients that are silent or stuck
 HEAD_S, IDLE_S = 30.0, 75.0  # a connection waits so long for its first request, and for another one
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
+TURN_S = 0.0005  # a thread that waits for its turn in Python gets it after so long
 # A watcher gets a frame so often, is dropped when it has not taken one for so long, and there are so many at most.
 WATCH_S, WATCH_STUCK_S, WATCHERS = 0.1, 5.0, 16
 
@@ -87,7 +88,7 @@ class Door:
         self._answers: dict[int, Answer] = {}  # by the number of the call
         self._watchers, self._scraped = 0, None  # `_scraped`: the snapshot of the last look at /metrics
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
-        manners = {"timeout_keep_alive": int(IDLE_S), "timeout_graceful_shutdown": 2, "limit_concurrency": CONNECTIONS}
+        manners = {"timeout_keep_alive": int(IDLE_S), "timeout_graceful_shutdown": 2}
         silent = {"log_config": None, "log_level": "critical", "access_log": False, "server_header": False}
         plain = {"interface": "asgi3", "http": "h11", "ws": "none", "lifespan": "off", "proxy_headers": False}
         self._server = uvicorn.Server(uvicorn.Config(self._serve, **manners, **silent, **plain))
@@ -114,14 +115,14 @@ class Door:
     def wait(self) -> None:
         self._thread.join()
 
-    def drain(self, patience: float) -> None:
-        """Refuse what comes, and let what runs go on to its end, for so many seconds at most."""
+    def drain(self, patience: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Refuse what comes, and let what runs go on to its end: for so many seconds, or until somebody hurries."""
         self.draining = True
         if self.loop:
             self.loop.slow = 0.0
             self.loop.resume()  # what is paused would never end
         deadline = time.monotonic() + patience
-        while self._answers and time.monotonic() < deadline:
+        while self._answers and time.monotonic() < deadline and not is_hurried():
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -144,7 +145,16 @@ class Door:
     # --- the way in: from here on all runs in the door's thread
 
     def _run(self) -> None:
-        asyncio.run(self._listen())
+        """Python's threads take turns. Ours gives its turn away with each system call, and it makes one for each token.
+
+        By default it would have to wait up to 5 ms for each, while the thread that steps prepares the next step.
+        """
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(TURN_S)
+        try:
+            asyncio.run(self._listen())
+        finally:
+            sys.setswitchinterval(usual)
 
     async def _listen(self) -> None:
         self._mailbox = Mailbox(asyncio.get_running_loop())
@@ -177,6 +187,9 @@ class Door:
         visit = Visit(Request(scope, receive), number, send, self.journal)
         self._visits.add(visit)
         try:
+            if len(self._server.server_state.connections) > CONNECTIONS:
+                words = f"{CONNECTIONS} connections are open already"
+                raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
             guard(visit.request, self.options, self._is_local)
             response = await self._route(visit.request)(visit)
         except Refusal as refusal:
@@ -375,10 +388,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanobatch: --host {args.host} --port {args.port}: {error.strerror or error}", file=sys.stderr)
         return 2
 
-    def leave(*_) -> None:
+    signals = []  # the first lets answers end, the second ends them, and more change nothing
+
+    def leave(number: int, _) -> None:
         if door.served is None:
             os._exit(0)  # a download, or a layer that is being read, cannot be interrupted, but it can be left
-        raise KeyboardInterrupt
+        signals.append(number)
+        if len(signals) == 1:
+            raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
@@ -391,16 +408,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanobatch: {name} at {door.address}/v1; {engine.summary}", file=sys.stderr, flush=True)
         door.wait()
     except KeyboardInterrupt:
-        with suppress(KeyboardInterrupt):  # a second signal does not wait
-            door.drain(DRAIN_S)
+        door.drain(DRAIN_S, lambda: len(signals) > 1)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         code = 2
-    with suppress(KeyboardInterrupt):
-        door.close()
-        log.close()
-        if engine:
-            engine.close()
+    for each in (signal.SIGTERM, signal.SIGINT):  # the rest is short, and half done it would end in a crash
+        signal.signal(each, signal.SIG_IGN)
+    door.close()
+    log.close()
+    if engine:
+        engine.close()
     return code
 
 

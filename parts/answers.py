@@ -22,7 +22,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice, pairwise, takewhile
+from itertools import islice, takewhile
+from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sched import Plan, Request, Scheduler
@@ -127,7 +128,7 @@ class Handle:
     @property
     def metrics(self) -> Metrics:
         r, times = self.request, self.times
-        gaps = sorted(b - a for a, b in pairwise(times))
+        gaps = sorted(map(sub, times[1:], times))
         return Metrics(
             queued_s=None if r.admitted is None else r.admitted - r.arrived,
             ttft_s=times[0] - r.arrived if times else None,

@@ -180,26 +180,26 @@ class Answer:
         first = [body for index in range(left) if (body := self.shape.first(index))]
         await visit.write(b"".join(map(event, first)) or PING)
         while left:
-            bodies = []
+            said = b""
             for index, piece in await self._come():
                 if piece is None and (failure := self._failure()):
                     visit.note(reason=failure.code, message=failure.message)
-                    await visit.write(b"".join(map(event, [*bodies, failure.body, "[DONE]"])), more=False)
+                    await visit.write(said + event(failure.body) + event("[DONE]"), more=False)
                     return
-                bodies += self._bodies(index, piece, words[index])
+                said += self._events(index, piece, words[index])
                 left -= piece is None
-            await visit.write(b"".join(map(event, bodies)) or PING)
+            await visit.write(said or PING)
         total = [self.shape.total(self._usage())] if self.wish.usage else []
         await visit.write(b"".join(map(event, [*total, "[DONE]"])), more=False)
 
-    def _bodies(self, index: int, piece: str | None, words: Words | None) -> list[dict]:
+    def _events(self, index: int, piece: str | None, words: Words | None) -> bytes:
         """What a stream says of a piece, or of a choice's end."""
         handle, said = self.handles[index], None
         if words:
             words.take(list(handle.tokens), list(handle.logprobs))
             said = words.finish(handle.text) if piece is None else words.release(len(piece))
-        bodies = [self.shape.piece(index, piece or "", said)] if piece or said else []
-        return [*bodies, self.shape.last(index, handle.finish_reason)] if piece is None else bodies
+        told = self.shape.piece(index, piece or "", said) if piece or said else b""
+        return told + event(self.shape.last(index, handle.finish_reason)) if piece is None else told
 
     def _words(self) -> list[Words | None]:
         wanted = self.wish.settings["logprobs"] is not None

@@ -44,6 +44,10 @@ NEUTRAL = {
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "typical_p": (1,),
+    "length_penalty": (1,),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "add_generation_prompt": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
 }
@@ -71,9 +75,12 @@ def ending() -> Refusal:
     return Refusal(503, "the server is ending", "draining", Retry_After="5")
 
 
+ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` would make one each time
+
+
 def dump(body: Any) -> bytes:
     """JSON as UTF-8. A message may quote half a surrogate pair, which UTF-8 does not have."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    return ENCODE(body).encode(errors="replace")
 
 
 # --- what a body asks for ------------------------------------------------------------------------------------------
@@ -228,7 +235,8 @@ def chat_logprobs(asked: dict[str, Any]) -> int | None:
 
 
 def completions_logprobs(asked: dict[str, Any]) -> int | None:
-    return None if asked.get("logprobs") in (None, False) else number(asked, "logprobs", 0, TOP)
+    wanted = asked.get("logprobs")  # 0: the tokens' own, and no others beside them
+    return None if wanted is None or wanted is False else number(asked, "logprobs", 0, TOP)
 
 
 def boolean(asked: dict[str, Any], name: str, param: str | None = None) -> bool:
@@ -336,6 +344,9 @@ def completions_words(words: Sequence[Word]) -> dict:
 # --- the bodies of the answers ---------------------------------------------------------------------------------------
 
 
+HOLE = "\0"  # where a text will be; no model is named so
+
+
 class Shape:
     """The bodies of one answer. `chat` decides between the two shapes; a stream's chunks differ from a whole answer."""
 
@@ -344,6 +355,7 @@ class Shape:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{number}-{suffix}"
         self.kind = "chat.completion" if chat else "text_completion"
         self.head = {"id": self.id, "object": self.kind, "created": int(time.time()), "model": model}
+        self._around: dict[int, list[bytes]] = {}  # by choice: the event of a piece, but for its text
 
     def whole(self, choices: list[dict], usage: dict) -> dict:
         return self.head | {"choices": choices, "usage": usage}
@@ -361,7 +373,15 @@ class Shape:
         """What a stream says of a choice before its first word: in a chat, who speaks."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}) if self.chat else None
 
-    def piece(self, index: int, text: str, words: Sequence[Word] | None) -> dict:
+    def piece(self, index: int, text: str, words: Sequence[Word] | None) -> bytes:
+        """The event of a piece of text. A stream has thousands, so what they have in common is written once."""
+        if words is not None:
+            return event(self._piece(index, text, words))
+        if index not in self._around:
+            self._around[index] = event(self._piece(index, HOLE)).split(dump(HOLE))
+        return dump(text).join(self._around[index])
+
+    def _piece(self, index: int, text: str, words: Sequence[Word] | None = None) -> dict:
         return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text}, words)
 
     def last(self, index: int, reason: str) -> dict:

@@ -15,6 +15,7 @@ Where next: `serve.py`, which sends frames from `/watch`.
 
 from __future__ import annotations
 
+import json
 import types
 import zlib
 from dataclasses import fields, is_dataclass, replace
@@ -35,13 +36,13 @@ class Frame(NamedTuple):
     door: DoorView
 
 
-def pack(value: Any) -> Any:
-    """A view as JSON has it: the lists of its fields."""
-    if isinstance(value, (list, tuple)):
-        return [pack(one) for one in value]
-    if names := names_of(type(value)):
-        return [pack(getattr(value, name)) for name in names]
-    return value if isinstance(value, (str, int, float, type(None))) else str(value)  # an origin may be anything
+def packed(value: Any) -> Any:
+    """What JSON does not know by itself: a view is the list of its fields, anything else is a text."""
+    names = names_of(type(value))
+    return [getattr(value, name) for name in names] if names else str(value)
+
+
+ENCODE = json.JSONEncoder(separators=(",", ":"), default=packed).encode
 
 
 @cache
@@ -86,18 +87,20 @@ class Sender:
     def __init__(self, texts: bool):
         self._texts, self._sent = texts, {}  # by request: (has its prompt been sent, characters of its text)
 
-    def pack(self, frame: Frame) -> list:
+    def pack(self, frame: Frame) -> str:
         engine, door = frame.engine, frame.door
         if not self._texts:  # figures alone
             door = replace(door, open=tuple(map(figures, door.open)), ended=tuple(map(figures, door.ended)))
             engine = replace(engine, faults=("",) * len(engine.faults))
         before, self._sent = self._sent, {r.id: len(r.text) for r in engine.requests}
         requests, ended = (tuple(self._cut(r, before) for r in many) for many in (engine.requests, engine.ended))
-        return pack(frame._replace(engine=replace(engine, requests=requests, ended=ended), door=door))
+        return ENCODE(frame._replace(engine=replace(engine, requests=requests, ended=ended), door=door))
 
     def _cut(self, request: RequestView, sent: dict[int, int]) -> RequestView:
         if not self._texts:
             return replace(request, prompt="", text="", origin=None, error=request.error and "error")
+        if isinstance(request.origin, dict):  # it may be anything, but not all keys can be written as JSON
+            request = replace(request, origin=str(request.origin))
         if request.id not in sent:
             return request
         return replace(request, prompt="", text=request.text[sent[request.id] :])

@@ -1,6 +1,7 @@
 """What the door costs: the same prompts through HTTP and through `engine.generate`, on one engine, in turn.
 
     python tests/door_price.py [--model demo] [--slots 8] [--tokens 64] [--rounds 3]
+    python tests/door_price.py --beside mlx_lm      # serve.py and mlx_lm.server, in turn
 
 For 1, 8 and 32 streams at once: tokens/s both ways, their ratio, and the CPU time that a token takes more through HTTP
 (of the server's process alone; the clients are another one). Then, for one request at a time, how much later the first
@@ -12,17 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from doors import Server  # noqa: E402
 
 from nanobatch import Engine, Sampling  # noqa: E402
+from parts.device import mx  # noqa: E402
 from parts.http import Options  # noqa: E402
+from parts.models import find  # noqa: E402
 from serve import Door  # noqa: E402
 
 # The clients: so many raw sockets in one process, which parse as little as possible. It prints seconds, tokens, and
@@ -65,13 +74,69 @@ def clients(port: int, count: int, tokens: int, rounds: int = 1) -> list[dict]:
     return [json.loads(line) for line in subprocess.run(command, capture_output=True, check=True).stdout.splitlines()]
 
 
+# mlx-lm's own server, over the BLAS that ours puts under MLX.
+PEER = """
+import sys
+sys.path[:0] = [sys.argv.pop(1)]
+from parts import device
+from mlx_lm import server
+server.main()
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def beside(args: argparse.Namespace) -> None:
+    """Our server and mlx_lm.server, each in a process of its own: the same weights in float32, greedy, as streams."""
+    folder = find(args.model)
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        copy = shutil.copytree(folder, Path(temporary) / "model")
+        for file in copy.glob("*.safetensors"):  # mlx-lm computes in the type that it finds, and all others are slow
+            weights = {name: w.astype(mx.float32) for name, w in mx.load(str(file)).items()}
+            mx.save_safetensors(str(file), weights, {"format": "mlx"})
+        own, peer = stack.enter_context(Server("--model", str(copy), "--slots", str(args.slots))), free_port()
+        command = [sys.executable, "-c", PEER, str(ROOT), "--model", str(copy), "--port", str(peer)]
+        command += ["--decode-concurrency", str(args.slots), "--prompt-concurrency", str(args.slots)]
+        process = subprocess.Popen([*command, "--log-level", "ERROR"], stderr=subprocess.DEVNULL)
+        stack.callback(process.kill)
+        while True:
+            with suppress(ConnectionError):
+                socket.create_connection(("127.0.0.1", peer)).close()
+                break
+            assert process.poll() is None, "mlx_lm.server has ended"
+            time.sleep(0.1)
+        for port in (own.port, peer):
+            clients(port, args.slots, args.tokens)  # warm up
+        for count in (1, 8):
+            rates, first = {own.port: [], peer: []}, {own.port: [], peer: []}
+            for _ in range(args.rounds):
+                for port in rates:
+                    (found,) = clients(port, count, args.tokens)
+                    rates[port].append(count * args.tokens / found["seconds"])
+                    first[port].append(1000 * statistics.median(found["first"]))
+            ours, theirs = (statistics.median(rates[port]) for port in rates)
+            print(
+                f"{count:3} streams: {ours:6.0f} tokens/s by serve.py, {theirs:6.0f} by mlx_lm.server, ratio "
+                f"{ours / theirs:.2f}; first token after {statistics.median(first[own.port]):.0f} ms and "
+                f"{statistics.median(first[peer]):.0f} ms",
+                flush=True,
+            )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beside", choices=["mlx_lm"], help="compare with this server instead")
     args = parser.parse_args()
+    if args.beside:
+        beside(args)
+        return 0
     engine = Engine.load(args.model, slots=args.slots, max_len=512, reuse=False)
     loop = engine.serving()
     door = Door(Options(port=0)).start()

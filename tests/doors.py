@@ -27,6 +27,8 @@ JSON = {"Content-Type": "application/json"}
 class Server:
     """`serve.py` in a process of its own, on a port that is free."""
 
+    patience = 20.0  # seconds for an answer
+
     def __init__(self, *arguments: str, wait: bool = True, **environment: str):
         self.log = Path(tempfile.mkstemp(suffix=".log")[1])
         command = [sys.executable, str(ROOT / "serve.py"), "--port", "0", *arguments]
@@ -70,7 +72,7 @@ class Server:
 
     def ask(self, path: str, body: object = None, method: str = "", **headers: str) -> Reply:
         """One request on a connection of its own. A body that is no text is sent as JSON."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=self.patience)
         data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         try:
@@ -106,6 +108,14 @@ class Server:
 
     def line(self) -> Line:
         return Line(self.host, self.port)
+
+
+def hail(process: subprocess.Popen, by: int) -> None:
+    """A signal every few milliseconds, until the process has ended."""
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(by)
+        time.sleep(0.003)
 
 
 class Reply(NamedTuple):

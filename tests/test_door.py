@@ -1,5 +1,7 @@
 """The door in this process, on a small random model: what a server that cannot be paused or broken would not show."""
 
+import json
+import sys
 import threading
 import time
 
@@ -8,7 +10,7 @@ from doors import COMPLETIONS, Line, Server
 from soak_http import soak
 
 import serve
-from parts import bridge, http
+from parts import bridge, http, openai
 from parts.http import Options
 from parts.loop import Loop, Stopwatch
 
@@ -158,6 +160,46 @@ def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
         assert engine.snapshot().waiting == 3
         here.loop.resume()
         assert len(first.reply().json["choices"]) == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["fox", "", 'a "quote"\n\\', "\0", '"\0"', "\u0000", "日本 🦊", "half \ud83e", "data: [DONE]\n\n"]
+)
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(chat, text):
+    """A stream's events are written around their texts. A text that looks like the pattern's hole would tear them."""
+    shape = openai.Shape(chat, 7, "ab", 'a "model"', streamed_usage=True)
+    for index in (0, 3, 0):
+        (choice,) = json.loads(shape.piece(index, text, None).removeprefix(b"data: "))["choices"]
+        written = choice["delta"]["content"] if chat else choice["text"]
+        assert (choice["index"], written) == (index, text.replace("\ud83e", "?"))
+        said = json.loads(shape.piece(index, text, []).removeprefix(b"data: "))
+        said["choices"][0]["logprobs"] = None
+        assert shape.piece(index, text, None) == openai.event(said)
+
+
+def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
+    """Clients turn a 429 into a second try; a plain 503 without a word of when looks like a server that ends."""
+    monkeypatch.setattr(serve, "CONNECTIONS", 2)
+    kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
+    assert [line.reply().status for line in kept] == [200, 200]
+    reply = here.ask("/v1/models")
+    assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (429, "1", "close")
+    assert reply.error["type"] == "rate_limit_error"
+    for line in kept:
+        line.hang_up()
+    deadline = time.monotonic() + 10
+    while (status := here.ask("/v1/models").status) != 200:
+        assert time.monotonic() < deadline, status
+
+
+def test_threads_take_short_turns_while_the_door_is_open(engine):
+    """With Python's own 5 ms, each token of each stream waited so long while the next step was prepared."""
+    usual = sys.getswitchinterval()
+    with Here(engine) as here:
+        assert here.ask("/health").status == 200
+        assert sys.getswitchinterval() < 0.002 < usual
+    assert sys.getswitchinterval() == usual
 
 
 def test_a_long_prompt_stops_no_other_thread(engine):

@@ -15,6 +15,7 @@ from parts.checkpoint import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+RIGHT = (ROOT / "docs" / "right.md").read_text()
 FILES = (ROOT / "docs" / "files.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
 MODULES = [str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.py"), *ROOT.glob("parts/*.py"), *ROOT.glob("screen/*.py"))]
@@ -218,11 +219,12 @@ def test_the_readmes_counts_are_those_of_the_tests():
     import test_exact
     import test_parity
 
-    assert f"{len(test_parity.CONFIGS)} configurations" in README
-    assert f"{len(test_parity.CONFIGS) * test_parity.PROMPTS} prompts" in README
+    for page in (README, RIGHT):
+        assert f"{len(test_parity.CONFIGS)} configurations" in page
+        assert f"{len(test_parity.CONFIGS) * test_parity.PROMPTS} prompts" in page
+        assert f"{test_exact.SCHEDULES} random schedules" in page
+        assert f"{len(company.SHAPES)} shapes of models" in page
     assert f"({test_parity.of_new_families() * test_parity.PROMPTS} of the eight" in README
-    assert f"{test_exact.SCHEDULES} random schedules" in README
-    assert f"{len(company.SHAPES)} shapes of models" in README
 
 
 def test_the_readme_names_every_family():

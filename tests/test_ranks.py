@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
+from doors import hail
 from harness import random_asks, run_schedule
 from rank import SIZES, live
 
@@ -292,8 +293,10 @@ def test_a_lost_rank_is_told_to_every_client_and_ends_every_process(tmp_path, fa
         assert raised is None or f"nanobatch: rank {raised} of 2: OverflowError: planted" in pair.said(raised)
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["once", "again and again"])
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by):
+def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by, many):
+    """A third signal interrupted the goodbye to rank 1, which then took rank 0 for lost."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
         address = pair.says(0, r"at http://(\S+)/v1; .*rank 0 of 2 by ring")[1]
         pair.says(1, "follows rank 0")
@@ -305,6 +308,8 @@ def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by):
             assert line.recv(4096).startswith(b"HTTP/1.1 200")
         for process in reversed(pair.processes.values()) if by == signal.SIGINT else [pair.processes[0]]:
             process.send_signal(by)  # in a terminal, Ctrl-C reaches all
+        if many:
+            hail(pair.processes[0], by)
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         assert "Traceback" not in pair.said(0) + pair.said(1)
 

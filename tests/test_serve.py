@@ -14,7 +14,7 @@ import time
 import openai
 import pytest
 from checkpoints import make_checkpoint
-from doors import CHAT, COMPLETIONS, ROOT, Server
+from doors import CHAT, COMPLETIONS, ROOT, Server, hail
 
 COUNT = "3, 4, 5, 6, 7."
 LONG = {"max_tokens": 400, "ignore_eos": True}  # seconds, unless the client hangs up
@@ -133,6 +133,13 @@ def test_tokens_of_both_shapes_of_logprobs_join_to_the_answer(server):
     assert older["logprobs"]["text_offset"] == [len("".join(tokens[:i])) for i in range(8)]
 
 
+def test_logprobs_of_0_are_those_of_the_answers_tokens_alone(server):
+    """0 is no `false`, though Python finds the two equal."""
+    said = server.complete(logprobs=0, temperature=0).json["choices"][0]["logprobs"]
+    assert len(said["token_logprobs"]) == 8 and said["top_logprobs"] == [{}] * 8
+    assert server.complete(logprobs=False).json["choices"][0]["logprobs"] is None
+
+
 def test_tokens_behind_a_stop_text_are_in_no_logprobs(server):
     choice = server.chat(logprobs=True, temperature=0, stop=", 6").json["choices"][0]
     assert choice["message"]["content"] == "3, 4, 5" and choice["finish_reason"] == "stop"
@@ -187,6 +194,7 @@ def test_content_may_come_in_parts_and_a_developer_is_the_system(server):
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
         {"user": "me", "metadata": {"a": "b"}, "store": False, "best_of": 1, "service_tier": "auto"},
         {"logit_bias": {}, "stop": [], "functions": [], "parallel_tool_calls": True},
+        {"length_penalty": 1.0, "reasoning_effort": "none", "verbosity": "medium", "add_generation_prompt": True},
         {"temperature": 2, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": -1},
         dict.fromkeys(("model", "stream", "max_tokens", "temperature", "n", "stop", "seed", "tools", "logprobs")),
         dict.fromkeys(("top_logprobs", "top_p", "logit_bias", "stream_options", "response_format", "whatever")),
@@ -694,6 +702,18 @@ def test_a_second_signal_ends_streams_with_an_error_and_not_with_a_reason():
         rest = line.everything()
         assert b'"error":' in rest and b'"finish_reason":"' not in rest
         assert server.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
+def test_a_hail_of_signals_ends_a_busy_server_like_one(by):
+    """A third one came out of `close` as an exception: a traceback, work left on the device, any exit code."""
+    with Server() as server:
+        line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
+        line.until(b'"content":"')
+        hail(server.process, by)
+        assert server.process.wait(30) == 0, server.log.read_text()
+        assert "Traceback" not in server.log.read_text()
+        assert b"[DONE]" in line.everything()
 
 
 def test_an_idle_server_ends_at_once():
