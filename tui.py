@@ -613,7 +613,8 @@ def main(arguments: list[str] | None = None) -> int:
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
     if args.asks:
         room.fire(session.asks(len(prompts)))
-    terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    browser = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
+    terminal = browser or all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     # A first burst of the demo model is watched slowly, but not by a script or in a log.
     scripted = args.script or args.asks or args.screenshot or args.serve or args.watch
     session.eases = args.model == "demo" and terminal and not args.plain and not scripted
@@ -623,7 +624,7 @@ def main(arguments: list[str] | None = None) -> int:
             app = Screen(session, args.script, args.screenshot)
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or failed(session.state)
-            if session.state.periods and not args.screenshot:
+            if session.state.periods and not (args.screenshot or browser):
                 print("\n".join(table(session.state.periods, shutil.get_terminal_size().columns, 10)))
         else:
             signal.signal(signal.SIGTERM, leave)
