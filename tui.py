@@ -141,13 +141,13 @@ def is_wide(width: int, height: int) -> bool:
 
 
 def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
-    """Charts, one above the other; side by side if there is no room for that."""
+    """Charts, one above the other; side by side if there is no room for that. The last ones are left out first."""
     x, y, wide, tall = place
-    count = len(names)
-    if tall < 6 * count and wide >= 72:
-        each = (wide - 2 * (count - 1)) // count
+    if tall < 6 * len(names) and wide >= 72:
+        each = (wide - 2 * (len(names) - 1)) // len(names)
         return {name: Region(x + i * (each + 2), y, each, tall) for i, name in enumerate(names)}
-    tops = [i * tall // count for i in range(count + 1)]
+    names = names[: max(1, tall // 4)]
+    tops = [i * tall // len(names) for i in range(len(names) + 1)]
     return {name: Region(x, y + tops[i], wide, tops[i + 1] - tops[i]) for i, name in enumerate(names)}
 
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -262,7 +262,9 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
             places = tui.arrange(width, height, slots, lower, door)
             assert {"status", "slots", "prompt", "keys"} <= places.keys()
             drawn = tui.STACKS.get(lower, (lower,))
-            assert set(drawn) <= places.keys() or lower in ("streams", "timeline") or width >= 110, (lower, places)
+            assert drawn[0] in places or lower in ("streams", "timeline") or width >= 110, (lower, places)
+            charted = [places[name].height for name in chain(*tui.STACKS.values()) if name in places]
+            assert min(charted, default=4) >= 4, "a chart of two lines was a title and an axis, with nothing in between"
             for name, region in places.items():
                 assert Region(0, 0, width, height).contains_region(region), (name, region)
                 assert region.width > 1 and region.height > 0, (name, region)
@@ -1377,7 +1379,8 @@ def test_the_charts_cover_the_same_time():
     stage.session.obey("/burst 20")
     stage.finish()
     rate, batch = (plain(draw(stage.state, ink.DARK, 44, 8)) for draw in (charts.draw_rate, charts.draw_batch))
-    assert rate[-1].split() == batch[-1].split() == ["−4.40", "s", "0", "s"]
+    assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.40", "s", "0", "s"]
+    assert len({line.find("┤") for line in (rate[1], batch[1])}) == 1, "the same moment stood in other columns"
     work = sum(column.useful * (column.ended - column.began) for column in stage.state.history)
     assert f"mean {work / stage.state.history[-1].ended:.1f} of 8 slots" in batch[0]
 
@@ -1452,6 +1455,7 @@ def test_requests_that_have_ended_can_be_read_and_copied(size):
         await it.press("escape", "b", turns=400)
         assert len(it.stage.state.ended) == 12
         await it.press("f")
+        assert "Esc back" in it.text().split("\n")[0]
         newest = it.stage.state.ended[-1]
         assert f"r{newest.id}" in it.text() and "once upon" in it.text() and "TTFT" in it.text()
         await it.press("down", "y")
@@ -1461,6 +1465,31 @@ def test_requests_that_have_ended_can_be_read_and_copied(size):
         assert it.app.clipboard == it.stage.state.owner(0).text
 
     show(scenario, size=size)
+
+
+def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
+    """It had titles of figures, and a scale of one second, with nothing above it."""
+    stage = Stage().load()
+    stage.state.contest = runs.Contest("Race", [], state.RACE_WAITS)
+    heading, *lines = plain(panes.draw_contest(stage.state, ink.DARK, 80, 24))
+    assert "Esc back" in heading and [line.strip() for line in lines] == [state.RACE_WAITS]
+
+
+def test_a_number_and_its_unit_stand_in_one_line():
+    assert ink.wrap("in all 3.48 s", 11) == ["in all", "3.48 s"] and ink.wrap("325 ms; more", 7) == ["325 ms;", "more"]
+    assert ink.wrap("a small word", 8) == ["a small", "word"] and ink.wrap("1 second", 6) == ["1", "second"]
+
+
+def test_a_stage_of_a_step_has_its_name_or_its_first_letter():
+    """The bar said "pbui": a word that was cut."""
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    stage.turns(30)
+    seen = set()
+    for width in range(30, 90):
+        bar = plain(panes.draw_step(stage.state, ink.DARK, width, 40))[-1]
+        seen |= set(re.findall(r"[a-z]+", bar))
+    assert {"p", "wait", "c"} <= seen <= {"p", "c", "b", "pb", "pbuild", "build", "wait", "w"}
 
 
 @at_every_size
@@ -1488,8 +1517,8 @@ def test_help_names_every_key_and_the_words(size):
         for _ in range(9):
             await it.press("pagedown")
             seen += it.text()
-        for key in keys.KEYS:
-            assert key.help[:40] in seen, key
+        for word in re.findall(r"\S+", " ".join(key.help for key in keys.KEYS)):
+            assert word in seen, f"{word}: the end of a line was cut off"
         for name in (*dict(keys.WORDS), *POLICIES):
             assert f" {name}  " in seen or f" {name} " in seen, name
         for kind in (PREFILL, DECODE, HELD, BLOCKED, ink.GHOST):
