@@ -60,7 +60,7 @@ from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, r
 from screen.state import State
 from screen.totals import table
 from screen.trace import trace_events
-from screen.widgets import NEWLINE, Pane, Prompt
+from screen.widgets import NEWLINE, Pane, Prompt, thrifty
 
 # --- where each pane goes ------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Sheet(ModalScreen):
 
 
 class Screen(App):
-    """The whole screen. It places the panes, looks for news ten times a second, and turns keys into wishes."""
+    """The whole screen. It places the panes, looks for news up to ten times a second, and turns keys into wishes."""
 
     TITLE = "nanobatch"
     CSS = """
@@ -234,7 +234,7 @@ class Screen(App):
         self.watch_theme()
         self.watch(self.screen, "focused", self.note_focus)
         self.place(self.size)
-        self.set_interval(self.LOOKS, self.look)
+        self.set_interval(self.LOOKS, thrifty(self.look))
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # after Ctrl-Z and fg
         if threading.current_thread() is threading.main_thread():
             for signal_, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)):
@@ -263,7 +263,7 @@ class Screen(App):
         self.call_after_refresh(self.paint)
 
     def look(self) -> None:
-        """Called ten times a second. Without news nothing is painted; charts and the step are painted less often."""
+        """Without news nothing is painted; charts and the step are painted less often than the rest."""
         before = self.state.view
         if not self.session.look():
             return

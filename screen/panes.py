@@ -192,14 +192,16 @@ def draw_cells(pen: Pen, p: Palette, columns: Sequence[Column], slot: int, curso
     i = 0
     for request, stretch in groupby(columns, key=lambda column: column.cells[slot].request):
         cells = [column.cells[slot] for column in stretch]
-        label = "" if request is None else f" {request}"
-        for cell, digit in zip_longest(cells, label if len(label) <= len(cells) else ""):
+        label = "" if request is None or len(str(request)) >= len(cells) else f" {request}"
+        digits = zip_longest(range(i, i + len(cells)), cells, label)
+        for (cell, digit, here), alike in groupby(digits, key=lambda place: (*place[1:], place[0] == cursor)):
+            many = sum(1 for _ in alike)
             if digit and digit != " ":
                 back = p.ground(cell.kind, request)  # the cell's colour stays behind the digit
-                pen.put(digit, ink.style(ink.ink_on(back), back, True, i == cursor))
+                pen.put(digit * many, ink.style(ink.ink_on(back), back, True, here))
             else:
-                pen.put(ink.GLYPHS[cell.kind], p.cell(cell.kind, request, i == cursor))
-            i += 1
+                pen.put(ink.GLYPHS[cell.kind] * many, p.cell(cell.kind, request, here))
+        i += len(cells)
 
 
 def draw_timeline(state: State, p: Palette, width: int, height: int) -> list[Line]:

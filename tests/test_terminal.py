@@ -102,11 +102,13 @@ class Terminal:
         os.write(self.master, keys.encode())
 
     def sees(self, *parts: str, timeout: float = 30) -> None:
-        deadline = time.monotonic() + timeout
+        waited = 0.0
         while not all(part in self.text() for part in parts):
-            assert time.monotonic() < deadline, f"{parts} not seen in {timeout} s:\n{self.text()}"
+            assert waited < timeout, f"{parts} not seen in {timeout} s:\n{self.text()}"
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
+            began = time.monotonic()
             self.read(0.05)
+            waited += min(0.1, time.monotonic() - began)  # a machine that stood still meanwhile has not waited
 
     def ends(self, code: int, within: float = 10, saying: str = "") -> None:
         """It ends, in time, and leaves the terminal as it was."""

@@ -33,7 +33,7 @@ from nanobatch import Engine, Sampling
 from parts.answers import RanksView
 from parts.loop import Stopwatch
 from sched import POLICIES, Scheduler
-from screen import charts, ink, keys, panes, room, runs, session, state, timeline, totals, trace
+from screen import charts, ink, keys, panes, room, runs, session, state, timeline, totals, trace, widgets
 from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL
 from screen.room import EngineRoom, Settings
 from screen.session import Session
@@ -541,6 +541,25 @@ def test_every_step_reaches_the_screen_while_the_engine_takes_thousands_a_second
     steps = [column.step for column in stage.state.history]
     assert steps == list(range(1, stage.engine.steps + 1)) and len(steps) > 1000
     assert len(stage.state.ended) == 90 and not stage.state.faults
+
+
+def test_the_screen_takes_a_tenth_of_a_core_at_most_and_looks_twice_a_second_at_least(monkeypatch):
+    """A picture of 20 ms, ten times a second, is a fifth of a core that the engine needs, too."""
+    now, used, looks = Clock(), Clock(), []
+    monkeypatch.setattr(widgets, "time", SimpleNamespace(monotonic=now, thread_time=used))
+
+    def run(price: float, seconds: float) -> list[float]:
+        looks.clear()
+        look = widgets.thrifty(lambda: looks.append(now.now))
+        for _ in range(round(10 * seconds)):
+            look_count = len(looks)
+            look()
+            used.now += price * (len(looks) - look_count)
+            now.now += 0.1
+        return looks
+
+    assert len(run(0.005, 10)) == 100 and len(run(0.015, 10)) == 50
+    assert len(run(0.030, 10)) in (33, 34) and len(run(0.5, 10)) == 20
 
 
 # --- what stays --------------------------------------------------------------------------------------------------
