@@ -60,7 +60,7 @@ from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, r
 from screen.state import State
 from screen.totals import table
 from screen.trace import trace_events
-from screen.widgets import NEWLINE, Pane, Prompt
+from screen.widgets import NEWLINE, Pane, Prompt, thrifty
 
 # --- where each pane goes ------------------------------------------------------------------------------------------
 
@@ -141,13 +141,13 @@ def is_wide(width: int, height: int) -> bool:
 
 
 def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
-    """Charts, one above the other; side by side if there is no room for that."""
+    """Charts, one above the other; side by side if there is no room for that. The last ones are left out first."""
     x, y, wide, tall = place
-    count = len(names)
-    if tall < 6 * count and wide >= 72:
-        each = (wide - 2 * (count - 1)) // count
+    if tall < 6 * len(names) and wide >= 72:
+        each = (wide - 2 * (len(names) - 1)) // len(names)
         return {name: Region(x + i * (each + 2), y, each, tall) for i, name in enumerate(names)}
-    tops = [i * tall // count for i in range(count + 1)]
+    names = names[: max(1, tall // 4)]
+    tops = [i * tall // len(names) for i in range(len(names) + 1)]
     return {name: Region(x, y + tops[i], wide, tops[i + 1] - tops[i]) for i, name in enumerate(names)}
 
 
@@ -194,7 +194,7 @@ class Sheet(ModalScreen):
 
 
 class Screen(App):
-    """The whole screen. It places the panes, looks for news ten times a second, and turns keys into wishes."""
+    """The whole screen. It places the panes, looks for news up to ten times a second, and turns keys into wishes."""
 
     TITLE = "nanobatch"
     CSS = """
@@ -234,7 +234,7 @@ class Screen(App):
         self.watch_theme()
         self.watch(self.screen, "focused", self.note_focus)
         self.place(self.size)
-        self.set_interval(self.LOOKS, self.look)
+        self.set_interval(self.LOOKS, thrifty(self.look))
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # after Ctrl-Z and fg
         if threading.current_thread() is threading.main_thread():
             for signal_, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)):
@@ -263,7 +263,7 @@ class Screen(App):
         self.call_after_refresh(self.paint)
 
     def look(self) -> None:
-        """Called ten times a second. Without news nothing is painted; charts and the step are painted less often."""
+        """Without news nothing is painted; charts and the step are painted less often than the rest."""
         before = self.state.view
         if not self.session.look():
             return
@@ -613,7 +613,8 @@ def main(arguments: list[str] | None = None) -> int:
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
     if args.asks:
         room.fire(session.asks(len(prompts)))
-    terminal = all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    browser = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
+    terminal = browser or all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     # A first burst of the demo model is watched slowly, but not by a script or in a log.
     scripted = args.script or args.asks or args.screenshot or args.serve or args.watch
     session.eases = args.model == "demo" and terminal and not args.plain and not scripted
@@ -623,7 +624,7 @@ def main(arguments: list[str] | None = None) -> int:
             app = Screen(session, args.script, args.screenshot)
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or failed(session.state)
-            if session.state.periods and not args.screenshot:
+            if session.state.periods and not (args.screenshot or browser):
                 print("\n".join(table(session.state.periods, shutil.get_terminal_size().columns, 10)))
         else:
             signal.signal(signal.SIGTERM, leave)

@@ -52,6 +52,10 @@ class Call:
     latency_s: float | None = None
 
     @property
+    def is_refused(self) -> bool:
+        return bool(self.message) and not self.hung_up
+
+    @property
     def line(self) -> str:
         """In logfmt. A message may quote what a client has sent, so only its code is told."""
         values = {

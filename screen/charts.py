@@ -24,6 +24,7 @@ from screen.state import State
 from screen.totals import percentile
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
+SCALE = 5  # characters: the numbers at the left. Charts of the same time then begin in the same column.
 
 
 def nice(top: float) -> float:
@@ -37,7 +38,7 @@ def draw_area(
 ) -> list[Line]:
     """Values as columns over a zero line. At the left is the scale; `ends` stand under the first and last column."""
     scale = {0: "0", height - 1: f"{top:,.0f}"}
-    label = max(len(scale[height - 1]), 2)
+    label = max(len(scale[height - 1]), SCALE)
     values = values[-(width - label - 2) :]
     lines, solid = [], style(hue, hue)
     for row in reversed(range(height)):
@@ -69,7 +70,7 @@ def ends_of(state: State) -> tuple[str, str]:
 
 def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """Tokens a second."""
-    bins, (began, last) = width - 8, stretch(state)
+    bins, (began, last) = width - SCALE - 2, stretch(state)
     tick = max(last - began, 0.05) / bins
     totals = [state.delivered(began + i * tick) for i in range(bins + 1)]
     values = [(b - a) / tick for a, b in pairwise(totals)]
@@ -79,7 +80,7 @@ def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
 
 def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How many of the slots did useful work, over the same time as the tokens a second."""
-    bins, (began, last), slots = width - 8, stretch(state), len(state.view.engine.slots)
+    bins, (began, last), slots = width - SCALE - 2, stretch(state), len(state.view.engine.slots)
     tick = max(last - began, 0.05) / bins
     worked = [0.0] * bins  # slots x seconds
     first = bisect_left(state.history, began, key=lambda column: column.ended)
@@ -98,7 +99,7 @@ def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
 def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How many requests were left in line: the most of each few steps of the latest busy period."""
     steps = state.history[state.woke :]
-    bins = min(len(steps), width - 8)
+    bins = min(len(steps), width - SCALE - 2)
     cuts = [i * len(steps) // max(1, bins) for i in range(bins + 1)]
     waiting = [max(column.view.waiting for column in steps[a:b]) for a, b in pairwise(cuts)]
     ends = (f"step {steps[0].step:,}", f"{steps[-1].step:,}") if steps else ("step", "")

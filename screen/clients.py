@@ -73,13 +73,9 @@ def values(call: Call) -> Iterable[str]:
     yield "" if call.latency_s is None else number(call.latency_s)
 
 
-def is_refused(call: Call) -> bool:
-    return bool(call.message) and not call.hung_up
-
-
 def draw_call(p: Palette, call: Call, columns: Sequence[Column], width: int, message: str) -> Line:
     """One call in one line. What a refusal says takes the place of the figures, of which it has none."""
-    colour = p.bad if is_refused(call) else p.text if call.latency_s is None or call.hung_up else p.muted
+    colour = p.bad if call.is_refused else p.text if call.latency_s is None or call.hung_up else p.muted
     pen, cells = Pen().put("╳" if call.hung_up else " ", p.bad, True), dict(zip(COLUMNS, values(call), strict=True))
     for column in columns:
         if column.is_text:
@@ -98,9 +94,8 @@ def draw_clients(state: State, p: Palette, width: int, height: int, whole: bool 
     if door is None:
         words = "The door is shut. --serve 8000 opens it: then programs that speak OpenAI's protocol can ask."
         return [heading(p, width, "Clients", "Esc back", do="screen.dismiss"), *entry(p, width, "", words, p.muted)]
-    refused, gone = sum(map(is_refused, state.calls)), sum(call.hung_up for call in state.calls)
-    counts = ((len(door.open), "open"), (len(state.calls), "ended"), (refused, "refused"), (gone, "hung up ╳"))
-    note = " · ".join(f"{count:,} {what}" for count, what in counts)
+    counts = {"open": len(door.open), "ended": door.seen, "refused": state.refused, "hung up ╳": state.gone}
+    note = " · ".join(f"{count:,} {what}" for what, count in counts.items())
     pen = Pen().put(" ")
     for title, wide, _, is_text in columns:
         pen.put(f"{title:<{wide}}" if is_text else f"{title:>{wide}}", p.muted)
@@ -112,7 +107,7 @@ def draw_clients(state: State, p: Palette, width: int, height: int, whole: bool 
     if not whole:  # a crowd of open ones leaves room for the others
         opened = opened[: max(2 * height // 3, height - 2 - len(ended))]
     for call in (*opened, *ended):
-        message = call.message if is_refused(call) else ""
+        message = call.message if call.is_refused else ""
         lines.append(draw_call(p, so_far(state, call), columns, width, "" if whole else message))
         lines += entry(p, width, "", clean(message) if whole else "", p.bad, names=5)
         if len(lines) >= height and not whole:

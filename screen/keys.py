@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from sched import POLICIES
-from screen.ink import Line, Palette, Pen, entry, heading, shorten
+from screen.ink import Line, Palette, Pen, entry, heading, wrap
 from screen.room import RIVALS
 from screen.state import State
 
@@ -145,11 +145,13 @@ def draw_help(state: State, p: Palette, width: int, height: int) -> list[Line]:
     keys, across = [key for key in KEYS if key.help], 2 if width >= 140 else 1
     wide, tall = width // across, -(-len(keys) // across)
     for row in range(tall):
-        pen = Pen()
-        for column, key in enumerate(keys[row::tall]):
-            pen.to(column * wide).put(f" {key.show:<10}", p.accent, True, key.action)
-            pen.put(shorten(key.help, wide - 13), p.text, do=key.action)
-        lines.append(pen.line)
+        beside = [(key, wrap(key.help, wide - 13)) for key in keys[row::tall]]
+        for i in range(max(len(parts) for _, parts in beside)):
+            pen = Pen()
+            for column, (key, parts) in enumerate(beside):
+                pen.to(column * wide).put(f" {key.show if i == 0 else '':<10}", p.accent, True, key.action)
+                pen.put("".join(parts[i : i + 1]), p.text, do=key.action)
+            lines.append(pen.line)
     lines.append(heading(p, width, "Words"))
     for name, text in (*WORDS, *((name, f"a policy: {what}") for name, what in POLICIES.items())):
         lines += entry(p, width, name, text, names=13)

@@ -192,14 +192,16 @@ def draw_cells(pen: Pen, p: Palette, columns: Sequence[Column], slot: int, curso
     i = 0
     for request, stretch in groupby(columns, key=lambda column: column.cells[slot].request):
         cells = [column.cells[slot] for column in stretch]
-        label = "" if request is None else f" {request}"
-        for cell, digit in zip_longest(cells, label if len(label) <= len(cells) else ""):
+        label = "" if request is None or len(str(request)) >= len(cells) else f" {request}"
+        digits = zip_longest(range(i, i + len(cells)), cells, label)
+        for (cell, digit, here), alike in groupby(digits, key=lambda place: (*place[1:], place[0] == cursor)):
+            many = sum(1 for _ in alike)
             if digit and digit != " ":
                 back = p.ground(cell.kind, request)  # the cell's colour stays behind the digit
-                pen.put(digit, ink.style(ink.ink_on(back), back, True, i == cursor))
+                pen.put(digit * many, ink.style(ink.ink_on(back), back, True, here))
             else:
-                pen.put(ink.GLYPHS[cell.kind], p.cell(cell.kind, request, i == cursor))
-            i += 1
+                pen.put(ink.GLYPHS[cell.kind] * many, p.cell(cell.kind, request, here))
+        i += len(cells)
 
 
 def draw_timeline(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -283,7 +285,7 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
     pen = Pen().to(10)
     for (name, spent), hue in zip(stages.items(), ink.HUES, strict=False):
         cells = max(1, round(spent / total * (width - 15)))
-        pen.put(f"{name:─^{cells}}"[:cells] if cells > len(name) else name[:cells], ink.style(ink.ink_on(hue), hue))
+        pen.put(f"{name if cells > len(name) else name[0]:─^{cells}}", ink.style(ink.ink_on(hue), hue))
     lines.append(pen.line)
     hidden = len(lines) - height
     if whole or hidden <= 0:
@@ -306,7 +308,7 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
         return [heading(p, width, "Requests"), Pen().put(" Nothing has ended yet. Esc goes back.", p.muted).line]
     ids = [request.id for request in reversed(state.ended)]
     which = f"{ids.index(r.id) + 1:,} of {state.view.engine.finished:,} that have ended" if r.id in ids else "open"
-    note = "↓ earlier  ↑ later  g steps  y copy  Esc back"
+    note = "↓ earlier  ↑ later  g steps  y copy  Esc back" if width >= 100 else "↑↓ others  Esc back"
     return [heading(p, width, f"r{r.id}, {which}", note, do="screen.dismiss"), *about(state, p, width, r)]
 
 
@@ -364,6 +366,8 @@ def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line
     part = f"slots {shown[0]}–{shown[-1]}" if len(shown) < slots else ""
     names = axis(p, (1, part), (len(titles) - len(titles.lstrip()), titles.lstrip()))
     lines = [heading(p, width, contest.title, "Esc back", kinds, do="screen.dismiss"), names]
+    if not contest.runs:
+        return [lines[0], *words]
     for run in contest.runs:
         pen = Pen().put(f" {run.policy}, {run.how}" if width >= 80 else f" {run.policy}", p.text, True).to(widths[0])
         lines.append(pen.put(aligned(run.figures, widths[1:]), p.text).line)

@@ -39,6 +39,8 @@ class State:
     requests: dict[int, RequestView] = field(default_factory=dict)  # by id, as the newest view that holds them has them
     ended: list[RequestView] = field(default_factory=list)  # in the order in which they ended
     calls: list[Call] = field(default_factory=list)  # at the door: those that have ended, in the order of their ends
+    refused: int = 0  # so many of all that came to the door, those that are kept no more among them
+    gone: int = 0  # so many hung up
     faults: list[Fault] = field(default_factory=list)  # all that went wrong so far
     owners: dict[int, int] = field(default_factory=dict)  # slot -> the request that holds it or held it last
     printed: str = ""  # what a library printed last while loading: a download's progress
@@ -70,10 +72,13 @@ class State:
             for kept in (self.periods, self.firsts, self.costs):
                 kept.clear()
             self.cursor, self.selected, self.woke, self.opened, self.contest = None, 0, 0, None, None
+            self.refused = self.gone = 0
         ends = self.view.racing and not view.racing
         self.view, news, self.model = view, view.engine, view.model or self.model
         if view.door:
             self.calls = [*self.calls, *view.door.ended][-self.REMEMBERED :]
+            self.refused += sum(call.is_refused for call in view.door.ended)
+            self.gone += sum(call.hung_up for call in view.door.ended)
         if news is None:
             return
         self.faults += [Fault(clean(fault)) for fault in news.faults]

@@ -3,14 +3,16 @@
 The problem. Panes are pure functions that answer with lines. A terminal wants strips, a few times a second, and clicks
 and turns of the wheel come back from it.
 
-What this file keeps. Only rows that have changed are painted again. Whatever is typed or pasted, the box shows no
-control character; several lines become one, and are several again when they are fired.
+What this file keeps. Only rows that have changed are painted again, and pictures take a tenth of a core at most.
+Whatever is typed or pasted, the box shows no control character; several lines become one, and are several again when
+they are fired.
 
 Where next: `tui.py`, which places them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from textual import events
@@ -23,6 +25,26 @@ from textual.widgets import Input
 from screen.ink import Line, Palette, clean
 from screen.state import State
 
+SHARE, LONGEST = 0.1, 0.5  # of a core; seconds
+
+
+def thrifty(look: Callable[[], None]) -> Callable[[], None]:
+    """The same, but a look is left out as long as this thread has had more than its share since the one before.
+
+    What a picture costs depends on the machine, on its size, and on how much of it changes. The engine needs the same
+    cores, so on a slow machine it is not the engine that gets slower, but the screen that gets fewer pictures.
+    """
+    looked, used = -LONGEST, 0.0
+
+    def look_or_wait() -> None:
+        nonlocal looked, used
+        now, spent = time.monotonic(), time.thread_time()
+        if now - looked >= LONGEST or spent - used <= SHARE * (now - looked):
+            looked, used = now, spent
+            look()
+
+    return look_or_wait
+
 
 class Pane(Widget):
     """Lines that a function draws from the state. Only rows that have changed are painted again.
@@ -32,17 +54,22 @@ class Pane(Widget):
 
     def __init__(self, draw: Callable[[State, Palette, int, int], list[Line]], id: str, wheel: str = ""):
         super().__init__(id=id)
-        self._draw, self._wheel, self._strips = draw, wheel, []
+        self._draw, self._wheel, self._drawn, self._strips = draw, wheel, [], []
 
     def paint(self) -> None:
         width, height = self.size
         if not (self.display and width and height):
             return
-        base, old = self.rich_style, self._strips if len(self._strips) == height else [None] * height
         lines = self._draw(self.app.state, self.app.palette, width, height)[:height]
         lines += [[]] * (height - len(lines))
-        self._strips = [Strip(line).adjust_cell_length(width).apply_style(base) for line in lines]
-        if rows := [y for y in range(height) if self._strips[y] != old[y]]:
+        base = self.rich_style
+        drawn, old = [(line, base) for line in lines], self._drawn
+        if len(self._strips) != height:
+            old, self._strips = [None] * height, [Strip.blank(width)] * height
+        self._drawn, rows = drawn, [y for y in range(height) if drawn[y] != old[y]]
+        for y in rows:
+            self._strips[y] = Strip(lines[y]).adjust_cell_length(width).apply_style(base)
+        if rows:
             self.refresh(*(Region(0, y, width, 1) for y in rows))
 
     def render_line(self, y: int) -> Strip:

@@ -28,6 +28,7 @@ import tui
 from screen.room import Ask, EngineRoom, load_engine
 from screen.session import Session
 from screen.state import State
+from screen.widgets import thrifty
 
 
 async def rounds(app: tui.Screen, asks: list[Ask], args: argparse.Namespace) -> tuple[list[float], list[float]]:
@@ -82,7 +83,7 @@ def main() -> int:
     asks = app.session.asks(args.burst)
 
     async def measure() -> None:
-        app.set_interval(0.1, lambda: app.look())
+        app.set_interval(0.1, thrifty(lambda: app.look()))
         result.extend(await rounds(app, asks, args))
         app.exit()
 

@@ -65,7 +65,8 @@ def test_every_flag_in_the_readme_is_understood():
 
 
 def test_every_command_for_the_screen_in_the_readme_is_understood():
-    commands = re.findall(r"python tui\.py([^\n`]*)", README + " ".join(FILES.split()))
+    text = README + " ".join(FILES.split())
+    commands = re.findall(r"(?<!')python tui\.py([^\n`]*)", text)  # not where it is an argument
     assert len(commands) >= 3
     for command in commands:
         tui.parse_arguments(shlex.split(command.partition("#")[0]))

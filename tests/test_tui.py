@@ -13,10 +13,12 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
+import film
 import pytest
 from rich.cells import cell_len
 from textual import events
@@ -31,7 +33,7 @@ from nanobatch import Engine, Sampling
 from parts.answers import RanksView
 from parts.loop import Stopwatch
 from sched import POLICIES, Scheduler
-from screen import charts, ink, keys, panes, room, runs, session, state, timeline, totals, trace
+from screen import charts, ink, keys, panes, room, runs, session, state, timeline, totals, trace, widgets
 from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL
 from screen.room import EngineRoom, Settings
 from screen.session import Session
@@ -260,7 +262,9 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
             places = tui.arrange(width, height, slots, lower, door)
             assert {"status", "slots", "prompt", "keys"} <= places.keys()
             drawn = tui.STACKS.get(lower, (lower,))
-            assert set(drawn) <= places.keys() or lower in ("streams", "timeline") or width >= 110, (lower, places)
+            assert drawn[0] in places or lower in ("streams", "timeline") or width >= 110, (lower, places)
+            charted = [places[name].height for name in chain(*tui.STACKS.values()) if name in places]
+            assert min(charted, default=4) >= 4, "a chart of two lines was a title and an axis, with nothing in between"
             for name, region in places.items():
                 assert Region(0, 0, width, height).contains_region(region), (name, region)
                 assert region.width > 1 and region.height > 0, (name, region)
@@ -539,6 +543,25 @@ def test_every_step_reaches_the_screen_while_the_engine_takes_thousands_a_second
     assert len(stage.state.ended) == 90 and not stage.state.faults
 
 
+def test_the_screen_takes_a_tenth_of_a_core_at_most_and_looks_twice_a_second_at_least(monkeypatch):
+    """A picture of 20 ms, ten times a second, is a fifth of a core that the engine needs, too."""
+    now, used, looks = Clock(), Clock(), []
+    monkeypatch.setattr(widgets, "time", SimpleNamespace(monotonic=now, thread_time=used))
+
+    def run(price: float, seconds: float) -> list[float]:
+        looks.clear()
+        look = widgets.thrifty(lambda: looks.append(now.now))
+        for _ in range(round(10 * seconds)):
+            look_count = len(looks)
+            look()
+            used.now += price * (len(looks) - look_count)
+            now.now += 0.1
+        return looks
+
+    assert len(run(0.005, 10)) == 100 and len(run(0.015, 10)) == 50
+    assert len(run(0.030, 10)) in (33, 34) and len(run(0.5, 10)) == 20
+
+
 # --- what stays --------------------------------------------------------------------------------------------------
 
 
@@ -771,6 +794,28 @@ def test_a_race_runs_the_same_burst_under_both_policies_and_restores_everything(
     assert all(
         c.view.policy == "static" for c in stage.state.history if static.first_step <= c.step <= static.last_step
     )
+
+
+def test_the_film_of_a_race_counts_an_answer_when_the_cover_leaves_its_last_token():
+    """Two clocks in one picture: the counter's keyframes, and the cover, which moves over cells drawn to scale."""
+    stage = Stage(slots=3).load()
+    stage.session.obey("/race 7")
+    contest = stage.finish().state.raced
+    root = ElementTree.fromstring(film.draw(contest))
+    style = "".join(part.text for part in root.iter("{http://www.w3.org/2000/svg}style"))
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    boxes = [
+        box for box in root.iter("{http://www.w3.org/2000/svg}rect") if re.fullmatch(r"r\d+", box.get("class", ""))
+    ]
+    tops = sorted({float(box.get("y")) for box in boxes})
+    assert len(tops) == 6 and "7 requests, 3 slots" in texts[0] and texts.count("7 of 7 answered") == 2
+    assert f"{len(contest.runs[1].columns):,} steps" in "".join(texts)
+    for number, leg in enumerate((tops[:3], tops[3:])):
+        edges = [float(box.get("x")) + float(box.get("width")) for box in boxes if float(box.get("y")) in leg]
+        (moments,) = re.findall(rf"@keyframes c{number}{{(.*?}})}}", "".join(style))
+        percents = [float(percent) for percent in re.findall(r"([\d.]+)%", moments)][1:]
+        covers = [film.LEFT + percent / 100 * film.WHOLE / film.PLAYS * film.WIDE for percent in percents]
+        assert len(covers) == 7 and all(min(abs(cover - edge) for edge in edges) < 1 for cover in covers)
 
 
 def test_a_race_ends_a_pause_even_while_the_slots_are_drained():
@@ -1353,7 +1398,8 @@ def test_the_charts_cover_the_same_time():
     stage.session.obey("/burst 20")
     stage.finish()
     rate, batch = (plain(draw(stage.state, ink.DARK, 44, 8)) for draw in (charts.draw_rate, charts.draw_batch))
-    assert rate[-1].split() == batch[-1].split() == ["−4.40", "s", "0", "s"]
+    assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.40", "s", "0", "s"]
+    assert len({line.find("┤") for line in (rate[1], batch[1])}) == 1, "the same moment stood in other columns"
     work = sum(column.useful * (column.ended - column.began) for column in stage.state.history)
     assert f"mean {work / stage.state.history[-1].ended:.1f} of 8 slots" in batch[0]
 
@@ -1428,6 +1474,7 @@ def test_requests_that_have_ended_can_be_read_and_copied(size):
         await it.press("escape", "b", turns=400)
         assert len(it.stage.state.ended) == 12
         await it.press("f")
+        assert "Esc back" in it.text().split("\n")[0]
         newest = it.stage.state.ended[-1]
         assert f"r{newest.id}" in it.text() and "once upon" in it.text() and "TTFT" in it.text()
         await it.press("down", "y")
@@ -1437,6 +1484,31 @@ def test_requests_that_have_ended_can_be_read_and_copied(size):
         assert it.app.clipboard == it.stage.state.owner(0).text
 
     show(scenario, size=size)
+
+
+def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
+    """It had titles of figures, and a scale of one second, with nothing above it."""
+    stage = Stage().load()
+    stage.state.contest = runs.Contest("Race", [], state.RACE_WAITS)
+    heading, *lines = plain(panes.draw_contest(stage.state, ink.DARK, 80, 24))
+    assert "Esc back" in heading and [line.strip() for line in lines] == [state.RACE_WAITS]
+
+
+def test_a_number_and_its_unit_stand_in_one_line():
+    assert ink.wrap("in all 3.48 s", 11) == ["in all", "3.48 s"] and ink.wrap("325 ms; more", 7) == ["325 ms;", "more"]
+    assert ink.wrap("a small word", 8) == ["a small", "word"] and ink.wrap("1 second", 6) == ["1", "second"]
+
+
+def test_a_stage_of_a_step_has_its_name_or_its_first_letter():
+    """The bar said "pbui": a word that was cut."""
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    stage.turns(30)
+    seen = set()
+    for width in range(30, 90):
+        bar = plain(panes.draw_step(stage.state, ink.DARK, width, 40))[-1]
+        seen |= set(re.findall(r"[a-z]+", bar))
+    assert {"p", "wait", "c"} <= seen <= {"p", "c", "b", "pb", "pbuild", "build", "wait", "w"}
 
 
 @at_every_size
@@ -1464,8 +1536,8 @@ def test_help_names_every_key_and_the_words(size):
         for _ in range(9):
             await it.press("pagedown")
             seen += it.text()
-        for key in keys.KEYS:
-            assert key.help[:40] in seen, key
+        for word in re.findall(r"\S+", " ".join(key.help for key in keys.KEYS)):
+            assert word in seen, f"{word}: the end of a line was cut off"
         for name in (*dict(keys.WORDS), *POLICIES):
             assert f" {name}  " in seen or f" {name} " in seen, name
         for kind in (PREFILL, DECODE, HELD, BLOCKED, ink.GHOST):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from doors import CHAT, COMPLETIONS, ROOT, Line, Server
@@ -408,6 +409,18 @@ def test_no_line_of_the_clients_is_longer_than_its_pane(width):
         assert len(lines) <= height and all(cell_len(line) <= width for line in lines)
     lines = plain(clients.draw_clients(state, ink.DARK, width, 3, whole=True))
     assert len(lines) > 15 and all(cell_len(line) <= width for line in lines)
+
+
+def test_clients_are_counted_beyond_those_that_are_kept():
+    """ "2,000 ended" stood there for ever, and fewer and fewer of them had been refused."""
+    state, door = State(), canned_door()[0]
+    for number in range(1, 1001):
+        state.absorb(View(door=replace(door, seen=3 * number)))
+    assert len(state.calls) == State.REMEMBERED
+    heading = plain(clients.draw_clients(state, ink.DARK, 120, 12))[0]
+    assert "2 open · 3,000 ended · 1,000 refused · 1,000 hung up" in heading
+    state.absorb(View(door=replace(door, ended=(), seen=0), life=1))  # another process
+    assert "0 ended · 0 refused · 0 hung up" in plain(clients.draw_clients(state, ink.DARK, 120, 12))[0]
 
 
 def test_without_a_door_the_sheet_says_how_to_open_one():
