@@ -124,6 +124,49 @@ EVERYTHING = """\
 {{- '\\n<|im_start|>assistant\\n' if add_generation_prompt }}
 """
 
+# What the newer families' templates use beyond that: modes, thoughts that are left out of old turns, tools.
+NEWER = r"""
+{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
+{%- set budgets = {'0': 'none', 512: 'little', 'more': 'much'} -%}
+{%- macro turn(role, text='', end='<|im_end|>') -%}
+<|im_start|>{{ varargs | length }}{{ role }}{{ '\n' ~ text ~ end }}
+{%- endmacro -%}
+{%- macro framed(title) -%}[{{ title }}: {{ caller() }}]{%- endmacro -%}
+{%- set first = messages[0]['content'] if messages[0].role == 'system' else '' -%}
+{%- set rest = messages[1:] if messages[0].role == 'system' else messages -%}
+{%- set ns = namespace(last=rest | length - 1, looks=true, tools=xml_tools is defined) -%}
+{%- for message in rest[::-1] -%}
+    {%- set place = (rest | length - 1) - loop.index0 -%}
+    {%- if ns.looks and message.role == "user" and message.content is string -%}
+        {%- set ns.looks = false -%}{%- set ns.last = place -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if '/quiet' in first %}{% set mode = 'quiet' %}{% set first = first.replace('/quiet', '').rstrip() %}
+{%- else %}{% set mode = 'loud' %}{% endif -%}
+{{ bos_token }}{% call framed('system ' + mode) %}{{ first | trim | default('nothing', true) }}{% endcall %}
+{%- for message in rest -%}
+    {%- if message.content is not string and message.content is not iterable -%}
+        {{- raise_exception("content of " + message.role) -}}
+    {%- endif -%}
+    {%- if (message.role == 'assistant') == (loop.index0 % 2 == 0) -%}{{- raise_exception('turns') -}}{%- endif -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {%- set text = message.content.split('</think>')[-1].lstrip('\n') -%}
+    {%- if loop.index0 > ns.last or (loop.last and not loop.first) -%}{%- set text = text.strip('\n') -%}{%- endif -%}
+    {{- turn(role, text, end=eos_token if loop.last else '<|im_end|>') -}}
+    {%- if message.name is defined and message.name.startswith('A') %} {{ message.name[:2] }}{% endif -%}
+    {%- generation -%}{{ loop.length - loop.revindex }}{%- endgeneration -%}
+    {%- if loop.nextitem is defined and loop.nextitem.role == message.role %}{% continue %}{% endif -%}
+{%- endfor -%}
+{%- for key, value in budgets.items() %}{{ key | string | int(default=7) }}={{ value.upper() }};{% endfor -%}
+{{ messages | map(attribute='role') | unique | join('/') }}
+{{ messages | rejectattr('role', 'in', ['user']) | list | count }}
+{{ (messages | last)['content'] | length }} {{ strftime_now('%B %Y') | length > 7 }}
+{{ [3, 1] | sort | tojson(indent=4) }}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>model\n' -}}{%- if not enable_thinking %}{{ '<think>\n\n</think>\n' }}{% endif -%}
+{%- endif -%}
+"""
+
 TEMPLATES = {
     "llama 2": LLAMA2,
     "llama 3": LLAMA3,
@@ -131,8 +174,9 @@ TEMPLATES = {
     "mistral": MISTRAL,
     "zephyr": ZEPHYR,
     "everything": EVERYTHING,
+    "newer": NEWER,
 }
-WRITES_BOS = ("llama 3", "mistral", "everything")  # llama 2 writes one for each turn of the user
+WRITES_BOS = ("llama 3", "mistral", "everything", "newer")  # llama 2 writes one for each turn of the user
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict]:
