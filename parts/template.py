@@ -4,10 +4,10 @@ The problem. A template comes with the weights, from anywhere. It is a program i
 of a conversation. Jinja's sandbox keeps it away from files and from Python's own names. But within the sandbox it may
 loop for ever, or ask for a text of gigabytes, and the process would die of it with all its requests.
 
-The way out. A template may take so many seconds (`SECONDS`) and make so many characters (`SIZE`). The time is looked at
-by a trace function, as a debugger has it: Python calls it at each line of the template, and at each call of a function,
-in this thread alone. (A signal would come to the main thread only.) The characters are counted before they are made:
-the sandbox hands us every operator and call, and the filters are wrapped.
+The way out. A template may take so many seconds of a processor (`SECONDS`) and make so many characters (`SIZE`). The
+time is looked at by a trace function, as a debugger has it: Python calls it at each line of the template, and at each
+call of a function, in this thread alone. (A signal would come to the main thread only.) The characters are counted
+before they are made: the sandbox hands us every operator and call, and the filters are wrapped.
 
 What this cannot bound: an operation that is written in C, such as a sort or a slice of a very long text, cannot be
 stopped while it runs. The sizes keep each of them short, but one expression may chain many.
@@ -33,7 +33,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-SECONDS = 5.0  # an honest template takes milliseconds
+SECONDS = 5.0  # of a processor; an honest template takes milliseconds
 SIZE = 100_000_000  # characters, all intermediate texts together
 SOURCE = 1_000_000  # characters; the longest templates that are published have some ten thousand
 # Filters and methods of texts whose result may be many times as long as what goes in.
@@ -68,11 +68,11 @@ def limited(function: Callable, *arguments: Any, **options: Any) -> Any:
     """Call a function that runs a template, or compiles one."""
 
     def watch(frame, event, argument):
-        if time.monotonic() > meter.until:
+        if time.thread_time() > meter.until:
             raise LimitError(f"it takes more than {SECONDS:g} s; give plain text")
         return watch if frame.f_code.co_filename == "<template>" else None  # elsewhere calls alone will do
 
-    meter.until, meter.left = time.monotonic() + SECONDS, SIZE
+    meter.until, meter.left = time.thread_time() + SECONDS, SIZE
     before = sys.gettrace()
     sys.settrace(watch)
     try:

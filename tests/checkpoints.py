@@ -64,7 +64,7 @@ def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
         elif name.endswith(".bias"):
             weights[name] = 0.3 * noise
         elif "embed_tokens" in name:
-            weights[name] = (0.03 if config.norms_add else 0.35) * noise  # Gemma multiplies it
+            weights[name] = (0.02 if config.norms_add else 0.35) * noise  # Gemma multiplies it
         else:
             gain = {"o_proj": 3.0, "down_proj": 4.0, "lm_head": 3.0}.get(name.split(".")[-2], 1.3)
             weights[name] = gain / np.sqrt(shape[-1]) * noise

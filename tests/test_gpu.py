@@ -37,14 +37,16 @@ CHOSEN = {
         "multi-query attention",
         "head_dim smaller than hidden / heads",
         "all biases, tied",
-        "rope linear, new spelling",
         "rope llama3",
+        "rope yarn",
         "rope dynamic, within the trained length",
-        "qwen3",
+        "gemma2, scores near the cap, 4 bits",
+        "gemma3_text, as published",
+        "qwen3_moe, 4 bits",
+        "phi3, longrope, a part of each head turns, 8 bits",
         "float16",  # as float32, like the rest
         "some layers quantized, each in its way",
         "granite, 4 bits, tied",
-        "phi3, tied, 4 bits",
         "olmo2, 8 bits",
     )
 }

@@ -267,6 +267,27 @@ def test_a_fused_matrix_of_another_height_or_in_a_family_that_has_none(tmp_path)
     refused(folder, "lacks", "q_proj")
 
 
+def test_experts_that_are_missing_too_many_or_of_another_shape(tmp_path):
+    """Each expert may be a tensor by itself. A gap among them would shift all that come after it."""
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    folder = make_checkpoint(tmp_path, model_type="qwen3_moe", experts_apart=True, **settings)
+    Model.load(folder)
+    change_config(folder, num_experts=5)
+    refused(folder, "4 experts", "implies 5")
+    change_config(folder, num_experts=4, num_experts_per_tok=5)
+    refused(folder, "num_experts_per_tok = 5", "1 to 4")
+    change_config(folder, num_experts_per_tok=2, decoder_sparse_step=2)
+    refused(folder, "decoder_sparse_step = 2")
+    change_config(folder, decoder_sparse_step=1, mlp_only_layers=[0])
+    refused(folder, "mlp_only_layers = [0]")
+    change_config(folder, mlp_only_layers=[])
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    change_weights(folder, lambda w: w.update({name: w[name][:7]}))
+    refused(folder, "experts.up_proj.weight", "2 shapes")
+    change_weights(folder, lambda w: w.pop(name))
+    refused(folder, "experts.up_proj.weight", "3 experts")
+
+
 def test_a_missing_fused_matrix_is_called_what_the_family_calls_it(tmp_path):
     """The list of what is missing said q_proj, which no Phi-3 file has, so nobody could look for it."""
     folder, name = make_checkpoint(tmp_path, model_type="phi3"), "model.layers.1.self_attn.qkv_proj.weight"

@@ -268,7 +268,8 @@ def test_at_least_five_hundred_prompts_are_compared_and_three_hundred_of_the_fam
 
 
 @pytest.mark.parametrize(
-    "name", ["4 bits", "6 bits, tied", "some layers quantized, each in its way", "granite, 4 bits, tied"]
+    "name",
+    ["4 bits", "6 bits, tied", "some layers quantized, each in its way", "granite, 4 bits, tied", "qwen3_moe, 4 bits"],
 )
 def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
     """What a GPU does, where quantized products are fast: here they are slow, but as right."""

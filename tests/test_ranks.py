@@ -56,10 +56,14 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
         assert max(spread) - min(spread) <= 64, "a rank has much more to do than another"
 
 
-def test_a_family_with_a_norm_over_all_heads_is_refused_on_ranks_by_name(tmp_path):
-    """Each rank would norm by what it has of q and k, and MLX would add up nonsense without complaint."""
-    folder = make_checkpoint(tmp_path / "model", model_type="olmo2")
-    with pytest.raises(ModelError, match=r"olmo2.*one process"):
+@pytest.mark.parametrize(
+    ("family", "changes"), [("olmo2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})]
+)
+def test_a_family_that_cannot_be_cut_up_is_refused_on_ranks_by_name(tmp_path, family, changes):
+    """Each rank would norm by what it has of q and k, or might choose other experts; MLX adds up what does not belong
+    together without complaint."""
+    folder = make_checkpoint(tmp_path / "model", model_type=family, **changes)
+    with pytest.raises(ModelError, match=rf"{family}.*one process"):
         ModelReader(folder, "float32", Ranks(1, 2))
     ModelReader(folder, "float32", Ranks(0, 1))
 
