@@ -92,7 +92,7 @@ class Door:
         silent = {"log_config": None, "log_level": "critical", "access_log": False, "server_header": False}
         plain = {"interface": "asgi3", "http": "h11", "ws": "none", "lifespan": "off", "proxy_headers": False}
         self._server = uvicorn.Server(uvicorn.Config(self._serve, **manners, **silent, **plain))
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread, self._ended = threading.Thread(target=self._run, name="door", daemon=True), threading.Event()
         self._routes: dict[str, tuple[str, Callable]] = {
             "/v1/chat/completions": ("POST", partial(self._complete, True)),
             "/v1/completions": ("POST", partial(self._complete, False)),
@@ -113,7 +113,8 @@ class Door:
         self.loop, self.served = loop, Served(engine, name, defaults_of(engine), secrets.token_hex(2))
 
     def wait(self) -> None:
-        self._thread.join()
+        """Until the door's thread has ended. subtle: `join` would forget a thread if Ctrl-C came out of it (3.11)."""
+        self._ended.wait()
 
     def drain(self, patience: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Refuse what comes, and let what runs go on to its end: for so many seconds, or until somebody hurries."""
@@ -131,8 +132,8 @@ class Door:
         for answer in list(self._answers.values()):
             answer.cancel()
         self._server.should_exit = True
-        if self._thread.is_alive():
-            self._thread.join(5)
+        if self._thread.ident:
+            self._ended.wait(5)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
 
@@ -155,6 +156,7 @@ class Door:
             asyncio.run(self._listen())
         finally:
             sys.setswitchinterval(usual)
+            self._ended.set()
 
     async def _listen(self) -> None:
         self._mailbox = Mailbox(asyncio.get_running_loop())

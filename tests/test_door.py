@@ -1,6 +1,7 @@
 """The door in this process, on a small random model: what a server that cannot be paused or broken would not show."""
 
 import json
+import signal
 import sys
 import threading
 import time
@@ -200,6 +201,28 @@ def test_threads_take_short_turns_while_the_door_is_open(engine):
         assert here.ask("/health").status == 200
         assert sys.getswitchinterval() < 0.002 < usual
     assert sys.getswitchinterval() == usual
+
+
+def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
+    """`Thread.join` forgot the living thread, the socket was closed under it, and a traceback came after a clean end."""
+
+    def interrupt(*signal) -> None:
+        raise KeyboardInterrupt
+
+    faults, before = [], signal.signal(signal.SIGALRM, interrupt)
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+    try:
+        with Here(engine) as here:
+            here.line().post(COMPLETIONS, BODY | {"stream": True}).until(b"data: ")
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                here.door.wait()
+            here.door.close()
+            while any(thread.name == "door" for thread in threading.enumerate()):
+                time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not faults
 
 
 def test_a_long_prompt_stops_no_other_thread(engine):
