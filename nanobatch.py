@@ -458,7 +458,7 @@ class Engine:
         with device_lock, device_stream():
             self.runner = runner or Runner(model, sizes, exact, clock)
         settled = self.ranks.settle(model.config, sizes.slots, partial(self._end_all, "error"))
-        self.summary = f"{sizes.summary}; {device.named()}{'' if self.runner.one_pass else ', passes apart'}{settled}"
+        self.summary = f"{sizes.summary}; {device.named()}{settled}"
         device.close_at_exit(self)
 
     @classmethod

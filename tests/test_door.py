@@ -204,7 +204,7 @@ def test_threads_take_short_turns_while_the_door_is_open(engine):
 
 
 def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
-    """`Thread.join` forgot the living thread, the socket was closed under it, and a traceback came after a clean end."""
+    """`Thread.join` forgot the living thread, the socket was closed under it, and a clean end had a traceback."""
 
     def interrupt(*signal) -> None:
         raise KeyboardInterrupt
