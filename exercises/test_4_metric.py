@@ -1,6 +1,6 @@
 """Exercise 4: a metric on the door.
 
-    python -m pytest exercises -k metric
+    python -m pytest -x exercises/test_4_metric.py
 
 The task. `python serve.py` has a page /metrics, which Prometheus reads. It does not say how often clients hung up, and
 an owner wants to know: people who leave have waited too long. Add the counter
@@ -15,8 +15,12 @@ Read first: `Call` and `Figures` in `parts/journal.py`.
 
 Where: `Figures` in `parts/journal.py`: it counts in `count` and prints in `text`.
 
-How to know: the command above, and `python -m pytest tests/test_serve.py -k metrics`. Then try it: start
-`python serve.py`, ask for a long story with `curl -N`, press Ctrl-C, and look at http://127.0.0.1:8000/metrics.
+How to know: the command above, and `python -m pytest tests/test_serve.py -k metrics`. Then try it. Start
+`python serve.py`, and in another terminal ask for more than you want to read:
+
+    curl -N localhost:8000/v1/completions -d '{"prompt": "A", "max_tokens": 999, "ignore_eos": true, "stream": true}'
+
+Press Ctrl-C while it tells, and look at http://127.0.0.1:8000/metrics.
 """
 
 import re

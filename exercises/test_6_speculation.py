@@ -1,6 +1,6 @@
 """Exercise 6: prompt-lookup speculation.
 
-    python -m pytest exercises -k speculation
+    python -m pytest -x exercises/test_6_speculation.py
 
 The task. A step reads every weight to bring one token for each sequence. It could check several at almost the same
 price, if they were guessed. Often that is easy, because an answer repeats its prompt, or itself. So look where the last
@@ -26,7 +26,7 @@ which one may end the answer. `nanobatch.py`: `Piece`, `Order.of`, `Runner.run`,
 token on the device after a step with guesses? Which rows does a wrong guess leave behind, and does it matter?
 
 How to know: the command above, and `python -m pytest tests/test_engine.py tests/test_sched.py tests/test_runner.py`.
-The solution in `exercises/solutions` adds 60 lines.
+They take minutes. The solution in `exercises/solutions` adds 60 lines.
 """
 
 import inspect

@@ -7,6 +7,7 @@ and one the other way round. So a wrong solution is seen to fail beside right on
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+import tui
+from sched import POLICIES
 
 ROOT = Path(__file__).parent.parent
 EXERCISES = [path.stem.split("_")[2] for path in sorted((ROOT / "exercises").glob("test_*.py"))]
@@ -88,13 +92,44 @@ def test_a_plausible_wrong_solution_fails(exercise, folders):
     assert any(said) and not any("not done yet" in message for message in said), said
 
 
+def exercise_of(name: str, monkeypatch) -> dict:
+    monkeypatch.syspath_prepend(ROOT / "exercises")
+    (path,) = (ROOT / "exercises").glob(f"test_?_{name}.py")
+    return {key: what for key, what in runpy.run_path(str(path)).items() if key.startswith("test_")}
+
+
+def test_a_policy_that_is_half_done_is_told_the_other_half_by_every_test(monkeypatch):
+    """With a sentence in POLICIES and no line in `_room`, one test ended in a KeyError and another passed."""
+    monkeypatch.setitem(POLICIES, "gentle", "one newcomer a step.")
+    tests = exercise_of("policy", monkeypatch).values()
+    for test in tests:
+        with pytest.raises(pytest.fail.Exception, match=r"not done yet: .*Scheduler\._room has no line"):
+            test()
+    assert len(tests) == 3
+
+
+def test_a_pane_that_is_half_done_is_told_what_is_missing_and_not_what_is_there(monkeypatch):
+    """With a right stack and no name in LOWER, it was told that it had no stack."""
+    test = exercise_of("pane", monkeypatch)["test_v_leads_to_the_pane"]
+    monkeypatch.setitem(tui.PANES, "memory", None)
+    for stack in ((), ("cost",)):
+        monkeypatch.setitem(tui.STACKS, "memory", stack)
+        with pytest.raises(pytest.fail.Exception, match="STACKS has no entry"):
+            test()
+    monkeypatch.setitem(tui.STACKS, "memory", ("memory",))
+    with pytest.raises(pytest.fail.Exception, match="LOWER"):
+        test()
+    monkeypatch.setattr(tui, "LOWER", (*tui.LOWER, "memory"))
+    test()
+
+
 def test_every_exercise_has_its_command_and_says_where_to_look():
     assert len(EXERCISES) == 6
     for exercise in EXERCISES:
         (path,) = (ROOT / "exercises").glob(f"test_?_{exercise}.py")
         text = path.read_text()
-        assert f"    python -m pytest exercises -k {exercise}\n" in text and exercise in README
-        assert f"`python -m pytest exercises -k {exercise}`" in README
+        assert f"    python -m pytest -x exercises/{path.name}\n" in text
+        assert f"({path.name})" in README and f"`python -m pytest -x exercises/{path.name}`" in README
         assert all(f"\n{part}" in text for part in ("The task. ", "Read first: ", "Where: ", "How to know: ")), path
         for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text.split('"""')[1]):
             assert (ROOT / name).exists(), (path, name)

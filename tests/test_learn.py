@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanobatch import Engine, Sampling
+from nanobatch import Engine, Result, Sampling
 
 ROOT = Path(__file__).parent.parent
 LEARN = ROOT / "docs" / "learn"
@@ -38,6 +38,36 @@ def test_the_ladder_has_five_chapters():
     assert [path.name[0] for path in CHAPTERS] == list("12345")
 
 
+def check_that_the_cache_pays(said: str, prompts: list[int], results: list[Result]) -> None:
+    """The tokens that all steps compute: without a cache 1 + 2 + ... of them, and each but the last once with it."""
+    ((prompt,), (result,)) = prompts, results
+    tokens = len(result.tokens)
+    none, cached = sum(range(prompt, prompt + tokens)), prompt + tokens - 1
+    columns = re.findall(r"^ *all +(\d+) +(\d+)?", said, re.MULTILINE)
+    assert columns in ([(str(none), "")], [(str(none), str(cached))]), (columns, none, cached)
+
+
+def test_a_chapter_that_is_piped_into_head_ends_without_a_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    run = subprocess.run([sys.executable, CHAPTERS[0]], stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(write)
+    assert run.returncode and not run.stderr, run.stderr
+
+
+def test_a_line_of_a_timeline_that_goes_on_says_from_where(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(LEARN)
+    from board import WIDTH, Timeline
+
+    timeline = Timeline(slots=2)
+    for step in range(WIDTH + 1):
+        timeline.step({0: ("decode" if step else "prefill", 1), 1: ("blocked", 0)})
+    timeline.show("a title")
+    said = capsys.readouterr().out.splitlines()
+    assert said[3:6] == ["slot 1  " + "╳" * WIDTH, f"from step {WIDTH + 1}", "slot 0  █"]
+    assert said[-1].split() == ["▒", "prefill", "█", "decode", "╳", "blocked"]
+
+
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
 def test_a_chapter_gives_the_engines_answers_and_draws_its_timeline(path, engine, tmp_path):
     """Run as a reader runs it, from another folder. A chapter that drifts from the engine teaches something else."""
@@ -50,17 +80,21 @@ def test_a_chapter_gives_the_engines_answers_and_draws_its_timeline(path, engine
     for (prompt, text, count), result in zip(answers, results, strict=True):
         assert (text, int(count)) == (result.text, len(result.tokens)), prompt
     assert re.search(r"^slot 0  ▒1[▒█]+", run.stdout, re.MULTILINE)
+    pictures = re.findall(r"slot \d  (\S+)", ast.get_docstring(ast.parse(path.read_text())))
+    assert all(f"  {picture}\n" in run.stdout for picture in pictures), "the text shows another picture"
+    if path.stem in ("1_one_token", "2_cache"):  # so much is there to see on a machine that is busy, too
+        check_that_the_cache_pays(run.stdout, [len(engine.text.ask(p)) for p, _, _ in answers], results)
     assert re.search(r"\d+ tokens in [\d.]+ s: \d+ tokens/s", run.stdout)
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
 def test_a_chapter_is_short_and_ends_with_a_question_that_the_code_answers(path):
-    """A place that was renamed would send the reader into nothing."""
+    """A place that was renamed would send the reader into nothing; and what stands there need not stand here."""
     text = path.read_text()
     assert len(text.splitlines()) <= LINES
     assert f"    python docs/learn/{path.name}\n" in ast.get_docstring(ast.parse(text))
     question = text.index("\nQuestion: ")
-    (answer,) = re.findall(r"^The real code answers: ([\w/]+\.py), ([\w.]+)\.(?: .*)?$", text[question:], re.MULTILINE)
+    (answer,) = re.findall(r"^The real code answers: ([\w/]+\.py), ([\w.]+)\.$", text[question:], re.MULTILINE)
     assert answer[1] in places(ROOT / answer[0]), answer
     (named,) = re.findall(r"^Next: (.*)", text[question:], re.MULTILINE)
     following = CHAPTERS[CHAPTERS.index(path) + 1 :]

@@ -946,30 +946,30 @@ def test_the_last_race_can_be_opened_again():
 def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
     """It admits one request a step. Only `sched.py` is told of it."""
     room_for = Scheduler._room
-    monkeypatch.setitem(POLICIES, "gentle", "one newcomer a step.")
+    monkeypatch.setitem(POLICIES, "shy", "one newcomer a step.")
     monkeypatch.setattr(
-        Scheduler, "_room", lambda self, free: min(free, 1) if self.policy == "gentle" else room_for(self, free)
+        Scheduler, "_room", lambda self, free: min(free, 1) if self.policy == "shy" else room_for(self, free)
     )
     stage = Stage().load()
     for _ in range(3):
         stage.session.obey("/policy")  # the next one, again and again
         stage.turns()
-    assert "gentle" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
+    assert "shy" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
     stage.session.obey("/burst 20")
     stage.turns(4)
     slots = plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))
-    assert any("blocked" in line for line in slots) and "(gentle)" in slots[-1]
+    assert any("blocked" in line for line in slots) and "(shy)" in slots[-1]
     assert "╳" in "".join(plain(panes.draw_timeline(stage.state, ink.DARK, 73, 10))[1:-1])
     stage.finish()
-    assert "gentle" in plain(charts.draw_ttft(stage.state, ink.DARK, 40, 9))[1]
+    assert "shy" in plain(charts.draw_ttft(stage.state, ink.DARK, 40, 9))[1]
     stage.session.obey("/compare")
-    assert stage.state.contest.title == "Compare: gentle and continuous, 20 requests"
+    assert stage.state.contest.title == "Compare: shy and continuous, 20 requests"
     assert "one newcomer a step." in "".join(plain(keys.draw_help(stage.state, ink.DARK, 120, 90)))
     for program in (tui, ask):
         with pytest.raises(SystemExit):
             program.parse_arguments(["--help"])
-        assert "gentle" in capsys.readouterr().out
-    assert tui.parse_arguments(["--policy", "gentle"]).policy == "gentle"
+        assert "shy" in capsys.readouterr().out
+    assert tui.parse_arguments(["--policy", "shy"]).policy == "shy"
 
 
 # --- the engine room -------------------------------------------------------------------------------------------------

@@ -21,13 +21,17 @@ The function is `forward` in `nanobatch.py`. We use the real one, and read it la
   *window* says which part of it is meant. This chapter makes a new slab for each step, and throws it away. The next
   chapter asks what that costs.
 
+To put a list of tokens through the model, all side by side, is a *prefill*. In this chapter every step is one, and it
+computes all tokens that there are: look at the column that says how many. Below, the program draws a character for each
+step: ▒ for a prefill. The digit in ▒1▒▒ is the request's number, written over its second step.
+
 The demo model is a toy that tells stories, counts, spells and reverses words, and adds up numbers to 99. It is small,
 so a step takes milliseconds, and anyone can see whether its answer is right.
 """
 
 import time
 
-from board import PREFILL, Timeline, load, rate, show_answers
+from board import Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
 from nanobatch import forward
@@ -45,7 +49,8 @@ def new_slab(length: int) -> Slab:
 
 def next_token(ids: list[int]) -> int:
     """All tokens go in, and the best next one comes out."""
-    window = Window(new_slab(len(ids)), [0], [0], len(ids), [len(ids)])  # slot 0, from row 0 on, all tokens
+    # Slot 0, from row 0 on, all tokens. (These are lists, because a window can hold several sequences: chapter 3.)
+    window = Window(new_slab(len(ids)), slots=[0], starts=[0], L=len(ids), lengths=[len(ids)])
     (states,) = forward(MODEL, [mx.array([ids])], [window])  # (L, D): what the model makes of each of the L tokens
     scores = MODEL.head(states[-1:])  # (1, D) -> (1, V): what comes next is read from the last token alone
     return mx.argmax(scores).item()  # MLX is lazy: until `item` asks for the number, nothing has been computed
@@ -53,24 +58,26 @@ def next_token(ids: list[int]) -> int:
 
 def main() -> None:
     ids = TEXT.ask(PROMPT)  # the model's chat template stands around the prompt, as it did in the training
-    length, timeline, began = len(ids), Timeline(slots=1), time.perf_counter()
-    print("step  tokens in  ms  next token")
+    length, computed, timeline, began = len(ids), 0, Timeline(slots=1), time.perf_counter()
+    print("step  tokens computed  ms  next token")
     while ids[-1] not in TEXT.end_tokens:
         start, read = time.perf_counter(), len(ids)
         ids.append(next_token(ids))
-        timeline.step({0: (PREFILL, 1)})
+        computed += read
+        timeline.step({0: ("prefill", 1)})
         took = 1000 * (time.perf_counter() - start)
-        print(f"{read - length + 1:>4}  {read:>9}  {took:>2.0f}  {TEXT.after([], ids[-1])!r}")
+        print(f"{read - length + 1:>4}  {read:>15}  {took:>2.0f}  {TEXT.after([], ids[-1])!r}")
     seconds, answer = time.perf_counter() - began, ids[length:]
+    print(f" all  {computed:>15}  to read {length} tokens and write {len(answer)}")
 
     show_answers(TEXT, [PROMPT], [answer])
     timeline.show(f"One token a step, without a cache: {rate(len(answer), seconds)}")
     print(f"""
-Question: the last step read {len(ids) - 1} tokens. The step before had read all of them but one. Norms, projections and
-the MLP treat each token by itself. So for what are the old tokens needed again?
-The real code answers: nanobatch.py, forward. Look between its `window.write` and its `window.read`.
+Question: the last step computed {len(ids) - 1} tokens. The step before had computed all of them but one. Norms,
+projections and the MLP treat each token by itself. So for what are the old tokens needed again?
+The real code answers: nanobatch.py, attention.
 Next: python docs/learn/2_cache.py""")
 
 
 if __name__ == "__main__":
-    main()
+    launch(main)

@@ -7,26 +7,30 @@ model depends on the tokens before it, and never on those behind it. So what was
 right when a new one comes.
 
 Where does the new token need the old ones at all? In attention alone. There its *query* is compared with the *key* of
-each token before it, and the result weights their *values*. So of each old token two rows of numbers are enough, its
-key and its value, in each layer. To keep them is all that a KV cache does:
+each token before it, and the result weights their *values*. So of each old token two vectors are enough, its key
+and its value, in each layer. To keep them is all that a KV cache does:
 
     step   goes into the model            is in the slab already         tokens computed
        1   What is 17 + 6?                                               11
        2   7                              What is 17 + 6?                 1
        3   +                              What is 17 + 6? 7               1
 
-Compared with chapter 1 three lines change. The slab is made once. Only the tokens from `start` on go in, and they are
-written to the rows from `start` on. And after a step, everything but the newest token is in the slab: the newest one
-has come out of the model, but it has not yet gone in.
+Step 1 is a prefill (▒), as before. The others are now of another kind, *decode* (█): the newest token goes in, alone,
+and the next one comes out.
+
+Compared with chapter 1 the slab is made once. Only the tokens from `start` on go in, and they are written to the rows
+from `start` on: a row of the slab holds what is kept of one token. After a step, everything but the newest token is in
+the slab. The newest one has come out of the model, but it has not yet gone in.
 
 The answer is the same, token for token, and it is told twice here: first without keeping anything, then with the
-cache. Look at how the milliseconds grow in one column, and do not in the other.
+cache. The tokens computed grow with every step in one column, and do not in the other. On a quiet machine, so do the
+milliseconds.
 """
 
 import time
 from statistics import median
 
-from board import DECODE, PREFILL, Timeline, load, rate, show_answers
+from board import Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
 from nanobatch import forward
@@ -44,44 +48,47 @@ def new_slab(length: int) -> Slab:
 
 def next_token(ids: list[int], slab: Slab, start: int) -> int:
     """The tokens from `start` on go in, those before are in the slab; the best next one comes out."""
-    window = Window(slab, [0], [start], len(ids) - start, [len(ids)])  # slot 0, from row `start` on, the new tokens
+    window = Window(slab, slots=[0], starts=[start], L=len(ids) - start, lengths=[len(ids)])
     (states,) = forward(MODEL, [mx.array([ids[start:]])], [window])  # (L, D), and L is 1 for all steps but the first
     scores = MODEL.head(states[-1:])  # (1, D) -> (1, V)
     return mx.argmax(scores).item()
 
 
-def answer(prompt: str, keeps: bool, timeline: Timeline) -> tuple[list[int], list[float]]:
-    """The answer's tokens, and the seconds that each of them took."""
-    ids, seconds = TEXT.ask(prompt), []
+def answer(prompt: str, keeps: bool, timeline: Timeline) -> tuple[list[int], list[int], list[float]]:
+    """The answer's tokens; for each of them, how many tokens were computed, and in how many milliseconds."""
+    ids, computed, ms = TEXT.ask(prompt), [], []
     length, slab, start = len(ids), new_slab(256), 0
     while ids[-1] not in TEXT.end_tokens and len(ids) < 256:
         began = time.perf_counter()
         ids.append(next_token(ids, slab, start))
-        seconds.append(time.perf_counter() - began)
-        timeline.step({0: (DECODE if start else PREFILL, 1)})
+        ms.append(1000 * (time.perf_counter() - began))
+        computed.append(len(ids) - 1 - start)
+        timeline.step({0: ("decode" if start else "prefill", 1)})
         start = len(ids) - 1 if keeps else 0
-    return ids[length:], seconds
+    return ids[length:], computed, ms
 
 
 def main() -> None:
     before, after = Timeline(slots=1), Timeline(slots=1)
-    tokens, slow = answer(PROMPT, False, before)
-    same, quick = answer(PROMPT, True, after)
+    tokens, many, slow = answer(PROMPT, False, before)
+    same, few, quick = answer(PROMPT, True, after)
     assert tokens == same, "the cache has changed the answer"
 
-    print("             ms for the token\n  token   no cache  with cache")
-    for first in range(1, len(tokens) - 10, 20):  # the median of ten: other programs run on this machine, too
-        typical = [1000 * median(seconds[first : first + 10]) for seconds in (slow, quick)]
-        print(f"{first + 1:>7}   {typical[0]:>8.1f}   {typical[1]:>10.1f}")
+    print("           tokens computed    ms, median of ten steps")
+    print(" step   no cache  with cache     no cache  with cache")
+    for at in range(0, len(tokens) - 10, 20):
+        typical = [median(ms[at : at + 10]) for ms in (slow, quick)]
+        print(f"{at + 1:>5}   {many[at]:>8}  {few[at]:>10}   {typical[0]:>10.1f}  {typical[1]:>10.1f}")
+    print(f"  all   {sum(many):>8}  {sum(few):>10}   {sum(slow):>10.0f}  {sum(quick):>10.0f}")
     show_answers(TEXT, [PROMPT], [tokens])
-    before.show(f"One token a step, without a cache: {rate(len(tokens), sum(slow))}")
-    after.show(f"One token a step, with a cache: {rate(len(tokens), sum(quick))}")
+    before.show(f"One token a step, without a cache: {rate(len(tokens), sum(slow) / 1000)}")
+    after.show(f"One token a step, with a cache: {rate(len(tokens), sum(quick) / 1000)}")
     print("""
 Question: the rows of this story stay in the slab. The next request would begin at row 0 and write over the first few.
 Why does it do no harm that the others are still there?
-The real code answers: kv.py, Window.looks. Its mask says which rows a token sees.
+The real code answers: kv.py, Window.looks.
 Next: python docs/learn/3_static.py""")
 
 
 if __name__ == "__main__":
-    main()
+    launch(main)

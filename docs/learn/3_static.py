@@ -11,38 +11,31 @@ A batch of what shape? The simplest is a rectangle. Two things do not fit into i
 - The prompts have different lengths. So the short ones are padded with zeros at their right end, up to the longest.
   The padding's keys land in rows behind the prompt. No token sees a row that stands behind its own, and the answer's
   tokens write over those rows, one by one.
-- The answers have different lengths. So an answer that ends early stays in the batch: its last token goes in again and
-  again, and what comes out is dropped. Its slot is *shut* (╳) until the whole batch is done.
+- The answers have different lengths. So an answer that ends early stays in the batch as a *ghost* (▚): its last token
+  goes in again and again, and what comes out is dropped, until the whole batch is done. Requests 5 to 8 wait for that.
 
-    slot 0  ▒1███████████████████        four requests came together;
-    slot 1  ▒2██████╳╳╳╳╳╳╳╳╳╳╳╳╳        the next four wait for the longest of them
-    slot 2  ▒3███████████████╳╳╳╳
-    slot 3  ▒4█████████╳╳╳╳╳╳╳╳╳╳
+    slot 0  ▒1██████████████████████████████████████████████▒5█████████████████████████████████████████
+    slot 1  ▒2███████████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▒6███████████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚
+    slot 2  ▒3█████████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▒7████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚
+    slot 3  ▒4███████████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▒8█████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚
 
 This is static batching. Compared with chapter 2 the slab has several slots, one for each sequence, and `next_token` has
-become two functions. In `prefill` the prompts go in side by side, each through a window of its own. In `decode` one
-window holds the newest token of every slot.
+become two functions, `prefill` and `decode`. In `prefill` the prompts go in side by side, each through a window of its
+own. In `decode` one window holds the newest token of every slot.
+
+Two figures say what the rectangle wastes: how many percent of slots x steps were useful, so no ghost's; and how many of
+all tokens that were computed were padding, or a ghost's.
 """
 
 import time
 
-from board import DECODE, PREFILL, SHUT, Timeline, load, rate, show_answers
+from board import PROMPTS, Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
 from nanobatch import forward
 from parts.device import mx
 from parts.load import slab_shape
 
-PROMPTS = [
-    "Count from 3 to 20.",
-    "What is 17 + 6?",
-    "Spell lantern.",
-    "Is fox in this list: owl, fox, bee?",
-    "What is a slot?",
-    "Reverse the word stone.",
-    "Name the months from March to June.",
-    "Count from 5 to 9.",
-]
 MODEL, TEXT = load()
 
 
@@ -54,15 +47,15 @@ def prefill(slab: Slab, batch: list[list[int]]) -> list[int]:
     """The prompts go in, padded to a rectangle; the first token of each answer comes out."""
     longest = max(map(len, batch))
     padded = [mx.array([ids + [0] * (longest - len(ids))]) for ids in batch]  # (1, longest) each
-    windows = [Window(slab, [slot], [0], longest, [len(ids)]) for slot, ids in enumerate(batch)]
+    windows = [Window(slab, slots=[i], starts=[0], L=longest, lengths=[len(ids)]) for i, ids in enumerate(batch)]
     states = forward(MODEL, padded, windows)  # (longest, D) each
     return best(mx.stack([state[len(ids) - 1] for state, ids in zip(states, batch, strict=True)]))  # before the padding
 
 
 def decode(slab: Slab, batch: list[list[int]]) -> list[int]:
     """The newest token of each sequence goes in; the next one of each comes out."""
-    lengths = [len(ids) for ids in batch]
-    window = Window(slab, list(range(len(batch))), [length - 1 for length in lengths], 1, lengths)
+    slots, lengths = list(range(len(batch))), [len(ids) for ids in batch]
+    window = Window(slab, slots=slots, starts=[length - 1 for length in lengths], L=1, lengths=lengths)
     (states,) = forward(MODEL, [mx.array([ids[-1] for ids in batch])], [window])  # (B, D)
     return best(states)
 
@@ -71,38 +64,41 @@ def best(states: mx.array) -> list[int]:  # (B, D) -> B tokens
     return mx.argmax(MODEL.head(states), axis=-1).tolist()
 
 
-def answer(prompts: list[str], numbers: range, timeline: Timeline) -> list[list[int]]:
-    """One batch, from its prompts to the end of its longest answer."""
+def answer(prompts: list[str], numbers: range, timeline: Timeline) -> tuple[list[list[int]], int]:
+    """One batch, from its prompts to the end of its longest answer; and how many tokens were computed for it."""
     batch = [TEXT.ask(prompt) for prompt in prompts]
     slab, lengths = new_slab(len(batch), 128), [len(ids) for ids in batch]
-    tokens, glyph = prefill(slab, batch), PREFILL
+    tokens, kind, computed = prefill(slab, batch), "prefill", len(batch) * max(lengths)
     done = [False] * len(batch)
     while True:
-        timeline.step({slot: (SHUT if done[slot] else glyph, number) for slot, number in enumerate(numbers)})
+        timeline.step({slot: ("ghost" if done[slot] else kind, number) for slot, number in enumerate(numbers)})
         for slot, token in enumerate(tokens):
             if not done[slot]:
                 batch[slot].append(token)
                 done[slot] = token in TEXT.end_tokens or len(batch[slot]) == 128
         if all(done):
-            return [ids[length:] for ids, length in zip(batch, lengths, strict=True)]
-        tokens, glyph = decode(slab, batch), DECODE
+            return [ids[length:] for ids, length in zip(batch, lengths, strict=True)], computed
+        tokens, kind, computed = decode(slab, batch), "decode", computed + len(batch)
 
 
 def main() -> None:
     for slots in (1, 4):
-        answers, timeline, began = [], Timeline(slots), time.perf_counter()
+        answers, computed, timeline, began = [], 0, Timeline(slots), time.perf_counter()
         for first in range(0, len(PROMPTS), slots):
             batch = PROMPTS[first : first + slots]
-            answers += answer(batch, range(first + 1, first + 1 + len(batch)), timeline)
+            more, cost = answer(batch, range(first + 1, first + 1 + len(batch)), timeline)
+            answers, computed = answers + more, computed + cost
         took = rate(sum(map(len, answers)), time.perf_counter() - began)
         timeline.show(f"{slots} at a time, {len(timeline.steps)} steps: {took}, {timeline.useful:.0f} % useful")
+        needed = sum(map(len, map(TEXT.ask, PROMPTS))) + sum(len(tokens) - 1 for tokens in answers)
+        print(f"        {computed} tokens computed, {computed - needed} of them padding or a ghost's")
     show_answers(TEXT, PROMPTS, answers)
     print("""
-Question: slots 1 to 3 stand shut for most of a batch, while requests wait. What must a slot be able to do, so that the
-next request can have it at once, in the midst of its neighbours' answers?
-The real code answers: sched.py, Scheduler._room. There the three policies stand, a line for each.
+Question: most slots are ghosts for most of a batch, while requests wait. What has a forward pass to know of each slot,
+so that the next request can have it at once, in the midst of its neighbours' answers?
+The real code answers: kv.py, Window.
 Next: python docs/learn/4_continuous.py""")
 
 
 if __name__ == "__main__":
-    main()
+    launch(main)

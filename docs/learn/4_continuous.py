@@ -13,34 +13,31 @@ when we decide what goes into a step. We decide anew before each of them:
 The part that decides is a *scheduler*. This one takes 20 lines, and it knows no model and no array. It knows the rule
 of chapter 3, too: "static" admits nothing while anything runs. That is one line of `plan`, and the whole difference.
 
-    static      slot 0  ▒1██████████████╳▒4███      continuous  slot 0  ▒1██████████████▒5██
-                slot 1  ▒2█████╳╳╳╳╳╳╳╳╳╳▒5██                   slot 1  ▒2█████▒4████████
+    static      slot 0  ▒1██████████████████████████████████████████████▒5█████████████████████████████████████████
+                slot 1  ▒2███████████████╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳▒6███████████████··························
+                slot 2  ▒3█████████████╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳▒7████████·································
+                slot 3  ▒4███████████████╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳╳▒8█████████································
+    continuous  slot 0  ▒1██████████████████████████████████████████████··········
+                slot 1  ▒2███████████████▒6███████████████························
+                slot 2  ▒3█████████████▒5█████████████████████████████████████████
+                slot 3  ▒4███████████████▒7████████▒8█████████····················
 
-Compared with chapter 3 the padding has gone. A prompt goes in with the length that it has. And where some slots are
-free, the window names those that decode: a sequence that has ended is no longer in it.
+Compared with chapter 3 padding and ghosts have gone. A prompt goes in with the length that it has. A sequence that has
+ended is no longer in the window, which names the slots that decode. So under "static", too, nothing runs in a slot that
+has ended: it is *blocked* (╳) while requests wait for the batch, and *empty* (·) when none waits.
 """
 
 import time
 from collections import deque
 from dataclasses import dataclass
 
-from board import DECODE, PREFILL, SHUT, Timeline, load, rate, show_answers
+from board import PROMPTS, Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
 from nanobatch import forward
 from parts.device import mx
 from parts.load import slab_shape
 
-PROMPTS = [
-    "Count from 3 to 20.",
-    "What is 17 + 6?",
-    "Spell lantern.",
-    "Is fox in this list: owl, fox, bee?",
-    "What is a slot?",
-    "Reverse the word stone.",
-    "Name the months from March to June.",
-    "Count from 5 to 9.",
-]
 SLOTS, LONGEST = 4, 128
 MODEL, TEXT = load()
 
@@ -77,11 +74,13 @@ class Scheduler:
 def run(slab: Slab, prefills: dict[int, Sequence], decodes: dict[int, Sequence]) -> dict[int, int]:
     """One forward pass for all of them. By slot: the token that comes next."""
     ids = [mx.array([s.ids]) for s in prefills.values()]  # (1, length of the prompt) each
-    windows = [Window(slab, [slot], [0], len(s.ids), [len(s.ids)]) for slot, s in prefills.items()]
+    sizes = {slot: len(s.ids) for slot, s in prefills.items()}
+    windows = [Window(slab, slots=[slot], starts=[0], L=size, lengths=[size]) for slot, size in sizes.items()]
     if decodes:
         lengths = [len(s.ids) for s in decodes.values()]
         ids.append(mx.array([s.ids[-1] for s in decodes.values()]))  # (B,): the newest token of each
-        windows.append(Window(slab, list(decodes), [length - 1 for length in lengths], 1, lengths))
+        rows = [length - 1 for length in lengths]
+        windows.append(Window(slab, slots=list(decodes), starts=rows, L=1, lengths=lengths))
     states = forward(MODEL, ids, windows)
     last = [state[-1:] for state in states[: len(prefills)]] + states[len(prefills) :]  # of a prompt, its last token
     tokens = mx.argmax(MODEL.head(mx.concatenate(last)), axis=-1)
@@ -95,9 +94,9 @@ def serve(policy: str, timeline: Timeline) -> list[list[int]]:
     scheduler, slab = Scheduler(policy, sequences), Slab(*slab_shape(MODEL.config, SLOTS, LONGEST, 32), MODEL.dtype)
     while scheduler.line or scheduler.running:
         prefills, decodes = scheduler.plan()
-        shut = dict.fromkeys(range(SLOTS), (SHUT, 0)) if scheduler.line else {}
-        cells = {slot: (PREFILL, s.number) for slot, s in prefills.items()}
-        timeline.step(shut | cells | {slot: (DECODE, s.number) for slot, s in decodes.items()})
+        cells = dict.fromkeys(range(SLOTS), ("blocked", 0)) if scheduler.line else {}
+        cells |= {slot: ("prefill", s.number) for slot, s in prefills.items()}
+        timeline.step(cells | {slot: ("decode", s.number) for slot, s in decodes.items()})
         scheduler.commit(run(slab, prefills, decodes))
     return [s.ids[len(ids) :] for s, ids in zip(sequences, prompts, strict=True)]
 
@@ -110,11 +109,12 @@ def main() -> None:
         timeline.show(f"{policy}, {len(timeline.steps)} steps: {took}, {timeline.useful:.0f} % useful")
     show_answers(TEXT, PROMPTS, answers)
     print("""
-Question: a prompt of 1,000 tokens is admitted while three neighbours decode. How long is the step in which it goes in,
-and what do the neighbours' readers see?
-The real code answers: sched.py, Scheduler._chunks. It cuts prompts, so that no step is longer than a budget.
+Question: a prompt of 1,000 tokens is admitted while three neighbours decode. How many tokens does that step compute,
+and how many did the step before it? What do the neighbours' readers see? How much does the real scheduler let a step
+cost at most, and how?
+The real code answers: sched.py, Scheduler._chunks.
 Next: python docs/learn/5_run_ahead.py""")
 
 
 if __name__ == "__main__":
-    main()
+    launch(main)

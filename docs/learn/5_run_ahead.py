@@ -2,28 +2,28 @@
 
     python docs/learn/5_run_ahead.py
 
-A long prompt makes its neighbours wait. Chapter 4 lets it in as a whole, and while that one long step runs no reader
-gets a token. So a prompt is cut into *chunks*, one for each step, and the others decode beside it. The long prompt's
-own answer may begin later. Its neighbours hardly notice.
+A long prompt makes its neighbours wait: chapter 4 lets it in as a whole, and no reader gets a token in that long step.
+So a prompt is cut into *chunks*, one for each step, and the others decode beside it. They hardly notice. The long
+prompt's own answer may begin later.
 
 The device, too, has to wait: chapter 4 reads a step's tokens, then plans and builds the next step while the device
 stands still. But the newest tokens, which the next step needs, are on the device already. So step N + 1 is started
 before N's tokens are read, and Python's work hides behind the device's. The price: an answer's end is seen one step
-late. By then its sequence runs once more, as a *ghost* (·), and that token is dropped.
+late. By then its sequence runs once more, as a *ghost* (▚), and that token is dropped.
 
     device   |   run N             |   run N+1           |   run N+2
     Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
 
 Compared with chapter 4 the scheduler is the real one (`sched.py`). It does what ours did, and knows of chunks, of a
-budget for each step, and of tokens that are planned but not yet read. `run` starts a step and answers at once. On a
-CPU running ahead gains little, since there the device and Python share the cores.
+budget for each step, and of tokens that are planned but not yet read. `run` starts a step and answers at once. The same
+requests are served three times, so that you see what either does. (Running ahead gains little on a CPU, since there the
+device and Python share the cores.)
 """
 
 import time
 from collections import deque
-from itertools import pairwise
 
-from board import DECODE, GHOST, PREFILL, Timeline, load, rate, show_answers
+from board import Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
 from nanobatch import forward
@@ -43,12 +43,11 @@ class Engine:
         self.sched = Scheduler(SLOTS, LONGEST, chunk=chunk)
         self.slab = Slab(*slab_shape(MODEL.config, SLOTS, LONGEST, chunk), MODEL.dtype)
         self.newest = mx.zeros(SLOTS, mx.int32)  # by slot, on the device
-        self.runs_ahead, self.timeline, self.times = runs_ahead, Timeline(SLOTS), {}
+        self.runs_ahead, self.timeline, self.most = runs_ahead, Timeline(SLOTS), 0
         self.flights: deque[tuple[Plan, mx.array]] = deque()  # steps that have been started, and not yet read
 
     def submit(self, ids: list[int]) -> Request:
-        request = Request(len(self.times) + 1, tuple(ids), 64, time.perf_counter(), shares=False)
-        self.times[request.id] = []  # when each of its tokens came
+        request = Request(self.sched.submitted + 1, tuple(ids), 64, time.perf_counter(), shares=False)
         self.sched.submit(request)
         return request
 
@@ -65,33 +64,33 @@ class Engine:
         """Start a step. The answer: what each slot samples, or -1."""
         ids, windows = [], []
         for c in plan.chunks:
-            ids.append(mx.array([[*c.request.prompt[c.start : c.stop], *[0] * (c.width - c.stop + c.start)]]))  # padded
-            windows.append(Window(self.slab, [c.slot], [c.start], c.width, [len(c.request.prompt)]))
-        rows = dict(sorted((d.slot, d.position) for d in plan.decodes))  # by slot: the newest token's row
-        if rows:
-            ids.append(self.newest[mx.array(list(rows))])  # (B,), and Python has not read them
-            windows.append(Window(self.slab, list(rows), list(rows.values()), 1, [row + 1 for row in rows.values()]))
+            prompt = c.request.prompt
+            ids.append(mx.array([[*prompt[c.start : c.stop], *[0] * (c.width - c.stop + c.start)]]))  # padded
+            windows.append(Window(self.slab, slots=[c.slot], starts=[c.start], L=c.width, lengths=[len(prompt)]))
+        decodes = sorted(plan.decodes, key=lambda d: d.slot)
+        slots, rows = [d.slot for d in decodes], [d.position for d in decodes]  # the newest tokens, and their rows
+        if slots:
+            ids.append(self.newest[mx.array(slots)])  # (B,), and Python has not read them
+            windows.append(Window(self.slab, slots=slots, starts=rows, L=1, lengths=[row + 1 for row in rows]))
+        self.most = max(self.most, sum(array.size for array in ids))  # tokens in a step
         states, sampled = forward(MODEL, ids, windows), mx.full(SLOTS, -1, mx.int32)
         for c, state in zip(plan.chunks, states, strict=False):
             if c.emits:  # the last chunk of a prompt
                 sampled[c.slot] = mx.argmax(MODEL.head(state[c.stop - c.start - 1 : c.stop - c.start]))
-        if rows:
-            sampled[mx.array(list(rows))] = mx.argmax(MODEL.head(states[-1]), axis=-1).astype(mx.int32)
+        if slots:
+            sampled[mx.array(slots)] = mx.argmax(MODEL.head(states[-1]), axis=-1).astype(mx.int32)
         self.newest = mx.where(sampled >= 0, sampled, self.newest)
         mx.async_eval(sampled, self.newest)  # start it, and wait for nothing
         return sampled
 
     def commit(self, plan: Plan, sampled: mx.array) -> None:
         """Read what a step has sampled, and hand it out. Here Python waits for the device."""
-        tokens = sampled.tolist()
-        cells = {c.slot: (PREFILL, c.request.id) for c in plan.chunks}
-        cells |= {d.slot: (GHOST if d.request.finish_reason else DECODE, d.request.id) for d in plan.decodes}
+        tokens, now = sampled.tolist(), time.perf_counter()
+        cells = {c.slot: ("prefill", c.request.id) for c in plan.chunks}
+        cells |= {d.slot: ("ghost" if d.request.finish_reason else "decode", d.request.id) for d in plan.decodes}
         self.timeline.step(cells)
-        self.sched.commit(plan, [tokens[member.slot] for member in plan.emitters], self.accept, time.perf_counter())
-
-    def accept(self, request: Request, token: int) -> str | None:
-        self.times[request.id].append(time.perf_counter())
-        return "stop" if token in TEXT.end_tokens else None
+        emitted = [tokens[member.slot] for member in plan.emitters]
+        self.sched.commit(plan, emitted, lambda _, token: "stop" if token in TEXT.end_tokens else None, now)
 
 
 def serve(chunk: int, runs_ahead: bool, title: str) -> list[Request]:
@@ -101,20 +100,21 @@ def serve(chunk: int, runs_ahead: bool, title: str) -> list[Request]:
         if len(engine.timeline.steps) == 6 and len(requests) < len(PROMPTS):  # now the last one comes, a long talk
             requests.append(engine.submit(TEXT.encode_chat([*TALK, {"role": "user", "content": PROMPTS[-1]}])))
     took = rate(sum(r.committed for r in requests), time.perf_counter() - began)
-    gap = 1000 * max(b - a for a, b in pairwise(engine.times[1]))
-    engine.timeline.show(f"{title}: {took}; request 1 waited {gap:.0f} ms for a token at most")
+    engine.timeline.show(f"{title}: {took}; a step computes {engine.most} tokens at most")
     return requests
 
 
 def main() -> None:
     serve(LONGEST, False, "whole prompts, one step after the other")
+    serve(64, False, "chunks of 64 tokens, one step after the other")
     requests = serve(64, True, "chunks of 64 tokens, running ahead")
+    print(f"\nRequest 4, a talk of {len(requests[-1].prompt)} tokens, came after step 6. Below is its last message.")
     show_answers(TEXT, PROMPTS, [r.answer for r in requests])
     print("""
-Question: the loop is whole. What does the real engine do besides, in the same three steps?
-The real code answers: nanobatch.py, Engine.step. It is this `turn`, with a lock, a stream, and a plan for failures.
-Next: `Runner.run` is this `run`. Read nanobatch.py from the top.""")
+Question: the loop is whole: `turn` has a twin, `Engine._turn`. What stands around it there, and what may fail here?
+The real code answers: nanobatch.py, Engine.step.
+Next: `Runner.run` is the twin of `run`. Read nanobatch.py from the top.""")
 
 
 if __name__ == "__main__":
-    main()
+    launch(main)
