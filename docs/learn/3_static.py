@@ -3,8 +3,8 @@
     python docs/learn/3_static.py
 
 For each token a machine reads every weight of the model. That reading takes most of the time, and it costs the same for
-four sequences as for one: each weight is read once, and multiplied with four vectors instead of one. So we answer several
-prompts at a time. That is a batch.
+four sequences as for one: each weight is read once, and multiplied with four vectors instead of one. So we answer
+several prompts at a time. That is a batch.
 
 A batch of what shape? The simplest is a rectangle. Two things do not fit into it:
 
