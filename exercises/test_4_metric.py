@@ -18,7 +18,8 @@ Where: `Figures` in `parts/journal.py`: it counts in `count` and prints in `text
 How to know: the command above, and `python -m pytest tests/test_serve.py -k metrics`. Then try it. Start
 `python serve.py`, and in another terminal ask for more than you want to read:
 
-    curl -N localhost:8000/v1/completions -d '{"prompt": "A", "max_tokens": 999, "ignore_eos": true, "stream": true}'
+    curl -N localhost:8000/v1/completions -H 'Content-Type: application/json' \
+        -d '{"prompt": "A", "max_tokens": 999, "ignore_eos": true, "stream": true}'
 
 Press Ctrl-C while it tells, and look at http://127.0.0.1:8000/metrics.
 """

@@ -951,7 +951,7 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
         Scheduler, "_room", lambda self, free: min(free, 1) if self.policy == "shy" else room_for(self, free)
     )
     stage = Stage().load()
-    for _ in range(3):
+    for _ in range(len(POLICIES) - 1):
         stage.session.obey("/policy")  # the next one, again and again
         stage.turns()
     assert "shy" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]

@@ -22,8 +22,9 @@ The function is `forward` in `nanobatch.py`. We use the real one, and read it la
   chapter asks what that costs.
 
 To put a list of tokens through the model, all side by side, is a *prefill*. In this chapter every step is one, and it
-computes all tokens that there are: look at the column that says how many. Below, the program draws a character for each
-step: ▒ for a prefill. The digit in ▒1▒▒ is the request's number, written over its second step.
+computes all tokens that there are: look at the column that says how many. (On a quiet machine the milliseconds follow
+it. They show it better in a longer answer, such as chapter 2 has.) Below, the program draws a character for each step:
+▒ for a prefill. The digit in ▒1▒▒ is the request's number, written over its second step.
 
 The demo model is a toy that tells stories, counts, spells and reverses words, and adds up numbers to 99. It is small,
 so a step takes milliseconds, and anyone can see whether its answer is right.

@@ -7,8 +7,8 @@ model depends on the tokens before it, and never on those behind it. So what was
 right when a new one comes.
 
 Where does the new token need the old ones at all? In attention alone. There its *query* is compared with the *key* of
-each token before it, and the result weights their *values*. So of each old token two vectors are enough, its key
-and its value, in each layer. To keep them is all that a KV cache does:
+each token before it, and the result weights their *values*. So of each old token two vectors are enough in each
+layer, its key and its value. To keep them is all that a KV cache does:
 
     step   goes into the model            is in the slab already         tokens computed
        1   What is 17 + 6?                                               11

@@ -3,8 +3,8 @@
     python docs/learn/3_static.py
 
 For each token a machine reads every weight of the model. That reading takes most of the time, and it costs the same for
-four sequences as for one: each weight is read once, and multiplied with four rows instead of one. So we answer several
-prompts at a time. That is a batch.
+four sequences as for one: each weight is read once, and multiplied with four vectors instead of one. So we answer
+several prompts at a time. That is a batch.
 
 A batch of what shape? The simplest is a rectangle. Two things do not fit into it:
 
@@ -23,8 +23,8 @@ This is static batching. Compared with chapter 2 the slab has several slots, one
 become two functions, `prefill` and `decode`. In `prefill` the prompts go in side by side, each through a window of its
 own. In `decode` one window holds the newest token of every slot.
 
-Two figures say what the rectangle wastes: how many percent of slots x steps were useful, so no ghost's; and how many of
-all tokens that were computed were padding, or a ghost's.
+Two figures say what the rectangle wastes. Of all slots x steps some percent are *useful*: in the others ghosts ran. And
+of all tokens that were computed, some were padding, or a ghost's.
 """
 
 import time
