@@ -39,6 +39,9 @@ SOURCE = 1_000_000  # characters; the longest templates that are published have 
 # Filters and methods of texts whose result may be many times as long as what goes in.
 GROWING = "batch center expandtabs format format_map indent join ljust replace rjust slice tojson translate urlize"
 GROWING = frozenset(f"{GROWING} wordwrap xmlattr zfill".split())
+LOOKING = frozenset(
+    ["count", "endswith", "first", "last", "length", "startswith"]
+)  # and whose result is no text of their making
 
 
 # --- the limits ----------------------------------------------------------------------------------------------------
@@ -104,6 +107,8 @@ def width(value: Any) -> int:
 
 def made_by_call(name: str, value: Any, arguments: Iterable[Any]) -> int:
     """By a filter, or a method of a text."""
+    if name in LOOKING:
+        return 1
     most = max(map(width, arguments), default=1) if name in GROWING else 1
     asked = map(int, re.findall(r"\d{4,}", value)) if name.startswith("format") and isinstance(value, str) else ()
     return size(value) * max(most, 1) + sum(asked)  # "%9999d"

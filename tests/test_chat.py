@@ -276,7 +276,7 @@ def test_a_template_is_found_in_each_of_its_three_places(tmp_path, name, place, 
     rendered = text.render(messages)
     assert (rendered, text.encode_chat(messages)) == reference(tmp_path, messages)
     assert text.has_template and "Be terse." in rendered
-    assert ("</s>" in rendered) == (name in ("llama 2", "mistral", "zephyr", "everything"))
+    assert ("</s>" in rendered) == (name in ("llama 2", "mistral", "zephyr", "everything", "newer"))
 
 
 def test_a_template_in_a_file_wins_over_one_in_the_config(tmp_path):
