@@ -109,6 +109,8 @@ def play(
     far = engine.submit(long_prompt, Sampling(max_tokens=120, ignore_eos=True)) if long_prompt else None
     while far and not far.tokens:
         engine.step()
+        if far.finish_reason:
+            raise RuntimeError(far.error)
     handles = run_schedule(engine, asks, rng, lambda: far and far.cancel())
     again = [(handle, ask.prompt) for handle, ask in zip(handles, asks, strict=True)]
     if far and rng.random() < 0.1:

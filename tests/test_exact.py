@@ -288,16 +288,16 @@ def test_a_bug_in_how_neighbours_share_a_product_is_caught(models, monkeypatch, 
     see_how_far_attention_reads(monkeypatch)
     looks, softmax = kv.Window.looks, nanobatch.softmax
 
-    def as_far_as_the_longest(self, G):
+    def as_far_as_the_longest(self, *form):
         reaches = [self.slab.reach(row + self.L, self.L == 1) for row in self.starts if row != self.slab.spare]
         self.slab.reach = lambda *_: max(reaches)
         try:
-            return looks(self, G)
+            return looks(self, *form)
         finally:
             del self.slab.reach
 
-    def no_further_than_the_one_before(self, G):
-        each = looks(self, G)
+    def no_further_than_the_one_before(self, *form):
+        each = looks(self, *form)
         capped = [look._replace(T=min(look.T, before.T)) for look, before in zip(each[1:], each, strict=False)]
         return each[:1] + [look._replace(mask=look.mask[..., : look.T]) for look in capped]
 
