@@ -39,9 +39,8 @@ SOURCE = 1_000_000  # characters; the longest templates that are published have 
 # Filters and methods of texts whose result may be many times as long as what goes in.
 GROWING = "batch center expandtabs format format_map indent join ljust replace rjust slice tojson translate urlize"
 GROWING = frozenset(f"{GROWING} wordwrap xmlattr zfill".split())
-LOOKING = frozenset(
-    ["count", "endswith", "first", "last", "length", "startswith"]
-)  # and whose result is no text of their making
+# Those that make no text of their own: a template may ask in each turn how many turns there are.
+LOOKING = frozenset(["count", "endswith", "first", "last", "length", "startswith"])
 
 
 # --- the limits ----------------------------------------------------------------------------------------------------

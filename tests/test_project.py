@@ -1,5 +1,6 @@
 """What the README promises is there."""
 
+import ast
 import json
 import re
 import shlex
@@ -227,6 +228,40 @@ def test_the_readmes_counts_are_those_of_the_tests():
         assert f"{test_exact.SCHEDULES} random schedules" in page
         assert f"{len(company.SHAPES)} shapes of models" in page
     assert f"({test_parity.of_new_families() * test_parity.PROMPTS} of the eight" in README
+
+
+def test_what_the_pages_count_is_so():
+    import crowd
+    import test_exact
+    import test_house
+    import test_sched
+
+    from screen.room import Settings
+
+    tests = test_exact.test_a_planted_bug_is_caught, test_exact.test_a_bug_in_how_neighbours_share_a_product_is_caught
+    bugs = sum(len(mark.args[1]) for test in tests for mark in test.pytestmark)
+    assert f"{bugs} planted bugs" in RIGHT
+    assert f"{test_sched.SCHEDULES:,} random schedules" in README
+    assert f"`b` sends {Settings().burst} prompts" in README
+    assert f"{len(crowd.KINDS)} models, tokens and bits" in (ROOT / "docs" / "machines.md").read_text()
+    lengths = {n.name: n.end_lineno - n.lineno + 1 for name in ("ask", "nanobatch") for n in tops(name)}
+    first, last = (next(n for n in tops("nanobatch") if n.name == name) for name in ("forward", "attention"))
+    assert within_a_tenth("`nanobatch.py`, `forward`", last.end_lineno - first.lineno)
+    assert within_a_tenth("`nanobatch.py`, `Runner`, `Engine.step`", lengths["Runner"] + lengths["Engine"])
+    assert within_a_tenth("`ask.py`, `main`", lengths["main"])
+    code = {name: test_house.lines_of_code(test_house.source(name)) for name in ("kv", "sched", "nanobatch")}
+    assert int(re.search(r"(\d+) lines of code:", README)[1]) == pytest.approx(sum(code.values()) + 40, rel=0.05)
+    assert int(re.search(r"about (\d+) lines of code", README)[1]) == pytest.approx(code["kv"], rel=0.05)
+
+
+def tops(name: str) -> list:
+    """The functions and classes of a file."""
+    nodes = ast.parse((ROOT / f"{name}.py").read_text()).body
+    return [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+
+
+def within_a_tenth(place: str, lines: int) -> bool:
+    return int(re.search(rf"\| {re.escape(place)} \| (\d+) \|", README)[1]) == pytest.approx(lines, rel=0.1)
 
 
 def test_the_readme_names_every_family():
