@@ -63,7 +63,6 @@ CONNECTIONS = 512  # open at once; one more gets a 503
 SWEEP_S = 0.5  # so often the door looks for clients that are silent or stuck
 HEAD_S, IDLE_S = 30.0, 75.0  # a connection waits so long for its first request, and for another one
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
-TURN_S = 0.0005  # a thread that waits for its turn in Python gets it after so long
 # A watcher gets a frame so often, is dropped when it has not taken one for so long, and there are so many at most.
 WATCH_S, WATCH_STUCK_S, WATCHERS = 0.1, 5.0, 16
 
@@ -146,16 +145,9 @@ class Door:
     # --- the way in: from here on all runs in the door's thread
 
     def _run(self) -> None:
-        """Python's threads take turns. Ours gives its turn away with each system call, and it makes one for each token.
-
-        By default it would have to wait up to 5 ms for each, while the thread that steps prepares the next step.
-        """
-        usual = sys.getswitchinterval()
-        sys.setswitchinterval(TURN_S)
         try:
             asyncio.run(self._listen())
         finally:
-            sys.setswitchinterval(usual)
             self._ended.set()
 
     async def _listen(self) -> None:

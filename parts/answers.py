@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 import random
 import threading
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sched import Plan, Request, Scheduler
@@ -95,6 +95,7 @@ class Handle:
         self._stream = engine.text.stream(sampling.stop_texts)
         self._pieces: list[str] = []
         self.times: list[float] = []  # when each token came, on the engine's clock
+        self._gaps: list[float] = []  # between a token and the next, the shortest first: watchers ask often
 
     @property
     def text(self) -> str:
@@ -127,8 +128,7 @@ class Handle:
 
     @property
     def metrics(self) -> Metrics:
-        r, times = self.request, self.times
-        gaps = sorted(map(sub, times[1:], times))
+        r, times, gaps = self.request, self.times, self._gaps
         return Metrics(
             queued_s=None if r.admitted is None else r.admitted - r.arrived,
             ttft_s=times[0] - r.arrived if times else None,
@@ -148,6 +148,8 @@ class Handle:
         if token < 0:
             self.error = "the model computed a number that is not finite"
             return "error"
+        if self.times:
+            insort(self._gaps, now - self.times[-1])
         self.times.append(now)
         self.tokens.append(token)
         if logprob is not None:

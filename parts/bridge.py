@@ -80,6 +80,7 @@ class Answer:
         self._pieces: deque[tuple[int, str | None]] = deque()  # (choice, text); None: the choice has ended
         self._times: list[list[float]] = []  # for each choice, when its pieces came here
         self._heard = time.monotonic()  # when the last of them did
+        self._straight: Visit | None = None  # where nothing is to be done for a piece but to write it
 
     # --- in a thread beside the door's
 
@@ -138,8 +139,11 @@ class Answer:
         else:
             self._times[index].append(time.perf_counter())
         self._heard = time.monotonic()
-        self._pieces.append((index, piece))
-        self._news.set()
+        if piece and self._straight and self._straight.flows and not self._pieces:
+            self._straight.push(self.shape.piece(index, piece, None))
+        else:
+            self._pieces.append((index, piece))
+            self._news.set()
 
     async def _come(self) -> list[tuple[int, str | None]]:
         """What has come since, neighbouring pieces joined. Empty after a long silence."""
@@ -174,11 +178,15 @@ class Answer:
         return reply(self.shape.whole(choices, self._usage()), headers={"X-Request-Id": self.shape.id})
 
     async def stream(self, visit: Visit) -> None:
-        """Server-sent events: one for each piece of text, or for several that have come together."""
+        """Server-sent events: one for each piece of text, or for several that have come together.
+
+        While the client keeps up, `_take` writes the pieces itself. To wake this coroutine for each would cost more.
+        """
         await visit.begin_events(self.shape.id)
         words, left = self._words(), len(self.handles)
         first = [body for index in range(left) if (body := self.shape.first(index))]
         await visit.write(b"".join(map(event, first)) or PING)
+        self._straight = visit if left == 1 and not words[0] else None
         while left:
             said = b""
             for index, piece in await self._come():

@@ -52,6 +52,7 @@ class Visit:
         self.request, self.number, self.status, self.is_news = request, number, None, True
         self._send, self._journal = send, journal
         self._cycle = send.__self__  # uvicorn's own view of this request
+        self._is_chunked = request.scope["http_version"] == "1.1"
         self.patience, self._waits_since = STUCK_S, None  # `_waits_since`: a write has begun then
 
     @property
@@ -75,17 +76,23 @@ class Visit:
         await self.send({"type": "http.response.start", "status": 200, "headers": encoded(headers)})
 
     async def write(self, body: bytes, more: bool = True) -> None:
-        """It waits while the client takes nothing. A timer for each token would cost more than all else here.
-
-        A chunk in the middle of a stream needs no bookkeeping, and `h11` spends more on it than the system on sending.
-        """
-        cycle = self._cycle
-        if more and not (cycle.flow.write_paused or cycle.disconnected) and self.request.scope["http_version"] == "1.1":
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        """It waits while the client takes nothing. A timer for each token would cost more than all else here."""
+        if more and self.flows:
+            self.push(body)
             return
         self._waits_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self._waits_since = None
+
+    @property
+    def flows(self) -> bool:
+        """Does the client keep up, so that what is pushed is on its way at once?"""
+        flow = self._cycle.flow
+        return self._is_chunked and self._waits_since is None and not (flow.write_paused or self._cycle.disconnected)
+
+    def push(self, body: bytes) -> None:
+        """A chunk in the middle of a stream. `h11` would spend more on its bookkeeping than the system on sending."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def is_stuck(self, now: float) -> bool:
         """Has the client taken nothing for longer than we are patient?"""
