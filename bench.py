@@ -72,6 +72,7 @@ from parts.checkpoint import read_config
 from parts.checks import one_line, read_whole, shown
 from parts.device import mx
 from parts.models import find
+from parts.ranks import join
 from peers import PEERS, LlamaCpp, MlxLm, News, cores, obstacle
 
 ROOT = Path(__file__).resolve().parent
@@ -295,8 +296,9 @@ class Spec(NamedTuple):
     @property
     def overlap(self) -> int:
         """How much longer answers must be so that all of them run at once. Ours begin one after another, because their
-        prompts go in by chunks, one a step."""
-        return 0 if self.part in ("closed", "open") else self.rows * math.ceil(self.prompt / 64)
+        prompts go in by chunks, one a step, and late in a long prompt a chunk may be as narrow as 16 tokens."""
+        narrow = 64 if self.prompt <= 512 else 16
+        return 0 if self.part in ("closed", "open") else self.rows * math.ceil(self.prompt / narrow)
 
 
 class Sample:
@@ -419,8 +421,10 @@ class Sample:
         for ask in self.asks(spec.queue, prompt=1):
             engine.submit(ask.prompt, Sampling(max_tokens=1))
         first = engine.snapshot().steps[-1].step + 2  # one more is in flight
-        while not any(handle.finish_reason for handle in handles):
+        for _ in range(spec.output + 2):
             engine.step()
+        for handle in handles:
+            handle.cancel()
         return [s for s in engine.snapshot().steps if s.step >= first and len(s.decode) == spec.rows and not s.prefill]
 
 
@@ -499,17 +503,24 @@ class Failure(RuntimeError):
     """A sample could not be taken, and nothing is wrong with what was asked for."""
 
 
+def take(spec: Spec) -> Figures:
+    if spec.part == "plan":
+        return plan_figures()
+    sample = Sample(spec)
+    with closing(sample.contestant):
+        try:
+            return {} if program.rank() else getattr(sample, spec.part)()
+        except Exception as error:
+            join().fail(error)  # with other ranks this is the end: they would wait for the next sample
+            raise
+
+
 def take_sample(text: str) -> int:
     """Runs in the sample's process. Prints figures, or what is wrong with what was asked for, as a line of JSON."""
     spec = Spec(**json.loads(text))
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()  # see `measure`
     try:
-        if spec.part == "plan":
-            answer = {"figures": plan_figures()}
-        else:
-            sample = Sample(spec)
-            with closing(sample.contestant):
-                answer = {"figures": {} if program.rank() else getattr(sample, spec.part)()}
+        answer = {"figures": take(spec)}
     except (ValueError, QueueFull) as error:
         answer = {"error": str(error)}
     print(json.dumps(answer))
@@ -519,8 +530,12 @@ def take_sample(text: str) -> int:
 def measure(spec: Spec) -> Figures:
     """One sample in a fresh process. It cannot outlive this call, because it ends when its standard input does.
 
+    Ranks stay in their process: they have found each other, and over MPI another process could not join them.
+
     subtle: an interrupted `run` kills its process, but not if the interrupt comes while it starts the process.
     """
+    if program.backend():
+        return take(spec)
     command = [sys.executable, str(ROOT / "bench.py"), "--sample", json.dumps(spec._asdict())]
     environment = os.environ | ({"NANOBATCH_BLAS": "off"} if spec.contestant == NEWCOMER else {})
     options = {"capture_output": True, "text": True, "timeout": PATIENCE_S, "env": environment}

@@ -282,7 +282,8 @@ class Runner:
         """Turn an order into one lazy graph, sampling included, and start it. Ranks that follow are told first."""
         began, waited = self.clock(), 0.0
         if self.ranks.leads:
-            self.ranks.tell(order.pack())
+            self.ranks.tell(order.pack(), decodes=not order.chunks)
+            waited += self._start() if self.ranks.is_timed else 0.0
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
         emitted, logprobs = mx.full(self.slab.slots, -1, mx.int32), []
@@ -457,7 +458,7 @@ class Engine:
         self._closed = self._slab_is_lost = False
         with device_lock, device_stream():
             self.runner = runner or Runner(model, sizes, exact, clock)
-        settled = self.ranks.settle(model.config, sizes.slots, partial(self._end_all, "error"))
+        settled = self.ranks.settle(model.config, partial(self._end_all, "error"))
         self.summary = f"{sizes.summary}; {device.named()}{settled}"
         device.close_at_exit(self)
 

@@ -242,8 +242,8 @@ class RanksView(NamedTuple):
     """The processes that share the model (`ranks.py`)."""
 
     backend: str = ""  # empty: there is one process
-    sums_ms: float = 0.0  # what the sums of a step with one token a slot take alone, measured when all had loaded
     memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
+    sums_ms: float | None = None  # of a step: how long its sums took, and waiting for the slowest rank
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ from parts.fields import ModelError
 
 LOST = 3  # the exit code of a process that another rank has left alone
 LOOK_S = 0.2  # so often a rank looks after its neighbours
+TIMED = 32  # after so many steps, the sums of one are timed again
 GRACE_S = 1.0  # so long the leader's clients have to take their errors
 SILENCE_MS = 4000  # a machine that answers no longer than this has lost its connection
 
@@ -128,6 +129,8 @@ class Ranks:
         self.room = 0  # how many numbers an order can have
         self.told: Callable[[str], None] | None = None  # the leader's: ends all requests with this error
         self.view = RanksView()
+        # Orders since a step was timed, and, in such a step, how long its sums took so far.
+        self._untimed, self._summed_s = TIMED // 2, None
         self._lines, self._ends = lines, threading.Lock()
         self._hangs_together = size > 1  # until the end, the loss of a rank is the loss of all
         # Where the device is a GPU, most backends move numbers by way of the processor.
@@ -140,16 +143,32 @@ class Ranks:
         """Are there others who follow?"""
         return self.size > 1 and self.rank == 0
 
+    @property
+    def is_timed(self) -> bool:
+        """Does the leader look at the clock before and after each sum of this step? It must then wait for each."""
+        return self._summed_s is not None
+
     # --- what all ranks do together, inside of a graph
 
     def sum(self, x: mx.array) -> mx.array:
-        """The sum over all ranks, in their order.
+        """The sum over all ranks. To time it, all that comes before is computed first, and then nothing but the sum."""
+        if not self.is_timed:
+            return x if self.size == 1 else self._add(x)
+        mx.eval(x)
+        began = time.perf_counter()
+        x = self._add(x)
+        mx.eval(x)
+        self._summed_s += time.perf_counter() - began
+        return x
+
+    def _add(self, x: mx.array) -> mx.array:
+        """In the order of the ranks.
 
         subtle: with three ranks or more, a backend adds in an order that depends on a number's place in the array, so a
         request's bits would depend on its company. Two numbers have the same sum in either order.
         """
-        if self.size <= 2:
-            return x if self.size == 1 else mx.distributed.all_sum(x, stream=self._stream)
+        if self.size == 2:
+            return mx.distributed.all_sum(x, stream=self._stream)
         return functools.reduce(operator.add, mx.distributed.all_gather(x[None], stream=self._stream))
 
     def first(self, x: mx.array) -> mx.array:
@@ -171,37 +190,30 @@ class Ranks:
         """Of each number the least that any rank has."""
         return [min(each) for each in zip(*self.gather(*numbers), strict=True)]
 
-    def seconds(self, shape: tuple[int, ...], count: int) -> float:
-        """How long so many sums of this shape take, one after the other: the best of three."""
-        best = float("inf")
-        with device_lock, device_stream():
-            for _ in range(3 if self.size > 1 else 0):
-                x = mx.zeros(shape)
-                mx.eval(x)
-                began = time.perf_counter()
-                for _ in range(count):
-                    x = self.sum(x)
-                mx.eval(x)
-                best = min(best, time.perf_counter() - began)
-        return best if self.size > 1 else 0.0
-
     # --- orders
 
-    def settle(self, c: Config, slots: int, told: Callable[[str], None]) -> str:
+    def settle(self, c: Config, told: Callable[[str], None]) -> str:
         """The model is loaded. From here on, `told` ends the leader's requests if a rank is lost. Says what this is."""
         if self.size == 1:
             return ""
         self.told = told if self.leads else None
         self._hangs_together = True
         memory = tuple(1024 * kib for (kib,) in self.gather(mx.get_active_memory() // 1024))
-        self.view = RanksView(self.backend, 1000 * self.seconds((slots, c.D), 2 * c.layers), memory)
+        self.view = RanksView(self.backend, memory)
         holds = f"{c.H} query and {c.Hkv} key heads in {readable(memory[self.rank])}"
         return f"; rank {self.rank} of {self.size} by {self.backend}: {holds}"
 
-    def tell(self, order: Sequence[int]) -> None:
-        """The leader: what the others do next. It does not wait until they have heard it."""
+    def tell(self, order: Sequence[int], decodes: bool) -> None:
+        """The leader: what the others do next. It does not wait until they have heard it. A step begins.
+
+        It may be timed if it only decodes. Of a chunk that asks for no token, the last sums are never run.
+        """
         assert len(order) < self.room, (len(order), self.room)
         mx.async_eval(self.first(mx.array([1, *order, *[0] * (self.room - 1 - len(order))], mx.int32)))
+        if self.is_timed:  # the step before was
+            self.view = self.view._replace(sums_ms=1000 * self._summed_s)
+        times = decodes and self._untimed >= TIMED
+        self._untimed, self._summed_s = (0, 0.0) if times else (self._untimed + 1, None)
 
     def hear(self) -> list[int] | None:
         """The others: the next order, None if there will be none.

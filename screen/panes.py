@@ -294,11 +294,12 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
 
 
 def ranks_line(ranks: RanksView) -> str:
-    """The processes that share the model. Their sums are measured once, without the products between them."""
+    """The processes that share the model."""
     if not ranks.memory:
         return ""
     memory = ", ".join(f"{nbytes / 2**20:,.0f}" for nbytes in ranks.memory)
-    return f"{len(ranks.memory)} by {ranks.backend}, of {memory} MiB; of a step, sums alone take {ranks.sums_ms:.1f} ms"
+    sums = "" if ranks.sums_ms is None else f"; of a recent step, sums took {ranks.sums_ms:.1f} ms"
+    return f"{len(ranks.memory)} by {ranks.backend}, of {memory} MiB{sums}"
 
 
 def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Line]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -302,6 +303,14 @@ def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
     assert "is a file" in capsys.readouterr().err
     with pytest.raises(ValueError, match="would fit"):
         bench.measure(spec._replace(part="growth", length=2**30))
+
+
+def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
+    """Late in a prompt chunks are narrow, so the first answer had ended before the last prompt was read."""
+    sample = bench.Sample(spec._replace(part="steps", rows=4, prompt=900, output=2))
+    with closing(sample.contestant):
+        steps = sample.decode_steps()
+    assert len(steps) >= 2 and all(len(step.decode) == 4 for step in steps)
 
 
 def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_job):
