@@ -40,7 +40,8 @@ DRAIN_S = 20.0  # at the end, what clients have asked may go on so long
 
 # --- the workload ------------------------------------------------------------------------------------------------
 
-# Two prompts begin with this text, which is longer than a chunk. The second prompt reuses the rows of the first.
+# Two prompts begin with this text, which is longer than a chunk of the demo. So the second reuses rows of the first.
+CHUNK = 64
 EVENING = (
     "It is late, and the children are in bed. They have had their supper, they have brushed their teeth, and the lamp "
     "by the window is still on. They want to hear one more story before they go to sleep, and it should be a story "
@@ -425,9 +426,9 @@ def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: 
     report("starting MLX")
     from nanobatch import Engine
 
-    # The demo's answers are short. In shorter slots they fill more of a bar.
-    max_len = args.max_len or (400 if args.model == "demo" else None)
-    options = {"policy": args.policy, "exact": args.exact, "slots": args.slots, "max_len": max_len}
+    options = {"policy": args.policy, "exact": args.exact, "slots": args.slots, "max_len": args.max_len}
+    if args.model == "demo":  # its prompts and answers are short: so they fill more of a slot, and some take two chunks
+        options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
     report("warming up")
     engine.runner.warm_up()

@@ -7,7 +7,9 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import mlx_lm.utils
@@ -21,9 +23,11 @@ import eval as exam
 import kv
 import nanobatch
 import stories
+import tui
 from nanobatch import Engine, Sampling
 from parts.checkpoint import DEMO
 from parts.device import mx
+from screen.room import BURST, EVENING, load_engine
 
 TASKS = [skill for skill in corpus.SKILLS if skill not in ("story", "facts", "elsewhere")]
 
@@ -227,3 +231,12 @@ def test_the_command_line_finds_the_demo_model_from_anywhere(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "3, 4, 5, 6, 7, 8, 9, 10, 11, 12." in done.stdout
     assert "l-a-n-t-e-r-n." in done.stdout
+
+
+def test_in_a_burst_of_the_screen_two_prompts_share_a_beginning():
+    """With chunks longer than what they share, the screen never showed that a prompt reuses another's rows."""
+    engine = load_engine(tui.parse_arguments([]), lambda stage: None, time.perf_counter)
+    with closing(engine):
+        alike = [prompt for prompt, _ in BURST if EVENING in prompt]
+        cached = [result.metrics.cached_tokens for result in engine.generate(alike, Sampling(max_tokens=1))]
+    assert cached == [0, 64]
