@@ -400,9 +400,10 @@ def rss() -> int:
     return mx.get_active_memory()
 
 
-@pytest.mark.parametrize(("run_ahead", "rounds"), [(True, 10), (False, 2)])
-def test_over_five_thousand_decode_steps_memory_stays_flat(parts, run_ahead, rounds):
-    """Ten times two answers of 500 tokens. Were one layer's slab copied once, the peak would show it."""
+@pytest.mark.parametrize(("run_ahead", "rounds"), [(True, 4), (False, 2)])
+def test_over_two_thousand_decode_steps_memory_stays_flat(parts, run_ahead, rounds):
+    """Four times two answers of 500 tokens. Were one layer's slab copied once, the peak would show it; and a step may
+    leave behind 200 bytes of MLX's at most, or 5 KiB of all."""
     with Engine(*parts, slots=2, max_len=16_384, chunk=64, run_ahead=run_ahead) as engine:
         engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=500, ignore_eos=True))
         one_layer = engine.runner.slab.k[0].nbytes
@@ -413,8 +414,8 @@ def test_over_five_thousand_decode_steps_memory_stays_flat(parts, run_ahead, rou
             engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=501, ignore_eos=True))
         assert engine.steps - before >= 500 * rounds
         assert mx.get_peak_memory() - active < one_layer, "the slab was copied"
-        assert abs(mx.get_active_memory() - active) < 1 << 20
-        assert rss() - resident < 24 << 20
+        assert abs(mx.get_active_memory() - active) < 200 * 500 * rounds
+        assert rss() - resident < 5_000 * 500 * rounds
         engine.runner.slab.check()
 
 
