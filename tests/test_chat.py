@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -242,11 +243,27 @@ def make_model(
     return Text(folder, tokenizer.get_vocab_size())
 
 
-def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
-    """What `transformers` makes of the same folder and the same messages."""
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A model of this template, made once: to read it takes longer than a conversation does."""
+
+    @cache
+    def made(name: str, adds_bos: bool = True) -> Text:
+        return make_model(tmp_path_factory.mktemp("published"), TEMPLATES[name], adds_bos=adds_bos)
+
+    return made
+
+
+@cache
+def transformers_of(folder: Path):
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
+    """What `transformers` makes of the same folder and the same messages."""
+    tokenizer = transformers_of(folder)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
     return text, list(ids if isinstance(ids, list) else ids["input_ids"])
@@ -257,11 +274,11 @@ def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
 
 @every_conversation
 @every_template
-def test_a_conversation_is_the_text_and_the_ids_that_transformers_makes_of_it(tmp_path, name, messages):
+def test_a_conversation_is_the_text_and_the_ids_that_transformers_makes_of_it(published, name, messages):
     """Whitespace control, filters that escape HTML, variables that are missing: each differs by a character or two."""
-    text = make_model(tmp_path, TEMPLATES[name])
+    text = published(name)
     before = json.dumps(messages)
-    assert (text.render(messages), text.encode_chat(messages)) == reference(tmp_path, messages)
+    assert (text.render(messages), text.encode_chat(messages)) == reference(text.folder, messages)
     assert len(text.render(messages)) > 8 and json.dumps(messages) == before
 
 
@@ -330,9 +347,9 @@ def test_the_tag_that_marks_the_assistants_part_is_understood(tmp_path):
 @every_conversation
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("name", WRITES_BOS)
-def test_a_template_that_writes_bos_gives_one_even_if_the_tokenizer_adds_one(tmp_path, name, adds_bos, messages):
+def test_a_template_that_writes_bos_gives_one_even_if_the_tokenizer_adds_one(published, name, adds_bos, messages):
     """A template's BOS and the tokenizer's make two, which is how a good model turns into a worse one in silence."""
-    ids = make_model(tmp_path, TEMPLATES[name], adds_bos=adds_bos).encode_chat(messages)
+    ids = published(name, adds_bos).encode_chat(messages)
     typed = sum(message["content"].count("<s>") for message in messages)
     assert ids[0] == BOS and (ids.count(BOS) == 1 or typed)
     assert ids[1] != BOS
@@ -552,7 +569,7 @@ HUGE = [
 @pytest.mark.parametrize("source", ENDLESS)
 def test_a_template_that_does_not_end_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
     """A server would have waited for it for ever. A signal, which comes to the main thread alone, would not do."""
-    monkeypatch.setattr("parts.template.SECONDS", 0.3)
+    monkeypatch.setattr("parts.template.SECONDS", 0.1)
     text, said, began = make_model(tmp_path, source), [], time.process_time()
 
     def render() -> None:
@@ -562,7 +579,7 @@ def test_a_template_that_does_not_end_is_stopped_in_any_thread(tmp_path, monkeyp
     thread.start()
     render()
     thread.join(30)
-    assert len(said) == 2 and all("takes more than 0.3 s" in line for line in said)
+    assert len(said) == 2 and all("takes more than 0.1 s" in line for line in said)
     assert time.process_time() - began < 20 and sys.gettrace() is None
 
 
@@ -588,7 +605,7 @@ def test_a_machine_that_is_busy_with_something_else_is_not_the_templates_fault(t
 
 def test_a_template_that_is_stopped_takes_nothing_from_another(tmp_path, monkeypatch):
     """Each thread, and each rendering, has its own time and its own characters."""
-    monkeypatch.setattr("parts.template.SECONDS", 1.0)
+    monkeypatch.setattr("parts.template.SECONDS", 0.2)
     endless, good = make_model(tmp_path / "endless", ENDLESS[0]), make_model(tmp_path / "good", LLAMA3)
     expected = good.render(turns("Hi"))
     thread = threading.Thread(target=lambda: refusal(endless, turns("Hi")), daemon=True)

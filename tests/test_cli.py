@@ -1,5 +1,10 @@
-"""The command line, run as a user runs it: a process, its two streams, and its exit code."""
+"""The command line, as a user runs it: a process, its two streams, and its exit code.
 
+To import MLX and all the rest takes a process ten times as long as to answer. So what does not need a process of its
+own runs `main` in this one (`here`), with the same two streams and the same exit code.
+"""
+
+import io
 import os
 import shutil
 import signal
@@ -13,8 +18,10 @@ from checkpoints import make_checkpoint
 from tokenizers import Tokenizer, models
 
 import ask
+import bench
 import serve
 import tui
+from parts import program
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,6 +40,27 @@ def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.Comp
         env=os.environ | environment,
         cwd="/",
     )
+
+
+@pytest.fixture
+def here(model, capfd, monkeypatch):
+    """What `run` does, in this process. Without a word about it, the model is the fixture's."""
+
+    def run_here(*arguments: str, main=ask.main, stdin: str = "") -> subprocess.CompletedProcess:
+        if main is ask.main and "--model" not in arguments:
+            arguments = ("--model", model, *arguments)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        capfd.readouterr()
+        try:
+            with pytest.raises(SystemExit) as ended:
+                program.run(lambda: main(list(arguments)))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return subprocess.CompletedProcess(arguments, ended.value.code, *(said.encode() for said in capfd.readouterr()))
+
+    return run_here
 
 
 def lines(stream: bytes) -> list[str]:
@@ -70,9 +98,9 @@ def headings(done: subprocess.CompletedProcess) -> list[str]:
         ["--ignore-eos", "--max-tokens", "8", "--", "one", "two"],
     ],
 )
-def test_prompts_are_plain_arguments_wherever_they_stand_among_the_options(model, arguments):
-    expected = run("--model", model, "--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos")
-    done = run("--model", model, *arguments)
+def test_prompts_are_plain_arguments_wherever_they_stand_among_the_options(here, arguments):
+    expected = here("--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos")
+    done = here(*arguments)
     assert done.returncode == 0, done.stderr
     assert headings(done) == headings(expected) == ["one", "two"]
     assert answer(done) == answer(expected) != []
@@ -81,11 +109,11 @@ def test_prompts_are_plain_arguments_wherever_they_stand_among_the_options(model
 @pytest.mark.parametrize(
     "arguments", [["-"], [], ["--prompt", "-"], ["first", "-"], ["-", "first"], ["first", "--prompt", "-"], ["-", "-"]]
 )
-def test_a_dash_among_the_prompts_or_no_prompt_at_all_stands_for_standard_input(model, arguments):
-    settings = ["--model", model, "--max-tokens", "8", "--ignore-eos"]
-    done = run(*settings, *arguments, stdin="a question")
+def test_a_dash_among_the_prompts_or_no_prompt_at_all_stands_for_standard_input(here, arguments):
+    settings = ["--max-tokens", "8", "--ignore-eos"]
+    done = here(*settings, *arguments, stdin="a question")
     prompts = ["a question" if argument == "-" else argument for argument in arguments if argument != "--prompt"]
-    expected = run(*settings, *(prompts or ["a question"]))
+    expected = here(*settings, *(prompts or ["a question"]))
     assert done.returncode == 0 and headings(done) == (prompts or ["a question"])
     assert answer(done) == answer(expected) != []
 
@@ -98,36 +126,36 @@ def test_a_prompt_that_looks_like_an_option_is_named_as_a_prompt(model):
 
 
 @pytest.mark.parametrize("before", [[], ["one"]])
-def test_what_follows_two_dashes_is_a_prompt_whatever_it_looks_like(model, before):
+def test_what_follows_two_dashes_is_a_prompt_whatever_it_looks_like(here, before):
     """`-- --odd` was refused, unless a plain prompt stood before it: argparse forgot the two dashes half way."""
     odd = ["--odd", "two", "--max-tokens", "--"]
-    done = run(*before, "--model", model, "--max-tokens", "4", "--", *odd)
+    done = here(*before, "--max-tokens", "4", "--", *odd)
     assert done.returncode == 0, done.stderr
     assert headings(done) == before + odd
 
 
-def test_a_seed_makes_an_answer_repeat_and_a_stop_text_ends_it(model):
+def test_a_seed_makes_an_answer_repeat_in_another_process_too_and_a_stop_text_ends_it(here, model):
     arguments = ["--model", model, "--prompt", "one", "--max-tokens", "30", "--ignore-eos", "--temperature", "1"]
     first = run(*arguments, "--seed", "1")
-    assert answer(run(*arguments, "--seed", "1")) == answer(first) != answer(run(*arguments, "--seed", "2"))
+    assert answer(here(*arguments, "--seed", "1")) == answer(first) != answer(here(*arguments, "--seed", "2"))
     text = "\n".join(answer(first))
     stop = next(char for char in text[5:] if char.isalnum())
-    ended = run(*arguments, "--seed", "1", "--stop", stop)
+    ended = here(*arguments, "--seed", "1", "--stop", stop)
     assert "\n".join(answer(ended)) == text[: text.index(stop)] and b"[stop: " in ended.stdout
 
 
-def test_a_chat_model_gets_its_prompts_through_its_template_unless_told_not_to(model, tmp_path):
+def test_a_chat_model_gets_its_prompts_through_its_template_unless_told_not_to(here, model, tmp_path):
     folder = shutil.copytree(model, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("<|user|>{{ messages[0].content }}<|end|>")
     arguments = ["--prompt", "one", "--max-tokens", "8", "--ignore-eos"]
-    plain, chat = run("--model", model, *arguments), run("--model", str(folder), *arguments)
+    plain, chat = here(*arguments), here("--model", str(folder), *arguments)
     assert answer(chat) != answer(plain)
-    assert answer(run("--model", str(folder), *arguments, "--raw")) == answer(plain)
+    assert answer(here("--model", str(folder), *arguments, "--raw")) == answer(plain)
     assert b"no chat template" in plain.stderr and b"no chat template" not in chat.stderr
 
 
-def test_the_chosen_slots_and_memory_are_said(model):
-    done = run("--model", model, "--prompt", "x", "--max-tokens", "1")
+def test_the_chosen_slots_and_memory_are_said(here):
+    done = here("--prompt", "x", "--max-tokens", "1")
     assert "nanobatch: llama, 2 layers; 1 slot of 1,024 tokens in a slab of 520 KiB; " in done.stderr.decode()
 
 
@@ -145,9 +173,9 @@ def answer(done: subprocess.CompletedProcess) -> list[str]:
 
 
 @pytest.mark.parametrize("option", [["--policy", "static"], ["--policy", "serial"], ["--compact"], ["--slots", "1"]])
-def test_no_option_changes_the_answer(model, option):
+def test_no_option_changes_the_answer(here, option):
     prompts = ["--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos"]
-    assert answer(run("--model", model, *prompts, *option)) == answer(run("--model", model, *prompts))
+    assert answer(here(*prompts, *option)) == answer(here(*prompts)) != []
 
 
 @pytest.mark.parametrize(
@@ -177,8 +205,8 @@ def test_no_option_changes_the_answer(model, option):
         (["--magic"], "--magic"),
     ],
 )
-def test_a_mistake_gets_its_line_and_exit_code_2(model, arguments, words):
-    done = run(*(["--model", model] if "--model" not in arguments else []), "--prompt", "hello", *arguments)
+def test_a_mistake_gets_its_line_and_exit_code_2(here, arguments, words):
+    done = here("--prompt", "hello", *arguments)
     said = lines(done.stderr)
     assert done.returncode == 2 and words in said[-1], said
     assert "Traceback" not in "\n".join(said)
@@ -208,11 +236,20 @@ LATE = Tokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]")).to_str().enc
         ("chat_template.jinja", b"{{ " + b"(" * 3000 + b"1" + b")" * 3000 + b" }}", "recursion depth"),
     ],
 )
-def test_a_broken_model_gets_its_line_and_exit_code_2(model, tmp_path, file, content, words):
+def test_a_broken_model_gets_its_line_and_exit_code_2(here, model, tmp_path, file, content, words):
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
-    done = run("--model", str(folder), "--prompt", "x")
+    done = here("--model", str(folder), "--prompt", "x")
     assert done.returncode == 2 and len(lines(done.stderr)) == 1 and words in lines(done.stderr)[0]
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_process_whose_model_is_broken_ends_with_its_line_and_nothing_behind_it(model, tmp_path, file):
+    """What `main` says and what a user sees are the same only if nothing is said at the process's end."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / file).write_bytes(b"[]")
+    done = run("--model", str(folder), "--prompt", "x")
+    assert done.returncode == 2 and len(lines(done.stderr)) == 1 and file in lines(done.stderr)[0]
 
 
 def test_no_standard_input_and_a_full_disk_get_their_line(model):
@@ -303,29 +340,40 @@ def test_importing_a_program_changes_nothing_about_ctrl_c():
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
-        ("ask.py", ["--max-tokens"]),
-        ("ask.py", ["--slots=1", "--what"]),
-        ("ask.py", ["--policy"]),
-        ("ask.py", ["--model"]),
-        ("tui.py", ["--model"]),
-        ("tui.py", ["--slots"]),
-        ("tui.py", ["--policy"]),
-        ("tui.py", ["--script"]),
-        ("tui.py", ["--prompts"]),
-        ("tui.py", ["--trace"]),
-        ("bench.py", ["--parts"]),
-        ("bench.py", ["--rows"]),
-        ("bench.py", ["--shape"]),
-        ("bench.py", ["--model"]),
-        ("bench.py", ["--json"]),
-        ("bench.py", ["--from"]),
+        (ask, ["--max-tokens"]),
+        (ask, ["--slots=1", "--what"]),
+        (ask, ["--policy"]),
+        (ask, ["--model"]),
+        (tui, ["--slots"]),
+        (tui, ["--policy"]),
+        (tui, ["--script"]),
+        (tui, ["--prompts"]),
+        (tui, ["--trace"]),
+        (bench, ["--parts"]),
+        (bench, ["--rows"]),
+        (bench, ["--shape"]),
+        (bench, ["--json"]),
+        (bench, ["--from"]),
     ],
 )
-def test_a_value_as_long_as_a_book_is_quoted_in_a_short_line_with_the_remedy(program, arguments):
+def test_a_value_as_long_as_a_book_is_quoted_in_a_short_line_with_the_remedy(here, program, arguments):
     """5,000 characters were said again, whole."""
-    book = "x" * 4000 + "\x1b[31m\n" + "y" * 1000
-    command = [sys.executable, str(ROOT / program), *arguments[:-1], f"{arguments[-1]}={book}"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    *others, option = arguments
+    done = here(*others, f"{option}={BOOK}", main=program.main)
+    check_that_it_is_short(done)
+
+
+@pytest.mark.parametrize("program", ["ask.py", "tui.py", "bench.py"])
+def test_a_process_quotes_a_book_in_a_short_line_too(program):
+    """The model is looked for by a thread of the screen, and by another process of the benchmark."""
+    command = [sys.executable, str(ROOT / program), f"--model={BOOK}"]
+    check_that_it_is_short(subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60))
+
+
+BOOK = "x" * 4000 + "\x1b[31m\n" + "y" * 1000
+
+
+def check_that_it_is_short(done: subprocess.CompletedProcess) -> None:
     (line,) = lines(done.stderr)
     assert done.returncode == 2 and line.startswith("nanobatch: ") and len(line) < 500 and "\x1b" not in line
     assert "x" * 10 in line and "y" * 1000 not in line

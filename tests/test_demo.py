@@ -14,7 +14,6 @@ from pathlib import Path
 
 import mlx_lm.utils
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from test_exact import plant
 from transformers import AutoTokenizer
 
@@ -184,13 +183,12 @@ def test_mlx_lm_gives_the_same_answers_on_the_demo_model(demo):
     asked = [task.prompt for skill in corpus.SKILLS for task in exam.questions(skill, 2)]
     messages = [[{"role": "user", "content": prompt}] for prompt in asked]
     ours = demo.generate(messages, Sampling(max_tokens=40))
-    assert len(ours) >= 20
+    assert len(ours) >= 20 and sum(len(result.tokens) for result in ours) > 200
     for message, result in zip(messages, ours, strict=True):
-        cache, ids, tokens = make_prompt_cache(model), mx.array([demo.text.encode_chat(message)]), []
-        while len(tokens) < len(result.tokens):
-            ids = model(ids, cache=cache)[:, -1].argmax(-1)[None]
-            tokens.append(ids.item())
-        assert tokens == result.tokens
+        prompt = demo.text.encode_chat(message)
+        # One pass over all: if each token is the best after those before it, the whole answer is the same.
+        best = model(mx.array([prompt + result.tokens[:-1]]))[0, len(prompt) - 1 :].argmax(-1)
+        assert best.tolist() == result.tokens
 
 
 # --- the exam ------------------------------------------------------------------------------------------------------
@@ -198,9 +196,9 @@ def test_mlx_lm_gives_the_same_answers_on_the_demo_model(demo):
 
 def test_the_answers_are_as_good_through_one_slot_as_through_eight(demo):
     skills = [*TASKS, "story"]
-    together = exam.take(demo, skills, 4)
+    together = exam.take(demo, skills, 2)
     with Engine(demo.model, demo.text, slots=1, max_len=640) as engine:
-        alone = exam.take(engine, skills, 4)
+        alone = exam.take(engine, skills, 2)
     for skill in skills:
         for (task, result), (_, lone) in zip(together[skill], alone[skill], strict=True):
             assert result.tokens == lone.tokens, task.prompt
@@ -208,8 +206,21 @@ def test_the_answers_are_as_good_through_one_slot_as_through_eight(demo):
     assert sum(scores.values()) / len(scores) > 0.95, scores
 
 
+def short_exam(engine: Engine) -> float:
+    """A wrong answer seldom ends by itself, so none gets more tokens than most right ones need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exam, "MAX_TOKENS", 60)
+        scores = exam.scores(exam.take(engine, ["counting", "alphabet", "repeating", "reversing"], 3))
+    return sum(scores.values()) / len(scores)
+
+
+@pytest.fixture(scope="module")
+def right_score(demo) -> float:
+    return short_exam(demo)
+
+
 @pytest.mark.parametrize("bug", ["a token too late", "one offset for all rows", "a row lands in its neighbour's slot"])
-def test_a_wrong_position_or_slot_can_be_read_off_the_scores(demo, monkeypatch, bug):
+def test_a_wrong_position_or_slot_can_be_read_off_the_scores(demo, right_score, monkeypatch, bug):
     if bug == "a token too late":  # a decoding token counts itself one further, and leaves a hole behind it
         init = kv.Window.__init__
 
@@ -219,9 +230,7 @@ def test_a_wrong_position_or_slot_can_be_read_off_the_scores(demo, monkeypatch, 
         monkeypatch.setattr(kv.Window, "__init__", off_by_one)
     else:
         plant(monkeypatch, bug)
-    monkeypatch.setattr(exam, "MAX_TOKENS", 120)  # who answers wrongly seldom knows when to stop
-    scores = exam.scores(exam.take(demo, ["counting", "alphabet", "repeating", "reversing"], 6))
-    assert sum(scores.values()) / len(scores) <= 0.5, scores
+    assert short_exam(demo) <= 0.5 and right_score > 0.9
 
 
 def test_the_command_line_finds_the_demo_model_from_anywhere(tmp_path):

@@ -4,6 +4,7 @@ may not do: step the engine, or wait for it."""
 import subprocess
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from parts.device import device_lock
 
 ROOT = Path(__file__).parent.parent
 LONG = Sampling(max_tokens=30, ignore_eos=True)
+FEW = Sampling(max_tokens=6, ignore_eos=True)
 SHORT = Sampling(max_tokens=3, ignore_eos=True)
 
 
@@ -45,6 +47,13 @@ class Told:
 @pytest.fixture(scope="module")
 def parts_folder(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def alone(parts):
+    """The answer to a prompt that has an engine for itself: it is asked for once, and serves many tests."""
+    with Engine(*parts, slots=1, max_len=128, chunk=32) as engine:
+        yield cache(lambda *prompt: engine.submit(list(prompt), LONG).result().tokens)
 
 
 @pytest.fixture(params=[True, False], ids=["run-ahead", "plain"])
@@ -153,9 +162,10 @@ def test_a_refused_prompt_has_no_end_to_tell_of(engine):
     assert told.calls == []
 
 
-def test_ctrl_c_at_any_line_of_a_step_lets_every_owner_be_told_once(engine):
+def test_ctrl_c_at_any_line_of_a_step_lets_every_owner_be_told_once_and_the_engine_be_used(engine, alone):
+    """Three requests on two slots: admissions, prefill, decode and ends, broken off at one line after another."""
     interrupted = 0
-    for at in range(0, 2_600, 23):
+    for at in range(0, 2_600, 13):
         told = []
         handles = [
             engine.submit([n] * 30 * n, SHORT, ended=lambda handle, told=told: told.append(handle.id))
@@ -165,21 +175,24 @@ def test_ctrl_c_at_any_line_of_a_step_lets_every_owner_be_told_once(engine):
         while engine.step():
             pass
         assert sorted(told) == [handle.id for handle in handles], f"line {at}"
-        assert all(handle.finish_reason in ("length", "error") for handle in handles)
+        assert all(handle.result(timeout=5).finish_reason in ("length", "error") for handle in handles)
         engine.check()
-    assert interrupted > 100
+    assert interrupted > 150
+    assert engine.submit([4, 5], LONG).result().tokens == alone(4, 5)
 
 
 @pytest.mark.parametrize("what", ["cancel", "close"])
 def test_ctrl_c_at_any_line_of_cancel_and_close_lets_every_owner_be_told_once(parts, what):
-    interrupted = 0
-    for at in range(0, 90, 1 if what == "cancel" else 3):
+    interrupted, within = 0, True
+    while within:  # up to the last line
+        at = interrupted * (1 if what == "cancel" else 3)
         with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
             told = []
-            handles = [engine.submit([n], LONG, ended=lambda handle, told=told: told.append(handle.id)) for n in (1, 2)]
+            handles = [engine.submit([n], FEW, ended=lambda handle, told=told: told.append(handle.id)) for n in (1, 2)]
             for _ in range(3):
                 engine.step()
-            interrupted += interrupt(handles[0].cancel if what == "cancel" else engine.close, at)
+            within = interrupt(handles[0].cancel if what == "cancel" else engine.close, at)
+            interrupted += within
             while engine.step():
                 pass
             engine.close()
@@ -252,11 +265,10 @@ WAYS = list(steps_or_waits(None, None))
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("serving", [False, True])
-def test_a_listener_that_steps_or_waits_ends_alone_and_no_neighbours_token_changes(engine, way, serving):
+def test_a_listener_that_steps_or_waits_ends_alone_and_no_neighbours_token_changes(engine, alone, way, serving):
     """It committed the next step half-way through this one, and its neighbours got each other's tokens."""
     prompts = [[1, 2], [3], [4] * 40]
-    expected = [engine.submit(prompt, LONG).result().tokens for prompt in prompts]
-    own = engine.submit([9, 9], LONG).result().tokens
+    expected, own = [alone(*prompt) for prompt in prompts], alone(9, 9)
     heard = []
 
     def listener(handle, piece):
@@ -285,8 +297,8 @@ def test_a_listener_that_steps_or_waits_ends_alone_and_no_neighbours_token_chang
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_ended_that_steps_or_waits_is_refused_and_nothing_else_changes(engine, way):
-    expected = [engine.submit([n], LONG).result().tokens for n in (1, 2)]
+def test_an_ended_that_steps_or_waits_is_refused_and_nothing_else_changes(engine, alone, way):
+    expected = [alone(n) for n in (1, 2)]
     before = engine.snapshot()
     other = engine.submit([2], LONG)
     first = engine.submit([1], SHORT, ended=lambda handle: steps_or_waits(engine, other)[way]())

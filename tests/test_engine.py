@@ -19,6 +19,7 @@ from parts.device import mx
 
 ROOT = Path(__file__).parent.parent
 LONG = Sampling(max_tokens=60, ignore_eos=True)
+FEW = Sampling(max_tokens=12, ignore_eos=True)
 
 
 # --- handles -----------------------------------------------------------------------------------------------------
@@ -74,8 +75,8 @@ def test_the_end_token_ends_an_answer_unless_it_is_to_be_ignored(parts):
 
 def test_generate_answers_in_order_and_matches_one_at_a_time(engine):
     prompts = [[n, n + 1] for n in range(7)]
-    together = engine.generate(prompts, LONG)
-    assert [r.tokens for r in together] == [engine.submit(p, LONG).result().tokens for p in prompts]
+    together = engine.generate(prompts, FEW)
+    assert [r.tokens for r in together] == [engine.submit(p, FEW).result().tokens for p in prompts]
 
 
 def test_generate_leaves_nothing_behind_if_one_prompt_is_wrong(engine):
@@ -233,11 +234,11 @@ def test_an_engine_serves_once_at_a_time(engine):
 @pytest.mark.parametrize("steps", range(10))
 def test_cancel_frees_the_slot_at_once_in_every_phase(parts, steps, run_ahead):
     with Engine(*parts, slots=1, max_len=128, chunk=32, budget=1, run_ahead=run_ahead) as engine:
-        expected = engine.submit([9, 9], LONG).result().tokens
+        expected = engine.submit([9, 9], FEW).result().tokens
         doomed = engine.submit([1] * 90, Sampling(max_tokens=4, ignore_eos=True))
         for _ in range(steps):
             engine.step()
-        heir = engine.submit([9, 9], LONG)
+        heir = engine.submit([9, 9], FEW)
         doomed.cancel()
         doomed.cancel()
         engine.check()
@@ -251,7 +252,7 @@ def test_cancel_frees_the_slot_at_once_in_every_phase(parts, steps, run_ahead):
 @pytest.mark.parametrize("fails_at", range(1, 12))
 def test_a_step_that_raises_ends_its_own_requests_and_the_next_one_is_right(parts, monkeypatch, fails_at, run_ahead):
     with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
-        expected = engine.submit([4, 5], LONG).result().tokens
+        expected = engine.submit([4, 5], FEW).result().tokens
         calls, forward = iter(range(1, 10**6)), nanobatch.forward
 
         def failing(*args):
@@ -266,7 +267,7 @@ def test_a_step_that_raises_ends_its_own_requests_and_the_next_one_is_right(part
         assert 1 <= len(failed) <= 3 and all("the device is on fire" in result.error for result in failed)
         assert all(result.finish_reason in ("error", "length") for result in results)
         engine.check()
-        assert engine.submit([4, 5], LONG).result().tokens == expected
+        assert engine.submit([4, 5], FEW).result().tokens == expected
 
 
 def test_ctrl_c_in_a_step_reaches_the_caller_and_leaves_the_engine_usable(engine, monkeypatch):
@@ -400,9 +401,10 @@ def rss() -> int:
     return mx.get_active_memory()
 
 
-@pytest.mark.parametrize(("run_ahead", "rounds"), [(True, 10), (False, 2)])
-def test_over_five_thousand_decode_steps_memory_stays_flat(parts, run_ahead, rounds):
-    """Ten times two answers of 500 tokens. Were one layer's slab copied once, the peak would show it."""
+@pytest.mark.parametrize(("run_ahead", "rounds"), [(True, 4), (False, 2)])
+def test_over_two_thousand_decode_steps_memory_stays_flat(parts, run_ahead, rounds):
+    """Four times two answers of 500 tokens. Were one layer's slab copied once, the peak would show it; and a step may
+    leave behind 200 bytes of MLX's at most, or 5 KiB of all."""
     with Engine(*parts, slots=2, max_len=16_384, chunk=64, run_ahead=run_ahead) as engine:
         engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=500, ignore_eos=True))
         one_layer = engine.runner.slab.k[0].nbytes
@@ -413,8 +415,8 @@ def test_over_five_thousand_decode_steps_memory_stays_flat(parts, run_ahead, rou
             engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=501, ignore_eos=True))
         assert engine.steps - before >= 500 * rounds
         assert mx.get_peak_memory() - active < one_layer, "the slab was copied"
-        assert abs(mx.get_active_memory() - active) < 1 << 20
-        assert rss() - resident < 24 << 20
+        assert abs(mx.get_active_memory() - active) < 200 * 500 * rounds
+        assert rss() - resident < 5_000 * 500 * rounds
         engine.runner.slab.check()
 
 

@@ -96,7 +96,7 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
     real = getattr(owner, name)
     failures = 0
     with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine, engine.serving():
-        expected = engine.submit([4, 5], LONG).result(timeout=10).tokens
+        expected = engine.submit([4, 5], FEW).result(timeout=10).tokens
         for fails_at in range(12):
             calls = iter(range(10**6))
 
@@ -113,7 +113,7 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
             failures += len(failed)
             assert all("the device is on fire" in result.error for result in failed)
             assert all(result.finish_reason in ("error", "length") for result in results)
-            assert engine.submit([4, 5], LONG).result(timeout=10).tokens == expected
+            assert engine.submit([4, 5], FEW).result(timeout=10).tokens == expected
     assert failures >= 5
 
 
@@ -165,22 +165,6 @@ def test_if_not_even_a_new_slab_can_be_made_nobody_is_left_waiting(engine, monke
     engine.check()
 
 
-@pytest.mark.parametrize("run_ahead", [True, False])
-def test_ctrl_c_at_any_line_of_a_step_leaves_nobody_waiting_and_the_engine_usable(parts, run_ahead):
-    """Three requests on two slots: admissions, prefill, decode and ends, broken off at one line after another."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
-        expected = engine.submit([4, 5], LONG).result().tokens
-        interrupted = 0
-        for at in range(0, 2_400, 13):
-            handles = [engine.submit([n] * 30 * n, Sampling(max_tokens=3, ignore_eos=True)) for n in (1, 2, 3)]
-            interrupted += interrupt(lambda: [engine.step() for _ in range(9)], at)
-            reasons = {handle.result(timeout=5).finish_reason for handle in handles}
-            assert reasons <= {"length", "error"}, f"line {at}"
-            engine.check()
-        assert interrupted > 100
-        assert engine.submit([4, 5], LONG).result().tokens == expected
-
-
 # --- numbers that are not finite ---------------------------------------------------------------------------------
 
 
@@ -226,15 +210,19 @@ def test_a_cancel_between_plan_and_run_still_leaves_a_clean_slot(parts):
 # --- the end of the program --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
-def test_a_process_that_ends_while_a_thread_loads_a_model_ends_cleanly(tmp_path_factory, delay):
-    folder = make_checkpoint(
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    return make_checkpoint(
         tmp_path_factory.mktemp("load"), hidden_size=512, intermediate_size=2048, num_hidden_layers=12
     )
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
+def test_a_process_that_ends_while_a_thread_loads_a_model_ends_cleanly(large, delay):
     code = f"""
 import sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
 from nanobatch import Engine
-threading.Thread(target=Engine.load, args=({str(folder)!r},), daemon=True).start()
+threading.Thread(target=Engine.load, args=({str(large)!r},), daemon=True).start()
 time.sleep({delay})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)

@@ -16,7 +16,6 @@ import nanobatch
 from kv import Slab, Window
 from nanobatch import Engine, Model
 from parts.device import mx
-from sched import POLICIES
 
 PROMPTS, TOKENS = 16, 32  # of each configuration
 CLOSE = 1e-4  # logits may differ by this much, and where the best two are nearer than this, either may win
@@ -243,9 +242,11 @@ def test_every_token_and_logit_is_mlx_lms_in_random_company(name, tmp_path):
     respelled = settings.pop("reference", None)
     seed = list(CONFIGS).index(name)
     folder = make_checkpoint(tmp_path, seed=seed, **settings)
+    # Where requests run one at a time there is no company, and many steps. A tenth of the configurations shows that.
+    lonely = seed % 10 == 2
     options = {
-        "slots": 1 + seed % 8,
-        "policy": [*POLICIES][seed % len(POLICIES)],
+        "slots": 1 + seed % 3 if lonely else 2 + seed % 7,
+        "policy": "serial" if lonely else ("continuous", "static")[seed % 2],
         "exact": seed % 4 != 3,
         "run_ahead": seed % 5 != 4,
         "max_len": 256,

@@ -80,9 +80,9 @@ def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definit
     logits = np.random.default_rng(3).standard_normal(V).astype(np.float32) * 2.5
     expected = expected_distribution(logits, options)
     counts = np.zeros(V)
-    batch = 500
+    batch, asked = 500, Sampling(**options)
     for start in range(0, DRAWS, batch):
-        picks = [Pick(slot, Sampling(**options), seed=11, index=start + slot) for slot in range(batch)]
+        picks = [Pick(slot, asked, seed=11, index=start + slot) for slot in range(batch)]
         tokens, _ = choose(mx.broadcast_to(mx.array(logits), (batch, V)), range(batch), picks, Memory(batch, V))
         counts += np.bincount(np.array(tokens), minlength=V)
     assert counts.sum() == DRAWS

@@ -678,7 +678,7 @@ def test_while_the_model_is_loading_all_is_503(tmp_path):
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_streams_end_refuses_new_requests_and_exits_with_0(by):
-    with Server() as server:
+    with Server("--slots", "1") as server:  # a step of eight rows takes longer, though seven are idle
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
         server.process.send_signal(by)
