@@ -50,7 +50,7 @@ from parts import openai, wire
 from parts.answers import describe
 from parts.bridge import Answer, Mailbox, Served
 from parts.checks import one_line, read_whole, shown
-from parts.http import Gone, Options, Visit, guard, hang_up, listen, may_read, read_body, refused, reply
+from parts.http import Gone, Options, Visit, guard, hang_up, listen, may_read, read_body, refused, reply, take_target
 from parts.journal import DoorView, Figures, Journal, LogFile
 from parts.openai import Refusal, ending, event
 from sched import POLICIES
@@ -184,6 +184,7 @@ class Door:
             if len(self._server.server_state.connections) > CONNECTIONS:
                 words = f"{CONNECTIONS} connections are open already"
                 raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
+            take_target(scope)
             guard(visit.request, self.options, self._is_local)
             response = await self._route(visit.request)(visit)
         except Refusal as refusal:

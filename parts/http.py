@@ -16,7 +16,7 @@ import ipaddress
 import socket
 import time
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -100,6 +100,15 @@ class Visit:
 
 
 # --- may it come in? ---------------------------------------------------------------------------------------------
+
+
+def take_target(scope: dict) -> None:
+    """`GET http://127.0.0.1:8000/health`, as through a proxy: its host takes the place of the header's."""
+    scheme, _, rest = scope["raw_path"].decode().partition("://")
+    host, slash, path = rest.partition("/")
+    if scheme.lower() in ("http", "https") and host:
+        scope["path"] = unquote(slash + path) or "/"
+        scope["headers"] = [header for header in scope["headers"] if header[0] != b"host"] + [(b"host", host.encode())]
 
 
 def guard(request: Request, options: Options, local: bool) -> None:
