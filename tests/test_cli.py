@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models
 import ask
 import serve
 import tui
+from parts import program
 
 ROOT = Path(__file__).parent.parent
 
@@ -412,6 +413,15 @@ def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(mod
     for environment in ({"PATH": "/nowhere"}, {"PATH": str(broken)}, {"TMPDIR": "/proc"}, {"HOME": "/nowhere"}):
         done = run(*arguments, **environment)
         assert done.returncode == 0 and answer(done) == expected, (environment, done.stderr)
+
+
+def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, monkeypatch):
+    """`--model .` served a model without a name, which no request could ask for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    assert {program.name_of(text) for text in ("small", "small/", "./small", "small/../small")} == {"small"}
+    assert program.name_of(".") == tmp_path.name
+    assert (program.name_of("owner/name"), program.name_of("demo")) == ("owner/name", "demo")
 
 
 @pytest.mark.parametrize("parse", [ask.parse_arguments, tui.parse_arguments, serve.parse_arguments])
