@@ -146,7 +146,7 @@ def guard(request: Request, options: Options, local: bool, connections: int) -> 
     if local and host and hostname(f"//{host}") not in names:
         words = f"the Host {shown(host)} is none of this server's names; --allow-host adds one"
         raise Refusal(403, words, "host_not_allowed")
-    if origin and hostname(origin) not in names and urlsplit(origin).netloc != host:
+    if origin and hostname(origin) not in names and origin.partition("//")[2] != host:
         words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
         raise Refusal(403, words, "origin_not_allowed")
     keys = [options.api_key, options.watch_key if path == "/watch" else ""]

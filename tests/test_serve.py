@@ -520,7 +520,7 @@ def test_pages_of_this_machine_alone_may_ask(server):
         assert server.ask("/v1/models", Origin=origin).headers["access-control-allow-origin"] == origin
         refused = server.ask(CHAT, b"{}", Origin=origin)
         assert refused.status == 400 and refused.headers["access-control-allow-origin"] == origin
-    for origin in ("http://evil.example", "null", "http://localhost.evil.example", "file://"):
+    for origin in ("http://evil.example", "null", "http://localhost.evil.example", "file://", "http://[", "["):
         reply = server.ask(CHAT, say(max_tokens=1), Origin=origin)
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
 
