@@ -30,7 +30,6 @@ import asyncio
 import gc
 import ipaddress
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -39,32 +38,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from parts import openai, wire
+from parts import http, openai
 from parts.answers import describe
-from parts.bridge import Answer, Mailbox, Served
+from parts.bridge import Answer, Mailbox, Served, defaults_of
 from parts.checks import one_line, read_whole, shown
-from parts.http import Gone, Options, Visit, guard, hang_up, listen, may_read, read_body, refused, reply
+from parts.http import Gone, Options, Visit, refused, reply
 from parts.journal import DoorView, Figures, Journal, LogFile
-from parts.openai import Refusal, ending, event
+from parts.openai import Refusal, ending
+from parts.watch import watch
 from sched import POLICIES
 
 if TYPE_CHECKING:  # they need MLX, which is loaded when the socket has been bound
     from nanobatch import Engine
     from parts.loop import Loop
 
-CONNECTIONS = 512  # open at once; one more gets a 503
-SWEEP_S = 0.5  # so often the door looks for clients that are silent or stuck
-HEAD_S, IDLE_S = 30.0, 75.0  # a connection waits so long for its first request, and for another one
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
-# A watcher gets a frame so often, is dropped when it has not taken one for so long, and there are so many at most.
-WATCH_S, WATCH_STUCK_S, WATCHERS = 0.1, 5.0, 16
 
 
 # --- the door ------------------------------------------------------------------------------------------------------
@@ -75,7 +68,7 @@ class Door:
 
     def __init__(self, options: Options, log: LogFile | None = None):
         self.options, self.journal, self.figures, self._log = options, Journal(), Figures(), log
-        self._socket = listen(options.host, options.port)
+        self._socket = http.listen(options.host, options.port)
         host, port = self._socket.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._is_local = ipaddress.ip_address(host).is_loopback
@@ -85,12 +78,9 @@ class Door:
         self._born = int(time.time())
         self._visits: set[Visit] = set()
         self._answers: dict[int, Answer] = {}  # by the number of the call
-        self._watchers, self._scraped = 0, None  # `_scraped`: the snapshot of the last look at /metrics
+        self.watchers, self._scraped = 0, None  # `_scraped`: the snapshot of the last look at /metrics
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
-        manners = {"timeout_keep_alive": int(IDLE_S), "timeout_graceful_shutdown": 2}
-        silent = {"log_config": None, "log_level": "critical", "access_log": False, "server_header": False}
-        plain = {"interface": "asgi3", "http": "h11", "ws": "none", "lifespan": "off", "proxy_headers": False}
-        self._server = uvicorn.Server(uvicorn.Config(self._serve, **manners, **silent, **plain))
+        self._server = http.server(self._serve)
         self._thread, self._ended = threading.Thread(target=self._run, name="door", daemon=True), threading.Event()
         self._routes: dict[str, tuple[str, Callable]] = {
             "/v1/chat/completions": ("POST", partial(self._complete, True)),
@@ -98,7 +88,7 @@ class Door:
             "/v1/models": ("GET", self._models),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
-            "/watch": ("GET", self._watch),
+            "/watch": ("GET", partial(watch, self)),
         }
 
     # --- what any other thread may call
@@ -109,7 +99,7 @@ class Door:
 
     def open(self, engine: Engine, loop: Loop, name: str) -> None:
         """From here on requests are answered."""
-        self.loop, self.served = loop, Served(engine, name, defaults_of(engine), secrets.token_hex(2))
+        self.loop, self.served = loop, Served(engine, name, defaults_of(engine))
 
     def wait(self) -> None:
         """Until the door's thread has ended. subtle: `join` would forget a thread if Ctrl-C came out of it (3.11)."""
@@ -139,7 +129,7 @@ class Door:
     def look(self, since: int = 0) -> DoorView:
         """What can be seen at the door, and what has happened there since the watcher had seen `since` ended calls."""
         opened, ended, count = self.journal.look(since)
-        state = (self.address, self.draining, len(self._server.server_state.connections), self._watchers)
+        state = (self.address, self.draining, len(self._server.server_state.connections), self.watchers)
         return DoorView(*state, opened, ended, count - since - len(ended), count)
 
     # --- the way in: from here on all runs in the door's thread
@@ -152,27 +142,9 @@ class Door:
 
     async def _listen(self) -> None:
         self._mailbox = Mailbox(asyncio.get_running_loop())
-        sweeper = asyncio.ensure_future(self._sweep())
+        sweeper = asyncio.ensure_future(http.sweep(self._server.server_state.connections, self._visits))
         await self._server.serve([self._socket])
         sweeper.cancel()
-
-    async def _sweep(self) -> None:
-        """Now and then: pings, and an end to connections that never send a whole request, or never take an answer.
-
-        `uvicorn` would wait for them for ever.
-        """
-        silent: dict = {}
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            now, found = time.monotonic(), list(self._server.server_state.connections)
-            idle = [c for c in found if not c.cycle or (c.cycle.response_complete and not c.timeout_keep_alive_task)]
-            silent = {connection: silent.get(connection, now) for connection in idle}
-            for answer in self._answers.values():
-                answer.break_silence(now)
-            stuck = {id(visit.request.scope) for visit in self._visits if visit.is_stuck(now)}
-            for connection in found:
-                if id(connection.scope) in stuck or now - silent.get(connection, now) > HEAD_S:
-                    connection.transport.abort()
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
         """Each request comes through here, and whatever is raised on its way becomes its answer."""
@@ -181,10 +153,8 @@ class Door:
         visit = Visit(Request(scope, receive), number, send, self.journal)
         self._visits.add(visit)
         try:
-            if len(self._server.server_state.connections) > CONNECTIONS:
-                words = f"{CONNECTIONS} connections are open already"
-                raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
-            guard(visit.request, self.options, self._is_local)
+            http.take_target(scope)
+            http.guard(visit.request, self.options, self._is_local, len(self._server.server_state.connections))
             response = await self._route(visit.request)(visit)
         except Refusal as refusal:
             response = refused(visit, refusal)
@@ -227,11 +197,9 @@ class Door:
     # --- the small routes
 
     async def _options(self, allow: str, visit: Visit) -> Response:
-        visit.is_news = False
         return Response(status_code=204, headers={"Allow": allow})
 
     async def _models(self, visit: Visit) -> Response:
-        visit.is_news = False
         name, max_len = self.served.name, self.served.engine.sched.max_len
         asked = visit.request.scope["path"].removeprefix("/v1/models").removeprefix("/")
         if not asked:
@@ -240,16 +208,14 @@ class Door:
         return reply(openai.model(name, self._born, max_len))
 
     async def _health(self, visit: Visit) -> Response:
-        visit.is_news = False
         status = "loading" if self.served is None else "draining" if self.draining else "ok"
         if self.loop and not self.loop.is_alive:
             status = "stopped"
         return reply({"status": status}, 200 if status == "ok" else 503)
 
     async def _metrics(self, visit: Visit) -> Response:
-        visit.is_news = False
         self._scraped = self.served.engine.snapshot(self._scraped) if self.served else None
-        gauges = {"http_connections": len(self._server.server_state.connections), "watchers": self._watchers}
+        gauges = {"http_connections": len(self._server.server_state.connections), "watchers": self.watchers}
         gauges["paused_seconds"] = self.loop.paused_s if self.loop else 0.0
         text = self.figures.text(self._scraped, gauges)
         return Response(text, media_type="text/plain; version=0.0.4")
@@ -258,7 +224,8 @@ class Door:
 
     async def _complete(self, chat: bool, visit: Visit) -> Response | None:
         """From a body to its answer, whole or as a stream, while somebody listens."""
-        body, events = await read_body(visit.request), asyncio.get_running_loop()
+        visit.is_news = True
+        body, events = await http.read_body(visit.request), asyncio.get_running_loop()
         if self.draining:  # meanwhile
             raise ending()
         answer = self._answers[visit.number] = Answer(self.served, self._mailbox)
@@ -268,7 +235,7 @@ class Door:
             requests = tuple(handle.id for handle in answer.handles)
             visit.note(id=answer.shape.id, requests=requests, stream=answer.wish.stream)
             work = answer.stream(visit) if answer.wish.stream else answer.whole()
-            tasks = [asyncio.ensure_future(work), asyncio.ensure_future(hang_up(visit.request))]
+            tasks = [asyncio.ensure_future(work), asyncio.ensure_future(http.hang_up(visit.request))]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
                 raise Gone
@@ -280,53 +247,6 @@ class Door:
             if visit.call.requests:
                 answer.account(visit, self.figures)
             del self._answers[visit.number]
-
-    # --- those who watch
-
-    async def _watch(self, visit: Visit) -> None:
-        """Differences of all that can be seen, ten a second. Every client's text may be in them: see `may_read`."""
-        if self._watchers >= WATCHERS:
-            raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
-        visit.is_news = False
-        texts, gone = may_read(visit.request, self.options), asyncio.ensure_future(hang_up(visit.request))
-        engine, sender, seen, door, rest = self.served.engine, wire.Sender(texts), None, None, 0.0
-        self._watchers += 1
-        try:
-            await visit.begin_events()
-            hello = {"protocol": wire.PROTOCOL, "model": self.served.name, "summary": engine.summary, "texts": texts}
-            visit.patience = WATCH_STUCK_S
-            await visit.write(b"event: hello\n" + event(hello))
-            while not (gone.done() or self.draining):
-                before, seen = seen, engine.snapshot(seen)
-                last, door = door, self.look(door.seen if door else 0)
-                still = before and (before.seen, before.planned) == (seen.seen, seen.planned)
-                rest = rest + WATCH_S if still and (last.seen, last.open) == (door.seen, door.open) else 0.0
-                if rest % 1.0 < WATCH_S:  # when nothing happens, one a second
-                    frame = wire.Frame(self.loop.paused, self.loop.stepping, self.loop.slow, seen, door)
-                    await visit.write(event(sender.pack(frame)))
-                await asyncio.wait([gone], timeout=WATCH_S)
-            await visit.write(b"", more=False)
-        finally:
-            self._watchers -= 1
-            gone.cancel()
-
-
-def defaults_of(engine: Engine) -> dict[str, float]:
-    """What a request gets that says nothing: OpenAI's temperature of 1, or what the model's makers advise."""
-    from nanobatch import Sampling
-    from parts.fields import read_json
-
-    path = engine.text.folder / "generation_config.json"
-    advice = read_json(path) if path.exists() else {}
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    defaults = {"temperature": 1.0} | {name: advice[name] for name in names if advice.get(name) is not None}
-    if advice.get("do_sample") is False:
-        defaults["temperature"] = 0.0
-    try:
-        Sampling(**defaults)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return defaults
 
 
 # --- the command line ----------------------------------------------------------------------------------------------
@@ -352,9 +272,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         args.slots = read_whole("--slots", args.slots, 1, 4096)
         args.max_len = args.max_len and read_whole("--max-len", args.max_len, 2, 2**24)
         args.max_queue = read_whole("--max-queue", args.max_queue, 1, 10**6)
-        folder = args.model == "demo" or (args.model and Path(args.model).expanduser().is_dir())
-        if not folder and (args.model.count("/") != 1 or args.model[0] in "./~"):
-            raise ValueError(f"--model {shown(args.model)} is neither a folder nor a hub id of the form owner/name")
+        program.check_model(args.model)
         args.log = open(args.log_file, "a", encoding="utf-8") if args.log_file else sys.stderr  # noqa: SIM115
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -397,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     engine, code = None, 0
     try:
         engine = load(args)
-        name = name_of(args.model)
+        name = program.name_of(args.model)
         door.open(engine, engine.serving().start(), name)
         print(f"nanobatch: {name} at {door.address}/v1; {engine.summary}", file=sys.stderr, flush=True)
         door.wait()
@@ -413,10 +331,6 @@ def main(arguments: list[str] | None = None) -> int:
     if engine:
         engine.close()
     return code
-
-
-def name_of(model: str) -> str:
-    return Path(model).name if Path(model).expanduser().is_dir() else model
 
 
 def load(args: argparse.Namespace, **how) -> Engine:

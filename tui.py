@@ -536,9 +536,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         args.size = tuple(read_whole("--size", side, 1, 1000) for side in args.size.split("x", 1))
         if len(args.size) != 2:
             raise ValueError("--size needs two numbers, such as 120x40")
-        folder = args.model == "demo" or (args.model and Path(args.model).expanduser().is_dir())
-        if not folder and (args.model.count("/") != 1 or args.model[0] in "./~"):
-            raise ValueError(f"--model {shown(args.model)} is neither a folder nor a hub id of the form owner/name")
+        program.check_model(args.model)
         for order in orders_of(args.script):
             if order[0] not in (*POLICIES, *SCRIPTED, "wait") and not hasattr(Session, f"_do_{order[0]}"):
                 raise ValueError(f"--script: {shown(order[0])} is no command")
@@ -574,7 +572,7 @@ def open_room(args: argparse.Namespace) -> Room:
         raise ValueError(f"--serve {host}:{port}: {error.strerror or error}") from None
     args.slots = args.slots or 4
     load = lambda report, clock: serve.load(args, report=report, clock=clock)  # noqa: E731
-    return EngineRoom(load, door.start(), serve.name_of(args.model))
+    return EngineRoom(load, door.start(), program.name_of(args.model))
 
 
 def failed(state: State) -> int:

@@ -15,6 +15,7 @@ Where next: `journal.py`, what is remembered of it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from starlette.responses import Response
 
 from parts import openai
 from parts.answers import describe
+from parts.fields import read_json
 from parts.http import Visit, reply
 from parts.journal import Figures
 from parts.openai import Refusal, Shape, Words, ending, event
@@ -34,8 +36,8 @@ if TYPE_CHECKING:  # they need MLX
     from nanobatch import Engine, Handle
     from parts.text import Prompt
 
-PING_S = 10.0  # in a long silence, a comment says so often that we are still here
-PING, TOO_LONG = b": ping\n\n", "context_length_exceeded"
+TOO_LONG = "context_length_exceeded"
+SUFFIX = secrets.token_hex(2)  # of this process: behind a balancer, two servers never give the same id
 
 
 class Served(NamedTuple):
@@ -44,7 +46,23 @@ class Served(NamedTuple):
     engine: Engine
     name: str  # the model's
     defaults: dict[str, float]  # settings for a request that says nothing of them
-    suffix: str  # of this process: behind a balancer, two servers never give the same id
+
+
+def defaults_of(engine: Engine) -> dict[str, float]:
+    """What a request gets that says nothing: OpenAI's temperature of 1, or what the model's makers advise."""
+    from nanobatch import Sampling
+
+    path = engine.text.folder / "generation_config.json"
+    advice = read_json(path) if path.exists() else {}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    defaults = {"temperature": 1.0} | {name: advice[name] for name in names if advice.get(name) is not None}
+    if advice.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    try:
+        Sampling(**defaults)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return defaults
 
 
 class Mailbox:
@@ -79,7 +97,6 @@ class Answer:
         self._served, self._mailbox, self._news = served, mailbox, asyncio.Event()
         self._pieces: deque[tuple[int, str | None]] = deque()  # (choice, text); None: the choice has ended
         self._times: list[list[float]] = []  # for each choice, when its pieces came here
-        self._heard = time.monotonic()  # when the last of them did
         self._straight: Visit | None = None  # where nothing is to be done for a piece but to write it
 
     # --- in a thread beside the door's
@@ -88,7 +105,7 @@ class Answer:
         """Understand a body and put its prompts in line: a choice for each, or none at all."""
         from nanobatch import Sampling
 
-        engine, name, defaults, suffix = self._served
+        engine, name, defaults = self._served
         wish = self.wish = openai.understand(body, chat, (name, "default"))
         asks = []
         try:
@@ -112,7 +129,7 @@ class Answer:
             raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
         except RuntimeError:  # the engine has been closed meanwhile
             raise ending() from None
-        self.shape = Shape(chat, self.handles[0].id, suffix, name, wish.usage)
+        self.shape = Shape(chat, self.handles[0].id, SUFFIX, name, wish.usage)
 
     def _submit(self, asks: Sequence[tuple], client: str) -> None:
         self.left, self._times = len(asks), [[] for _ in asks]
@@ -138,7 +155,6 @@ class Answer:
             self.left -= 1
         else:
             self._times[index].append(time.perf_counter())
-        self._heard = time.monotonic()
         if piece and self._straight and self._straight.flows and not self._pieces:
             self._straight.push(self.shape.piece(index, piece, None))
         else:
@@ -146,7 +162,7 @@ class Answer:
             self._news.set()
 
     async def _come(self) -> list[tuple[int, str | None]]:
-        """What has come since, neighbouring pieces joined. Empty after a long silence."""
+        """What has come since, neighbouring pieces joined."""
         if not self._pieces:
             self._news.clear()
             await self._news.wait()
@@ -157,12 +173,6 @@ class Answer:
                 piece = joined.pop()[1] + piece
             joined.append((index, piece))
         return joined
-
-    def break_silence(self, now: float) -> None:
-        """Called now and then: where nothing has come for long, `_come` answers with nothing."""
-        if now - self._heard > PING_S:
-            self._heard = now
-            self._news.set()
 
     async def whole(self) -> Response:
         while self.left:
@@ -185,7 +195,7 @@ class Answer:
         await visit.begin_events(self.shape.id)
         words, left = self._words(), len(self.handles)
         first = [body for index in range(left) if (body := self.shape.first(index))]
-        await visit.write(b"".join(map(event, first)) or PING)
+        await visit.write(b"".join(map(event, first)))
         self._straight = visit if left == 1 and not words[0] else None
         while left:
             said = b""
@@ -196,7 +206,7 @@ class Answer:
                     return
                 said += self._events(index, piece, words[index])
                 left -= piece is None
-            await visit.write(said or PING)
+            await visit.write(said)
         total = [self.shape.total(self._usage())] if self.wish.usage else []
         await visit.write(b"".join(map(event, [*total, "[DONE]"])), more=False)
 

@@ -15,19 +15,29 @@ import hmac
 import ipaddress
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
+import uvicorn
+from h11 import LocalProtocolError
 from starlette.requests import Request
 from starlette.responses import Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from parts.checks import shown
 from parts.journal import Call, Journal
 from parts.openai import Refusal, dump
 
+CONNECTIONS = 512  # open at once; one more gets a 429
+SWEEP_S = 0.5  # so often the door looks for clients that are silent or stuck
+HEAD_S, IDLE_S = 30.0, 75.0  # a connection waits so long for its first request, and for another one
 BODY = 4 * 2**20  # bytes; a prompt that fills a slot of 8,192 tokens has about 50,000
+AHEAD = 2**16  # bytes of requests that come before their turn, about
 BODY_S = 30.0  # a body must have come by then
 STUCK_S = 60.0  # a client that takes nothing for so long is gone
+PING_S, PING = 10.0, b": ping\n\n"  # in a long silence, a comment says so often that we are still here
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -49,11 +59,13 @@ class Visit:
     """One request at the door, and the way back to its client."""
 
     def __init__(self, request: Request, number: int, send: Any, journal: Journal):
-        self.request, self.number, self.status, self.is_news = request, number, None, True
+        self.request, self.number, self.status = request, number, None
+        self.is_news = False  # a look at /health is none
         self._send, self._journal = send, journal
         self._cycle = send.__self__  # uvicorn's own view of this request
-        self._is_chunked = request.scope["http_version"] == "1.1"
+        self._is_chunked = request.scope["http_version"] >= "1.1"
         self.patience, self._waits_since = STUCK_S, None  # `_waits_since`: a write has begun then
+        self._wrote: float | None = None  # while this is a stream: when it last said something
 
     @property
     def call(self) -> Call:
@@ -68,31 +80,40 @@ class Visit:
             self.note(status=self.status)
             if self.status != 403:
                 message = message | {"headers": [*message["headers"], *for_pages(self.request)]}
+        self._waits_since = time.monotonic()
         await self._send(message)
+        self._waits_since = None
 
     async def begin_events(self, id: str = "") -> None:
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         headers |= {"X-Accel-Buffering": "no"} | ({"X-Request-Id": id} if id else {})  # so that no proxy holds it back
         await self.send({"type": "http.response.start", "status": 200, "headers": encoded(headers)})
+        self._wrote = time.monotonic()
 
     async def write(self, body: bytes, more: bool = True) -> None:
         """It waits while the client takes nothing. A timer for each token would cost more than all else here."""
         if more and self.flows:
             self.push(body)
             return
-        self._waits_since = time.monotonic()
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        self._waits_since = None
+        await self.send({"type": "http.response.body", "body": body, "more_body": more})
+        self._wrote = time.monotonic() if more else None
 
     @property
     def flows(self) -> bool:
         """Does the client keep up, so that what is pushed is on its way at once?"""
         flow = self._cycle.flow
-        return self._is_chunked and self._waits_since is None and not (flow.write_paused or self._cycle.disconnected)
+        return self._waits_since is None and not (flow.write_paused or self._cycle.disconnected)
 
     def push(self, body: bytes) -> None:
-        """A chunk in the middle of a stream. `h11` would spend more on its bookkeeping than the system on sending."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        """A part of a stream. `h11` would spend more on its bookkeeping than the system on sending."""
+        self._wrote = time.monotonic()
+        if body:  # a chunk without bytes would be the last one
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._is_chunked else body)
+
+    def break_silence(self, now: float) -> None:
+        """Proxies close a connection on which nothing moves."""
+        if self._wrote is not None and now - self._wrote > PING_S and self.flows:
+            self.push(PING)
 
     def is_stuck(self, now: float) -> bool:
         """Has the client taken nothing for longer than we are patient?"""
@@ -102,18 +123,30 @@ class Visit:
 # --- may it come in? ---------------------------------------------------------------------------------------------
 
 
-def guard(request: Request, options: Options, local: bool) -> None:
-    """Refuse what does not belong here. `local`: the door is open to this machine alone.
+def take_target(scope: dict) -> None:
+    """`GET http://127.0.0.1:8000/health`, as through a proxy: its host takes the place of the header's."""
+    scheme, _, rest = scope["raw_path"].decode().partition("://")
+    host, slash, path = rest.partition("/")
+    if scheme.lower() in ("http", "https") and host:
+        scope["path"] = unquote(slash + path) or "/"
+        scope["headers"] = [header for header in scope["headers"] if header[0] != b"host"] + [(b"host", host.encode())]
+
+
+def guard(request: Request, options: Options, local: bool, connections: int) -> None:
+    """Refuse what is too much, and what does not belong here. `local`: the door is open to this machine alone.
 
     A browser sends requests for any page that its user looks at. So a page must be of this machine. On the loopback
     the host's name must be ours, too, since a page's own name may be given the address 127.0.0.1.
     """
+    if connections > CONNECTIONS:
+        words = f"{CONNECTIONS} connections are open already"
+        raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
     names = {name.lower() for name in (*LOOPBACK, options.host, *options.allow_hosts)}
     host, origin, path = request.headers.get("host", ""), request.headers.get("origin", ""), request.scope["path"]
     if local and host and hostname(f"//{host}") not in names:
         words = f"the Host {shown(host)} is none of this server's names; --allow-host adds one"
         raise Refusal(403, words, "host_not_allowed")
-    if origin and hostname(origin) not in names and urlsplit(origin).netloc != host:
+    if origin and hostname(origin) not in names and origin.partition("//")[2] != host:
         words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
         raise Refusal(403, words, "origin_not_allowed")
     keys = [options.api_key, options.watch_key if path == "/watch" else ""]
@@ -132,6 +165,53 @@ def may_read(request: Request, options: Options) -> bool:
     return local and not forwarded and ipaddress.ip_address(request.client.host).is_loopback
 
 
+# --- connections ---------------------------------------------------------------------------------------------------
+
+
+class Protocol(H11Protocol):
+    """uvicorn's own, but for what it does about bytes that are no HTTP."""
+
+    def send_400_response(self, message: str) -> None:
+        """An answer may have gone out before its request's body was complete. To what comes behind it, we say nothing.
+
+        `uvicorn` would try to answer, and print a traceback.
+        """
+        with suppress(LocalProtocolError):
+            super().send_400_response(message)
+        self.transport.close()
+
+
+def server(app: Callable) -> uvicorn.Server:
+    """It speaks HTTP, in the thread that runs it, and leaves the rest to the door."""
+    manners = {"timeout_keep_alive": int(IDLE_S), "timeout_graceful_shutdown": 2}
+    silent = {"log_config": None, "log_level": "critical", "access_log": False, "server_header": False}
+    plain = {"interface": "asgi3", "http": Protocol, "ws": "none", "lifespan": "off", "proxy_headers": False}
+    return uvicorn.Server(uvicorn.Config(app, **manners, **silent, **plain))
+
+
+async def sweep(connections: set[H11Protocol], visits: set[Visit]) -> None:
+    """Now and then: pings, and an end to connections that never send a whole request, or never take an answer.
+
+    `uvicorn` would wait for them for ever. Nor does it read on behind a request that comes before its turn, and so it
+    would not notice that the client hangs up.
+    """
+    silent: dict[H11Protocol, float] = {}
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        now, found = time.monotonic(), list(connections)
+        for visit in visits:
+            visit.break_silence(now)
+        stuck = {id(visit.request.scope) for visit in visits if visit.is_stuck(now)}
+        calm = [c for c in found if not c.cycle or c.cycle.response_complete]
+        idle = [c for c in calm if not c.timeout_keep_alive_task or c.transport.is_closing()]
+        silent = {connection: silent.get(connection, now) for connection in idle}
+        for connection in found:
+            if connection.flow.read_paused and len(connection.conn.trailing_data[0]) < AHEAD:
+                connection.flow.resume_reading()
+            if id(connection.scope) in stuck or now - silent.get(connection, now) > HEAD_S:
+                connection.transport.abort()
+
+
 # --- sockets, bodies, headers ------------------------------------------------------------------------------------
 
 
@@ -141,9 +221,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, 2**17
-        )  # so that a client that does not read is noticed
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**17)  # a client that does not read is noticed
         listener.bind(address)
         listener.listen(128)
     except OSError:

@@ -7,7 +7,7 @@ cannot fulfil. A client that gets an answer to another question than its own doe
 What this file keeps. A body is understood completely, or refused with a status, a message and the field's name. No
 field is ignored if it asks for something. Nothing here knows sockets or engines: dictionaries in, dictionaries out.
 
-Where next: `serve.py`, the door, which reads and writes them.
+Where next: `bridge.py`, which reads and writes them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
     stream, options = boolean(asked, "stream"), asked.get("stream_options", {})
     if not isinstance(options, dict):
         raise bad("stream_options", options, "an object")
-    lengths = [number(asked, name, 1, 2**63) for name in ("max_tokens", "max_completion_tokens") if name in asked]
+    lengths = [number(asked, name, 1, 2**63 - 1) for name in ("max_tokens", "max_completion_tokens") if name in asked]
     n = number(asked, "n", 1, N) if "n" in asked else 1
     if n * len(prompts) > CHOICES:
         words = f"{len(prompts)} prompts with n = {n} each, but one request has at most {CHOICES} choices"

@@ -36,7 +36,7 @@ import argparse  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
-from parts.checks import one_line, read_whole  # noqa: E402
+from parts.checks import one_line, read_whole, shown  # noqa: E402
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -71,6 +71,21 @@ def rank() -> int:
     """Which of them it is. Rank 0 answers, the others follow."""
     name = "OMPI_COMM_WORLD_RANK" if backend() == "mpi" else "MLX_RANK"
     return read_whole(name, os.environ[name], 0, 1023) if backend() else 0
+
+
+def is_folder(model: str) -> bool:
+    return bool(model) and os.path.isdir(os.path.expanduser(model))
+
+
+def check_model(model: str) -> None:
+    """What `--model` takes. Better one line now than one from the hub, after a while."""
+    if model != "demo" and not is_folder(model) and (model.count("/") != 1 or model[0] in "./~"):
+        raise ValueError(f"--model {shown(model)} is neither a folder nor a hub id of the form owner/name")
+
+
+def name_of(model: str) -> str:
+    """As clients and the screen know it."""
+    return os.path.basename(os.path.abspath(os.path.expanduser(model))) if is_folder(model) else model
 
 
 class Parser(argparse.ArgumentParser):

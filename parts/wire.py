@@ -10,13 +10,12 @@ holds what has happened since the one before, and of an open request only the te
 The invariant: `Receiver.take(Sender.pack(frame))` equals the frame, after JSON. If the two ends are of different
 versions, `PROTOCOL` tells.
 
-Where next: `serve.py`, which sends frames from `/watch`.
+Where next: `watch.py`, which sends them.
 """
 
 from __future__ import annotations
 
 import json
-import types
 import zlib
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -67,9 +66,7 @@ def unpack(kind: Any, data: Any) -> Any:
         if hints[1:] == (...,):
             return tuple(unpack(hints[0], one) for one in data)
         return tuple(unpack(hint, one) for hint, one in zip(hints, data, strict=True))
-    if get_origin(kind) is types.UnionType:
-        return data  # of plain types, and None
-    return data
+    return data  # of a plain type, or of one of several
 
 
 def _shape(kind: Any) -> Any:

@@ -462,6 +462,15 @@ def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(mod
         assert done.returncode == 0 and answer(done) == expected, (environment, done.stderr)
 
 
+def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, monkeypatch):
+    """`--model .` served a model without a name, which no request could ask for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    assert {program.name_of(text) for text in ("small", "small/", "./small", "small/../small")} == {"small"}
+    assert program.name_of(".") == tmp_path.name
+    assert (program.name_of("owner/name"), program.name_of("demo")) == ("owner/name", "demo")
+
+
 @pytest.mark.parametrize("parse", [ask.parse_arguments, tui.parse_arguments, serve.parse_arguments])
 def test_every_program_lets_the_device_decide_about_idle_slots_or_its_user(parse, capsys):
     assert [parse(arguments).exact for arguments in ([], ["--exact"], ["--compact"])] == [None, True, False]

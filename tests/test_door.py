@@ -40,15 +40,21 @@ def here(engine):
         yield here
 
 
-def test_in_a_long_silence_a_stream_gets_pings(here, monkeypatch):
-    """Proxies close a connection on which nothing moves; a full line or a pause may last minutes."""
-    monkeypatch.setattr(bridge, "PING_S", 0.3)
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_in_a_long_silence_a_stream_gets_pings(here, monkeypatch, version):
+    """Proxies close a connection on which nothing moves; a full line or a pause may last minutes. nginx speaks 1.0."""
+    monkeypatch.setattr(http, "PING_S", 0.3)
     here.loop.pause()
-    line = here.line().post(COMPLETIONS, BODY | {"stream": True})
+    line = here.line().post(COMPLETIONS, BODY | {"stream": True}, version=version)
     line.until(b": ping\n\n")
     line.until(b": ping\n\n")
     here.loop.resume()
     assert b"[DONE]" in line.until(b"[DONE]")
+
+
+def test_a_stream_without_a_silence_has_no_pings(here):
+    """Simple clients take every line for data, and a first one would spoil what they measure until the first token."""
+    assert b"ping" not in here.complete(stream=True).body
 
 
 def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
@@ -121,7 +127,7 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
     whole = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048).post(COMPLETIONS, body | {"stream": True})
-    line.until(b": ping\n\n")
+    line.until(b"\r\n\r\n")
     (connection,) = here.door._server.server_state.connections
     connection.transport.set_write_buffer_limits(0)
     connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
@@ -146,13 +152,66 @@ def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
 
 def test_a_connection_that_sends_no_request_is_closed(here, monkeypatch):
     """512 of them would be all that the door lets in."""
-    monkeypatch.setattr(serve, "HEAD_S", 0.2)
+    monkeypatch.setattr(http, "HEAD_S", 0.2)
     silent, slow = here.line(), here.line().send("GET /health HTT")
     kept = here.line().send("GET /health HTTP/1.1\nHost: localhost\n\n")
     assert kept.reply().status == 200
     for line in (silent, slow):
         assert line.everything() == b""
     assert kept.send("GET /health HTTP/1.1\nHost: localhost\n\n").reply().status == 200
+
+
+def fill(here, line: Line, requests: int) -> None:
+    """Ask for more than the buffers between here and there hold, and read nothing."""
+    while not here.door._server.server_state.connections:
+        time.sleep(0.01)
+    (connection,) = here.door._server.server_state.connections
+    connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    line.send("GET /metrics HTTP/1.1\nHost: localhost\n\n" * requests)
+    deadline = time.monotonic() + 20
+    while here.door.look().connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    line.hang_up()
+
+
+def test_whole_answers_that_are_never_read_end_their_connection(here, monkeypatch):
+    """Only streams were watched: the next answer on a full line waited for ever."""
+    monkeypatch.setattr(http, "STUCK_S", 0.2)
+    fill(here, Line(here.host, here.port, receive=2048), 100)
+
+
+def test_an_answer_that_waits_to_be_read_keeps_no_idle_connection(engine, monkeypatch):
+    """A connection that has been idle for long is closed; but a close waits until all has been sent, for ever."""
+    monkeypatch.setattr(http, "HEAD_S", 0.2)
+    monkeypatch.setattr(http, "IDLE_S", 1)
+    with Here(engine) as here:
+        fill(here, Line(here.host, here.port, receive=2048), 5)
+
+
+def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
+    """What came in advance had stopped the reading, and with it the news that the client was gone."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY)
+    deadline = time.monotonic() + 20
+    while not (found := here.door.look().open) or not found[0].requests:
+        assert time.monotonic() < deadline
+    line.send("GET /health HTTP/1.1\nHost: localhost\n\n")
+    (connection,) = here.door._server.server_state.connections
+    while not connection.conn.trailing_data[0]:
+        assert time.monotonic() < deadline
+    line.hang_up()
+    while here.door.look().open:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_bytes_that_are_no_http_behind_an_answer_are_no_traceback(here, caplog):
+    """A refusal does not wait for the rest of the body, which may turn out to be malformed."""
+    line = here.line().send("POST /nope HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n1\nx\n")
+    assert line.reply().status == 404
+    assert line.send("no number\n").everything() == b""
+    assert here.ask("/health").status == 200 and not caplog.records
 
 
 def test_the_health_of_a_server_whose_loop_has_ended_is_not_fine(here):
@@ -205,7 +264,7 @@ def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(cha
 
 def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
     """Clients turn a 429 into a second try; a plain 503 without a word of when looks like a server that ends."""
-    monkeypatch.setattr(serve, "CONNECTIONS", 2)
+    monkeypatch.setattr(http, "CONNECTIONS", 2)
     kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
     assert [line.reply().status for line in kept] == [200, 200]
     reply = here.ask("/v1/models")

@@ -23,7 +23,7 @@ CLASS = {("nanobatch", "Engine"): 300}
 FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. A change that adds some says so here.
 CODE = {"sched": 230}
-ALL_CODE = 8_645
+ALL_CODE = 8_674
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "parts/models": "parts/checkpoint parts/weights parts/fields parts/device",
     "parts/answers": "sched",
     "parts/loop": "parts/answers",
-    "parts/bridge": "parts/http parts/journal parts/openai parts/answers sched",
+    "parts/bridge": "parts/http parts/journal parts/openai parts/answers parts/fields sched",
+    "parts/watch": "parts/http parts/openai parts/wire",
     "parts/http": "parts/journal parts/openai",
     "parts/wire": "parts/journal parts/answers",
     "parts/journal": "parts/answers",

@@ -402,6 +402,23 @@ def test_old_and_unusual_ways_of_http_work(server):
     assert COUNT in line.send(data).reply().body.decode()
 
 
+def test_a_target_may_be_a_whole_address_if_its_host_is_this_machine(server):
+    """A client with `http_proxy` sends it so. Its host takes the place of the header's, which it may contradict."""
+
+    def ask(target: str, host: str = "localhost") -> tuple[int, str]:
+        reply = server.line().send(f"GET {target} HTTP/1.1\nHost: {host}\n\n").reply()
+        return reply.status, reply.json.get("error", {}).get("code", "")
+
+    for target in (f"{server.address}/v1/models", "HTTP://LOCALHOST/v1/models?x=1", "http://[::1]:80/v1/models/demo"):
+        assert ask(target) == ask(target, "evil.example") == (200, ""), target
+    for host in ("evil.example", "127.0.0.1@evil.example", "localhost.evil.example:8000", "127.0.0.1.evil", "[", "@"):
+        assert ask(f"http://{host}/v1/models") == (403, "host_not_allowed"), host
+    for target in ("http://localhost", "http://localhost?x", "http:///v1/models", "ftp://localhost/health", "*"):
+        assert ask(target) == (404, "unknown_url"), target
+    chat = server.line().post(f"{server.address}{CHAT}", say(temperature=0)).reply()
+    assert chat.json["choices"][0]["message"]["content"] == COUNT
+
+
 def test_a_connection_is_kept_and_takes_requests_in_advance(server):
     line = server.line()
     for _ in range(3):
@@ -503,7 +520,7 @@ def test_pages_of_this_machine_alone_may_ask(server):
         assert server.ask("/v1/models", Origin=origin).headers["access-control-allow-origin"] == origin
         refused = server.ask(CHAT, b"{}", Origin=origin)
         assert refused.status == 400 and refused.headers["access-control-allow-origin"] == origin
-    for origin in ("http://evil.example", "null", "http://localhost.evil.example", "file://"):
+    for origin in ("http://evil.example", "null", "http://localhost.evil.example", "file://", "http://[", "["):
         reply = server.ask(CHAT, say(max_tokens=1), Origin=origin)
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
 

@@ -1,0 +1,55 @@
+"""What `/watch` sends: all that can be seen, ten times a second, to a screen in another process or on another machine.
+
+The problem. Whoever watches must cost those who ask next to nothing. A whole view is a hundred kilobytes, a watcher may
+stop reading, and every client's text is in what it sees.
+
+The way out. A watcher is told what has changed since its last frame (`wire.py`), and once a second if nothing has. One
+that reads too slowly is dropped. Texts are for those who may read them (`http.may_read`), figures for all the others.
+
+The invariant: watching changes nothing. There are at most `WATCHERS`, and each holds one frame at a time.
+
+Where next: `screen/remote.py`, the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from parts import wire
+from parts.http import Visit, hang_up, may_read
+from parts.openai import Refusal, event
+
+if TYPE_CHECKING:
+    from serve import Door
+
+WATCHERS = 16  # so many at most
+WATCH_S = 0.1  # each gets a frame so often
+WATCH_STUCK_S = 5.0  # one that has not taken a frame for so long is dropped
+
+
+async def watch(door: Door, visit: Visit) -> None:
+    """Until the watcher leaves, or the server does."""
+    if door.watchers >= WATCHERS:
+        raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
+    texts, gone = may_read(visit.request, door.options), asyncio.ensure_future(hang_up(visit.request))
+    engine, loop, sender = door.served.engine, door.loop, wire.Sender(texts)
+    hello = {"protocol": wire.PROTOCOL, "model": door.served.name, "summary": engine.summary, "texts": texts}
+    seen, met, rest = None, None, 0.0  # the engine and the door as they were last seen; since when nothing has happened
+    door.watchers += 1
+    try:
+        await visit.begin_events()
+        visit.patience = WATCH_STUCK_S
+        await visit.write(b"event: hello\n" + event(hello))
+        while not (gone.done() or door.draining):
+            before, seen = seen, engine.snapshot(seen)
+            last, met = met, door.look(met.seen if met else 0)
+            still = before and (before.seen, before.planned) == (seen.seen, seen.planned)
+            rest = rest + WATCH_S if still and (last.seen, last.open) == (met.seen, met.open) else 0.0
+            if rest % 1.0 < WATCH_S:  # when nothing happens, one a second
+                await visit.write(event(sender.pack(wire.Frame(loop.paused, loop.stepping, loop.slow, seen, met))))
+            await asyncio.wait([gone], timeout=WATCH_S)
+        await visit.write(b"", more=False)
+    finally:
+        door.watchers -= 1
+        gone.cancel()
