@@ -154,6 +154,29 @@ def test_owners_are_told_by_a_thread_that_serves(engine):
     assert told.once(*handles[::2]) and where == ["nanobatch"] * 6
 
 
+def test_ctrl_c_at_any_line_of_a_wait_is_ctrl_c(engine):
+    """Python's condition has let go of its lock at some of them, and a RuntimeError came out instead: exit code 1."""
+    seen = set()
+
+    def trace(frame, event, argument):
+        if frame.f_code is not threading.Condition.wait.__code__:
+            return None
+        if event == "line" and frame.f_lineno not in seen:
+            sys.settrace(None)
+            seen.add(frame.f_lineno)
+            raise KeyboardInterrupt
+        return trace
+
+    with engine.serving():
+        handle = engine.submit([1], LONG)
+        for _ in range(8):
+            sys.settrace(trace)
+            with pytest.raises(KeyboardInterrupt):
+                handle.result()
+        assert len(seen) == 8
+        assert handle.result(timeout=10).finish_reason == "length"
+
+
 def test_a_refused_prompt_has_no_end_to_tell_of(engine):
     told = Told(engine)
     with pytest.raises(ValueError, match="slot holds"):
