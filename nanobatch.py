@@ -662,11 +662,7 @@ class Engine:
             if (left := deadline - time.monotonic()) <= 0:
                 return False
             if loop:
-                try:
-                    with self.changed:
-                        self.changed.wait_for(lambda: ready() or not self._loop, min(left, threading.TIMEOUT_MAX))
-                except RuntimeError as error:  # Ctrl-C came where the condition had let go of its lock
-                    raise error.__context__ or error from None
+                loop.sleep(lambda: ready() or not self._loop, left)
             else:
                 self.step()
         return True

@@ -114,6 +114,14 @@ class Loop:
         thread.join(0 if here.listens else patience)
         return not thread.is_alive()
 
+    def sleep(self, until: Callable[[], bool], seconds: float) -> None:
+        """For another thread, which waits for what this one does."""
+        try:
+            with self.engine.changed:
+                self.engine.changed.wait_for(until, min(seconds, threading.TIMEOUT_MAX))
+        except RuntimeError as error:  # Ctrl-C came where Python's condition had let go of its lock
+            raise error.__context__ or error from None
+
     @property
     def is_here(self) -> bool:
         """Is this the loop's own thread?"""
