@@ -155,17 +155,13 @@ def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
 
 
 class Sheet(ModalScreen):
-    """One pane over all the others."""
+    """One pane over all the others. A key of another page opens that one; `i`, `/` and `e` lead to the prompt box."""
 
     SCROLLS = (("up", -1), ("down", 1), ("pageup", -10), ("pagedown", 10))
     BINDINGS = (
-        Binding("escape,enter,question_mark,c,r,f,h,t", "dismiss", show=False),
+        Binding("escape,enter", "dismiss", show=False),
         Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
-        *(
-            Binding(k.keys, f"app.{k.action}", show=False)
-            for k in keys.KEYS
-            if k.action in ("theme", "copy", "pause", "go")
-        ),
+        *(Binding(k.keys, f"app.{k.action}", show=False) for k in keys.KEYS if k.action in keys.ON_A_SHEET),
         *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
     )
 
@@ -328,6 +324,8 @@ class Screen(App):
         return action != "prompt" or self.focused is None
 
     def action_prompt(self, begin: str = "") -> None:
+        while len(self.screen_stack) > 1:  # the box is on the main screen
+            self.screen.dismiss()
         self.screen.set_focus(self.prompt)  # at once, since the next letter is on its way
         if begin:
             self.prompt.value, self.prompt.cursor_position = begin, len(begin)
@@ -367,11 +365,12 @@ class Screen(App):
         return True
 
     def action_pause(self) -> None:
-        self.action_command("/resume" if self.state.view.paused else "/pause")
+        paused = self.state.view.paused
+        if self.action_command("/resume" if paused else "/pause") and len(self.screen_stack) > 1:
+            self.say("the engine goes on" if paused else "the engine pauses; space: go on")
 
     def action_settings(self) -> None:
-        self.prompt.value = f"/set {self.state.settings.words}"
-        self.prompt.focus()
+        self.action_prompt(f"/set {self.state.settings.words}")
 
     def action_choose(self, by: int) -> None:
         self.action_select((self.state.selected + by) % len(self.state.view.engine.slots))
@@ -458,7 +457,11 @@ class Screen(App):
         self.theme = name or ("textual-light" if self.current_theme.dark else "textual-dark")
 
     def action_sheet(self, name: str) -> None:
-        if self.screen.name != name:
+        """Open a page. The key of the page that is open closes it, unless the key runs or compares something anew."""
+        before = self.screen.name
+        if before in SHEETS and (name != "contest" or before != name):
+            self.screen.dismiss()
+        if before != name:
             self.push_screen(Sheet(name=name), lambda _: self.call_after_refresh(self.paint))
 
     # --- scripts

@@ -1548,6 +1548,61 @@ def test_help_names_every_key_and_the_words(size):
     show(scenario, size=size)
 
 
+@pytest.mark.parametrize("page", ["question_mark", "t", "h", "f", "r"])
+def test_i_and_slash_lead_from_every_page_to_the_prompt_box(page):
+    """The box behind the page took all keys from then on, and Esc did not lead back."""
+
+    async def scenario(it):
+        await it.press(page, "i", *"hi there", "enter", turns=2)
+        assert it.app.screen is it.app.screen_stack[0] and it.app.focused is None
+        assert "hi there" in [state.prompt_of(request) for request in it.stage.state.requests.values()]
+        await it.press(page, "slash", turns=0)
+        assert it.app.focused is it.app.prompt and it.app.prompt.value == "/"
+        await it.press("escape", "question_mark", "escape", turns=0)
+        assert it.app.focused is None and len(it.app.screen_stack) == 1
+
+    show(scenario)
+
+
+def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes_it():
+    """It only led back to the main screen, so every key had to be pressed twice."""
+
+    async def scenario(it):
+        await it.press("b")
+        it.stage.finish()
+        for key, page in (
+            ("t", "totals"),
+            ("f", "requests"),
+            ("question_mark", "help"),
+            ("c", "contest"),
+            ("h", "clients"),
+        ):
+            await it.press(key, turns=0)
+            assert it.app.screen.name == page and len(it.app.screen_stack) == 2
+        await it.press("h", turns=0)
+        assert len(it.app.screen_stack) == 1
+        await it.press("question_mark", "r", turns=20)
+        assert it.app.screen.name == "contest" and it.stage.state.view.racing and "running …" in it.text()
+        await it.press("c", turns=0)
+        assert it.app.screen.name == "contest" and "simulated" in it.text()
+
+    show(scenario)
+
+
+def test_a_pause_behind_a_page_is_said_on_the_page():
+    """Space stopped the engine behind the help, and nothing there said so."""
+
+    async def scenario(it):
+        await it.press("b", "question_mark", "space")
+        assert it.stage.state.view.paused
+        await it.sees("the engine pauses; space: go on")
+        await it.press("space")
+        assert not it.stage.state.view.paused
+        await it.sees("the engine goes on")
+
+    show(scenario)
+
+
 def test_every_key_of_the_footer_can_be_clicked_even_while_typing():
     async def scenario(it):
         for typing in (False, True):
