@@ -30,7 +30,6 @@ from parts import program  # isort: split
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -52,14 +51,14 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from parts.checks import read_whole, shown
+from parts.program import BROWSER, about, on_a_terminal
 from screen import charts, clients, keys, panes
 from screen.ink import DARK, Line, Palette, Pen, clean, count
-from screen.remote import RemoteRoom, base_of
+from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, EngineRoom, Room, Settings, load_engine
-from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, run_plain
+from screen.session import POLICIES, SCRIPT, SCRIPTED, Session, as_command, orders_of, run_plain, write_trace
 from screen.state import State
 from screen.totals import table
-from screen.trace import trace_events
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
 
 # --- where each pane goes ------------------------------------------------------------------------------------------
@@ -155,17 +154,13 @@ def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
 
 
 class Sheet(ModalScreen):
-    """One pane over all the others."""
+    """One pane over all the others. A key of another page opens that one; `i`, `/` and `e` lead to the prompt box."""
 
     SCROLLS = (("up", -1), ("down", 1), ("pageup", -10), ("pagedown", 10))
     BINDINGS = (
-        Binding("escape,enter,question_mark,c,r,f,h,t", "dismiss", show=False),
+        Binding("escape,enter", "dismiss", show=False),
         Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
-        *(
-            Binding(k.keys, f"app.{k.action}", show=False)
-            for k in keys.KEYS
-            if k.action in ("theme", "copy", "pause", "go")
-        ),
+        *(Binding(k.keys, f"app.{k.action}", show=False) for k in keys.KEYS if k.action in keys.ON_A_SHEET),
         *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
     )
 
@@ -272,11 +267,11 @@ class Screen(App):
         if view.stage == "ready" and (before.stage, before.life) != (view.stage, view.life):
             self.place(self.size)
         if view.stage == "ready" != before.stage:
-            self.prompt.value = self.state.prompts[0][0]  # an example to fire
+            self.prompt.put(self.state.prompts[0][0])  # an example to fire
         for fault in self.state.faults[self._faults :]:
             self.notify(fault.message, severity="error", markup=False)
             if fault.prompt and not self.prompt.value:
-                self.prompt.value = fault.prompt
+                self.prompt.put(fault.prompt)
         self._faults = len(self.state.faults)
         self.paint(but=SLOW if view.busy and not view.paused and self._looks % 3 else ())
 
@@ -328,9 +323,11 @@ class Screen(App):
         return action != "prompt" or self.focused is None
 
     def action_prompt(self, begin: str = "") -> None:
+        while len(self.screen_stack) > 1:  # the box is on the main screen
+            self.screen.dismiss()
         self.screen.set_focus(self.prompt)  # at once, since the next letter is on its way
         if begin:
-            self.prompt.value, self.prompt.cursor_position = begin, len(begin)
+            self.prompt.put(begin)
         elif self.prompt.value == self.state.prompts[0][0]:
             self.prompt.action_select_all()  # this is the example, and typing replaces it
 
@@ -354,8 +351,8 @@ class Screen(App):
 
     def action_command(self, line: str) -> bool:
         """Do what a line says, or tell the user what is wrong with it; False then."""
-        if line.strip() in ASIDE:
-            self.call_later(self.run_action, ASIDE[line.strip()])
+        if aside := ASIDE.get(line.strip().partition(" ")[0]):
+            self.call_later(self.run_action, aside)
             return True
         try:
             self.say(self.session.obey(line))
@@ -367,11 +364,12 @@ class Screen(App):
         return True
 
     def action_pause(self) -> None:
-        self.action_command("/resume" if self.state.view.paused else "/pause")
+        paused = self.state.view.paused
+        if self.action_command("/resume" if paused else "/pause") and len(self.screen_stack) > 1:
+            self.say("the engine goes on" if paused else "the engine pauses; space: go on")
 
     def action_settings(self) -> None:
-        self.prompt.value = f"/set {self.state.settings.words}"
-        self.prompt.focus()
+        self.action_prompt(f"/set {self.state.settings.words}")
 
     def action_choose(self, by: int) -> None:
         self.action_select((self.state.selected + by) % len(self.state.view.engine.slots))
@@ -454,11 +452,19 @@ class Screen(App):
         svg = super().export_screenshot(title=title, simplify=simplify)
         return svg.replace("&#160;", " ").replace("<text ", '<text xml:space="preserve" ')
 
+    def deliver_screenshot(self, filename: str | None = None, path: str | None = None, time_format: str | None = None):
+        """The palette's picture goes to where the screen was started: Textual's own place may not exist."""
+        return super().deliver_screenshot(filename, path or os.getcwd(), time_format)
+
     def action_theme(self, name: str = "") -> None:
         self.theme = name or ("textual-light" if self.current_theme.dark else "textual-dark")
 
     def action_sheet(self, name: str) -> None:
-        if self.screen.name != name:
+        """Open a page. The key of the page that is open closes it, unless the key runs or compares something anew."""
+        before = self.screen.name
+        if before in SHEETS and (name != "contest" or before != name):
+            self.screen.dismiss()
+        if before != name:
             self.push_screen(Sheet(name=name), lambda _: self.call_after_refresh(self.paint))
 
     # --- scripts
@@ -509,17 +515,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add("--slots", help="sequences that run at once (default: 8, or what fits)")
-    add("--max-len", help="length of a slot, prompt and answer together (default: 1024, or what fits; demo: 400)")
+    says = "(default: 1024; demo: 400; with --serve: 8192; less if the model or the memory allows less)"
+    add("--max-len", help=f"length of a slot, prompt and answer together {says}")
     add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="when the next in line is admitted")
     parser.add_exact()
     add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one a line")
     add("--seed", help="the same seed gives the same tokens")
     add("--plain", action="store_true", help="no screen: a line for each event (also where there is no terminal)")
-    add("--script", default="", help="what to do after the start, such as 'burst8', 'static burst24 step60' or 'race'")
+    add("--script", default="", help=SCRIPT)
     add("--screenshot", metavar="FILE.svg", help="draw on no terminal, run the script, write the picture, and leave")
     add("--size", default="120x40", help="size of the screenshot in characters (default: 120x40)")
     add("--trace", metavar="FILE.json", help="at the end, write what the timeline saw as a Chrome trace (Perfetto)")
-    add("--serve", metavar="[HOST:]PORT", help="let programs ask that speak OpenAI's protocol (4 slots of 8192)")
+    add("--serve", metavar="[HOST:]PORT", help="let programs ask that speak OpenAI's protocol (default: 4 slots)")
     parser.add_keys()
     add("--watch", metavar="URL", help="watch a server, such as http://127.0.0.1:8000, instead of an engine in here")
     add("--key", default="", help="with --watch: the server's watch key, or its API key (--api-key fires prompts)")
@@ -537,24 +544,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         if len(args.size) != 2:
             raise ValueError("--size needs two numbers, such as 120x40")
         program.check_model(args.model)
-        for order in orders_of(args.script):
-            if order[0] not in (*POLICIES, *SCRIPTED, "wait") and not hasattr(Session, f"_do_{order[0]}"):
-                raise ValueError(f"--script: {shown(order[0])} is no command")
-        lines = Path(args.prompts).read_text(encoding="utf-8").splitlines() if args.prompts else []
-        args.asks = [line.strip() for line in lines if line.strip()]
-        if args.prompts and not args.asks:
-            raise ValueError(f"--prompts {args.prompts}: there is no prompt in it")
-        for path in filter(None, (args.trace, args.screenshot)):
-            Path(path).open("a").close()  # better to learn now that it cannot be written than at the end
-    except (ValueError, OSError) as error:
+        if args.screenshot and not args.screenshot.endswith(".svg"):
+            raise ValueError(f"--screenshot {shown(args.screenshot)} will be an SVG; give a name that ends in .svg")
+        args.plain = not args.screenshot and (args.plain or not on_a_terminal())
+        with about("--script", "tui.py --help says more"):
+            orders_of(args.script, args.plain)
+        with about(f"--prompts {shown(args.prompts)}", "name a text file with a prompt in each line"):
+            lines = Path(args.prompts).read_text(encoding="utf-8").splitlines() if args.prompts else []
+            args.asks = [line.strip() for line in lines if line.strip()]
+            if args.prompts and not args.asks:
+                raise ValueError("there is no prompt in it")
+        for option in ("trace", "screenshot"):
+            if path := getattr(args, option):  # better to learn now that it cannot be written than at the end
+                with about(f"--{option} {shown(path)}", "name a file in a folder that is there and can be written"):
+                    Path(path).open("a").close()
+    except ValueError as error:
         parser.error(str(error))
     return args
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """Of [HOST:]PORT."""
-    host, _, port = text.rpartition(":")
-    return host.strip("[]") or "127.0.0.1", read_whole("--serve", port, 0, 65535)
 
 
 def open_room(args: argparse.Namespace) -> Room:
@@ -583,13 +589,6 @@ def failed(state: State) -> int:
     return 2
 
 
-def write_trace(path: str, session: Session) -> None:
-    session.look()
-    state, engine = session.state, session.state.view.engine
-    events = trace_events(state.history, state.requests.values(), engine.now if engine else 0.0)
-    Path(path).write_text(json.dumps({"traceEvents": events}))
-
-
 def leave(*_) -> NoReturn:
     raise KeyboardInterrupt
 
@@ -611,18 +610,16 @@ def main(arguments: list[str] | None = None) -> int:
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
     if args.asks:
         room.fire(session.asks(len(prompts)))
-    browser = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
-    terminal = browser or all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     # A first burst of the demo model is watched slowly, but not by a script or in a log.
     scripted = args.script or args.asks or args.screenshot or args.serve or args.watch
-    session.eases = args.model == "demo" and terminal and not args.plain and not scripted
+    session.eases = args.model == "demo" and not args.plain and not scripted
     code = 1
     try:
-        if args.screenshot or (terminal and not args.plain):
+        if not args.plain:
             app = Screen(session, args.script, args.screenshot)
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or failed(session.state)
-            if session.state.periods and not (args.screenshot or browser):
+            if session.state.periods and not (args.screenshot or BROWSER):
                 print("\n".join(table(session.state.periods, shutil.get_terminal_size().columns, 10)))
         else:
             signal.signal(signal.SIGTERM, leave)

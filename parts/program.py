@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 
+BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
@@ -33,7 +34,8 @@ if _started and os.path.dirname(os.path.realpath(_started)) == ROOT:
 
 # These, too, may be interrupted.
 import argparse  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from contextlib import contextmanager  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 from parts.checks import one_line, read_whole, shown  # noqa: E402
@@ -86,6 +88,19 @@ def check_model(model: str) -> None:
 def name_of(model: str) -> str:
     """As clients and the screen know it."""
     return os.path.basename(os.path.abspath(os.path.expanduser(model))) if is_folder(model) else model
+
+
+def on_a_terminal() -> bool:
+    return BROWSER or all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+
+
+@contextmanager
+def about(option: str, remedy: str) -> Iterator[None]:
+    """Whatever is wrong in here is said with the option that it is about, and with what helps."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}: {getattr(error, 'strerror', None) or error}; {remedy}") from None
 
 
 class Parser(argparse.ArgumentParser):

@@ -94,7 +94,9 @@ def draw_clients(state: State, p: Palette, width: int, height: int, whole: bool 
     if door is None:
         words = "The door is shut. --serve 8000 opens it: then programs that speak OpenAI's protocol can ask."
         return [heading(p, width, "Clients", "Esc back", do="screen.dismiss"), *entry(p, width, "", words, p.muted)]
-    counts = {"open": len(door.open), "ended": door.seen, "refused": state.refused, "hung up ╳": state.gone}
+    opened, ended = door.open[::-1], state.calls[::-1]
+    asking = sum("/watch" not in call.route for call in opened)  # a screen that watches asks for nothing
+    counts = {"open": asking, "ended": door.seen, "refused": state.refused, "hung up ╳": state.gone}
     note = " · ".join(f"{count:,} {what}" for what, count in counts.items())
     pen = Pen().put(" ")
     for title, wide, _, is_text in columns:
@@ -103,7 +105,6 @@ def draw_clients(state: State, p: Palette, width: int, height: int, whole: bool 
     title = title if len(title) + cell_len(note) + 12 <= width else "Clients"
     note, do = (f"{note}  Esc back", "screen.dismiss") if whole else (note, CLIENTS)
     lines = [heading(p, width, title, note, do=do), pen.put("  end", p.muted).line]
-    opened, ended = door.open[::-1], state.calls[::-1]
     if not whole:  # a crowd of open ones leaves room for the others
         opened = opened[: max(2 * height // 3, height - 2 - len(ended))]
     for call in (*opened, *ended):

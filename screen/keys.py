@@ -71,7 +71,10 @@ KEYS = (
     Key("question_mark", "?", "sheet('help')", "Help", "this page", 1),
     Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
 )
-ON_A_SHEET = ("theme", "copy", "pause", "go", "suspend_process")
+# Keys that work on a page, too: they open another one, lead to the prompt box, or say what they have done.
+ON_A_SHEET = ("theme", "copy", "pause", "go", "suspend_process", "settings", "open")
+ON_A_SHEET += tuple(key.action for key in KEYS if key.action.startswith("sheet("))
+ON_A_SHEET += ("command('/compare')", "command('/race')", "command('/race last')")
 OF_THE_ENGINE = (
     "pause",
     *(f"command('/{name}')" for name in ("step", "policy", "race", "load", "slow -", "slow +", "slow off")),

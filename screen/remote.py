@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from parts import wire
 from parts.answers import RequestView
-from parts.checks import one_line, shown
+from parts.checks import one_line, read_whole, shown
 from screen.ink import clean
 from screen.room import Ask, Room, View
 
@@ -54,6 +54,12 @@ def base_of(url: str) -> str:
         raise ValueError(f"--watch {shown(url)} is no address such as http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/watch").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Of [HOST:]PORT."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]") or "127.0.0.1", read_whole("--serve", port, 0, 65535)
 
 
 class RemoteRoom(Room):

@@ -327,8 +327,11 @@ class EngineRoom(Room):
         for ask in asks:
             try:
                 ids = engine.text.ask(ask.prompt)
-                longest = max(1, min(ask.max_tokens, engine.sched.max_len - len(ids)))
-                sampling = Sampling(max_tokens=longest, temperature=ask.temperature, seed=ask.seed)
+                room = engine.sched.max_len - len(ids)
+                if room < 1:
+                    holds = f"a slot holds {engine.sched.max_len:,}, prompt and answer together"
+                    raise ValueError(f"the prompt has {len(ids):,} tokens, but {holds}; shorten it, or raise --max-len")
+                sampling = Sampling(max_tokens=min(ask.max_tokens, room), temperature=ask.temperature, seed=ask.seed)
                 handle = engine.submit(ids, sampling, origin=ask, ended=lambda handle: self.own.pop(handle.id, None))
             except (ValueError, RuntimeError) as error:  # it does not fit a slot, or the line is full
                 self.fault(f"not fired: {error}", ask.prompt)

@@ -10,6 +10,7 @@ Where next: `tui.py`, the screen itself.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -19,24 +20,33 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import cycle, islice
+from pathlib import Path
 
 from parts.answers import RequestView, Snapshot
-from parts.checks import read_real, read_whole
+from parts.checks import read_real, read_whole, shown
 from sched import POLICIES
 from screen.ink import clean, count, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
 from screen.runs import FIGURES, Contest
 from screen.state import State, client_of, compare, prompt_of, race, verdict
 from screen.totals import words
+from screen.trace import trace_events
 
 SETTABLE = {  # what /set takes: the field, and its limits
-    "temperature": ("temperature", read_real, 0, 100),
+    "temperature": ("temperature", read_real, 0, 1_000_000),
     "max": ("max_tokens", read_whole, 1, 2**20),
     "seed": ("seed", read_whole, 0, 2**31 - 1),
     "burst": ("burst", read_whole, 1, 1000),
     "rate": ("rate", read_real, 0.01, 1000),
 }
-
+NUMBERS = {  # the commands that take a number, and its limits
+    "burst": (read_whole, 1, 1000),
+    "race": (read_whole, 1, 1000),
+    "cancel": (read_whole, 0, 2**31),
+    "step": (read_whole, 1, 100_000),
+    "load": (read_real, 0, 1000),
+    "slow": (read_real, 0.1, 1000),
+}
 
 SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
 
@@ -88,7 +98,7 @@ class Session:
         return " ".join([*(f"/{method[4:]}" for method in dir(self) if method.startswith("_do_")), "/quit"])
 
     def _do_burst(self, rest: str) -> str:
-        many = read_whole("burst", rest or str(self.state.settings.burst), 1, 1000)
+        many = number_for("burst", rest or str(self.state.settings.burst))
         self.room.fire(self.asks(many))
         eases, self.eases = self.eases and not self.state.view.paused, False
         if not eases:
@@ -108,7 +118,7 @@ class Session:
         words = rest.split()
         policies = [known(word) for word in words if not word[:1].isdigit()] or RIVALS
         size = next((word for word in words if word[:1].isdigit()), str(self.state.settings.burst))
-        asks = self.asks(read_whole("race", size, 1, 1000))
+        asks = self.asks(number_for("race", size))
         seed = self.state.settings.seed or 0  # the same seeds in each leg, so that all legs sample alike
         self.state.contest = None
         self.room.race([ask._replace(seed=seed + i) for i, ask in enumerate(asks)], policies)
@@ -125,7 +135,7 @@ class Session:
     def _do_load(self, rest: str) -> None:
         """A steady load of this many requests a second. Without a number, turn it on or off."""
         off = rest == "off" or (not rest and self.state.view.load)
-        rate = 0.0 if off else read_real("load", rest or str(self.state.settings.rate), 0, 1000)
+        rate = 0.0 if off else number_for("load", rest or str(self.state.settings.rate))
         self.room.set_load(rate, self.asks(len(self.state.prompts)))
 
     def _do_cancel(self, rest: str) -> str:
@@ -133,7 +143,7 @@ class Session:
         slot = self.state.selected
         owner = self.state.view.engine.slots[slot].request
         if rest:
-            owner = None if rest == "all" else read_whole("request", rest.removeprefix("r"), 0, 2**31)
+            owner = None if rest == "all" else number_for("cancel", rest.removeprefix("r"))
         elif owner is None:
             return f"slot {slot} is free"
         request, known_here = self.state.requests.get(owner), owner in self.room.own
@@ -156,7 +166,7 @@ class Session:
 
     def _do_step(self, rest: str) -> None:
         self.state.cursor = None
-        self.room.step(read_whole("step", rest or "1", 1, 100_000))
+        self.room.step(number_for("step", rest or "1"))
 
     def _do_slow(self, rest: str) -> str:
         """So many steps a second; "off": full speed; "-" and "+": half as many, and twice as many."""
@@ -168,7 +178,7 @@ class Session:
         elif rest == "+":
             rate = now * 2 if now * 2 <= FASTEST else 0.0
         else:
-            rate = read_real("slow", rest or str(SLOW), 0.1, 1000)
+            rate = number_for("slow", rest or str(SLOW))
         self.eases, self._pace = False, rate
         self.room.slow(rate)
         return f"slow motion: {rate:g} steps/s" if rate else "full speed"
@@ -183,8 +193,13 @@ class Session:
                 raise ValueError(f"{name!r} cannot be set; temperature, max, seed, burst and rate can")
             knob, read, least, most = SETTABLE[name]
             changes[knob] = None if pair in ("seed=", "seed=none") else read(name, value, least, most)
+        engine = self.state.view.engine
+        longest = engine.limits.max_len if engine else 2**20
+        too_long = changes.get("max_tokens", 0) > longest
+        if too_long:
+            changes["max_tokens"] = longest
         self.state.settings = self.state.settings._replace(**changes)
-        return f"set {rest}"
+        return f"max={longest}: a slot holds no more" if too_long else f"set {rest}"
 
 
 def known(policy: str) -> str:
@@ -193,14 +208,38 @@ def known(policy: str) -> str:
     return policy
 
 
+def number_for(command: str, text: str) -> float:
+    read, least, most = NUMBERS[command]
+    return read(command, text, least, most)
+
+
 # What a script may say besides the commands, and the action of the screen that this runs.
 SCRIPTED = {"help": "sheet('help')", "requests": "open", "view": "view", "zoom": "zoom"}
 SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
+# The plain log obeys a word when all before it has ended. So the others mean something on a screen only.
+LOGGED = ("policy", "burst", "race", "compare", "wait")
+ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
+SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
+on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""
 
-def orders_of(script: str) -> list[tuple[str, str]]:
-    """ "static burst24 step60" -> [("static", ""), ("burst", "24"), ("step", "60")]"""
-    return re.findall(r"([a-z]+)[=:]?([0-9.]*)", script.lower())
+
+def orders_of(script: str, logged: bool = False) -> list[tuple[str, str]]:
+    """ "static burst24 step60" -> [("static", ""), ("burst", "24"), ("step", "60")]
+
+    A word that is no command, or has a wrong number, is a ValueError. `logged`: for a plain log.
+    """
+    words, orders = (*POLICIES, *LOGGED, *(() if logged else ON_A_SCREEN)), []
+    for word in script.lower().split():
+        name, rest = re.fullmatch("([a-z_]*)[=:]?(.*)", word).groups()
+        if name not in words or (rest and name not in NUMBERS):
+            where = " without a screen" if logged else ""
+            there = " ".join(f"{word}N" if word in NUMBERS else word for word in words)
+            raise ValueError(f"{shown(word)} is no command{where}; there are {there} (N: a number, or nothing)")
+        if rest:
+            number_for(name, rest)
+        orders.append((name, rest))
+    return orders
 
 
 def as_command(word: str, rest: str) -> str:
@@ -299,7 +338,7 @@ def run_plain(session: Session, script: str, stays: bool = False) -> int:
     log = PlainLog(session, lambda line: print(line, flush=True))
     state = session.state
     words = orders_of(script or ("" if session.room.posted or stays else "burst8"))
-    orders = deque(as_command(*order) for order in words if order[0] not in (*SCRIPTED, "wait"))
+    orders = deque(as_command(*order) for order in words if order[0] != "wait")
     listening, rest = not script, b""
     try:
         while True:
@@ -315,7 +354,7 @@ def run_plain(session: Session, script: str, stays: bool = False) -> int:
                 if lines:
                     orders.clear()  # the user has prompts, so the burst is not needed
                 for line in lines:
-                    if line in ("/quit", "/exit"):
+                    if line.split()[0] in ("/quit", "/exit"):
                         return 0
                     log.obey(line)
             elif session.settled:
@@ -327,6 +366,13 @@ def run_plain(session: Session, script: str, stays: bool = False) -> int:
     finally:
         session.room.drain()
         log.look()
+
+
+def write_trace(path: str, session: Session) -> None:
+    session.look()
+    state, engine = session.state, session.state.view.engine
+    events = trace_events(state.history, state.requests.values(), engine.now if engine else 0.0)
+    Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:

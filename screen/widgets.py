@@ -107,6 +107,11 @@ class Prompt(Input):
         super().__init__("", "i: type a prompt; Enter fires it", id="prompt", compact=True, select_on_focus=False)
         self.cursor_blink = False
 
+    def put(self, text: str) -> None:
+        """The cursor stands behind it, so that Ctrl-U, which takes away what is left of the cursor, takes all of it."""
+        self.value = text
+        self.cursor_position = len(self.value)
+
     def validate_value(self, value: str) -> str:
         return clean(value).replace("\n", NEWLINE)  # a paste may hold anything
 

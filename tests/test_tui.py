@@ -1178,9 +1178,11 @@ def test_what_cannot_be_fired_comes_back_into_the_prompt_box():
         it.app.query_one(tui.Prompt).value = "x" * 2600
         await it.press("enter", turns=2)
         assert it.app.query_one(tui.Prompt).value == "x" * 2600
-        await it.sees("not fired: prompt 2,600")
-        said = "not fired: prompt 2,600 + max_tokens 1 = 2,601, but a slot holds 512 (max_len)"  # it named no remedy
-        assert it.stage.state.faults[-1].message == said
+        await it.sees("not fired: the prompt has 2,600")
+        said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
+        assert it.stage.state.faults[-1].message.startswith(said)  # it told of a max_tokens that no user had set
+        await it.press("i", "ctrl+u", turns=0)  # the cursor stood at the beginning, so this took nothing away
+        assert it.app.query_one(tui.Prompt).value == ""
 
     show(scenario, size=(120, 40))
 
@@ -1548,6 +1550,61 @@ def test_help_names_every_key_and_the_words(size):
     show(scenario, size=size)
 
 
+@pytest.mark.parametrize("page", ["question_mark", "t", "h", "f", "r"])
+def test_i_and_slash_lead_from_every_page_to_the_prompt_box(page):
+    """The box behind the page took all keys from then on, and Esc did not lead back."""
+
+    async def scenario(it):
+        await it.press(page, "i", *"hi there", "enter", turns=2)
+        assert it.app.screen is it.app.screen_stack[0] and it.app.focused is None
+        assert "hi there" in [state.prompt_of(request) for request in it.stage.state.requests.values()]
+        await it.press(page, "slash", turns=0)
+        assert it.app.focused is it.app.prompt and it.app.prompt.value == "/"
+        await it.press("escape", "question_mark", "escape", turns=0)
+        assert it.app.focused is None and len(it.app.screen_stack) == 1
+
+    show(scenario)
+
+
+def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes_it():
+    """It only led back to the main screen, so every key had to be pressed twice."""
+
+    async def scenario(it):
+        await it.press("b")
+        it.stage.finish()
+        for key, page in (
+            ("t", "totals"),
+            ("f", "requests"),
+            ("question_mark", "help"),
+            ("c", "contest"),
+            ("h", "clients"),
+        ):
+            await it.press(key, turns=0)
+            assert it.app.screen.name == page and len(it.app.screen_stack) == 2
+        await it.press("h", turns=0)
+        assert len(it.app.screen_stack) == 1
+        await it.press("question_mark", "r", turns=20)
+        assert it.app.screen.name == "contest" and it.stage.state.view.racing and "running …" in it.text()
+        await it.press("c", turns=0)
+        assert it.app.screen.name == "contest" and "simulated" in it.text()
+
+    show(scenario)
+
+
+def test_a_pause_behind_a_page_is_said_on_the_page():
+    """Space stopped the engine behind the help, and nothing there said so."""
+
+    async def scenario(it):
+        await it.press("b", "question_mark", "space")
+        assert it.stage.state.view.paused
+        await it.sees("the engine pauses; space: go on")
+        await it.press("space")
+        assert not it.stage.state.view.paused
+        await it.sees("the engine goes on")
+
+    show(scenario)
+
+
 def test_every_key_of_the_footer_can_be_clicked_even_while_typing():
     async def scenario(it):
         for typing in (False, True):
@@ -1649,7 +1706,7 @@ def test_help_and_quit_are_commands():
         await it.sees("Help: keys")
         await it.press("escape", "slash", *"helpp", "enter")
         await it.sees("/slow /step /quit")
-        await it.press("ctrl+u", *"/quit", "enter")
+        await it.press("ctrl+u", *"/quit", "space", *"now", "enter")  # this was no command, said the list that has it
         assert it.app._exit and it.app.return_code == 0
 
     show(scenario, size=(120, 40))
@@ -1675,6 +1732,27 @@ def test_set_alone_prints_the_settings():
     stage = Stage().load()
     assert stage.session.obey("/set") == "temperature=0 max=320 seed=none burst=12 rate=2"
     assert stage.session.obey("/set " + stage.session.obey("/set")).startswith("set temperature=0")
+
+
+def test_a_longest_answer_beyond_a_slot_is_cut_to_it_and_that_is_said():
+    """The edge went on to promise 100,000 tokens in slots of 512. A temperature may be what sampling takes."""
+    stage = Stage().load()
+    assert stage.session.obey("/set max=100000") == "max=512: a slot holds no more"
+    assert stage.state.settings.max_tokens == 512
+    assert stage.session.obey("/set max=512 temperature=500") == "set max=512 temperature=500"
+
+
+def test_a_picture_from_the_palette_lies_where_the_screen_was_started(tmp_path, monkeypatch):
+    """It failed where there was no folder for downloads."""
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario(it):
+        it.app.deliver_screenshot()
+        await it.sees("Saved screenshot")
+        (picture,) = tmp_path.iterdir()
+        assert picture.suffix == ".svg" and "<svg" in picture.read_text()
+
+    show(scenario, size=(120, 40))
 
 
 def test_escape_takes_a_command_out_of_the_box_and_leaves_a_prompt_there():
@@ -1832,7 +1910,64 @@ def test_a_script_may_be_written_in_capitals(capsys):
     assert session.orders_of("Static Burst24") == [("static", ""), ("burst", "24")]
     with pytest.raises(SystemExit):
         tui.parse_arguments(["--script", "Hurst24"])
-    assert "'hurst' is no command" in capsys.readouterr().err
+    assert "'hurst24' is no command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("burst-3", "burst = '-3', but it must be a whole number from 1 to 1,000"),
+        ("burst5x", "burst = '5x'"),
+        ("burst0", "burst = '0'"),
+        ("burst 5", "'5' is no command"),
+        ("set max=5 burst2", "'set' is no command"),
+        ("static4", "'static4' is no command"),
+        ("bogus", "'bogus' is no command; there are continuous static"),
+    ],
+)
+def test_a_script_of_wrong_words_is_refused_before_anything_is_loaded(script, words, capsys):
+    """`burst-3` and `burst 5` fired 24 prompts; a wrong word did not say which there are."""
+    with pytest.raises(SystemExit) as left:
+        tui.parse_arguments(["--script", script, "--screenshot", "/dev/null/x.svg"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith(f"nanobatch: --script: {words}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "script", ["pause burst2", "static burst24 step60", "load5", "help", "slow4", "view", "cancel"]
+)
+def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
+    """`pause burst2` hung in silence, and a step or a load was left out."""
+    assert session.orders_of(script)
+    with pytest.raises(SystemExit) as left:
+        tui.parse_arguments(["--plain", "--script", script])
+    assert left.value.code == 2 and "is no command without a screen; there are " in capsys.readouterr().err
+    assert tui.parse_arguments(["--plain", "--script", "static burst8 compare wait race12"])
+
+
+def test_the_help_of_the_command_line_names_what_a_script_may_say(capsys):
+    """It gave an example, and no more."""
+    with pytest.raises(SystemExit):
+        tui.parse_arguments(["--help"])
+    said = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert {*POLICIES, *session.LOGGED, *session.ON_A_SCREEN} <= said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompts", "/no/p.txt"], "--prompts '/no/p.txt': No such file or directory; name a text file"),
+        (["--trace", "/no/t.json"], "--trace '/no/t.json': No such file or directory; name a file in a folder"),
+        (["--screenshot", "/no/s.svg"], "--screenshot '/no/s.svg': No such file or directory; name a file"),
+        (["--screenshot", "foo.png"], "--screenshot 'foo.png' will be an SVG; give a name that ends in .svg"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(arguments, words, capsys):
+    """It said "[Errno 2] No such file or directory", and foo.png was no PNG."""
+    with pytest.raises(SystemExit):
+        tui.parse_arguments(arguments)
+    assert capsys.readouterr().err.startswith(f"nanobatch: {words}")
 
 
 def test_right_options_are_taken(tmp_path):
