@@ -71,8 +71,8 @@ from parts.answers import StepView
 from parts.checkpoint import read_config
 from parts.checks import one_line, read_whole, shown
 from parts.device import mx
+from parts.meet import join
 from parts.models import find
-from parts.ranks import join
 from peers import PEERS, LlamaCpp, MlxLm, News, cores, obstacle
 
 ROOT = Path(__file__).resolve().parent

@@ -54,8 +54,8 @@ from parts.device import device_lock, device_stream, mx
 from parts.fields import ModelError
 from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, keeps_bits, slab_shape, widest_pass
 from parts.loop import Loop
+from parts.meet import join
 from parts.ops import capped, rms_norm, softmax, turning
-from parts.ranks import join
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
 from sched import DEFAULT, PADDING, POLICIES, Plan, QueueFull, Request, Scheduler

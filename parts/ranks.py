@@ -26,40 +26,38 @@ A rank that is lost is not survived, since its share of the model is gone. But i
 for ever: every rank looks several times a second whether its neighbours' connections still stand. If one does not, the
 leader ends all requests with an error, and each process exits with the code `LOST`.
 
-Where next: `load.py`, which takes a rank's share of the weights; `Runner` in `nanobatch.py`, which tells and follows.
+Where next: `meet.py`, how ranks find each other; `load.py`, which takes a rank's share of the weights; `Runner` in
+`nanobatch.py`, which tells and follows.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import operator
 import os
 import select
 import signal
-import socket
-import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from parts import program
 from parts.answers import RanksView
 from parts.checkpoint import Config
 from parts.checks import one_line
 from parts.device import device_lock, device_stream, has_gpu, mx, readable
 from parts.fields import ModelError
 
+if TYPE_CHECKING:
+    from parts.meet import Line
+
 LOST = 3  # the exit code of a process that another rank has left alone
 LOOK_S = 0.2  # so often a rank looks after its neighbours
 TIMED = 32  # after so many steps, the sums of one are timed again
 GRACE_S = 1.0  # so long the leader's clients have to take their errors
-SILENCE_MS = 4000  # a machine that answers no longer than this has lost its connection
 
 
 # --- shares ------------------------------------------------------------------------------------------------------
@@ -269,17 +267,9 @@ class Ranks:
 
     def _gone(self) -> str | None:
         for line in self._lines:
-            look = select.poll()
-            look.register(line.socket, getattr(select, "POLLRDHUP", 0))  # Linux tells even if there is more to read
-            if not look.poll(0):
-                try:
-                    if line.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                        continue
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    pass
-            return f"rank {line.rank} ({line.address}) is gone, and with it a share of the model; start all ranks again"
+            if line.is_gone():
+                here = f"rank {line.rank} ({line.address})"
+                return f"{here} is gone, and with it a share of the model; start all ranks again"
         return None
 
     def _end(self, why: str, code: int) -> NoReturn:
@@ -295,87 +285,3 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
-# --- how they find each other --------------------------------------------------------------------------------------
-
-
-class Line(NamedTuple):
-    """A connection of MLX's ring, seen from the outside."""
-
-    rank: int  # at the other end
-    address: str
-    socket: socket.socket
-
-
-@functools.cache
-def join() -> Ranks:
-    """The ranks that this process was started with. It waits until all have come, and says for whom."""
-    backend = program.backend()
-    if not backend:
-        return ALONE
-    nodes = read_hosts() if backend == "ring" else []
-    if backend == "ring" and not nodes:
-        return ALONE
-    rank, size = program.rank(), len(nodes)
-    neighbours = dict.fromkeys((rank + step) % size for step in (-1, 1)) if nodes else ()
-    awaited = " and ".join(f"rank {other} ({nodes[other][0]})" for other in neighbours) or "the others"
-    print(f"nanobatch: rank {rank} waits for {awaited}", file=sys.stderr, flush=True)
-    # While MLX waits, Python does nothing, so it hears of no signal. Meanwhile these end the process by themselves.
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with suppress(ValueError):  # not in the main thread
-            for each in (each for each, handler in handlers.items() if handler is not signal.SIG_IGN):
-                signal.signal(each, signal.SIG_DFL)
-        group = mx.distributed.init(strict=True, backend=backend)
-    except RuntimeError as error:
-        raise ModelError(f"rank {rank} waited for {awaited} in vain ({one_line(error)}); start all ranks.") from None
-    finally:
-        with suppress(ValueError):
-            for each, handler in handlers.items():
-                signal.signal(each, handler)
-    return Ranks(group.rank(), group.size(), backend, find_lines(nodes, rank))
-
-
-def read_hosts() -> list[list[str]]:
-    """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`."""
-    path, rank = Path(os.environ["MLX_HOSTFILE"]), program.rank()
-    try:
-        text = path.read_text()
-        nodes = json.loads(text or "[]")  # `mlx.launch -n 1` leaves it empty
-        is_list = isinstance(nodes, list) and all(isinstance(node, list) and node for node in nodes)
-        if text and not (is_list and len(nodes) > 1 and all(isinstance(node[0], str) for node in nodes)):
-            raise ValueError("it lists no addresses of two ranks or more")
-    except (OSError, ValueError) as error:
-        raise ModelError(f'MLX_HOSTFILE {path} is no hostfile ({one_line(error)}): [["10.0.0.1:5000"], ...].') from None
-    if rank >= len(nodes) > 0:
-        raise ModelError(f"MLX_RANK = {rank}, but {path} lists {len(nodes)} ranks, from 0 to {len(nodes) - 1}.")
-    return nodes
-
-
-def find_lines(nodes: list[list[str]], rank: int) -> list[Line]:
-    """The ring's own connections among the open files of this process, by their addresses."""
-    lines = []
-    for file in sorted(map(int, os.listdir("/dev/fd"))) if nodes else []:
-        with suppress(OSError):  # it is closed by now, or not connected
-            if not stat.S_ISSOCK(os.fstat(file).st_mode):
-                continue
-            ours = socket.socket(fileno=os.dup(file))
-            if ours.family == socket.AF_UNIX:
-                continue
-            near, far = (f"{host}:{port}" for host, port in (ours.getsockname()[:2], ours.getpeername()[:2]))
-            left, right = (rank - 1) % len(nodes), (rank + 1) % len(nodes)
-            if near in nodes[rank] or far in nodes[right]:
-                other = left if near in nodes[rank] else right
-                keep_alive(ours)
-                lines.append(Line(other, nodes[other][0], ours))
-    return lines
-
-
-def keep_alive(line: socket.socket) -> None:
-    """Where the other machine, or the cable, is gone without a word, the system notices after `SILENCE_MS`."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    settings = {"TCP_KEEPIDLE": 1, "TCP_KEEPALIVE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE_MS // 1000 - 1}
-    for name, value in {**settings, "TCP_USER_TIMEOUT": SILENCE_MS}.items():  # each system has some of them
-        if hasattr(socket, name):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

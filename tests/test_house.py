@@ -23,7 +23,7 @@ CLASS = {("nanobatch", "Engine"): 300}
 FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. A change that adds some says so here.
 CODE = {"sched": 230}
-ALL_CODE = 8_738
+ALL_CODE = 8_755
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "parts/template": "",
     "parts/sampling": "parts/device parts/checkpoint",
     "parts/ops": "parts/device parts/checkpoint",
-    "parts/ranks": "parts/device parts/checkpoint parts/fields parts/answers parts/program",
+    "parts/ranks": "parts/device parts/checkpoint parts/fields parts/answers",
+    "parts/meet": "parts/ranks parts/device parts/fields parts/program",
     "parts/checkpoint": "parts/fields",
     "parts/weights": "parts/checkpoint parts/fields parts/device",
     "parts/fields": "",

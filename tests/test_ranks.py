@@ -29,8 +29,9 @@ from parts import program
 from parts.checkpoint import ModelError, read_config
 from parts.device import mx
 from parts.load import ModelReader
+from parts.meet import join
 from parts.ops import Dense, Quantized
-from parts.ranks import LOST, Ranks, Share, join
+from parts.ranks import LOST, Ranks, Share
 
 ROOT = Path(__file__).parent.parent
 
