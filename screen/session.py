@@ -28,7 +28,7 @@ from sched import POLICIES
 from screen.ink import clean, count, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
 from screen.runs import FIGURES, Contest
-from screen.state import State, client_of, compare, prompt_of, race, verdict
+from screen.state import State, asked, client_of, compare, prompt_of, race, verdict
 from screen.totals import words
 from screen.trace import trace_events
 
@@ -120,7 +120,7 @@ class Session:
         size = next((word for word in words if word[:1].isdigit()), str(self.state.settings.burst))
         asks = self.asks(number_for("race", size))
         seed = self.state.settings.seed or 0  # the same seeds in each leg, so that all legs sample alike
-        self.state.contest = None
+        self.state.contest = None if self.state.view.racing else asked(self.state, policies)
         self.room.race([ask._replace(seed=seed + i) for i, ask in enumerate(asks)], policies)
 
     def _do_compare(self, rest: str) -> None:

@@ -1142,6 +1142,16 @@ def test_minus_and_plus_change_the_speed_and_it_stays_until_it_is_left(size):
     show(scenario, size=size)
 
 
+def test_in_slow_motion_the_footer_of_a_small_screen_keeps_what_is_wanted_then():
+    """Pause, View and Slower gave way to Policy, Compare and Race."""
+    stage = Stage().load()
+    stage.session.obey("/slow 16")
+    stage.turns()
+    (footer,) = plain(keys.draw_keys(stage.state, ink.DARK, 80, 1))
+    for key in ("space Pause", "- Slower", "0 Full speed", "v View", "b Burst", "? Help", "q Quit"):
+        assert key in footer
+
+
 def test_a_steady_load_comes_at_its_rate_and_stops():
     stage = Stage().load()
     stage.session.obey("/load 5")
@@ -1494,6 +1504,25 @@ def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
     stage.state.contest = runs.Contest("Race", [], state.RACE_WAITS)
     heading, *lines = plain(panes.draw_contest(stage.state, ink.DARK, 80, 24))
     assert "Esc back" in heading and [line.strip() for line in lines] == [state.RACE_WAITS]
+
+
+def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
+    """The race before was shown until then; and where nothing ran, the new one was said to wait for what runs."""
+    stage = Stage().load()
+    drawn = lambda: plain(panes.draw_contest(stage.state, ink.DARK, 80, 24))  # noqa: E731
+    for _ in range(2):
+        stage.session.obey("/race 4 serial continuous")
+        assert drawn()[0].startswith("── Race: serial and continuous ") and drawn()[1].strip() == state.RACE_BEGINS
+        stage.turns(5)
+        assert "running …" in "".join(drawn())
+        stage.finish()
+        assert "continuous takes" in "".join(drawn())
+    stage.session.obey("one")
+    stage.turns(3)
+    stage.session.obey("/race 4")
+    assert state.RACE_WAITS in "".join(drawn())
+    stage.turns(3)
+    assert state.RACE_WAITS in "".join(drawn())
 
 
 def test_a_number_and_its_unit_stand_in_one_line():
