@@ -1990,7 +1990,7 @@ def test_the_help_of_the_command_line_names_what_a_script_may_say(capsys):
         (["--screenshot", "/no/s.svg"], "--screenshot '/no/s.svg': No such file or directory; name a file"),
         (["--screenshot", "foo.png"], "--screenshot 'foo.png' will be an SVG; give a name that ends in .svg"),
     ],
-    ids=" ".join,
+    ids=range(4),
 )
 def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(arguments, words, capsys):
     """It said "[Errno 2] No such file or directory", and foo.png was no PNG."""
