@@ -193,13 +193,12 @@ class Session:
                 raise ValueError(f"{name!r} cannot be set; temperature, max, seed, burst and rate can")
             knob, read, least, most = SETTABLE[name]
             changes[knob] = None if pair in ("seed=", "seed=none") else read(name, value, least, most)
-        engine = self.state.view.engine
-        longest = engine.limits.max_len if engine else 2**20
-        too_long = changes.get("max_tokens", 0) > longest
-        if too_long:
-            changes["max_tokens"] = longest
+        said, engine = f"set {rest}", self.state.view.engine
+        if engine and changes.get("max_tokens", 0) > engine.limits.max_len:
+            changes["max_tokens"] = engine.limits.max_len
+            said = f"max={engine.limits.max_len}: a slot holds no more"
         self.state.settings = self.state.settings._replace(**changes)
-        return f"max={longest}: a slot holds no more" if too_long else f"set {rest}"
+        return said
 
 
 def known(policy: str) -> str:

@@ -1626,10 +1626,13 @@ def test_a_pause_behind_a_page_is_said_on_the_page():
     async def scenario(it):
         await it.press("b", "question_mark", "space")
         assert it.stage.state.view.paused
-        await it.sees("the engine pauses; space: go on")
+        await it.sees("done behind this page: /pause")
         await it.press("space")
         assert not it.stage.state.view.paused
-        await it.sees("the engine goes on")
+        await it.sees("done behind this page: /resume")
+        line = it.text().splitlines().index(next(line for line in it.text().splitlines() if line.startswith(" p ")))
+        await it.pilot.click("#sheet", offset=(2, line))
+        await it.sees("done behind this page: /policy")
 
     show(scenario)
 
