@@ -355,18 +355,19 @@ class Screen(App):
             self.call_later(self.run_action, aside)
             return True
         try:
-            self.say(self.session.obey(line))
+            said = self.session.obey(line)
         except ValueError as error:
             self.notify(str(error), severity="error", markup=False)
             return False
         if line.startswith(("/race", "/compare")):
             self.action_sheet("contest")
+        elif len(self.screen_stack) > 1:  # a page hides what the engine does
+            said = said or f"done behind this page: {line}"
+        self.say(said)
         return True
 
     def action_pause(self) -> None:
-        paused = self.state.view.paused
-        if self.action_command("/resume" if paused else "/pause") and len(self.screen_stack) > 1:
-            self.say("the engine goes on" if paused else "the engine pauses; space: go on")
+        self.action_command("/resume" if self.state.view.paused else "/pause")
 
     def action_settings(self) -> None:
         self.action_prompt(f"/set {self.state.settings.words}")

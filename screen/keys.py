@@ -125,7 +125,8 @@ def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
     if state.view.paused:
         ways = {"pause": ("Go on", 1), "command('/step')": ("Step", 1)}
     elif state.view.slow:
-        ways = {"command('/slow off')": ("Full speed", 1), "command('/slow +')": ("Faster", 4)}
+        ways = {"command('/slow off')": ("Full speed", 1), "pause": ("Pause", 2), "command('/slow -')": ("Slower", 3)}
+        ways |= {"view": ("View", 3), "command('/slow +')": ("Faster", 4)}
     for i, key in enumerate(keys):
         if key.action in ways:
             label, rank = ways[key.action]

@@ -28,7 +28,7 @@ from sched import POLICIES
 from screen.ink import clean, count, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
 from screen.runs import FIGURES, Contest
-from screen.state import State, client_of, compare, prompt_of, race, verdict
+from screen.state import State, asked, client_of, compare, prompt_of, race, verdict
 from screen.totals import words
 from screen.trace import trace_events
 
@@ -120,7 +120,7 @@ class Session:
         size = next((word for word in words if word[:1].isdigit()), str(self.state.settings.burst))
         asks = self.asks(number_for("race", size))
         seed = self.state.settings.seed or 0  # the same seeds in each leg, so that all legs sample alike
-        self.state.contest = None
+        self.state.contest = None if self.state.view.racing else asked(self.state, policies)
         self.room.race([ask._replace(seed=seed + i) for i, ask in enumerate(asks)], policies)
 
     def _do_compare(self, rest: str) -> None:
@@ -193,13 +193,12 @@ class Session:
                 raise ValueError(f"{name!r} cannot be set; temperature, max, seed, burst and rate can")
             knob, read, least, most = SETTABLE[name]
             changes[knob] = None if pair in ("seed=", "seed=none") else read(name, value, least, most)
-        engine = self.state.view.engine
-        longest = engine.limits.max_len if engine else 2**20
-        too_long = changes.get("max_tokens", 0) > longest
-        if too_long:
-            changes["max_tokens"] = longest
+        said, engine = f"set {rest}", self.state.view.engine
+        if engine and changes.get("max_tokens", 0) > engine.limits.max_len:
+            changes["max_tokens"] = engine.limits.max_len
+            said = f"max={engine.limits.max_len}: a slot holds no more"
         self.state.settings = self.state.settings._replace(**changes)
-        return f"max={longest}: a slot holds no more" if too_long else f"set {rest}"
+        return said
 
 
 def known(policy: str) -> str:

@@ -74,6 +74,8 @@ class State:
             self.cursor, self.selected, self.woke, self.opened, self.contest = None, 0, 0, None, None
             self.refused = self.gone = 0
         ends = self.view.racing and not view.racing
+        if self.contest and not self.contest.runs and (view.racing or view.legs != self.view.legs):
+            self.contest = None  # the race that was asked for has begun
         self.view, news, self.model = view, view.engine, view.model or self.model
         if view.door:
             self.calls = [*self.calls, *view.door.ended][-self.REMEMBERED :]
@@ -373,13 +375,22 @@ def race(state: State) -> Contest:
         runs.append(measured(leg.policy, columns, requests, costs, how))
     size = f", {count(len(legs[0].requests), 'request')}" if legs else ""
     title = f"Race: {' and '.join([leg.policy for leg in legs] or RIVALS)}{size}"
-    if state.view.paused or not runs:
-        return Contest(title, runs, "Paused: space goes on." if state.view.paused else RACE_WAITS)
+    if state.view.paused:
+        return Contest(title, runs, "Paused: space goes on.")
+    if not runs:
+        return asked(state, RIVALS)
     walls = "; ".join(f"{run.policy} {run.on_the_wall}" for run in runs)
     return Contest(title, runs, f"Each step counts as long as steps of its kind take undisturbed. Wall clock: {walls}.")
 
 
+def asked(state: State, policies: Sequence[str]) -> Contest:
+    """A race that has not begun: what is shown from the key on, while the engine has yet to hear of it."""
+    waits = state.view._replace(racing=False).busy
+    return Contest(f"Race: {' and '.join(policies)}", [], RACE_WAITS if waits else RACE_BEGINS)
+
+
 RACE_WAITS = "The race begins when everything that runs now has ended."
+RACE_BEGINS = "The race begins."
 
 
 def verdict(runs: Sequence[Run]) -> str:

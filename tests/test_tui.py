@@ -1142,6 +1142,16 @@ def test_minus_and_plus_change_the_speed_and_it_stays_until_it_is_left(size):
     show(scenario, size=size)
 
 
+def test_in_slow_motion_the_footer_of_a_small_screen_keeps_what_is_wanted_then():
+    """Pause, View and Slower gave way to Policy, Compare and Race."""
+    stage = Stage().load()
+    stage.session.obey("/slow 16")
+    stage.turns()
+    (footer,) = plain(keys.draw_keys(stage.state, ink.DARK, 80, 1))
+    for key in ("space Pause", "- Slower", "0 Full speed", "v View", "b Burst", "? Help", "q Quit"):
+        assert key in footer
+
+
 def test_a_steady_load_comes_at_its_rate_and_stops():
     stage = Stage().load()
     stage.session.obey("/load 5")
@@ -1496,6 +1506,25 @@ def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
     assert "Esc back" in heading and [line.strip() for line in lines] == [state.RACE_WAITS]
 
 
+def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
+    """The race before was shown until then; and where nothing ran, the new one was said to wait for what runs."""
+    stage = Stage().load()
+    drawn = lambda: plain(panes.draw_contest(stage.state, ink.DARK, 80, 24))  # noqa: E731
+    for _ in range(2):
+        stage.session.obey("/race 4 serial continuous")
+        assert drawn()[0].startswith("── Race: serial and continuous ") and drawn()[1].strip() == state.RACE_BEGINS
+        stage.turns(5)
+        assert "running …" in "".join(drawn())
+        stage.finish()
+        assert "continuous takes" in "".join(drawn())
+    stage.session.obey("one")
+    stage.turns(3)
+    stage.session.obey("/race 4")
+    assert state.RACE_WAITS in "".join(drawn())
+    stage.turns(3)
+    assert state.RACE_WAITS in "".join(drawn())
+
+
 def test_a_number_and_its_unit_stand_in_one_line():
     assert ink.wrap("in all 3.48 s", 11) == ["in all", "3.48 s"] and ink.wrap("325 ms; more", 7) == ["325 ms;", "more"]
     assert ink.wrap("a small word", 8) == ["a small", "word"] and ink.wrap("1 second", 6) == ["1", "second"]
@@ -1597,10 +1626,13 @@ def test_a_pause_behind_a_page_is_said_on_the_page():
     async def scenario(it):
         await it.press("b", "question_mark", "space")
         assert it.stage.state.view.paused
-        await it.sees("the engine pauses; space: go on")
+        await it.sees("done behind this page: /pause")
         await it.press("space")
         assert not it.stage.state.view.paused
-        await it.sees("the engine goes on")
+        await it.sees("done behind this page: /resume")
+        line = it.text().splitlines().index(next(line for line in it.text().splitlines() if line.startswith(" p ")))
+        await it.pilot.click("#sheet", offset=(2, line))
+        await it.sees("done behind this page: /policy")
 
     show(scenario)
 
@@ -1961,7 +1993,7 @@ def test_the_help_of_the_command_line_names_what_a_script_may_say(capsys):
         (["--screenshot", "/no/s.svg"], "--screenshot '/no/s.svg': No such file or directory; name a file"),
         (["--screenshot", "foo.png"], "--screenshot 'foo.png' will be an SVG; give a name that ends in .svg"),
     ],
-    ids=" ".join,
+    ids=range(4),
 )
 def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(arguments, words, capsys):
     """It said "[Errno 2] No such file or directory", and foo.png was no PNG."""

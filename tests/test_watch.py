@@ -411,6 +411,16 @@ def test_no_line_of_the_clients_is_longer_than_its_pane(width):
     assert len(lines) > 15 and all(cell_len(line) <= width for line in lines)
 
 
+def test_a_screen_that_watches_is_not_counted_as_a_call_that_is_open():
+    """17 were open where 16 asked."""
+    door, _ = canned_door()
+    watch = Call(9, 0.0, "127.0.0.1", "GET /watch", status=200)
+    state = State()
+    state.absorb(View(door=replace(door, open=(*door.open, watch))))
+    lines = plain(clients.draw_clients(state, ink.DARK, 120, 30))
+    assert f"{len(door.open)} open" in lines[0] and "/watch" in "".join(lines)
+
+
 def test_clients_are_counted_beyond_those_that_are_kept():
     """ "2,000 ended" stood there for ever, and fewer and fewer of them had been refused."""
     state, door = State(), canned_door()[0]
