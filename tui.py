@@ -278,7 +278,7 @@ class Screen(App):
             if fault.prompt and not self.prompt.value:
                 self.prompt.value = fault.prompt
         self._faults = len(self.state.faults)
-        self.paint(but=SLOW if view.busy and not view.paused and self._looks % 3 else ())
+        self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
 
     def paint(self, but: Sequence[str] = ()) -> None:
         for pane in self.screen.query(Pane):

@@ -56,11 +56,10 @@ def draw_area(
 
 def stretch(state: State) -> tuple[float, float]:
     """What the charts cover, from and to: the latest busy period up to the cursor, or its last ten seconds."""
-    at = len(state.history) - 1 if state.cursor is None else state.index_of(state.cursor)
-    if at < 0:
+    if not state.history:
         return 0.0, 0.0
-    last = state.history[at].ended
-    return max(state.history[state.woke if state.woke <= at else 0].began, last - 10), last
+    last = state.here.ended
+    return max(state.history[state.first].began, last - 10), last
 
 
 def ends_of(state: State) -> tuple[str, str]:
@@ -98,18 +97,18 @@ def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
 
 def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How many requests were left in line: the most of each few steps of the latest busy period."""
-    steps = state.history[state.woke :]
+    steps = state.history[state.first : state.at + 1]
     bins = min(len(steps), width - SCALE - 2)
     cuts = [i * len(steps) // max(1, bins) for i in range(bins + 1)]
     waiting = [max(column.view.waiting for column in steps[a:b]) for a, b in pairwise(cuts)]
     ends = (f"step {steps[0].step:,}", f"{steps[-1].step:,}") if steps else ("step", "")
-    lines = [heading(p, width, "queue", f"peak {max(waiting):,}" if waiting else "")]
+    lines = [heading(p, width, state.titled("queue"), f"peak {max(waiting):,}" if waiting else "")]
     return lines + draw_area(p, waiting, nice(max(1, *waiting, 1)), width, height - 2, HUES[0], ends)
 
 
 def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The median and the 95th percentile of TTFT as they went: each column counts the last 50 first tokens."""
-    firsts = list(state.firsts)
+    firsts = [first for first in state.firsts if first[0] <= state.moment]
     if not firsts:
         return [heading(p, width, "TTFT"), Pen().put(" no first token yet", p.muted).line]
     bins, last = max(1, width - 9), firsts[-1][0]
@@ -120,7 +119,7 @@ def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
         newest = [ttft for _, ttft in firsts[max(0, stop - 50) : stop]]
         pairs.append((percentile(newest, 0.5) or 0.0, percentile(newest, 0.95) or 0.0))
     half, most = pairs[-1]
-    lines = [heading(p, width, "TTFT", f"█p50 {span(half)} ▒p95 {span(most)}")]
+    lines = [heading(p, width, state.titled("TTFT"), f"█p50 {span(half)} ▒p95 {span(most)}")]
     rows, top = height - 2, nice(1000 * max(high for _, high in pairs))
     for row in reversed(range(rows)):
         mark = {0: "0 ms", rows - 1: f"{top:,.0f}"}.get(row, "")

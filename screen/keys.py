@@ -98,6 +98,7 @@ WORDS = (
     ("wall clock", "its seconds beyond those of undisturbed steps are interruptions: other programs ran meanwhile."),
     ("batch size", "how many slots did useful work at a time."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
+    ("…", "back in time, behind an answer: a few tokens more had come since the screen looked."),
     ("client", "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one."),
     (
         "batching",

@@ -12,7 +12,8 @@ Where next: `panes.py`, which draws it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ class State:
     refused: int = 0  # so many of all that came to the door, those that are kept no more among them
     gone: int = 0  # so many hung up
     faults: list[Fault] = field(default_factory=list)  # all that went wrong so far
+    marks: dict[int, array] = field(default_factory=dict)  # by request, of each look: tokens, characters of its text
     owners: dict[int, int] = field(default_factory=dict)  # slot -> the request that holds it or held it last
     printed: str = ""  # what a library printed last while loading: a download's progress
     selected: int = 0  # a slot
@@ -67,7 +69,7 @@ class State:
     def absorb(self, view: View) -> None:
         self.faults += view.faults[len(self.view.faults) :]
         if begins := view.life != self.view.life:  # what is known is another engine's, or comes once more
-            for kept in (self.history, self.requests, self.ended, self.calls, self.owners, self._merged):
+            for kept in (self.history, self.requests, self.marks, self.ended, self.calls, self.owners, self._merged):
                 kept.clear()
             for kept in (self.periods, self.firsts, self.costs):
                 kept.clear()
@@ -86,11 +88,14 @@ class State:
             before = self.requests.get(r.id)
             if r.metrics.ttft_s is not None and (before is None or before.metrics.ttft_s is None):
                 self.firsts.append((r.arrived + r.metrics.ttft_s, r.metrics.ttft_s))
-            self.requests[r.id] = r
+            self.requests[r.id], marks = r, self.marks.setdefault(r.id, array("I"))
+            if r.metrics.output_tokens not in marks[-2:-1]:
+                marks.extend((r.metrics.output_tokens, len(r.text)))
         self.ended += news.ended
         self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in news.ended if r.error and not begins]
         for request in self.ended[: -self.REMEMBERED]:
             self.requests.pop(request.id, None)
+            self.marks.pop(request.id, None)
         del self.ended[: -self.REMEMBERED]
         calls = view.door.missed if view.door else 0
         unseen = ((news.missed, "step", "went by"), (news.missed_ends, "request", "ended"), (calls, "client", "left"))
@@ -104,6 +109,7 @@ class State:
         if news.missed_ends:  # these are gone: requests older than all that are open, and without an end
             oldest = min((*(r.id for r in news.requests), *(id for id, _ in news.queue)), default=math.inf)
             self.requests = {id: r for id, r in self.requests.items() if r.reason or id >= oldest}
+            self.marks = {id: marks for id, marks in self.marks.items() if id in self.requests}
             if self.periods:
                 self.periods[-1].requests += news.missed_ends
         ended = deque(news.ended)
@@ -164,13 +170,18 @@ class State:
         part = (moment - step.began) / (step.ended - step.began) if step.ended > step.began else 1.0
         return step.total - step.tokens * min(1.0, 1.0 - part)
 
+    @property
+    def hurries(self) -> bool:
+        """Whether steps come faster than they can be seen. Then some panes are painted less often."""
+        return self.view.busy and not (self.view.paused or self.view.slow)
+
     def tokens_per_s(self) -> float:
         """Over the last second of the engine's clock, or since the latest busy period began, if that is less."""
         if not self.history:
             return 0.0
-        now = self.view.engine.now
-        began = max(self.history[self.woke].began, now - 1)
-        return (self.delivered() - self.delivered(began)) / max(1e-3, now - began)
+        now = min(self.view.engine.now, self.moment)
+        began = max(self.history[self.first].began, now - 1)
+        return (self.delivered(now) - self.delivered(began)) / max(1e-3, now - began)
 
     def columns(self, zoom: int) -> list[Column]:
         """The history with `zoom` steps in a column. A column is merged once, when all of its steps are there."""
@@ -204,9 +215,8 @@ class State:
 
     def move(self, steps: int) -> None:
         """Move the cursor back or forth. Beyond the newest step there is no cursor, and the newest is followed."""
-        at = len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
         if self.history:
-            self.look_at(max(0, at + steps))
+            self.look_at(max(0, self.at + steps))
 
     def look_at(self, index: int) -> None:
         if self.cursor is None:
@@ -215,10 +225,18 @@ class State:
         self.edge = max(self.edge, index)
 
     @property
+    def at(self) -> int:
+        """The place of the step that the pane "Step" shows: the cursor's, or the newest. -1: there is none yet."""
+        return len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
+
+    @property
+    def first(self) -> int:
+        """Where what led to that step begins: the latest busy period; before that one, all that is remembered."""
+        return self.woke if self.woke <= self.at else 0
+
+    @property
     def here(self) -> Column | None:
-        """The step that the pane "Step" shows: the cursor's, or the newest."""
-        at = -1 if self.cursor is None else self.index_of(self.cursor)
-        return self.history[at] if self.history else None
+        return self.history[self.at] if self.history else None
 
     @property
     def step(self) -> StepView | None:
@@ -229,12 +247,17 @@ class State:
     @property
     def past(self) -> Column | None:
         """The step that the cursor is on."""
-        return None if self.cursor is None else self.history[self.index_of(self.cursor)]
+        return None if self.cursor is None else self.here
 
     @property
     def moment(self) -> float:
         """The end of that step; without a cursor, the end of time."""
         return self.past.ended if self.past else math.inf
+
+    @property
+    def finished(self) -> int:
+        """How many requests had ended."""
+        return self.view.engine.finished - sum(r.ended > self.moment for r in self.ended)
 
     def titled(self, title: str) -> str:
         """The title of a pane that goes back in time with the cursor."""
@@ -261,11 +284,11 @@ class State:
         for r in sorted(self.requests.values(), key=lambda r: r.id):
             left = r.ended if r.metrics.queued_s is None else r.arrived + r.metrics.queued_s
             if r.arrived <= planned and (left is None or left > planned + 1e-9):
-                waits.append((r.id, planned - r.arrived))
+                waits.append((r.id, past.ended - r.arrived))
         return past.view.waiting, waits[: past.view.waiting]
 
     def then(self, request: RequestView) -> RequestView:
-        """A request as it was. Its text is cut after as large a part as its tokens: that is about right."""
+        """A request as it was. Its text is what the screen had seen; "…" if tokens had come since then."""
         m, past = request.metrics, self.past
         if past is None or (request.ended is not None and request.ended <= past.ended):
             return request
@@ -273,7 +296,10 @@ class State:
         first = None if m.ttft_s is None or not said else m.ttft_s
         lasted = past.ended - request.arrived - (first or 0.0)
         rate = (said - 1) / lasted if said > 1 and lasted > 0 else None
-        text = request.text[: round(len(request.text) * said / max(1, m.output_tokens))]
+        marks = self.marks.get(request.id, array("I"))
+        tokens, lengths = (0, *marks[::2]), (0, *marks[1::2])
+        look = bisect_right(tokens, said) - 1
+        text = request.text[: lengths[look]] + "…" * (tokens[look] < said)
         metrics = replace(m, ttft_s=first, tokens_per_s=rate, output_tokens=said)
         return replace(request, metrics=metrics, text=text, reason=None, error=None, ended=None)
 

@@ -657,14 +657,14 @@ def test_requests_whose_ends_were_missed_are_forgotten():
 
 
 def test_counts_go_on_beyond_what_is_remembered():
-    """After 500 ends, "500 done" for ever."""
+    """After 500 ends, "500 ended" for ever."""
     stage = Stage(slots=2).load()
     stage.state.REMEMBERED = 50
     for _ in range(6):
         for _ in range(100):
             stage.engine.submit([1], Sampling(max_tokens=1, ignore_eos=True))
         stage.finish()
-    assert "600 done" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
+    assert "600 ended" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
     assert sum(period.requests for period in stage.state.periods) == 600 and len(stage.state.ended) == 50
     assert "1 of 600 that have ended" in plain(panes.draw_requests(stage.state, ink.DARK, 80, 20))[0]
 
@@ -1220,7 +1220,7 @@ def test_a_prompt_is_typed_with_the_letters_of_keys_and_answered(size):
         assert it.stage.prompt(1) == "quiz xbrpcq"
         await it.turns(360)
         assert it.stage.state.ended[-1].text.startswith("once upon a time")
-        assert "1 done" in it.text()
+        assert "1 ended" in it.text()
         if size[0] > 80:
             assert it.stage.state.ended[-1].text.split()[-1] in it.text()
 
@@ -1368,19 +1368,28 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         assert sum(cell.kind == DECODE for cell in state.past.cells) >= 4
         waiting, line = state.line()
         assert [r for r, _ in line] == seen[then][1] and waiting == len(line) > 0
+        assert all(waited == pytest.approx(state.past.ended) for _, waited in line)  # as all else: at the step's end
         for slot in range(8):
             owner = state.owner(slot)
             before = seen[then + 1][2][owner.id]
             if before.reason is None and before.metrics.output_tokens:
                 assert owner.reason is None and owner.metrics.output_tokens == before.metrics.output_tokens
                 assert owner.metrics.ttft_s == pytest.approx(before.metrics.ttft_s)
-                assert before.text.startswith(owner.text) or owner.text.startswith(before.text)
-                assert abs(len(before.text) - len(owner.text)) < 12
+                assert owner.text == before.text
         began, last = charts.stretch(state)
         assert (began, last) == (state.history[0].began, state.past.ended)
         ttfts = plain(charts.draw_ttft(state, ink.DARK, 60, 9))
         ended = sum(r.arrived + r.metrics.ttft_s <= last for r in state.requests.values())
         assert f" of {ended}, {12 - ended} still wait" in ttfts[0] and 0 < ended < 12
+        firsts = re.findall(r"█p50 (\S+ \S+)", plain(charts.draw_waits(state, ink.DARK, 60, 9))[0])
+        assert firsts == [ink.span(sorted(ttft for at, ttft in state.firsts if at <= last)[(ended - 1) // 2])]
+        queue = plain(charts.draw_queue(state, ink.DARK, 60, 9))
+        assert "queue at step 31" in queue[0] and queue[-1].split()[-1] == "31"
+        (figures,) = plain(panes.draw_status(state, ink.DARK, 200, 1))  # they stayed at now, beside "back at step"
+        tokens, over = state.past.total, sum(r.ended <= last for r in state.ended)
+        assert f"{tokens / (last - began):.0f} tok/s  {over} ended" in figures and "15.0 ms/step" in figures
+        opened = " ".join(plain(panes.draw_request(state, ink.DARK, 300, 12)))
+        assert f"in all {ink.span(last)}" in opened and "1 to 31, in slot 0" in opened
         it.app.hush(state.said)  # it would go by itself after a while
         it.app.paint()
         await it.pilot.pause()
@@ -1390,6 +1399,54 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         assert "at step 31" not in it.text() and state.slots() is state.view.engine.slots
 
     show(scenario, size=size)
+
+
+def test_back_in_time_an_answer_shows_no_letter_that_had_not_come_yet():
+    """Its text was cut in proportion to its tokens: "Of al", of what had been "Of all the"."""
+    story = "".join(f"{i:04}" for i in range(24))  # four letters a token
+    stage = Stage(prompts=[(f'"{story}"', 24)]).load()
+    stage.session.obey("/burst 1")
+    seen = {0: ""}
+    while not stage.session.settled:
+        for _ in range(3):
+            stage.room.loop.turn()  # the screen looks at every third step only
+        stage.session.look()
+        for r in stage.state.requests.values():
+            seen[r.metrics.output_tokens] = r.text
+    exact = 0
+    for i, column in enumerate(stage.state.history[:-2]):
+        stage.state.look_at(i)
+        said = max(0, column.rows[0] - len(story) - 1)  # the newest token is not in the slot yet
+        text = stage.state.owner(0).text
+        before = seen[max(tokens for tokens in seen if tokens <= said)]
+        assert text == (before if said in seen else f"{before}…"), column.step
+        exact += said in seen
+    assert 2 < exact < len(stage.state.history) - 4 and len(stage.state.marks) == 1
+    stage.state.REMEMBERED = 1
+    stage.session.obey("/burst 1")
+    stage.finish()
+    assert list(stage.state.marks) == [2], "what is forgotten was kept"
+
+
+def test_the_step_pane_says_newest_only_if_it_is():
+    """It is painted less often than the header: "step 689" stood over "Step 663 newest"."""
+
+    async def scenario(it):
+        await it.press("b", turns=30)
+        it.app._looks = 0
+        await it.turns()
+        stays = it.text()
+        await it.turns()
+        assert "one of many" in stays and "newest" not in it.text()
+        it.stage.session.obey("/slow 8")
+        await it.turns()
+        for _ in range(3):
+            it.stage.room.loop._next = 0.0
+            await it.turns()
+            newest = it.stage.state.history[-1].step
+            assert f" step {newest} " in it.text() and f"── Step {newest} " in it.text() and "newest" in it.text()
+
+    show(scenario, size=(120, 40))
 
 
 def test_the_charts_cover_the_same_time():
@@ -1522,7 +1579,7 @@ def test_r_races_and_shows_it_live(size):
         await it.pilot.pause()
         assert "continuous takes" in it.text() and "static" in it.text()
         await it.press("escape", turns=0)
-        await it.sees(f"{2 * 12} done")
+        await it.sees(f"{2 * 12} ended")
 
     show(scenario, size=size)
 
