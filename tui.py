@@ -58,7 +58,6 @@ from screen.remote import RemoteRoom, base_of
 from screen.room import BURST, EngineRoom, Room, Settings, load_engine
 from screen.session import POLICIES, SCRIPTED, Session, as_command, orders_of, run_plain
 from screen.state import State
-from screen.totals import table
 from screen.trace import trace_events
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
 
@@ -625,7 +624,7 @@ def main(arguments: list[str] | None = None) -> int:
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or failed(session.state)
             if session.state.periods and not (args.screenshot or browser):
-                print("\n".join(table(session.state.periods, shutil.get_terminal_size().columns, 10)))
+                print("\n".join(panes.farewell(session.state, shutil.get_terminal_size().columns)))
         else:
             signal.signal(signal.SIGTERM, leave)
             code = run_plain(session, args.script, stays=bool(args.serve or args.watch))

@@ -62,9 +62,10 @@ def stretch(state: State) -> tuple[float, float]:
     return max(state.history[state.first].began, last - 10), last
 
 
-def ends_of(state: State) -> tuple[str, str]:
-    began, last = stretch(state)
-    return (f"−{span(last - began)}", "0 s") if last else ("", "")
+def ends_of(began: float, last: float) -> tuple[str, str]:
+    """Of an axis of time: how long ago it begins, and 0 in the same unit."""
+    ago = span(last - began)
+    return (f"−{ago}", f"0 {ago.split()[1]}") if last else ("", "")
 
 
 def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -74,7 +75,7 @@ def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
     totals = [state.delivered(began + i * tick) for i in range(bins + 1)]
     values = [(b - a) / tick for a, b in pairwise(totals)]
     lines = [heading(p, width, state.titled("tokens/s"), f"peak {max(values):,.0f}")]
-    return lines + draw_area(p, values, nice(max(1.0, *values)), width, height - 2, HUES[2], ends_of(state))
+    return lines + draw_area(p, values, nice(max(1.0, *values)), width, height - 2, HUES[2], ends_of(began, last))
 
 
 def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -92,7 +93,7 @@ def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
     values = [work / tick for work in worked]
     mean = f"mean {sum(values) / bins:.1f} " if last else ""
     lines = [heading(p, width, state.titled("batch size"), f"{mean}of {slots} slots")]
-    return lines + draw_area(p, values, slots, width, height - 2, HUES[1], ends_of(state))
+    return lines + draw_area(p, values, slots, width, height - 2, HUES[1], ends_of(began, last))
 
 
 def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -130,8 +131,8 @@ def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
             glyph = "█" if row < cells[0] else "▒" if row < cells[1] else " "
             pen.put(glyph, HUES[3])
         lines.append(pen.line)
-    left = f"−{span(last - began)}"
-    return [*lines, axis(p, (8, left), (max(9 + len(left), width - 4), "0 s"))]
+    left, right = ends_of(began, last)
+    return [*lines, axis(p, (8, left), (max(9 + len(left), width - 1 - len(right)), right))]
 
 
 def cost_of(seconds: Iterable[float]) -> float:
@@ -143,7 +144,7 @@ def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """Why batching pays: what a step takes and what it yields, by how many rows decode in it."""
     costs = {rows: cost_of(seconds) for rows, seconds in sorted(state.costs.items())}
     lines = [heading(p, width, "Why batching pays", "steps that only decode")]
-    said = wrap(lesson(costs), width - 2)
+    said = wrap(lesson(costs, state.view.busy), width - 2)
     room = height - len(lines) - 1 - len(said)
     if not costs or room < 1:
         return [*lines, *(Pen().put(f" {part}", p.text).line for part in said)][:height]
@@ -163,12 +164,15 @@ def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
     return [*lines, *(Pen().put(f" {part}", p.text, True).line for part in said)]
 
 
-def lesson(costs: Mapping[int, float]) -> str:
-    """What the chart shows, in words."""
+def lesson(costs: Mapping[int, float], runs: bool) -> str:
+    """What the chart shows, in words. `runs`: something still runs."""
     if len(costs) < 2:
         seen = f"all steps had {number_of_rows(*costs)} so far" if costs else "no step has only decoded so far"
-        return f"{seen.capitalize()}: fire a burst (b), and one prompt alone (enter), to see what a row costs."
+        more = "wait until some have ended" if runs else "fire a burst (b), and one prompt alone (enter)"
+        return f"{seen.capitalize()}: {more}, to see what a row costs."
     few, many = min(costs), max(costs)
+    if costs[many] < costs[few]:  # no row is done for less than nothing
+        return f"Too noisy to say: {number_of_rows(many)} took less time than {number_of_rows(few)}."
     cost, gain = costs[many] / costs[few], many / few * costs[few] / costs[many]
     dear = f"{number_of_rows(many)} cost {cost:.2f} × as much as {number_of_rows(few)}"
     return f"{dear}, and yield {gain:.2f} × the tokens."

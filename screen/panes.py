@@ -26,7 +26,7 @@ from screen.ink import Line, Palette, Pen, axis, clean, count, entry, heading, l
 from screen.runs import FIGURES, in_time
 from screen.state import State, client_of, prompt_of, race, verdict
 from screen.timeline import Column, useful_of
-from screen.totals import Period, table, words
+from screen.totals import Period, explained, table, words
 
 TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
 
@@ -168,9 +168,14 @@ def draw_totals(state: State, p: Palette, width: int, height: int) -> list[Line]
     lines.append(Pen().put(titles, p.muted).line)
     for row, period in zip(rows, reversed(state.periods), strict=True):
         lines.append(Pen().put(" " if period.over else "▶", p.accent).put(row[1:], p.text).line)
-    said = "On the engine's clock, from the first arrival to the last token. Lost: cancelled or failed. Gap: from a "
-    said += "token to the next of its answer. Useful: the share of slots × steps that did something for a request."
-    return [*lines, [], *(Pen().put(f" {part}", p.muted).line for part in wrap(said, width - 2))]
+    return [*lines, [], *(Pen().put(f" {part}", p.muted).line for part in wrap(explained(width), width - 2))]
+
+
+def farewell(state: State, width: int) -> list[str]:
+    """What stays in the terminal: the last busy periods, and how many requests have been left unfinished."""
+    left, elsewhere = state.view.engine.submitted - state.view.engine.finished, state.view.watches or state.view.door
+    lost = f"{count(left, 'request')} not finished. " if left and not elsewhere else ""
+    return [*table(state.periods, width, 10), *(f" {part}" for part in wrap(lost + explained(width), width - 2))]
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:

@@ -23,7 +23,7 @@ from parts.journal import Call
 from sched import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
-from screen.runs import KNOWN, Contest, Prices, Run, measured, on_clock, renumbered, replay
+from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, renumbered, replay
 from screen.timeline import Column, column, gap, merge
 from screen.totals import Period
 
@@ -380,11 +380,15 @@ def compare(state: State, rival: str = "") -> Contest:
     _, moment = on_clock(columns, costs)
     runs = [replay(state.view.engine.limits, requests, policy, moment, costs) for policy in (ran, rival)]
     real = measured(", then ".join(policies), columns, requests, costs)
+    paid = ((costs.of(1, 0), "with one row"), (costs.row, "more for each row"), (costs.chunk, "for a chunk"))
+    said = (f"{span(s)} {what}" if s > LEAST else f"too noisy to say how much {what}" for s, what in paid)
     note = (
-        f"Simulated on the times of undisturbed steps: {span(costs.of(1, 0))} with one row, {span(costs.row)} more for "
-        f"each row, {span(costs.chunk)} for a chunk. What really ran ({real.policy}) took {real.figures[0]} steps, "
-        f"{span(real.makespan)} on that clock; by the wall clock {real.on_the_wall}."
+        f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
+        f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
     )
+    if news := state.view.engine.submitted - state.view.engine.finished:
+        run = sum(r.reason is None for r in requests)
+        note = f"Not over: {run:,} of them still run, and count as far as they are; {news - run:,} more wait. {note}"
     return Contest(f"Compare: {ran} and {rival}, {count(len(requests), 'request')}", runs, note)
 
 
@@ -401,8 +405,9 @@ def race(state: State) -> Contest:
     title = f"Race: {' and '.join([leg.policy for leg in legs] or RIVALS)}{size}"
     if state.view.paused or not runs:
         return Contest(title, runs, "Paused: space goes on." if state.view.paused else RACE_WAITS)
-    walls = "; ".join(f"{run.policy} {run.on_the_wall}" for run in runs)
-    return Contest(title, runs, f"Each step counts as long as steps of its kind take undisturbed. Wall clock: {walls}.")
+    took = "; ".join(f"{run.policy} {run.on_the_engines}" for run in runs)
+    note = f"Each step counts as long as steps of its kind take undisturbed. On the engine's clock: {took}."
+    return Contest(title, runs, note)
 
 
 RACE_WAITS = "The race begins when everything that runs now has ended."
@@ -413,6 +418,9 @@ def verdict(runs: Sequence[Run]) -> str:
     if len(runs) < 2 or any(run.how in ("running …", "cut short") or not run.makespan for run in runs):
         return ""
     slow, fast = sorted(runs, key=lambda run: -run.makespan)
+    if len(fast.columns) == len(slow.columns) and len(fast.ttfts) <= len(fast.columns[0].cells):
+        alike = f"{fast.policy} and {slow.policy} take {len(fast.columns):,} steps each"
+        return f"{alike}: there are no more requests than slots, so none ever waits for one."
     steps = f"{len(fast.columns):,} steps instead of {len(slow.columns):,}"
     times = f"{span(fast.makespan)} instead of {span(slow.makespan)}: {slow.makespan / fast.makespan:.2f} times as fast"
     words = f"{fast.policy} takes {steps}, {times} as {slow.policy}"

@@ -451,6 +451,21 @@ def test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words():
     assert len(plain(charts.draw_cost(stage.state, ink.DARK, 70, 5))) <= 5
 
 
+def test_what_cannot_be_true_is_not_said():
+    """ "8 rows cost 0.90 × as much as 1 row, and yield 8.92 × the tokens", "0.00 ms more for each row"; and while a
+    burst ran, a sentence said that one should be fired."""
+    assert charts.lesson({1: 0.010, 8: 0.009}, False) == "Too noisy to say: 8 rows took less time than 1 row."
+    assert "Too noisy" not in charts.lesson({1: 0.010, 8: 0.010}, False)
+    assert "fire a burst (b)" in charts.lesson({8: 0.01}, False) and "fire" not in charts.lesson({8: 0.01}, True)
+    stage = Stage(slots=2, prompts=[("hello", 30), ("you", 20)]).load()
+    stage.session.obey("/burst 4")
+    stage.finish()
+
+    stage.session.obey("/compare")  # here, all steps take as long
+    said = "10.0 ms with one row, too noisy to say how much more for each row, "
+    assert said in stage.state.contest.note and "0.00 ms" not in stage.state.contest.note
+
+
 def test_waits_and_queue_are_drawn_over_the_whole_busy_period():
     """A request that came early in a crowd waited for less than one that came late: a mean tells neither."""
     stage = Stage().load()
@@ -644,6 +659,20 @@ def test_after_a_burst_its_totals_are_on_the_screen_and_t_compares_it_with_other
     show(scenario, size=size)
 
 
+def test_what_stays_in_the_terminal_says_how_many_requests_had_not_ended():
+    """After a burst of 24 that was left: "13 requests, lost 0". Narrow totals explained columns that they had not."""
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(100)
+    left = stage.state.view.engine.submitted - stage.state.view.engine.finished
+    assert 0 < left < 20
+    for width in (60, 120):
+        said = " ".join(panes.farewell(stage.state, width))
+        assert f"{left} requests not finished." in said and "On the engine's clock" in said
+        assert ("Lost:" in said) == (" lost " in said) and ("Useful:" in said) == (" useful " in said) == (width == 120)
+    assert "not finished" not in " ".join(panes.farewell(stage.finish().state, 60))
+
+
 def test_requests_whose_ends_were_missed_are_forgotten():
     """They stood among the open ones for ever: memory grew, and each chart went through them."""
     stage = Stage(slots=2).load()
@@ -742,7 +771,33 @@ def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
         "Compare: continuous and static, 20 requests",
     ):
         assert part in text, part
-    assert "What really ran (continuous) took" in text
+    assert "What really ran (continuous) took" in text and "Not over" not in text
+
+
+def test_a_comparison_in_mid_burst_says_how_far_it_counts():
+    """Half of a burst was compared as if it were the whole."""
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(100)
+    engine = stage.state.view.engine
+    run = sum(slot.output_tokens > 0 for slot in engine.slots)
+    assert 0 < run < engine.submitted - engine.finished
+    stage.session.obey("/compare")
+    wait = engine.submitted - engine.finished - run
+    said = f"Not over: {run} of them still run, and count as far as they are; {wait} more wait. Simulated"
+    assert stage.state.contest.note.startswith(said)
+
+
+@pytest.mark.parametrize("order", ["/compare", "/race 8"])
+def test_if_there_are_no_more_requests_than_slots_it_says_why_the_policies_are_alike(order):
+    """It said "320 steps instead of 320 ... 1.00 times as fast", and not why."""
+    stage = Stage().load()
+    stage.session.obey("/burst 8")
+    stage.finish()
+    stage.session.obey(order)
+    runs = (stage.finish().state.raced or stage.state.contest).runs
+    steps = len(runs[0].columns)
+    assert f" take {steps} steps each: there are no more requests than slots" in state.verdict(runs)
 
 
 def test_a_run_that_changed_its_policy_says_so():
@@ -874,7 +929,7 @@ def test_races_in_a_row_agree_however_busy_the_machine_is_and_interruptions_are_
         races.append(stage.finish().state.raced)
     for leg in (0, 1):
         steps, spans, walls = zip(
-            *((r.columns, r.makespan, r.wall) for r in (race.runs[leg] for race in races)), strict=True
+            *((r.columns, r.makespan, r.took) for r in (race.runs[leg] for race in races)), strict=True
         )
         assert len({len(columns) for columns in steps}) == 1
         assert max(spans) < 1.15 * min(spans) and spans[0] == pytest.approx(quiet[leg], rel=0.15)
@@ -898,7 +953,7 @@ def test_on_a_busy_machine_the_replay_of_what_ran_takes_as_long_as_that_did(poli
     own, _ = stage.state.contest.runs
     columns = stage.state.history
     real = runs.measured(policy, columns, list(stage.state.requests.values()), state.prices(stage.state))
-    assert own.makespan == pytest.approx(real.makespan, rel=0.1) and real.wall > 3 * real.makespan
+    assert own.makespan == pytest.approx(real.makespan, rel=0.1) and real.took > 3 * real.makespan
     assert own.ttft_mean == pytest.approx(real.ttft_mean, rel=0.1)
     assert f"{len(columns):,} steps, {ink.span(real.makespan)} on that clock" in stage.state.contest.note
     assert "of it interruptions" in stage.state.contest.note
@@ -1272,7 +1327,7 @@ def test_b_fires_a_burst_and_x_cancels_the_selected_and_X_all(size):
         await it.press("X", turns=2)
         assert len(it.stage.state.ended) == 12 and not it.stage.state.view.busy
         await it.press("up", "up", "up", "x", turns=2)
-        await it.sees("slot 7 is free")
+        await it.sees("slot 7 has no request")
 
     show(scenario, size=size)
 
@@ -1449,6 +1504,10 @@ def test_the_step_pane_says_newest_only_if_it_is():
     show(scenario, size=(120, 40))
 
 
+def test_an_axis_of_time_has_one_unit():
+    assert charts.ends_of(1.0, 1.14) == ("−140 ms", "0 ms") and charts.ends_of(1.0, 3.5) == ("−2.50 s", "0 s")
+
+
 def test_the_charts_cover_the_same_time():
     """The batch sizes covered as many steps as had room, the tokens a second the last ten seconds."""
     stage = Stage().load()
@@ -1553,6 +1612,7 @@ def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
 
 def test_a_number_and_its_unit_stand_in_one_line():
     assert ink.wrap("in all 3.48 s", 11) == ["in all", "3.48 s"] and ink.wrap("325 ms; more", 7) == ["325 ms;", "more"]
+    assert ink.wrap("interruptions: 5.94 s.", 21) == ["interruptions:", "5.94 s."]  # the point stood alone
     assert ink.wrap("a small word", 8) == ["a small", "word"] and ink.wrap("1 second", 6) == ["1", "second"]
 
 
@@ -1930,7 +1990,24 @@ def test_a_plain_log_has_a_line_for_each_event():
     ):
         assert part in text, part
     times = [float(line.split()[0]) for line in lines if re.match(r" +[\d.]+ s ", line)]
-    assert len(times) > 20
+    assert len(times) > 20 and times == sorted(times), "a step was told of when it had ended, behind what came later"
+    # The first leg was told of at its end, at other prices than the verdict; and nothing said why it took longer.
+    *legs, verdict, note = lines[-4:]
+    means = [re.search(r"TTFT mean ([\d.]+ m?s)", leg)[1] for leg in legs]
+    assert f"after {means[1]} instead of {means[0]} on average" in verdict and "On the engine's clock: static " in note
+
+
+def test_a_plain_log_that_is_ended_in_mid_burst_keeps_no_line_back():
+    stage = Stage().load()
+    lines: list[str] = []
+    log = session.PlainLog(stage.session, lines.append)
+    stage.session.obey("/burst 2")
+    for _ in range(3):
+        stage.room.loop.turn()
+        log.look()
+    before = len(lines)
+    log.flush()
+    assert len(lines) > before > 0 and any("r2 has its first token" in line for line in lines[before:])
 
 
 def test_the_log_stamps_a_switch_with_the_moment_from_which_the_policy_held():
