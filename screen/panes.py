@@ -174,7 +174,7 @@ def draw_totals(state: State, p: Palette, width: int, height: int) -> list[Line]
 def farewell(state: State, width: int) -> list[str]:
     """What stays in the terminal: the last busy periods, and how many requests have been left unfinished."""
     left, elsewhere = state.view.engine.submitted - state.view.engine.finished, state.view.watches or state.view.door
-    lost = f"{count(left, 'request')} not finished. " if left and not elsewhere else ""
+    lost = f"{count(left, 'request')} not finished.\n" if left and not elsewhere else ""
     return [*table(state.periods, width, 10), *(f" {part}" for part in wrap(lost + explained(width), width - 2))]
 
 

@@ -386,9 +386,10 @@ def compare(state: State, rival: str = "") -> Contest:
         f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
         f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
     )
-    if news := state.view.engine.submitted - state.view.engine.finished:
+    if left := state.view.engine.submitted - state.view.engine.finished:
         run = sum(r.reason is None for r in requests)
-        note = f"Not over: {run:,} of them still run, and count as far as they are; {news - run:,} more wait. {note}"
+        begun = f"Not over: {run:,} of them still run, and count as far as they are"
+        note = f"{begun}; {left - run:,} more have no token yet. {note}"
     return Contest(f"Compare: {ran} and {rival}, {count(len(requests), 'request')}", runs, note)
 
 

@@ -784,7 +784,7 @@ def test_a_comparison_in_mid_burst_says_how_far_it_counts():
     assert 0 < run < engine.submitted - engine.finished
     stage.session.obey("/compare")
     wait = engine.submitted - engine.finished - run
-    said = f"Not over: {run} of them still run, and count as far as they are; {wait} more wait. Simulated"
+    said = f"Not over: {run} of them still run, and count as far as they are; {wait} more have no token yet. Simulated"
     assert stage.state.contest.note.startswith(said)
 
 
