@@ -58,7 +58,6 @@ from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, EngineRoom, Room, Settings, load_engine
 from screen.session import POLICIES, SCRIPT, SCRIPTED, Session, as_command, orders_of, run_plain, write_trace
 from screen.state import State
-from screen.totals import table
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
 
 # --- where each pane goes ------------------------------------------------------------------------------------------
@@ -273,7 +272,7 @@ class Screen(App):
             if fault.prompt and not self.prompt.value:
                 self.prompt.put(fault.prompt)
         self._faults = len(self.state.faults)
-        self.paint(but=SLOW if view.busy and not view.paused and self._looks % 3 else ())
+        self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
 
     def paint(self, but: Sequence[str] = ()) -> None:
         for pane in self.screen.query(Pane):
@@ -621,7 +620,7 @@ def main(arguments: list[str] | None = None) -> int:
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or failed(session.state)
             if session.state.periods and not (args.screenshot or BROWSER):
-                print("\n".join(table(session.state.periods, shutil.get_terminal_size().columns, 10)))
+                print("\n".join(panes.farewell(session.state, shutil.get_terminal_size().columns)))
         else:
             signal.signal(signal.SIGTERM, leave)
             code = run_plain(session, args.script, stays=bool(args.serve or args.watch))

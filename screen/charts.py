@@ -56,16 +56,16 @@ def draw_area(
 
 def stretch(state: State) -> tuple[float, float]:
     """What the charts cover, from and to: the latest busy period up to the cursor, or its last ten seconds."""
-    at = len(state.history) - 1 if state.cursor is None else state.index_of(state.cursor)
-    if at < 0:
+    if not state.history:
         return 0.0, 0.0
-    last = state.history[at].ended
-    return max(state.history[state.woke if state.woke <= at else 0].began, last - 10), last
+    last = state.here.ended
+    return max(state.history[state.first].began, last - 10), last
 
 
-def ends_of(state: State) -> tuple[str, str]:
-    began, last = stretch(state)
-    return (f"−{span(last - began)}", "0 s") if last else ("", "")
+def ends_of(began: float, last: float) -> tuple[str, str]:
+    """Of an axis of time: how long ago it begins, and 0 in the same unit."""
+    ago = span(last - began)
+    return (f"−{ago}", f"0 {ago.split()[1]}") if last else ("", "")
 
 
 def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -75,7 +75,7 @@ def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
     totals = [state.delivered(began + i * tick) for i in range(bins + 1)]
     values = [(b - a) / tick for a, b in pairwise(totals)]
     lines = [heading(p, width, state.titled("tokens/s"), f"peak {max(values):,.0f}")]
-    return lines + draw_area(p, values, nice(max(1.0, *values)), width, height - 2, HUES[2], ends_of(state))
+    return lines + draw_area(p, values, nice(max(1.0, *values)), width, height - 2, HUES[2], ends_of(began, last))
 
 
 def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -93,23 +93,23 @@ def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
     values = [work / tick for work in worked]
     mean = f"mean {sum(values) / bins:.1f} " if last else ""
     lines = [heading(p, width, state.titled("batch size"), f"{mean}of {slots} slots")]
-    return lines + draw_area(p, values, slots, width, height - 2, HUES[1], ends_of(state))
+    return lines + draw_area(p, values, slots, width, height - 2, HUES[1], ends_of(began, last))
 
 
 def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How many requests were left in line: the most of each few steps of the latest busy period."""
-    steps = state.history[state.woke :]
+    steps = state.history[state.first : state.at + 1]
     bins = min(len(steps), width - SCALE - 2)
     cuts = [i * len(steps) // max(1, bins) for i in range(bins + 1)]
     waiting = [max(column.view.waiting for column in steps[a:b]) for a, b in pairwise(cuts)]
     ends = (f"step {steps[0].step:,}", f"{steps[-1].step:,}") if steps else ("step", "")
-    lines = [heading(p, width, "queue", f"peak {max(waiting):,}" if waiting else "")]
+    lines = [heading(p, width, state.titled("queue"), f"peak {max(waiting):,}" if waiting else "")]
     return lines + draw_area(p, waiting, nice(max(1, *waiting, 1)), width, height - 2, HUES[0], ends)
 
 
 def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The median and the 95th percentile of TTFT as they went: each column counts the last 50 first tokens."""
-    firsts = list(state.firsts)
+    firsts = [first for first in state.firsts if first[0] <= state.moment]
     if not firsts:
         return [heading(p, width, "TTFT"), Pen().put(" no first token yet", p.muted).line]
     bins, last = max(1, width - 9), firsts[-1][0]
@@ -120,7 +120,7 @@ def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
         newest = [ttft for _, ttft in firsts[max(0, stop - 50) : stop]]
         pairs.append((percentile(newest, 0.5) or 0.0, percentile(newest, 0.95) or 0.0))
     half, most = pairs[-1]
-    lines = [heading(p, width, "TTFT", f"█p50 {span(half)} ▒p95 {span(most)}")]
+    lines = [heading(p, width, state.titled("TTFT"), f"█p50 {span(half)} ▒p95 {span(most)}")]
     rows, top = height - 2, nice(1000 * max(high for _, high in pairs))
     for row in reversed(range(rows)):
         mark = {0: "0 ms", rows - 1: f"{top:,.0f}"}.get(row, "")
@@ -131,8 +131,8 @@ def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
             glyph = "█" if row < cells[0] else "▒" if row < cells[1] else " "
             pen.put(glyph, HUES[3])
         lines.append(pen.line)
-    left = f"−{span(last - began)}"
-    return [*lines, axis(p, (8, left), (max(9 + len(left), width - 4), "0 s"))]
+    left, right = ends_of(began, last)
+    return [*lines, axis(p, (8, left), (max(9 + len(left), width - 1 - len(right)), right))]
 
 
 def cost_of(seconds: Iterable[float]) -> float:
@@ -144,7 +144,7 @@ def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """Why batching pays: what a step takes and what it yields, by how many rows decode in it."""
     costs = {rows: cost_of(seconds) for rows, seconds in sorted(state.costs.items())}
     lines = [heading(p, width, "Why batching pays", "steps that only decode")]
-    said = wrap(lesson(costs), width - 2)
+    said = wrap(lesson(costs, state.view.busy), width - 2)
     room = height - len(lines) - 1 - len(said)
     if not costs or room < 1:
         return [*lines, *(Pen().put(f" {part}", p.text).line for part in said)][:height]
@@ -164,12 +164,15 @@ def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
     return [*lines, *(Pen().put(f" {part}", p.text, True).line for part in said)]
 
 
-def lesson(costs: Mapping[int, float]) -> str:
-    """What the chart shows, in words."""
+def lesson(costs: Mapping[int, float], runs: bool) -> str:
+    """What the chart shows, in words. `runs`: something still runs."""
     if len(costs) < 2:
         seen = f"all steps had {number_of_rows(*costs)} so far" if costs else "no step has only decoded so far"
-        return f"{seen.capitalize()}: fire a burst (b), and one prompt alone (enter), to see what a row costs."
+        more = "wait until some have ended" if runs else "fire a burst (b), and one prompt alone (enter)"
+        return f"{seen.capitalize()}: {more}, to see what a row costs."
     few, many = min(costs), max(costs)
+    if costs[many] < costs[few]:  # no row is done for less than nothing
+        return f"Too noisy to say: {number_of_rows(many)} took less time than {number_of_rows(few)}."
     cost, gain = costs[many] / costs[few], many / few * costs[few] / costs[many]
     dear = f"{number_of_rows(many)} cost {cost:.2f} × as much as {number_of_rows(few)}"
     return f"{dear}, and yield {gain:.2f} × the tokens."

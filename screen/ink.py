@@ -170,11 +170,11 @@ def shorten(text: str, width: int) -> str:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width` cells, broken between words where that is possible. A unit stays at its number."""
-    lines = []
+    """Lines of at most `width` cells, broken between words where that is possible."""
+    lines = []  # a unit, and a point behind it, stay at their number
     for paragraph in text.split("\n"):
         line = ""
-        for word in re.findall(r"\s*\S+(?: (?:ms|s|%)(?!\w))?|\s+$", paragraph):
+        for word in re.findall(r"\s*\S+(?: (?:ms|s|%)(?!\w)\S*)?|\s+$", paragraph):
             if cell_len(line + word) > width:
                 *full, word = chop_cells(word.lstrip(), max(1, width)) or [""]
                 lines += [line, *full] if line else full

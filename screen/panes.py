@@ -26,7 +26,7 @@ from screen.ink import Line, Palette, Pen, axis, clean, count, entry, heading, l
 from screen.runs import FIGURES, in_time
 from screen.state import State, client_of, prompt_of, race, verdict
 from screen.timeline import Column, useful_of
-from screen.totals import Period, table, words
+from screen.totals import Period, explained, table, words
 
 TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
 
@@ -56,19 +56,20 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
         doing = f"{'▮▮ paused,' if view.paused else '⇣'} draining → {engine.draining_to}"
     clients = sum(bool(call.requests) for call in door.open) if door else 0
     asking = f"{clients:,} asking at {door.address.partition('//')[2]}" if door else ""
-    newest = [column.view.seconds for column in state.history[-20:]]
+    newest = [column.view.seconds for column in state.history[max(0, state.at - 19) : state.at + 1]]
     mean = number(1000 * sum(newest) / len(newest) if newest else None)
     newest_step = state.history[-1].step if state.history else 0
     back = f"◀ back at step {state.cursor:,} of {newest_step:,}" if state.past else ""
+    policy = state.step.policy if state.past else "" if engine.draining_to else engine.policy
     parts = [
         ("nanobatch", p.text, True, ""),
         (back, p.accent, True, "follow"),
         (shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), p.muted, False, ""),
         (doing, p.bad if view.gone_s is not None else p.accent if view.busy else p.muted, True, "pause"),
-        ("" if engine.draining_to else engine.policy, p.text, True, "command('/policy')"),
+        (policy, p.text, True, "command('/policy')"),
         (f"{len(engine.ranks.memory)} ranks" if engine.ranks.memory else "", p.text, False, ""),
-        (f"{number(state.tokens_per_s()) if view.busy else '–':>5} tok/s", p.text, False, ""),
-        (f"{engine.finished:,} done", p.text, False, "open"),
+        (f"{number(state.tokens_per_s()) if view.busy or back else '–':>5} tok/s", p.text, False, ""),
+        (f"{state.finished:,} ended", p.text, False, "open"),
         (asking, p.text, False, "sheet('clients')"),
         ("" if state.past else f"step {newest_step:,}", p.muted, False, ""),
         (f"{mean:>5} ms/step", p.muted, False, ""),
@@ -79,7 +80,8 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
     pen = Pen().put(" ")
     for text, *how in parts:
         if text and pen.width + cell_len(text) + 1 <= width:
-            pen.put(text, *how).put("  ")
+            pen.put(text, *how)
+            pen.put("  "[: width - pen.width])
     return [pen.line]
 
 
@@ -166,9 +168,14 @@ def draw_totals(state: State, p: Palette, width: int, height: int) -> list[Line]
     lines.append(Pen().put(titles, p.muted).line)
     for row, period in zip(rows, reversed(state.periods), strict=True):
         lines.append(Pen().put(" " if period.over else "▶", p.accent).put(row[1:], p.text).line)
-    said = "On the engine's clock, from the first arrival to the last token. Lost: cancelled or failed. Gap: from a "
-    said += "token to the next of its answer. Useful: the share of slots × steps that did something for a request."
-    return [*lines, [], *(Pen().put(f" {part}", p.muted).line for part in wrap(said, width - 2))]
+    return [*lines, [], *(Pen().put(f" {part}", p.muted).line for part in wrap(explained(width), width - 2))]
+
+
+def farewell(state: State, width: int) -> list[str]:
+    """What stays in the terminal: the last busy periods, and how many requests have been left unfinished."""
+    left, elsewhere = state.view.engine.submitted - state.view.engine.finished, state.view.watches or state.view.door
+    lost = f"{count(left, 'request')} not finished.\n" if left and not elsewhere else ""
+    return [*table(state.periods, width, 10), *(f" {part}" for part in wrap(lost + explained(width), width - 2))]
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:
@@ -257,7 +264,8 @@ def draw_streams(state: State, p: Palette, width: int, height: int) -> list[Line
 def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = False) -> list[Line]:
     """One step: what was planned, how many tokens it computed, and where its time went. `whole`: all lines."""
     step, unseen = state.step, state.here.unseen if state.here else 0
-    title, which = f"Step {step.step:,}" if step else "Step", "newest" if state.cursor is None else "End: follow"
+    title, which = f"Step {step.step:,}" if step else "Step", "one of many" if state.hurries else "newest"
+    which = which if state.cursor is None else "End: follow"
     lines = [heading(p, width, title, which)]
     if step is None:
         return [*lines, Pen().put(" plan → run → commit: nothing has run yet", p.muted).line]
@@ -310,7 +318,8 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
     ids = [request.id for request in reversed(state.ended)]
     which = f"{ids.index(r.id) + 1:,} of {state.view.engine.finished:,} that have ended" if r.id in ids else "open"
     note = "↓ earlier  ↑ later  g steps  y copy  Esc back" if width >= 100 else "↑↓ others  Esc back"
-    return [heading(p, width, f"r{r.id}, {which}", note, do="screen.dismiss"), *about(state, p, width, r)]
+    title = heading(p, width, f"r{r.id}, {which}", note, do="screen.dismiss")
+    return [title, *about(state, p, width, r, state.view.engine.now)]
 
 
 def draw_request(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -318,15 +327,16 @@ def draw_request(state: State, p: Palette, width: int, height: int) -> list[Line
     r = state.owner(state.selected)
     if r is None:
         return [heading(p, width, "Request"), Pen().put(f" slot {state.selected}: nothing yet", p.muted).line]
-    lines = [heading(p, width, state.titled(f"Request r{r.id}"), "g opens", do="go"), *about(state, p, width, r)]
+    now = min(state.view.engine.now, state.moment)
+    lines = [heading(p, width, state.titled(f"Request r{r.id}"), "g opens", do="go"), *about(state, p, width, r, now)]
     if (hidden := len(lines) - height) <= 0:
         return lines
     return [*lines[: height - 1], Pen().put(f" ↓ {count(hidden + 1, 'more line')}: g", p.accent, do="go").line]
 
 
-def about(state: State, p: Palette, width: int, r: RequestView) -> list[Line]:
-    """All that is known about a request."""
-    m, lasted = r.metrics, (state.view.engine.now if r.ended is None else r.ended) - r.arrived
+def about(state: State, p: Palette, width: int, r: RequestView, now: float) -> list[Line]:
+    """All that was known about a request at a moment."""
+    m, lasted = r.metrics, (now if r.ended is None else r.ended) - r.arrived
     figures = (
         f"{r.reason or 'open'}; {r.policy or ('in line' if r.reason is None else 'never admitted')}; "
         f"{count(m.prompt_tokens, 'prompt token')}, {m.cached_tokens:,} of them reused; "
@@ -335,7 +345,7 @@ def about(state: State, p: Palette, width: int, r: RequestView) -> list[Line]:
     )
     return [
         *entry(p, width, "figures", figures),
-        *entry(p, width, "steps", life_of(state, r)),
+        *entry(p, width, "steps", life_of(state, r, now)),
         *entry(p, width, "from", client_of(r), p.muted),
         *entry(p, width, "prompt", prompt_of(r), p.muted),
         *entry(p, width, "error", clean(r.error or ""), p.bad),
@@ -343,9 +353,9 @@ def about(state: State, p: Palette, width: int, r: RequestView) -> list[Line]:
     ]
 
 
-def life_of(state: State, request: RequestView) -> str:
-    """In which slot and in which steps a request was, as far as they are remembered."""
-    steps = [state.history[i] for i in state.steps_of(request)]
+def life_of(state: State, request: RequestView, now: float) -> str:
+    """In which slot and in which steps a request was up to a moment, as far as they are remembered."""
+    steps = [step for i in state.steps_of(request) if (step := state.history[i]).ended <= now]
     if not steps:
         return ""
     kinds = Counter(column.cells[request.slot].kind for column in steps)

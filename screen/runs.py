@@ -7,8 +7,8 @@ The way out. Steps that do the same work take the same time, unless they are dis
 sorted into classes: so many rows decode, so many chunks of prompts go in. A class's time is that of its quickest steps:
 19 of 20 took longer. (With a busy program beside each core, three of four steps are disturbed, so a quartile still
 followed the load.) A straight line through the classes gives the price of a step, so that no step depends on a class
-that was seldom seen. A run's seconds are the prices of its steps, added up. What the wall clock shows beyond that is
-named: interruptions. And the number of steps is printed; nothing can disturb it.
+that was seldom seen. A run's seconds are the prices of its steps, added up. What the engine's clock shows beyond that
+is named: interruptions. And the number of steps is printed; nothing can disturb it.
 
 What it cannot tell apart: a step that looks back on more rows of the cache takes longer, too. So where answers are very
 long, a part of what is called interruptions is none.
@@ -16,7 +16,7 @@ long, a part of what is called interruptions is none.
 A replay needs no model, because `sched.py` needs none: `replay` takes the lengths and arrival times of what just ran,
 and drives a second `Scheduler` through them. Its steps have the same prices.
 
-What this file keeps. Every time in a `Run` but `wall` is on the clock of the prices, which begins at 0.
+What this file keeps. Every time in a `Run` but `took` is on the clock of the prices, which begins at 0.
 
 Where next: `state.py`, which compares and races; `panes.py`, which draws both.
 """
@@ -44,7 +44,7 @@ class Run(NamedTuple):
     how: str  # "measured" | "simulated" | "running …" | "cut short"
     columns: Sequence[Column]
     ttfts: Sequence[float]
-    wall: float = 0.0  # seconds by the wall clock; 0 if simulated
+    took: float = 0.0  # seconds on the engine's clock; 0 if simulated
 
     @property
     def makespan(self) -> float:
@@ -63,10 +63,10 @@ class Run(NamedTuple):
         return (f"{len(self.columns):,}", *times, f"{useful_of(self.columns):.0f} %", number(rate))
 
     @property
-    def on_the_wall(self) -> str:
-        """Its seconds by the wall clock, and how many of them were none of its own."""
-        lost = self.wall - self.makespan
-        return span(self.wall) + (f", of it interruptions: {span(lost)}" if lost > self.wall / 50 else "")
+    def on_the_engines(self) -> str:
+        """Its seconds on the engine's clock, and how many of them were none of its own."""
+        lost = self.took - self.makespan
+        return span(self.took) + (f", of it interruptions: {span(lost)}" if lost > self.took / 50 else "")
 
 
 class Contest(NamedTuple):
@@ -79,6 +79,7 @@ class Contest(NamedTuple):
 
 # --- the clock -----------------------------------------------------------------------------------------------------
 
+LEAST = 1e-6  # seconds: a price that is lower is lost in the noise
 KNOWN = 10_000  # so many of the newest steps are asked for their times, so races in a row have one clock
 
 
@@ -104,7 +105,7 @@ class Prices:
         self.row = min(max(0.0, slope), seconds / max(rows, 1))  # no row is done for less than nothing, nor a step
         self.step = seconds - self.row * rows
         adds = [(t - self.of(rows, 0)) / chunks for (rows, chunks), times in classes.items() if chunks for t in times]
-        self.chunk = max(undisturbed(adds) if adds else 0.0, 1e-6)
+        self.chunk = max(undisturbed(adds) if adds else 0.0, LEAST)
 
     def of(self, rows: int, chunks: int) -> float:
         return (self.step + self.row * rows if rows else 0.0) + (self.chunk * chunks if chunks else 0.0)
@@ -140,8 +141,8 @@ def measured(
     ends = {(request, stop): c.ended for c in steps for _, request, _, stop in c.view.prefill}
     firsts = ((r, ends.get((r.id, r.metrics.prompt_tokens))) for r in requests if r.metrics.ttft_s is not None)
     ttfts = [first - moment(r.arrived) for r, first in firsts if first is not None]
-    wall = columns[-1].ended - min((r.arrived for r in requests), default=columns[0].began) if columns else 0.0
-    return Run(policy, how, steps, ttfts, wall)
+    took = columns[-1].ended - min((r.arrived for r in requests), default=columns[0].began) if columns else 0.0
+    return Run(policy, how, steps, ttfts, took)
 
 
 def renumbered(columns: Iterable[Column], numbers: dict[int, int]) -> list[Column]:

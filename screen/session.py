@@ -11,6 +11,7 @@ Where next: `tui.py`, the screen itself.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import select
@@ -28,7 +29,7 @@ from sched import POLICIES
 from screen.ink import clean, count, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
 from screen.runs import FIGURES, Contest
-from screen.state import State, asked, client_of, compare, prompt_of, race, verdict
+from screen.state import State, asked, client_of, compare, prompt_of, verdict
 from screen.totals import words
 from screen.trace import trace_events
 
@@ -145,7 +146,7 @@ class Session:
         if rest:
             owner = None if rest == "all" else number_for("cancel", rest.removeprefix("r"))
         elif owner is None:
-            return f"slot {slot} is free"
+            return f"slot {slot} has no request"
         request, known_here = self.state.requests.get(owner), owner in self.room.own
         if request and request.reason and not known_here:
             raise ValueError(f"r{owner} has ended already ({request.reason})")
@@ -251,7 +252,9 @@ class PlainLog:
     def __init__(self, session: Session, write: Callable[[str], None]):
         self.session, self.write = session, write
         self._told: dict[int, RequestView] = {}  # open requests, as they were when last written about
-        self._done = self._faults = self._legs = 0  # how many stages, faults and legs have been written
+        self._done = self._faults = 0  # how many stages and faults have been written
+        self._raced: Contest | None = None  # the last race that has been written
+        self._late: list[tuple[float, str]] = []  # (when, what): not written yet, since something earlier may be told
         self._told_to = 0.0  # the end of the last busy period that has been written
         self._policy, self._life = "", 0
 
@@ -276,19 +279,24 @@ class PlainLog:
         self._told |= {r.id: r for r in engine.requests}
         for r in engine.ended:
             self._told.pop(r.id, None)
-        news = sorted([*self._switches(engine), *news], key=lambda event: event[0])
-        news += [(engine.now, fault.message) for fault in state.faults[self._faults :]]
-        for moment, line in news:
-            self.write(f"{moment:8.3f} s  {line}")
-        new = [period for period in state.periods if period.over and period.ended > self._told_to]
-        for period in new:
-            self.write(f"{period.ended:8.3f} s  in all ({', '.join(period.policies)}): {', '.join(words(period))}")
-            self._told_to = period.ended
+        news += [*self._switches(engine), *((engine.now, fault.message) for fault in state.faults[self._faults :])]
         self._faults = len(state.faults)
-        done = sum(leg.last_step is not None for leg in view.legs)
-        if done > self._legs:
-            self.tell(race(state), self._legs)
-        self._legs = done
+        for period in [period for period in state.periods if period.over and period.ended > self._told_to]:
+            news.append((period.ended, f"in all ({', '.join(period.policies)}): {', '.join(words(period))}"))
+            self._told_to = period.ended
+        self._late += news
+        step, began = (state.history[-1].step, state.history[-1].view.began) if state.history else (0, 0.0)
+        self.flush(began if view.busy and engine.planned > step else math.inf)
+        if state.raced is not self._raced:
+            self._raced = state.raced
+            self.tell(self._raced)
+
+    def flush(self, until: float = math.inf) -> None:
+        """Write what is known up to a moment, in its order. A step that is in flight is told of when it has ended."""
+        self._late.sort(key=lambda event: event[0])
+        while self._late and self._late[0][0] <= until:
+            moment, line = self._late.pop(0)
+            self.write(f"{moment:8.3f} s  {line}")
 
     def _switches(self, engine: Snapshot) -> Iterable[tuple[float, str]]:
         """A policy holds from the first step that was planned under it; if there is none yet, from now."""
@@ -320,13 +328,12 @@ class PlainLog:
         elif line.startswith("/compare"):
             self.tell(self.session.state.contest)
 
-    def tell(self, contest: Contest, first: int = 0) -> None:
-        for run in contest.runs[first:]:
-            if run.how != "running …":
-                figures = (f"{name} {figure}" for name, figure in zip(FIGURES, run.figures, strict=True))
-                self.write(f"{run.policy}, {run.how}: {', '.join(figures)}")
-        if words := verdict(contest.runs):
-            self.write(words)
+    def tell(self, contest: Contest) -> None:
+        for run in contest.runs:
+            figures = (f"{name} {figure}" for name, figure in zip(FIGURES, run.figures, strict=True))
+            self.write(f"{run.policy}, {run.how}: {', '.join(figures)}")
+        for line in filter(None, (verdict(contest.runs), contest.note)):
+            self.write(line)
 
 
 def run_plain(session: Session, script: str, stays: bool = False) -> int:
@@ -365,6 +372,7 @@ def run_plain(session: Session, script: str, stays: bool = False) -> int:
     finally:
         session.room.drain()
         log.look()
+        log.flush()
 
 
 def write_trace(path: str, session: Session) -> None:

@@ -12,7 +12,8 @@ Where next: `panes.py`, which draws it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from parts.journal import Call
 from sched import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
-from screen.runs import KNOWN, Contest, Prices, Run, measured, on_clock, renumbered, replay
+from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, renumbered, replay
 from screen.timeline import Column, column, gap, merge
 from screen.totals import Period
 
@@ -42,6 +43,7 @@ class State:
     refused: int = 0  # so many of all that came to the door, those that are kept no more among them
     gone: int = 0  # so many hung up
     faults: list[Fault] = field(default_factory=list)  # all that went wrong so far
+    marks: dict[int, array] = field(default_factory=dict)  # by request, of each look: tokens, characters of its text
     owners: dict[int, int] = field(default_factory=dict)  # slot -> the request that holds it or held it last
     printed: str = ""  # what a library printed last while loading: a download's progress
     selected: int = 0  # a slot
@@ -67,7 +69,7 @@ class State:
     def absorb(self, view: View) -> None:
         self.faults += view.faults[len(self.view.faults) :]
         if begins := view.life != self.view.life:  # what is known is another engine's, or comes once more
-            for kept in (self.history, self.requests, self.ended, self.calls, self.owners, self._merged):
+            for kept in (self.history, self.requests, self.marks, self.ended, self.calls, self.owners, self._merged):
                 kept.clear()
             for kept in (self.periods, self.firsts, self.costs):
                 kept.clear()
@@ -88,11 +90,14 @@ class State:
             before = self.requests.get(r.id)
             if r.metrics.ttft_s is not None and (before is None or before.metrics.ttft_s is None):
                 self.firsts.append((r.arrived + r.metrics.ttft_s, r.metrics.ttft_s))
-            self.requests[r.id] = r
+            self.requests[r.id], marks = r, self.marks.setdefault(r.id, array("I"))
+            if r.metrics.output_tokens not in marks[-2:-1]:
+                marks.extend((r.metrics.output_tokens, len(r.text)))
         self.ended += news.ended
         self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in news.ended if r.error and not begins]
         for request in self.ended[: -self.REMEMBERED]:
             self.requests.pop(request.id, None)
+            self.marks.pop(request.id, None)
         del self.ended[: -self.REMEMBERED]
         calls = view.door.missed if view.door else 0
         unseen = ((news.missed, "step", "went by"), (news.missed_ends, "request", "ended"), (calls, "client", "left"))
@@ -106,6 +111,7 @@ class State:
         if news.missed_ends:  # these are gone: requests older than all that are open, and without an end
             oldest = min((*(r.id for r in news.requests), *(id for id, _ in news.queue)), default=math.inf)
             self.requests = {id: r for id, r in self.requests.items() if r.reason or id >= oldest}
+            self.marks = {id: marks for id, marks in self.marks.items() if id in self.requests}
             if self.periods:
                 self.periods[-1].requests += news.missed_ends
         ended = deque(news.ended)
@@ -166,13 +172,18 @@ class State:
         part = (moment - step.began) / (step.ended - step.began) if step.ended > step.began else 1.0
         return step.total - step.tokens * min(1.0, 1.0 - part)
 
+    @property
+    def hurries(self) -> bool:
+        """Whether steps come faster than they can be seen. Then some panes are painted less often."""
+        return self.view.busy and not (self.view.paused or self.view.slow)
+
     def tokens_per_s(self) -> float:
         """Over the last second of the engine's clock, or since the latest busy period began, if that is less."""
         if not self.history:
             return 0.0
-        now = self.view.engine.now
-        began = max(self.history[self.woke].began, now - 1)
-        return (self.delivered() - self.delivered(began)) / max(1e-3, now - began)
+        now = min(self.view.engine.now, self.moment)
+        began = max(self.history[self.first].began, now - 1)
+        return (self.delivered(now) - self.delivered(began)) / max(1e-3, now - began)
 
     def columns(self, zoom: int) -> list[Column]:
         """The history with `zoom` steps in a column. A column is merged once, when all of its steps are there."""
@@ -206,9 +217,8 @@ class State:
 
     def move(self, steps: int) -> None:
         """Move the cursor back or forth. Beyond the newest step there is no cursor, and the newest is followed."""
-        at = len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
         if self.history:
-            self.look_at(max(0, at + steps))
+            self.look_at(max(0, self.at + steps))
 
     def look_at(self, index: int) -> None:
         if self.cursor is None:
@@ -217,10 +227,18 @@ class State:
         self.edge = max(self.edge, index)
 
     @property
+    def at(self) -> int:
+        """The place of the step that the pane "Step" shows: the cursor's, or the newest. -1: there is none yet."""
+        return len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
+
+    @property
+    def first(self) -> int:
+        """Where what led to that step begins: the latest busy period; before that one, all that is remembered."""
+        return self.woke if self.woke <= self.at else 0
+
+    @property
     def here(self) -> Column | None:
-        """The step that the pane "Step" shows: the cursor's, or the newest."""
-        at = -1 if self.cursor is None else self.index_of(self.cursor)
-        return self.history[at] if self.history else None
+        return self.history[self.at] if self.history else None
 
     @property
     def step(self) -> StepView | None:
@@ -231,12 +249,17 @@ class State:
     @property
     def past(self) -> Column | None:
         """The step that the cursor is on."""
-        return None if self.cursor is None else self.history[self.index_of(self.cursor)]
+        return None if self.cursor is None else self.here
 
     @property
     def moment(self) -> float:
         """The end of that step; without a cursor, the end of time."""
         return self.past.ended if self.past else math.inf
+
+    @property
+    def finished(self) -> int:
+        """How many requests had ended."""
+        return self.view.engine.finished - sum(r.ended > self.moment for r in self.ended)
 
     def titled(self, title: str) -> str:
         """The title of a pane that goes back in time with the cursor."""
@@ -263,11 +286,11 @@ class State:
         for r in sorted(self.requests.values(), key=lambda r: r.id):
             left = r.ended if r.metrics.queued_s is None else r.arrived + r.metrics.queued_s
             if r.arrived <= planned and (left is None or left > planned + 1e-9):
-                waits.append((r.id, planned - r.arrived))
+                waits.append((r.id, past.ended - r.arrived))
         return past.view.waiting, waits[: past.view.waiting]
 
     def then(self, request: RequestView) -> RequestView:
-        """A request as it was. Its text is cut after as large a part as its tokens: that is about right."""
+        """A request as it was. Its text is what the screen had seen; "…" if tokens had come since then."""
         m, past = request.metrics, self.past
         if past is None or (request.ended is not None and request.ended <= past.ended):
             return request
@@ -275,7 +298,10 @@ class State:
         first = None if m.ttft_s is None or not said else m.ttft_s
         lasted = past.ended - request.arrived - (first or 0.0)
         rate = (said - 1) / lasted if said > 1 and lasted > 0 else None
-        text = request.text[: round(len(request.text) * said / max(1, m.output_tokens))]
+        marks = self.marks.get(request.id, array("I"))
+        tokens, lengths = (0, *marks[::2]), (0, *marks[1::2])
+        look = bisect_right(tokens, said) - 1
+        text = request.text[: lengths[look]] + "…" * (tokens[look] < said)
         metrics = replace(m, ttft_s=first, tokens_per_s=rate, output_tokens=said)
         return replace(request, metrics=metrics, text=text, reason=None, error=None, ended=None)
 
@@ -356,11 +382,16 @@ def compare(state: State, rival: str = "") -> Contest:
     _, moment = on_clock(columns, costs)
     runs = [replay(state.view.engine.limits, requests, policy, moment, costs) for policy in (ran, rival)]
     real = measured(", then ".join(policies), columns, requests, costs)
+    paid = ((costs.of(1, 0), "with one row"), (costs.row, "more for each row"), (costs.chunk, "for a chunk"))
+    said = (f"{span(s)} {what}" if s > LEAST else f"too noisy to say how much {what}" for s, what in paid)
     note = (
-        f"Simulated on the times of undisturbed steps: {span(costs.of(1, 0))} with one row, {span(costs.row)} more for "
-        f"each row, {span(costs.chunk)} for a chunk. What really ran ({real.policy}) took {real.figures[0]} steps, "
-        f"{span(real.makespan)} on that clock; by the wall clock {real.on_the_wall}."
+        f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
+        f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
     )
+    if left := state.view.engine.submitted - state.view.engine.finished:
+        run = sum(r.reason is None for r in requests)
+        begun = f"Not over: {run:,} of them still run, and count as far as they are"
+        note = f"{begun}; {left - run:,} more have no token yet. {note}"
     return Contest(f"Compare: {ran} and {rival}, {count(len(requests), 'request')}", runs, note)
 
 
@@ -379,8 +410,9 @@ def race(state: State) -> Contest:
         return Contest(title, runs, "Paused: space goes on.")
     if not runs:
         return asked(state, RIVALS)
-    walls = "; ".join(f"{run.policy} {run.on_the_wall}" for run in runs)
-    return Contest(title, runs, f"Each step counts as long as steps of its kind take undisturbed. Wall clock: {walls}.")
+    took = "; ".join(f"{run.policy} {run.on_the_engines}" for run in runs)
+    note = f"Each step counts as long as steps of its kind take undisturbed. On the engine's clock: {took}."
+    return Contest(title, runs, note)
 
 
 def asked(state: State, policies: Sequence[str]) -> Contest:
@@ -398,6 +430,9 @@ def verdict(runs: Sequence[Run]) -> str:
     if len(runs) < 2 or any(run.how in ("running …", "cut short") or not run.makespan for run in runs):
         return ""
     slow, fast = sorted(runs, key=lambda run: -run.makespan)
+    if len(fast.columns) == len(slow.columns) and len(fast.ttfts) <= len(fast.columns[0].cells):
+        alike = f"{fast.policy} and {slow.policy} take {len(fast.columns):,} steps each"
+        return f"{alike}: there are no more requests than slots, so none ever waits for one."
     steps = f"{len(fast.columns):,} steps instead of {len(slow.columns):,}"
     times = f"{span(fast.makespan)} instead of {span(slow.makespan)}: {slow.makespan / fast.makespan:.2f} times as fast"
     words = f"{fast.policy} takes {steps}, {times} as {slow.policy}"

@@ -4,7 +4,7 @@ The problem. When a burst is over, the slots are free and nothing moves. Nothing
 better than the one before, which ran under another policy.
 
 What this file keeps. A `Period` takes in steps and ended requests one by one, in bounded memory however long it lasts.
-It counts on the engine's clock, so neither a pause nor slow motion changes a figure.
+It counts on the engine's clock, so neither a pause nor slow motion changes a figure; an interruption does.
 
 Where next: `state.py`, which keeps the periods.
 """
@@ -76,19 +76,20 @@ class Figure(NamedTuple):
     title: str
     width: int
     rank: int  # if room is short, the figures of the highest ranks go
+    meaning: str = ""
 
 
 FIGURES = (
     Figure("policy", 13, 0),
     Figure("requests", 9, 0),
-    Figure("lost", 6, 9),
+    Figure("lost", 6, 9, " Lost: cancelled or failed."),
     Figure("tokens", 9, 1),
     Figure("took", 9, 0),
     Figure("tok/s", 8, 2),
     Figure("TTFT p50", 10, 3),
     Figure("TTFT p95", 10, 4),
-    Figure("gap p95", 9, 5),
-    Figure("useful", 8, 6),
+    Figure("gap p95", 9, 5, " Gap: from a token to the next of its answer."),
+    Figure("useful", 8, 6, " Useful: the share of slots × steps that did something for a request."),
 )
 
 
@@ -103,6 +104,12 @@ def table(periods: Sequence[Period], width: int, most: int) -> list[str]:
 
     newest = list(periods)[: -most - 1 : -1]
     return [line([figure.title for figure in FIGURES]), *(line(period.figures) for period in newest)]
+
+
+def explained(width: int) -> str:
+    """What the table's figures mean, as far as there is room for them."""
+    clock = "On the engine's clock, from the first arrival to the last token; a race leaves interruptions out."
+    return clock + "".join(figure.meaning for figure in fitting(FIGURES, width - 1))
 
 
 def words(period: Period) -> list[str]:

@@ -42,13 +42,13 @@ def run(session: Session, races: int, burst: int) -> dict[str, list[float]]:
         ran = float(real[1]) / (1000 if real[2] else 1)
         for leg in (static, continuous):
             print(
-                f"{number} {leg.policy}: {len(leg.columns)} steps, {leg.makespan:.2f} s; wall {leg.on_the_wall}",
+                f"{number} {leg.policy}: {len(leg.columns)} steps, {leg.makespan:.2f} s; in all {leg.on_the_engines}",
                 flush=True,
             )
             out.setdefault(leg.policy, []).append(leg.makespan)
-            out.setdefault(f"{leg.policy} by the wall clock", []).append(leg.wall)
+            out.setdefault(f"{leg.policy} on the engine's clock", []).append(leg.took)
         out.setdefault("static / continuous", []).append(static.makespan / continuous.makespan)
-        out.setdefault("the same by the wall clock", []).append(static.wall / continuous.wall)
+        out.setdefault("the same on the engine's clock", []).append(static.took / continuous.took)
         out.setdefault("replay / what ran", []).append(own.makespan / ran)
         state.raced = None
     return out

@@ -136,11 +136,11 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
     with Terminal("--model", model, "--max-len", "512", "--trace", str(trace)) as terminal:
         terminal.sees("Slots", "Timeline", "idle", "Tell me a story about a fox an")
         terminal.type("iquiz: xbrpc?q\r")  # the letters of keys
-        terminal.sees("1 done", "quiz: xbrpc?q")
+        terminal.sees("1 ended", "quiz: xbrpc?q")
         terminal.type("/set burst=12\r")
         terminal.sees("set burst=12")
         terminal.type("b")
-        terminal.sees("13 done", "idle")
+        terminal.sees("13 ended", "idle")
         terminal.type("p")
         terminal.sees("idle  static")
         terminal.type(" b")  # paused, so that there are requests to cancel
@@ -150,11 +150,11 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         terminal.type("x")
         terminal.sees("cancelled")
         terminal.type("X ")
-        terminal.sees("25 done", "idle")
+        terminal.sees("25 ended", "idle")
         terminal.type("r")
         terminal.sees("Race", "static, measured", "continuous, measured", "makespan", " takes ")
         terminal.type("\x1b")
-        terminal.sees("49 done", "idle  static", "Slots")
+        terminal.sees("49 ended", "idle  static", "Slots")
         terminal.type("c")
         terminal.sees("Compare", "static, simulated", "continuous, simulated", "What really")
         terminal.type("q")
@@ -269,7 +269,7 @@ def test_behind_textual_serve_the_screen_is_drawn_through_pipes_and_leaves_with_
         for head in iter(lambda: process.stdout.read(5), b""):
             assert head[:1] in (b"D", b"M"), head
             seen += process.stdout.read(int.from_bytes(head[1:], "big")).decode()
-            if "2 done" in OTHER.sub("", seen) and not asked:
+            if "2 ended" in OTHER.sub("", seen) and not asked:
                 asked = True  # the page has been closed
                 process.stdin.write(b"M" + len(quit_).to_bytes(4, "big") + quit_)
                 process.stdin.flush()
