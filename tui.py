@@ -558,7 +558,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             if path := getattr(args, option):  # better to learn now that it cannot be written than at the end
                 with about(f"--{option} {shown(path)}", "name a file in a folder that is there and can be written"):
                     Path(path).open("a").close()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
 
