@@ -109,7 +109,8 @@ def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
 
 def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The median and the 95th percentile of TTFT as they went: each column counts the last 50 first tokens."""
-    firsts = [first for first in state.firsts if first[0] <= state.moment]
+    moment = state.moment
+    firsts = [first for first in state.firsts if first[0] <= moment]
     if not firsts:
         return [heading(p, width, "TTFT"), Pen().put(" no first token yet", p.muted).line]
     bins, last = max(1, width - 9), firsts[-1][0]

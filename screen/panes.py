@@ -26,7 +26,7 @@ from screen.ink import Line, Palette, Pen, axis, clean, count, entry, heading, l
 from screen.runs import FIGURES, in_time
 from screen.state import State, client_of, prompt_of, race, verdict
 from screen.timeline import Column, useful_of
-from screen.totals import Period, explained, table, words
+from screen.totals import CLOCK, Period, explained, table, words
 
 TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
 
@@ -175,7 +175,7 @@ def farewell(state: State, width: int) -> list[str]:
     """What stays in the terminal: the last busy periods, and how many requests have been left unfinished."""
     left, elsewhere = state.view.engine.submitted - state.view.engine.finished, state.view.watches or state.view.door
     lost = f"{count(left, 'request')} not finished.\n" if left and not elsewhere else ""
-    return [*table(state.periods, width, 10), *(f" {part}" for part in wrap(lost + explained(width), width - 2))]
+    return [*table(state.periods, width, 10), *(f" {part}" for part in wrap(lost + CLOCK, width - 2))]
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:

@@ -259,7 +259,8 @@ class State:
     @property
     def finished(self) -> int:
         """How many requests had ended."""
-        return self.view.engine.finished - sum(r.ended > self.moment for r in self.ended)
+        moment = self.moment
+        return self.view.engine.finished - sum(r.ended > moment for r in self.ended)
 
     def titled(self, title: str) -> str:
         """The title of a pane that goes back in time with the cursor."""

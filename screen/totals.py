@@ -21,6 +21,7 @@ from parts.answers import RequestView
 from screen.ink import fitting, number, shorten, span
 from screen.timeline import Column
 
+CLOCK = "On the engine's clock, from the first arrival to the last token; a race leaves interruptions out."
 KEPT = 10_000  # so many waits and gaps of a period are kept for its percentiles
 
 
@@ -108,8 +109,7 @@ def table(periods: Sequence[Period], width: int, most: int) -> list[str]:
 
 def explained(width: int) -> str:
     """What the table's figures mean, as far as there is room for them."""
-    clock = "On the engine's clock, from the first arrival to the last token; a race leaves interruptions out."
-    return clock + "".join(figure.meaning for figure in fitting(FIGURES, width - 1))
+    return CLOCK + "".join(figure.meaning for figure in fitting(FIGURES, width - 1))
 
 
 def words(period: Period) -> list[str]:

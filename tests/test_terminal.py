@@ -126,7 +126,8 @@ class Terminal:
             assert tail.rfind(f"\x1b[?{mode}h") < tail.rfind(f"\x1b[?{mode}l"), f"mode {mode} is still on"
         assert termios.tcgetattr(self.slave)[:4] == self.before[:4], "the terminal's settings have changed"
         self.said = OTHER.sub("", tail[left:])
-        rest = [line for line in self.said.splitlines() if not re.match(r" (policy|continuous|static|serial) ", line)]
+        table = r" (policy|continuous|static|serial|On the engine's|\d+ requests? not) "
+        rest = [line for line in self.said.splitlines() if not re.match(table, line)]
         last = " ".join("".join(rest).split())
         assert saying in last if saying else not last, f"rubbish after the end: {tail[left:]!r}"
 

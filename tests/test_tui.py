@@ -669,6 +669,7 @@ def test_what_stays_in_the_terminal_says_how_many_requests_had_not_ended():
     for width in (60, 120):
         said = " ".join(panes.farewell(stage.state, width))
         assert f"{left} requests not finished." in said and "On the engine's clock" in said
+        said = " ".join(plain(panes.draw_totals(stage.state, ink.DARK, width, 20)))
         assert ("Lost:" in said) == (" lost " in said) and ("Useful:" in said) == (" useful " in said) == (width == 120)
     assert "not finished" not in " ".join(panes.farewell(stage.finish().state, 60))
 
