@@ -280,6 +280,15 @@ def test_two_processes_answer_like_one(tmp_path):
         assert len(re.findall(r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0", pair.said(1))) == 2
 
 
+def test_the_benchmark_measures_ranks_one_engine_after_another(tmp_path):
+    """Over MPI a sample's process could not join the others, so all samples are taken by the ranks themselves."""
+    small = ("--parts", "decode", "--rows", "1", "--samples", "2", "--prompt", "16", "--output", "8")
+    with Pair(tmp_path, str(ROOT / "bench.py"), *small, "--json", str(tmp_path / "run.json")) as pair:
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+    records = json.loads((tmp_path / "run.json").read_text())["records"]
+    assert len(records) == 2 and all(record["figures"]["decode tokens/s"] > 0 for record in records)
+
+
 @pytest.mark.parametrize(
     ("fault", "codes", "says"),
     [
