@@ -97,7 +97,7 @@ class Answer:
         self._served, self._mailbox, self._news = served, mailbox, asyncio.Event()
         self._pieces: deque[tuple[int, str | None]] = deque()  # (choice, text); None: the choice has ended
         self._times: list[list[float]] = []  # for each choice, when its pieces came here
-        self._straight: Visit | None = None  # where nothing is to be done for a piece but to write it
+        self._straight: Visit | None = None  # of a stream whose pieces need nothing but to be written
 
     # --- in a thread beside the door's
 

@@ -204,7 +204,8 @@ class Ranks:
     def tell(self, order: Sequence[int], decodes: bool) -> None:
         """The leader: what the others do next. It does not wait until they have heard it. A step begins.
 
-        It may be timed if it only decodes. Of a chunk that asks for no token, the last sums are never run.
+        It may be timed if it only decodes. Of a chunk that asks for no token, the last sums are never run; timing would
+        run them here, and on no other rank.
         """
         assert len(order) < self.room, (len(order), self.room)
         mx.async_eval(self.first(mx.array([1, *order, *[0] * (self.room - 1 - len(order))], mx.int32)))
