@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import uvicorn
-from h11 import LocalProtocolError
+from h11 import ERROR, SEND_BODY, LocalProtocolError
 from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -37,6 +37,7 @@ BODY = 4 * 2**20  # bytes; a prompt that fills a slot of 8,192 tokens has about 
 AHEAD = 2**16  # bytes of requests that come before their turn, about
 BODY_S = 30.0  # a body must have come by then
 STUCK_S = 60.0  # a client that takes nothing for so long is gone
+FAREWELL_S = 2.0  # a client that is still sending has so long to read why we do not listen
 PING_S, PING = 10.0, b": ping\n\n"  # in a long silence, a comment says so often that we are still here
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -168,8 +169,50 @@ def may_read(request: Request, options: Options) -> bool:
 # --- connections ---------------------------------------------------------------------------------------------------
 
 
+class Farewell:
+    """A transport that takes leave of a client which is still sending.
+
+    A system that closes a connection with bytes unread sends a reset, and a reset throws away what the client has not
+    read yet: our last words. So we say that nothing more comes from us, and throw away what comes from the client.
+    """
+
+    def __init__(self, transport: asyncio.Transport, is_unread: Callable[[], bool]):
+        self._transport, self._is_unread, self._has_left = transport, is_unread, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._has_left or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        if not self._has_left:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if not self._is_unread():
+            self._transport.close()
+        elif not self.is_closing():
+            self._has_left = True
+            with suppress(OSError):  # the client has hung up
+                self._transport.write_eof()
+            self._transport.resume_reading()
+            asyncio.get_running_loop().call_later(FAREWELL_S, self._transport.close)
+
+
 class Protocol(H11Protocol):
-    """uvicorn's own, but for what it does about bytes that are no HTTP."""
+    """uvicorn's own, but for what it does about bytes that are no HTTP, and for its farewell."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(Farewell(transport, self._is_unread))
+
+    def _is_unread(self) -> bool:
+        """Is there more of the client's request, or behind it, than was read?"""
+        return self.conn.their_state in (SEND_BODY, ERROR) or bool(self.conn.trailing_data[0])
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            super().data_received(data)
 
     def send_400_response(self, message: str) -> None:
         """An answer may have gone out before its request's body was complete. To what comes behind it, we say nothing.

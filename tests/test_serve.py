@@ -445,6 +445,26 @@ def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
     assert server.ask("/health").status == 200
 
 
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ("GET /" + "x" * 70_000, 400),
+        (f"POST {CHAT} HTTP/1.0\nContent-Length: 5000000\nContent-Type: application/json\n\n", 413),
+        (f"POST {CHAT} HTTP/1.1\nHost: elsewhere.example\nConnection: close\nContent-Length: 900000\n\n", 403),
+    ],
+)
+def test_the_last_words_reach_a_client_that_is_still_sending(server, said, status):
+    """A system that closes a connection with bytes unread sends a reset, and a reset takes the answer back, too."""
+    line = server.line().send(said)
+    line.until(b"HTTP/1.1 ")
+    for _ in range(8):  # the door has answered, and the rest comes only now
+        line.send(b"x" * 32_768)
+        time.sleep(0.01)
+    assert line.everything().startswith(str(status).encode())
+    line.hang_up()
+    assert server.ask("/health").status == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("abrupt", [False, True])
 def test_a_hang_up_frees_the_slot_within_a_second(server, stream, abrupt):
