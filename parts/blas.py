@@ -60,15 +60,6 @@ class Blas(NamedTuple):
         """
         return self.kernels == "SkylakeX" or (self.name == "mkl" and inputs >= 512 and outputs <= 16_000)
 
-    def rows_at_once(self, rows: int, columns: int) -> int:
-        """How many rows of a product to compute at once, if it is only about speed: all of them, with one exception.
-
-        MKL copies a matrix into another order if there are four rows or more. For few rows and the many columns of a
-        vocabulary, it is quicker to go through the matrix in pairs of rows (4 rows, 288 x 32,000: 2.4 ms, not 4.2).
-        From seven rows on, copying pays.
-        """
-        return 2 if self.name == "mkl" and 4 <= rows <= 6 and columns > 16_000 else rows
-
     def strip(self, rows: int, outputs: int, inputs: int) -> int:
         """How many outputs of x @ W.T to compute in a product of their own, if that is quicker; 0: all in one.
 

@@ -298,7 +298,7 @@ def rows_alike(rows: int, weight: mx.array, as_stored: bool = False) -> int:
         return rows
     key = rows, weight.shape, as_stored
     if key not in _tried:
-        blocks = [device.blas.rows_at_once(rows, weight.shape[1]), *[8] * (rows > 4), 4]
+        blocks = [rows, *[8] * (rows > 4), 4]
         _tried[key] = next((block for block in blocks if gives_same_bits((block,), weight, as_stored)), 1)
     return _tried[key]
 
