@@ -101,7 +101,6 @@ WORDS = (
     ("clock", "the engine's. Its seconds beyond those of undisturbed steps are interruptions: other programs ran."),
     ("batch size", "how many slots did useful work at a time."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
-    ("…", "back in time, behind an answer: a few tokens more had come since the screen looked."),
     ("client", "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one."),
     (
         "batching",
