@@ -300,6 +300,7 @@ class StepView:
 
     step: int
     admitted: tuple[tuple[int, int], ...]  # (slot, request)
+    why: tuple[str, ...]  # for each of these: why this slot
     prefill: tuple[tuple[int, int, int, int], ...]  # (slot, request, start, stop): which piece of which prompt
     decode: tuple[tuple[int, int], ...]  # (slot, request)
     held: tuple[tuple[int, int], ...]  # (slot, request): in a slot, but without a chunk in this step
@@ -326,6 +327,7 @@ class StepView:
         return StepView(
             plan.step,
             admitted=tuple((r.slot, r.id) for r in plan.admitted),
+            why=tuple(r.why for r in plan.admitted),
             prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
             decode=tuple((d.slot, d.request.id) for d in plan.decodes),
             held=tuple((r.slot, r.id) for r in plan.held),

@@ -705,7 +705,7 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
         stage.session.obey(letter * length)
     stage.turns(2)
     text = "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 70, 14)))
-    assert "r1 → slot 0, r2 → slot 1, r3 → slot 2" in text
+    assert "r1 → slot 0, r2 → slot 1: used longest ago; r3 → slot 2: the only free slot" in " ".join(text.split())
     assert "r1 0–16 → slot 0, r2 0–9 → slot 1" in text
     assert "25 prefill + 0 decode = 25 in one step" in text
     assert "cost 32 + 0 of 32 (chunks count in 16s)" in text
@@ -1454,6 +1454,7 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         queue = plain(charts.draw_queue(state, ink.DARK, 60, 9))
         assert "queue at step 31" in queue[0] and queue[-1].split()[-1] == "31"
         (figures,) = plain(panes.draw_status(state, ink.DARK, 200, 1))  # they stayed at now, beside "back at step"
+        assert "  now: ■ idle  " in figures, "beside a step in which 8 slots worked stood that the engine is idle"
         tokens, over = state.past.total, sum(r.ended <= last for r in state.ended)
         assert f"{tokens / (last - began):.0f} tok/s  {over} ended" in figures and "15.0 ms/step" in figures
         opened = " ".join(plain(panes.draw_request(state, ink.DARK, 300, 12)))
