@@ -108,7 +108,7 @@ WORDS = (
     ),
     ("p50, p95", "half of all, or 95 in 100, took no longer than this."),
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),
-    ("makespan", "from the first arrival to the last token of all."),
+    ("makespan", "from the first arrival to the last token of all, without interruptions."),
     (
         "commands",
         "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64  /help  /quit",

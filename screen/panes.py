@@ -24,7 +24,7 @@ from sched import PADDING
 from screen import ink
 from screen.ink import Line, Palette, Pen, axis, clean, count, entry, heading, legend, number, shorten, span, wrap
 from screen.runs import FIGURES, in_time
-from screen.state import State, client_of, prompt_of, race, verdict
+from screen.state import State, client_of, prices, prompt_of, race, verdict
 from screen.timeline import Column, useful_of
 from screen.totals import CLOCK, Period, explained, table, words
 
@@ -165,7 +165,7 @@ def draw_totals(state: State, p: Palette, width: int, height: int) -> list[Line]
     lines = [heading(p, width, "Totals: busy periods, the newest first", "Esc back", do="screen.dismiss")]
     if not state.periods:
         return [*lines, Pen().put(" Nothing has run yet. b fires a burst.", p.muted).line]
-    titles, *rows = table(state.periods, width, len(state.periods))
+    titles, *rows = table(state.periods, prices(state).of, width, len(state.periods))
     lines.append(Pen().put(titles, p.muted).line)
     for row, period in zip(rows, reversed(state.periods), strict=True):
         lines.append(Pen().put(" " if period.over else "▶", p.accent).put(row[1:], p.text).line)
@@ -176,7 +176,7 @@ def farewell(state: State, width: int) -> list[str]:
     """What stays in the terminal: the last busy periods, and how many requests have been left unfinished."""
     left, elsewhere = state.view.engine.submitted - state.view.engine.finished, state.view.watches or state.view.door
     lost = f"{count(left, 'request')} not finished.\n" if left and not elsewhere else ""
-    return [*table(state.periods, width, 10), *(f" {part}" for part in wrap(lost + CLOCK, width - 2))]
+    return [*table(state.periods, prices(state).of, width, 10), *(f" {part}" for part in wrap(lost + CLOCK, width - 2))]
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:

@@ -637,6 +637,29 @@ def test_each_leg_of_a_race_is_a_period_and_what_was_cancelled_is_counted_as_los
     assert len(stage.state.periods) == 3 and period.requests == 10
 
 
+def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
+    """The race leaves interruptions out and the totals counted them: 2.1 times as fast there, 1.2 times here. Each
+    leg's time without them stands beside the other now, and is the race's own."""
+    stage = Stage(slots=3).load()
+    run = stage.engine.runner.run
+
+    def disturbed(order):
+        stage.time.now += 0.3 * (random.random() < 0.2 and stage.engine.sched.policy == "continuous")
+        return run(order)
+
+    monkeypatch.setattr(stage.engine.runner, "run", disturbed)
+    random.seed(1)
+    stage.session.obey("/race 10")
+    stage.finish()
+    titles, *rows = (re.split("  +", line.strip()) for line in panes.farewell(stage.state, 120)[:3])
+    took, makespan = ([row[titles.index(name)] for row in rows[::-1]] for name in ("took", "makespan"))
+    assert makespan == [run.figures[1] for run in stage.state.raced.runs] and makespan[0] != makespan[1]
+    assert stage.state.periods[1].ended - stage.state.periods[1].began > 2 * stage.state.raced.runs[1].makespan
+    assert took != makespan and "Makespan: without interr" in " ".join(
+        plain(panes.draw_totals(stage.state, ink.DARK, 120, 9))
+    )
+
+
 @at_every_size
 def test_after_a_burst_its_totals_are_on_the_screen_and_t_compares_it_with_others(size):
     async def scenario(it):
