@@ -521,7 +521,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_exact()
     add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one a line")
     add("--seed", help="the same seed gives the same tokens")
-    add("--plain", action="store_true", help="no screen: a line for each event (also where there is no terminal)")
+    add(
+        "--plain",
+        action="store_true",
+        help="no screen: prompts are read, and events written, as lines (as if there is no terminal)",
+    )
     add("--script", default="", help=SCRIPT)
     add("--screenshot", metavar="FILE.svg", help="draw on no terminal, run the script, write the picture, and leave")
     add("--size", default="120x40", help="size of the screenshot in characters (default: 120x40)")
