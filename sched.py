@@ -66,6 +66,7 @@ class Request:
     beginnings: Sequence[Beginning] = ()  # what its prompt may share
     policy: str = ""  # the one that admitted it
     slot: int | None = None
+    why: str = ""  # it was given this slot
     reused: int = 0  # prompt tokens whose rows were taken over
     prefilled: int = 0  # prompt tokens whose rows are in the slab once all planned steps have run
     planned: int = 0  # output tokens that planned steps sample
@@ -215,7 +216,7 @@ class Scheduler:
         room = self._room(len(free))
         while self.waiting and free and len(admitted) < room and not self.draining_to:
             _, request = self.waiting.popitem(last=False)
-            request.slot = self.prefixes.place(self._usable(request), free)
+            request.slot, request.why = self.prefixes.place(self._usable(request), free)
             request.admitted, request.policy = now, self.policy
             self.running[request.id] = request
             free.remove(request.slot)
@@ -361,8 +362,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert every invariant of this file."""
-        taken = [r.slot for r in self.running.values()]
-        assert sorted(taken + self.free) == list(range(self.slots)), (taken, self.free)
+        assert sorted([*(r.slot for r in self.running.values()), *self.free]) == list(range(self.slots)), self.running
         for r in self.running.values():
             assert r.finish_reason is None and 0 <= r.reused <= r.prefilled <= len(r.prompt), r
             assert r.reused % self.piece == 0 and r.prefilled in (0, self.prefixes.rows[r.slot]), r

@@ -11,11 +11,12 @@ How it hangs together. The folder `screen/` holds the parts, and each part knows
     runs.py      races and replays on a clock that interruptions do not reach. trace.py is a trace for Perfetto.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
     panes.py     pure functions: state, colours and a size in, lines of text out. So are charts, clients and keys.
+    places.py    where each pane goes, on a screen of any size.
     widgets.py   what Textual needs of a pane and of the prompt box.
     session.py   what a user can say: commands, scripts, and the same run as a plain log.
 
-This file makes a screen of them: where each pane goes (`arrange`), what each key does (the `action_...` methods of
-`Screen`), and the command line.
+This file makes a screen of them: which function draws which pane (`PANES`), what each key does (the `action_...`
+methods of `Screen`), and the command line.
 
 The invariant: the picture depends only on `State` and on the size. The engine never waits for the screen, and every
 picture can be tested without a terminal.
@@ -54,13 +55,12 @@ from parts.checks import read_whole, shown
 from parts.program import BROWSER, about, on_a_terminal
 from screen import charts, clients, keys, panes
 from screen.ink import DARK, Line, Palette, Pen, clean, count
+from screen.places import LOWER, STACKS, arrange, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, EngineRoom, Room, Settings, load_engine
 from screen.session import POLICIES, SCRIPT, SCRIPTED, Session, as_command, orders_of, run_plain, write_trace
 from screen.state import State
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
-
-# --- where each pane goes ------------------------------------------------------------------------------------------
 
 PANES = {  # by name: what draws it
     "loading": panes.draw_loading,
@@ -86,67 +86,8 @@ WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nu
 SHEETS = {"help": keys.draw_help, "requests": panes.draw_requests, "contest": panes.draw_contest}
 SHEETS |= {"totals": panes.draw_totals, "clients": partial(clients.draw_clients, whole=True)}
 SHEETS |= {"step": partial(panes.draw_step, whole=True)}
-STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",), "waits": ("queue", "waits")}  # of charts
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")  # while something runs, they are painted less often
 ASIDE = {"/help": "sheet('help')", "/quit": "quit", "/exit": "quit"}  # commands that the screen itself obeys
-LOWER = ("timeline", *STACKS, "streams", "step", "clients")  # the panes that take turns if room is short
-
-
-def arrange(width: int, height: int, slots: int, lower: str, door: bool = False) -> dict[str, Region]:
-    """Where each pane goes. A pane that is not named has no room, and is not shown. `lower` is one of `LOWER`."""
-    if width < 60 or height < 20:
-        return {"small": Region(0, 0, width, height)}
-    beside = max(33, width // 3)
-    places = {
-        "status": Region(0, 0, width, 1),
-        "mark": Region(0, height - 2, 3, 1),
-        "prompt": Region(3, height - 2, width - beside - 3, 1),
-        "settings": Region(width - beside, height - 2, beside, 1),
-        "keys": Region(0, height - 1, width, 1),
-    }
-    body = height - 3
-    if is_wide(width, height):
-        rows = min(slots, max(4, (body - 15) // 2))
-        top, right = 2 * rows + 5, max(40, width * 3 // 8)
-        left, tall = width - right - 2, body - top
-        charts = lower if lower in STACKS else "charts"
-        places |= stack(Region(left + 2, 1, right, top), STACKS[charts])
-        places["slots"] = Region(0, 1, left, rows + 3)
-        places["timeline"] = Region(0, rows + 4, left, rows + 2)
-        if door:
-            tall -= tall // 2
-            places["clients"] = Region(0, 1 + top + tall, width, body - top - tall)
-        places["streams"] = Region(0, 1 + top, left, tall)
-        under = tall - 14 if tall >= 22 else 0  # the rest of the step's place
-        places["step"] = Region(left + 2, 1 + top, right, tall - under)
-        rest = Region(left + 2, 1 + top + tall - under, right, under)
-        return places | (stack(rest, ("request" if charts == "lesson" else "cost",)) if under else {})
-
-    rows = min(slots, (body - 5) // 2)
-    places["slots"] = Region(0, 1, width, rows + 3)
-    y, tall = rows + 4, body - rows - 3
-    if tall >= rows + (5 if lower == "timeline" else 8):  # there is room for the timeline and another pane
-        places["timeline"] = Region(0, y, width, rows + 2)
-        y, tall = y + rows + 2, tall - rows - 2
-        lower = "streams" if lower == "timeline" else lower
-    below = Region(0, y, width, tall)
-    return places | (stack(below, STACKS[lower]) if lower in STACKS else {lower: below})
-
-
-def is_wide(width: int, height: int) -> bool:
-    """Is there room for slots, timeline, charts, answers and step side by side?"""
-    return width >= 110 and height >= 34
-
-
-def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
-    """Charts, one above the other; side by side if there is no room for that. The last ones are left out first."""
-    x, y, wide, tall = place
-    if tall < 6 * len(names) and wide >= 72:
-        each = (wide - 2 * (len(names) - 1)) // len(names)
-        return {name: Region(x + i * (each + 2), y, each, tall) for i, name in enumerate(names)}
-    names = names[: max(1, tall // 4)]
-    tops = [i * tall // len(names) for i in range(len(names) + 1)]
-    return {name: Region(x, y + tops[i], wide, tops[i + 1] - tops[i]) for i, name in enumerate(names)}
 
 
 # --- the screen --------------------------------------------------------------------------------------------------
@@ -521,7 +462,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_exact()
     add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one a line")
     add("--seed", help="the same seed gives the same tokens")
-    add("--plain", action="store_true", help="no screen: a line for each event (also where there is no terminal)")
+    add(
+        "--plain",
+        action="store_true",
+        help="no screen: prompts are read, and events written, as lines (as if there is no terminal)",
+    )
     add("--script", default="", help=SCRIPT)
     add("--screenshot", metavar="FILE.svg", help="draw on no terminal, run the script, write the picture, and leave")
     add("--size", default="120x40", help="size of the screenshot in characters (default: 120x40)")

@@ -19,8 +19,9 @@ line is longer than the width.
 Read first: `draw_rate` in `screen/charts.py`, the smallest chart; `Pen` and `heading` in `screen/ink.py`; `State.slots`
 and `State.past` in `screen/state.py`.
 
-Where: a function `draw_memory` in `screen/charts.py`; in `tui.py` its name in `PANES`, and a stack of its own in
-`STACKS`, `"memory": ("memory",)`. Then `LOWER`, which is made of the stacks, has it too, and `v` leads to it.
+Where: a function `draw_memory` in `screen/charts.py`; in `tui.py` its name in `PANES`; in `screen/places.py` a stack of
+its own in `STACKS`, `"memory": ("memory",)`. Then `LOWER`, which is made of the stacks, has it too, and `v` leads
+there.
 
 How to know: the command above, and `python -m pytest tests/test_tui.py -k "pane or memory"` (all of that file takes
 minutes). One of these compares each pane with a picture, and there is none of yours yet. Let it be drawn, and look at
@@ -110,7 +111,7 @@ def test_the_pane_is_empty_handed_before_anything_ran():
 def test_v_leads_to_the_pane():
     check_there_is_a_pane()
     if tui.STACKS.get("memory") != ("memory",):
-        not_done("""tui.py: STACKS has no entry "memory": ("memory",)""")
+        not_done("""screen/places.py: STACKS has no entry "memory": ("memory",)""")
     if "memory" not in tui.LOWER:
-        not_done("tui.py: STACKS has 'memory', but LOWER, which is made of its names, has not: v does not lead there")
+        not_done("screen/places.py: STACKS has 'memory', but LOWER, made of its names, has not: v does not lead there")
     assert "memory" in tui.arrange(80, 24, 4, "memory") and "memory" in tui.arrange(160, 50, 4, "memory")

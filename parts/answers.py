@@ -94,6 +94,7 @@ class Handle:
         self._ends = sampling.stop_tokens | (frozenset() if sampling.ignore_eos else engine.text.end_tokens)
         self._stream = engine.text.stream(sampling.stop_texts)
         self._pieces: list[str] = []
+        self.lengths: list[int] = []  # so many characters came with each token
         self.times: list[float] = []  # when each token came, on the engine's clock
         self._gaps: list[float] = []  # between a token and the next, the shortest first: watchers ask often
 
@@ -157,7 +158,9 @@ class Handle:
         if token in self._ends:
             self.flush()
             return "stop"
-        self._show(self._stream.push(token))
+        piece = self._stream.push(token)
+        self.lengths.append(len(piece))
+        self._show(piece)
         if self._stream.stopped or len(self.tokens) == self.request.max_tokens:
             self.flush()
         return "stop" if self._stream.stopped else None
@@ -280,13 +283,14 @@ class RequestView:
     metrics: Metrics
     ended: float | None = None
     text: str = ""
+    lengths: tuple[int, ...] = ()  # so many characters of the text came with each token
     reason: str | None = None
     error: str | None = None
 
     @staticmethod
     def of(handle: Handle) -> RequestView:
         r, h = handle.request, handle
-        said = {"text": h.text, "reason": r.finish_reason, "error": h.error}
+        said = {"text": h.text, "lengths": tuple(h.lengths), "reason": r.finish_reason, "error": h.error}
         return RequestView(r.id, h.prompt, h.origin, r.policy, r.slot, r.arrived, h.metrics, r.ended, **said)
 
 
@@ -296,6 +300,7 @@ class StepView:
 
     step: int
     admitted: tuple[tuple[int, int], ...]  # (slot, request)
+    why: tuple[str, ...]  # for each of these: why this slot
     prefill: tuple[tuple[int, int, int, int], ...]  # (slot, request, start, stop): which piece of which prompt
     decode: tuple[tuple[int, int], ...]  # (slot, request)
     held: tuple[tuple[int, int], ...]  # (slot, request): in a slot, but without a chunk in this step
@@ -322,6 +327,7 @@ class StepView:
         return StepView(
             plan.step,
             admitted=tuple((r.slot, r.id) for r in plan.admitted),
+            why=tuple(r.why for r in plan.admitted),
             prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
             decode=tuple((d.slot, d.request.id) for d in plan.decodes),
             held=tuple((r.slot, r.id) for r in plan.held),

@@ -82,15 +82,19 @@ class Prefixes:
             return 0, None
         return count * self.piece, next(slot for slot in slots if slot in beginnings[count - 1].slots)
 
-    def place(self, beginnings: Sequence[Beginning], free: Sequence[int]) -> int:
-        """Which free slot to write such a prompt into.
+    def place(self, beginnings: Sequence[Beginning], free: Sequence[int]) -> tuple[int, str]:
+        """Which free slot to write such a prompt into, and in a few words why.
 
         Best into the one that holds the most of it: there no row needs to be copied. But what it holds beyond that is
         lost. If this is more than what is shared, the slot may be a conversation's, which has no more than the system
         prompt in common with this one, and goes on later. Then the slot that was used longest ago is the better one.
         """
         rows, slot = self.find(beginnings, free)
-        return free[0] if slot is None or self.rows[slot] > 2 * rows else slot
+        if len(free) == 1 or slot is None:
+            return free[0], "the only free slot" if len(free) == 1 else "used longest ago"
+        if self.rows[slot] > 2 * rows:
+            return free[0], f"used longest ago; slot {slot} has {rows:,} of its rows, but {self.rows[slot]:,} in all"
+        return slot, f"has its first {rows:,} rows"
 
     def best(self, beginnings: Sequence[Beginning], slot: int, worth: int) -> tuple[int, int | None]:
         """How many rows of these beginnings a slot begins with at best, and the slot that has them.

@@ -82,25 +82,26 @@ class Sender:
     """One watcher's end of the wire. It remembers what of each open request's text has been sent."""
 
     def __init__(self, texts: bool):
-        self._texts, self._sent = texts, {}  # by request: (has its prompt been sent, characters of its text)
+        self._texts, self._sent = texts, {}  # by request: characters of its text, and tokens
 
     def pack(self, frame: Frame) -> str:
         engine, door = frame.engine, frame.door
         if not self._texts:  # figures alone
             door = replace(door, open=tuple(map(figures, door.open)), ended=tuple(map(figures, door.ended)))
             engine = replace(engine, faults=("",) * len(engine.faults))
-        before, self._sent = self._sent, {r.id: len(r.text) for r in engine.requests}
+        before, self._sent = self._sent, {r.id: (len(r.text), len(r.lengths)) for r in engine.requests}
         requests, ended = (tuple(self._cut(r, before) for r in many) for many in (engine.requests, engine.ended))
         return ENCODE(frame._replace(engine=replace(engine, requests=requests, ended=ended), door=door))
 
-    def _cut(self, request: RequestView, sent: dict[int, int]) -> RequestView:
-        if not self._texts:
-            return replace(request, prompt="", text="", origin=None, error=request.error and "error")
+    def _cut(self, request: RequestView, sent: dict[int, tuple[int, int]]) -> RequestView:
+        if not self._texts:  # the lengths of its pieces would tell much of a text
+            return replace(request, prompt="", text="", lengths=(), origin=None, error=request.error and "error")
         if isinstance(request.origin, dict):  # it may be anything, but not all keys can be written as JSON
             request = replace(request, origin=str(request.origin))
         if request.id not in sent:
             return request
-        return replace(request, prompt="", text=request.text[sent[request.id] :])
+        characters, tokens = sent[request.id]
+        return replace(request, prompt="", text=request.text[characters:], lengths=request.lengths[tokens:])
 
 
 def figures(call):
@@ -124,4 +125,5 @@ class Receiver:
         if request.id not in self._known:
             return request
         known = self._known[request.id]
-        return replace(request, prompt=known.prompt, text=known.text + request.text)
+        text, lengths = known.text + request.text, known.lengths + request.lengths
+        return replace(request, prompt=known.prompt, text=text, lengths=lengths)

@@ -101,7 +101,6 @@ WORDS = (
     ("clock", "the engine's. Its seconds beyond those of undisturbed steps are interruptions: other programs ran."),
     ("batch size", "how many slots did useful work at a time."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
-    ("…", "back in time, behind an answer: a few tokens more had come since the screen looked."),
     ("client", "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one."),
     (
         "batching",
@@ -109,7 +108,7 @@ WORDS = (
     ),
     ("p50, p95", "half of all, or 95 in 100, took no longer than this."),
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),
-    ("makespan", "from the first arrival to the last token of all."),
+    ("makespan", "from the first arrival to the last token of all, without interruptions."),
     (
         "commands",
         "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64  /help  /quit",

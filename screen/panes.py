@@ -19,12 +19,12 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from textual.strip import Strip
 
-from parts.answers import RanksView, RequestView, SlotView
+from parts.answers import RanksView, RequestView, SlotView, StepView
 from sched import PADDING
 from screen import ink
 from screen.ink import Line, Palette, Pen, axis, clean, count, entry, heading, legend, number, shorten, span, wrap
 from screen.runs import FIGURES, in_time
-from screen.state import State, client_of, prompt_of, race, verdict
+from screen.state import State, client_of, prices, prompt_of, race, verdict
 from screen.timeline import Column, useful_of
 from screen.totals import CLOCK, Period, explained, table, words
 
@@ -54,6 +54,7 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
         doing = "⇣ ending"
     elif engine.draining_to:
         doing = f"{'▮▮ paused,' if view.paused else '⇣'} draining → {engine.draining_to}"
+    now = p.bad if view.gone_s is not None else p.accent if view.busy and not state.past else p.muted
     clients = sum(bool(call.requests) for call in door.open) if door else 0
     asking = f"{clients:,} asking at {door.address.partition('//')[2]}" if door else ""
     newest = [column.view.seconds for column in state.history[max(0, state.at - 19) : state.at + 1]]
@@ -65,7 +66,7 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
         ("nanobatch", p.text, True, ""),
         (back, p.accent, True, "follow"),
         (shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), p.muted, False, ""),
-        (doing, p.bad if view.gone_s is not None else p.accent if view.busy else p.muted, True, "pause"),
+        (f"now: {doing}" if state.past else doing, now, True, "pause"),
         (policy, p.text, True, "command('/policy')"),
         (f"{len(engine.ranks.memory)} ranks" if engine.ranks.memory else "", p.text, False, ""),
         (f"{number(state.tokens_per_s()) if view.busy or back else '–':>5} tok/s", p.text, False, ""),
@@ -164,7 +165,7 @@ def draw_totals(state: State, p: Palette, width: int, height: int) -> list[Line]
     lines = [heading(p, width, "Totals: busy periods, the newest first", "Esc back", do="screen.dismiss")]
     if not state.periods:
         return [*lines, Pen().put(" Nothing has run yet. b fires a burst.", p.muted).line]
-    titles, *rows = table(state.periods, width, len(state.periods))
+    titles, *rows = table(state.periods, prices(state).of, width, len(state.periods))
     lines.append(Pen().put(titles, p.muted).line)
     for row, period in zip(rows, reversed(state.periods), strict=True):
         lines.append(Pen().put(" " if period.over else "▶", p.accent).put(row[1:], p.text).line)
@@ -175,7 +176,7 @@ def farewell(state: State, width: int) -> list[str]:
     """What stays in the terminal: the last busy periods, and how many requests have been left unfinished."""
     left, elsewhere = state.view.engine.submitted - state.view.engine.finished, state.view.watches or state.view.door
     lost = f"{count(left, 'request')} not finished.\n" if left and not elsewhere else ""
-    return [*table(state.periods, width, 10), *(f" {part}" for part in wrap(lost + CLOCK, width - 2))]
+    return [*table(state.periods, prices(state).of, width, 10), *(f" {part}" for part in wrap(lost + CLOCK, width - 2))]
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:
@@ -277,7 +278,7 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
     total, budget = step.seconds or 1e-9, state.view.engine.limits.budget
     held = step.held and ", ".join(f"r{r}" for _, r in sorted(step.held))
     entries = {
-        "admitted": ", ".join(f"r{r} → slot {s}" for s, r in sorted(step.admitted)) or "no request",
+        "admitted": admissions(step) or "no request",
         "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)) or "no chunk",
         "decode": f"slots {', '.join(str(s) for s, _ in sorted(step.decode))}" if decode else "no slot",
         "tokens": f"{prefill:,} prefill + {decode} decode = {prefill + decode:,} in one step; {step.tokens} delivered",
@@ -299,6 +300,13 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
     if whole or hidden <= 0:
         return lines
     return [*lines[: height - 1], Pen().put(f" ↓ {count(hidden + 1, 'more line')}", p.accent, do="sheet('step')").line]
+
+
+def admissions(step: StepView) -> str:
+    """Which requests got which slots, and why: those with the same reason share it."""
+    slots = sorted(zip(step.admitted, step.why, strict=True))
+    reasons = groupby(slots, key=lambda one: one[1])
+    return "; ".join(", ".join(f"r{r} → slot {s}" for (s, r), _ in some) + f": {why}" for why, some in reasons)
 
 
 def ranks_line(ranks: RanksView) -> str:

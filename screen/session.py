@@ -336,16 +336,21 @@ class PlainLog:
             self.write(line)
 
 
+NO_WORK = "standard input has no prompt; write one a line there, or give --prompts FILE or --script burst8"
+
+
 def run_plain(session: Session, script: str, stays: bool = False) -> int:
     """Obey the script, or the lines of standard input. When it ends and nothing is left to do, leave.
 
-    If neither says anything, a small burst runs. `stays`: there are others to watch, so neither is done.
+    If neither says anything, one line tells what to give. `stays`: there are others to watch, so neither is needed.
     """
     log = PlainLog(session, lambda line: print(line, flush=True))
     state = session.state
-    words = orders_of(script or ("" if session.room.posted or stays else "burst8"))
-    orders = deque(as_command(*order) for order in words if order[0] != "wait")
-    listening, rest = not script, b""
+    orders = deque(as_command(*order) for order in orders_of(script) if order[0] != "wait")
+    listening, rest, typed = not script and sys.stdin is not None, b"", deque()
+    idle = not (script or session.room.posted or stays)  # nothing has been asked for yet
+    if idle and listening and sys.stdin.isatty():
+        log.write("type a prompt, or a command such as /burst 8 or /help; Ctrl-D ends")
     try:
         while True:
             time.sleep(0.05)
@@ -353,17 +358,21 @@ def run_plain(session: Session, script: str, stays: bool = False) -> int:
             if state.view.stage == "failed":
                 print(f"nanobatch: {state.view.error}", file=sys.stderr)
                 return 2
-            if state.view.stage != "ready":
-                continue
             if listening:
                 rest, lines, listening = read_lines(rest)
-                if lines:
-                    orders.clear()  # the user has prompts, so the burst is not needed
-                for line in lines:
-                    if line.split()[0] in ("/quit", "/exit"):
-                        return 0
-                    log.obey(line)
-            elif session.settled:
+                typed += lines
+                idle = idle and not lines
+            if idle and not listening:
+                print(f"nanobatch: {NO_WORK}", file=sys.stderr)
+                return 2
+            if state.view.stage != "ready":
+                continue
+            while typed:
+                line = typed.popleft()
+                if line.split()[0] in ("/quit", "/exit"):
+                    return 0
+                log.obey(line)
+            if not listening and session.settled:
                 log.look()
                 if orders:
                     log.obey(orders.popleft())

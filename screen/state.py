@@ -12,8 +12,7 @@ Where next: `panes.py`, which draws it.
 from __future__ import annotations
 
 import math
-from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -43,7 +42,6 @@ class State:
     refused: int = 0  # so many of all that came to the door, those that are kept no more among them
     gone: int = 0  # so many hung up
     faults: list[Fault] = field(default_factory=list)  # all that went wrong so far
-    marks: dict[int, array] = field(default_factory=dict)  # by request, of each look: tokens, characters of its text
     owners: dict[int, int] = field(default_factory=dict)  # slot -> the request that holds it or held it last
     printed: str = ""  # what a library printed last while loading: a download's progress
     selected: int = 0  # a slot
@@ -69,7 +67,7 @@ class State:
     def absorb(self, view: View) -> None:
         self.faults += view.faults[len(self.view.faults) :]
         if begins := view.life != self.view.life:  # what is known is another engine's, or comes once more
-            for kept in (self.history, self.requests, self.marks, self.ended, self.calls, self.owners, self._merged):
+            for kept in (self.history, self.requests, self.ended, self.calls, self.owners, self._merged):
                 kept.clear()
             for kept in (self.periods, self.firsts, self.costs):
                 kept.clear()
@@ -90,14 +88,11 @@ class State:
             before = self.requests.get(r.id)
             if r.metrics.ttft_s is not None and (before is None or before.metrics.ttft_s is None):
                 self.firsts.append((r.arrived + r.metrics.ttft_s, r.metrics.ttft_s))
-            self.requests[r.id], marks = r, self.marks.setdefault(r.id, array("I"))
-            if r.metrics.output_tokens not in marks[-2:-1]:
-                marks.extend((r.metrics.output_tokens, len(r.text)))
+            self.requests[r.id] = r
         self.ended += news.ended
         self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in news.ended if r.error and not begins]
         for request in self.ended[: -self.REMEMBERED]:
             self.requests.pop(request.id, None)
-            self.marks.pop(request.id, None)
         del self.ended[: -self.REMEMBERED]
         calls = view.door.missed if view.door else 0
         unseen = ((news.missed, "step", "went by"), (news.missed_ends, "request", "ended"), (calls, "client", "left"))
@@ -111,7 +106,6 @@ class State:
         if news.missed_ends:  # these are gone: requests older than all that are open, and without an end
             oldest = min((*(r.id for r in news.requests), *(id for id, _ in news.queue)), default=math.inf)
             self.requests = {id: r for id, r in self.requests.items() if r.reason or id >= oldest}
-            self.marks = {id: marks for id, marks in self.marks.items() if id in self.requests}
             if self.periods:
                 self.periods[-1].requests += news.missed_ends
         ended = deque(news.ended)
@@ -291,7 +285,7 @@ class State:
         return past.view.waiting, waits[: past.view.waiting]
 
     def then(self, request: RequestView) -> RequestView:
-        """A request as it was. Its text is what the screen had seen; "…" if tokens had come since then."""
+        """A request as it was, with the text of the tokens that it had."""
         m, past = request.metrics, self.past
         if past is None or (request.ended is not None and request.ended <= past.ended):
             return request
@@ -299,10 +293,7 @@ class State:
         first = None if m.ttft_s is None or not said else m.ttft_s
         lasted = past.ended - request.arrived - (first or 0.0)
         rate = (said - 1) / lasted if said > 1 and lasted > 0 else None
-        marks = self.marks.get(request.id, array("I"))
-        tokens, lengths = (0, *marks[::2]), (0, *marks[1::2])
-        look = bisect_right(tokens, said) - 1
-        text = request.text[: lengths[look]] + "…" * (tokens[look] < said)
+        text = request.text[: sum(request.lengths[:said])]
         metrics = replace(m, ttft_s=first, tokens_per_s=rate, output_tokens=said)
         return replace(request, metrics=metrics, text=text, reason=None, error=None, ended=None)
 

@@ -4,7 +4,8 @@ The problem. When a burst is over, the slots are free and nothing moves. Nothing
 better than the one before, which ran under another policy.
 
 What this file keeps. A `Period` takes in steps and ended requests one by one, in bounded memory however long it lasts.
-It counts on the engine's clock, so neither a pause nor slow motion changes a figure; an interruption does.
+It counts on the engine's clock, so neither a pause nor slow motion changes a figure; an interruption does. The makespan
+alone leaves interruptions out. It stands beside the others, so two legs of a race compare here as they do on its page.
 
 Where next: `state.py`, which keeps the periods.
 """
@@ -12,8 +13,8 @@ Where next: `state.py`, which keeps the periods.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ class Period:
     tokens: int = 0
     useful: int = 0  # slots that did something for a request, added up over all steps
     cells: int = 0  # all slots of all steps
+    kinds: Counter[tuple[int, int]] = field(default_factory=Counter)  # of steps: (rows that decode, chunks that go in)
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # from each token to the next of its answer
 
@@ -54,6 +56,7 @@ class Period:
         self.ended, self.tokens, self.useful = step.ended, self.tokens + step.tokens, self.useful + step.useful
         self.cells += step.steps * len(step.cells)
         self.policies |= {step.view.policy: None}
+        self.kinds[len(step.view.decode), len(step.view.prefill)] += 1
 
     def take_request(self, request: RequestView) -> None:
         self.began = min(self.began, request.arrived)
@@ -62,9 +65,13 @@ class Period:
         if request.metrics.ttft_s is not None:
             self.ttfts.append(request.metrics.ttft_s)
 
+    def makespan(self, price: Callable[[int, int], float]) -> float:
+        """What its steps take undisturbed, if this is the price of one step of each kind."""
+        return sum(many * price(*kind) for kind, many in self.kinds.items())
+
     @property
     def figures(self) -> tuple[str, ...]:
-        """As texts, in the order of `FIGURES`."""
+        """As texts, in the order of `FIGURES`, but for the makespan, which needs prices."""
         took = self.ended - self.began
         rate = number(self.tokens / took if took > 0 else None)
         counts = (f"{count:,}" for count in (self.requests, self.lost, self.tokens))
@@ -86,16 +93,17 @@ FIGURES = (
     Figure("lost", 6, 9, " Lost: cancelled or failed."),
     Figure("tokens", 9, 1),
     Figure("took", 9, 0),
+    Figure("makespan", 10, 5, " Makespan: without interruptions, as a race has it."),
     Figure("tok/s", 8, 2),
     Figure("TTFT p50", 10, 3),
     Figure("TTFT p95", 10, 4),
-    Figure("gap p95", 9, 5, " Gap: from a token to the next of its answer."),
-    Figure("useful", 8, 6, " Useful: the share of slots × steps that did something for a request."),
+    Figure("gap p95", 9, 6, " Gap: from a token to the next of its answer."),
+    Figure("useful", 8, 7, " Useful: the share of slots × steps that did something for a request."),
 )
 
 
-def table(periods: Sequence[Period], width: int, most: int) -> list[str]:
-    """A line for each of the last periods, newest first, under a line of titles."""
+def table(periods: Sequence[Period], price: Callable[[int, int], float], width: int, most: int) -> list[str]:
+    """A line for each of the last periods, newest first, under a line of titles. `price`: of a step, undisturbed."""
     shown = fitting(FIGURES, width - 1)
 
     def line(texts: Sequence[str]) -> str:
@@ -103,8 +111,11 @@ def table(periods: Sequence[Period], width: int, most: int) -> list[str]:
         policy, *cells = [(text, figure.width) for figure, text in pairs if figure in shown]
         return f" {shorten(policy[0], policy[1]):<{policy[1]}}" + "".join(f"{text:>{width}}" for text, width in cells)
 
-    newest = list(periods)[: -most - 1 : -1]
-    return [line([figure.title for figure in FIGURES]), *(line(period.figures) for period in newest)]
+    lines = [line([figure.title for figure in FIGURES])]
+    for period in list(periods)[: -most - 1 : -1]:
+        *before, took, rate, p50, p95, gap, useful = period.figures
+        lines.append(line([*before, took, span(period.makespan(price)), rate, p50, p95, gap, useful]))
+    return lines
 
 
 def explained(width: int) -> str:

@@ -174,6 +174,23 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it():
     )
 
 
+def test_each_admission_says_why_it_got_its_slot():
+    """Of several free slots one was taken, and nothing told a reader why this one."""
+    story = Story(slots=3)
+
+    def why(*prompts: tuple[int, ...]) -> list[tuple[int, str]]:
+        requests = [story.submit(prompt, 1) for prompt in prompts]
+        story.run()
+        return [(request.slot, request.why) for request in requests]
+
+    chat, other, third = (tuple(range(n, n + 20)) for n in (0, 100, 200))
+    assert why(chat, other) == [(0, "used longest ago"), (1, "used longest ago")]
+    assert why((*chat[:12], 77)) == [(0, "has its first 12 rows")]
+    spares = "used longest ago; slot 1 has 4 of its rows, but 20 in all"
+    assert why((*other[:4], 78)) == [(2, spares)]
+    assert [words for _, words in why(third, third, third)] == [*["used longest ago"] * 2, "the only free slot"]
+
+
 def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
     """Chunks of 4 and a budget of 8: two chunks a step, of two slots, oldest first, however long a prompt is."""
     story = Story(slots=3, budget=8)

@@ -200,6 +200,22 @@ def phases(engine: Engine) -> list[str]:
     return [slot.phase for slot in engine.snapshot().slots]
 
 
+def test_the_text_of_any_earlier_step_is_known_to_the_letter(parts):
+    """A screen that goes back in time needs it, and looks at every tenth step only. Letters that may become a stop
+    string, or are half a character, come later than their token."""
+    engine = Engine(*parts, slots=2, max_len=128)
+    stops = [engine.generate(["a prompt"], Sampling(max_tokens=40, ignore_eos=True))[0].text[20:23]]
+    handles = [engine.submit("a prompt", Sampling(max_tokens=40, ignore_eos=True, stop=stop)) for stop in ([], stops)]
+    seen = {handle.id: {} for handle in handles}
+    while engine.step():
+        for handle in handles:
+            seen[handle.id][len(handle.tokens)] = handle.text
+    for request in engine.snapshot().ended[-2:]:
+        texts = {n: request.text[: sum(request.lengths[:n])] for n in seen[request.id]}
+        texts[request.metrics.output_tokens] = request.text  # what was held back comes at the end
+        assert texts == seen[request.id] and len(texts) > 3, request
+
+
 def test_under_static_a_free_slot_is_blocked_while_others_wait_and_under_continuous_never(parts):
     seen = {}
     for policy in ("static", "continuous"):

@@ -238,6 +238,28 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
     assert "static, measured: steps " in text and "continuous, measured: steps " in text
 
 
+@pytest.mark.parametrize("given", ["< /dev/null", "<&-"])
+def test_without_a_terminal_and_without_a_prompt_one_line_says_what_to_give(model, given):
+    """Eight prompts of its own were answered, on any model, however slow; a closed input was a traceback."""
+    command = f"exec {sys.executable} {ROOT / 'tui.py'} --plain --model {model} {given}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, cwd="/")
+    assert done.returncode == 2 and b" waits: " not in done.stdout
+    (line,) = done.stderr.decode().splitlines()
+    assert "standard input has no prompt" in line and "--prompts FILE" in line and "--script burst8" in line
+
+
+def test_a_plain_log_on_a_terminal_says_what_can_be_typed(model):
+    """It said nothing, and seemed to hang. What is typed before the model is there waits for it."""
+    with Terminal("--model", model, "--max-len", "128", "--plain", size=(100, 40)) as terminal:
+        terminal.sees("type a prompt, or a command such as /burst 8")
+        terminal.type("/set max=3\nhello\n")
+        terminal.sees("r1 waits: hello", "r1 ends (length): 3 tokens")
+        terminal.type("\x04")
+        while terminal.process.poll() is None:
+            terminal.read(0.05)
+        assert terminal.process.returncode == 0, terminal.text()
+
+
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
     picture = tmp_path / "picture.svg"
     command = [sys.executable, str(ROOT / "tui.py"), "--model", model, "--script", "light static pause burst24 step60"]

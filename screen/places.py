@@ -1,0 +1,75 @@
+"""Where each pane goes, on a screen of any size.
+
+The problem. 80 × 24 characters have room for two panes, 200 × 50 for all of them.
+
+What this file keeps. Panes never overlap nor leave the screen, and a pane without enough room to say something is left
+out as a whole. On a small screen the panes of `LOWER` take turns in one place; `v` leads from each to the next.
+
+Where next: `widgets.py`, what stands in these places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.geometry import Region
+
+STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",), "waits": ("queue", "waits")}  # of charts
+LOWER = ("timeline", *STACKS, "streams", "step", "clients")  # the panes that take turns if room is short
+
+
+def arrange(width: int, height: int, slots: int, lower: str, door: bool = False) -> dict[str, Region]:
+    """Where each pane goes. A pane that is not named has no room, and is not shown. `lower` is one of `LOWER`."""
+    if width < 60 or height < 20:
+        return {"small": Region(0, 0, width, height)}
+    beside = max(33, width // 3)
+    places = {
+        "status": Region(0, 0, width, 1),
+        "mark": Region(0, height - 2, 3, 1),
+        "prompt": Region(3, height - 2, width - beside - 3, 1),
+        "settings": Region(width - beside, height - 2, beside, 1),
+        "keys": Region(0, height - 1, width, 1),
+    }
+    body = height - 3
+    if is_wide(width, height):
+        rows = min(slots, max(4, (body - 15) // 2))
+        top, right = 2 * rows + 5, max(40, width * 3 // 8)
+        left, tall = width - right - 2, body - top
+        charts = lower if lower in STACKS else "charts"
+        places |= stack(Region(left + 2, 1, right, top), STACKS[charts])
+        places["slots"] = Region(0, 1, left, rows + 3)
+        places["timeline"] = Region(0, rows + 4, left, rows + 2)
+        if door:
+            tall -= tall // 2
+            places["clients"] = Region(0, 1 + top + tall, width, body - top - tall)
+        places["streams"] = Region(0, 1 + top, left, tall)
+        under = tall - 14 if tall >= 22 else 0  # the rest of the step's place
+        places["step"] = Region(left + 2, 1 + top, right, tall - under)
+        rest = Region(left + 2, 1 + top + tall - under, right, under)
+        return places | (stack(rest, ("request" if charts == "lesson" else "cost",)) if under else {})
+
+    rows = min(slots, (body - 5) // 2)
+    places["slots"] = Region(0, 1, width, rows + 3)
+    y, tall = rows + 4, body - rows - 3
+    if tall >= rows + (5 if lower == "timeline" else 8):  # there is room for the timeline and another pane
+        places["timeline"] = Region(0, y, width, rows + 2)
+        y, tall = y + rows + 2, tall - rows - 2
+        lower = "streams" if lower == "timeline" else lower
+    below = Region(0, y, width, tall)
+    return places | (stack(below, STACKS[lower]) if lower in STACKS else {lower: below})
+
+
+def is_wide(width: int, height: int) -> bool:
+    """Is there room for slots, timeline, charts, answers and step side by side?"""
+    return width >= 110 and height >= 34
+
+
+def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
+    """Charts, one above the other; side by side if there is no room for that. The last ones are left out first."""
+    x, y, wide, tall = place
+    if tall < 6 * len(names) and wide >= 72:
+        each = (wide - 2 * (len(names) - 1)) // len(names)
+        return {name: Region(x + i * (each + 2), y, each, tall) for i, name in enumerate(names)}
+    names = names[: max(1, tall // 4)]
+    tops = [i * tall // len(names) for i in range(len(names) + 1)]
+    return {name: Region(x, y + tops[i], wide, tops[i + 1] - tops[i]) for i, name in enumerate(names)}
