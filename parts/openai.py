@@ -306,6 +306,8 @@ class Words:
         # One without a text of its own waits for the text after it: it may be the end token, which is not shown.
         ends = (w.offset + max(len(w.text), 1) for w in self._waiting)
         ready = sum(1 for _ in takewhile(lambda end: end <= self._shown, ends))
+        # If the answer ends within a character, what is shown of that belongs to the last token.
+        ready = min(ready, len(self._waiting) - self._stream.open)
         released, self._waiting = self._waiting[:ready], self._waiting[ready:]
         return released
 

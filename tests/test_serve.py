@@ -133,6 +133,18 @@ def test_tokens_of_both_shapes_of_logprobs_join_to_the_answer(server):
     assert older["logprobs"]["text_offset"] == [len("".join(tokens[:i])) for i in range(8)]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_character_that_stays_incomplete_is_in_the_streamed_logprobs_too(server, count):
+    """The answer ends within a character, which is shown only then. Its token was told before, and without a text."""
+    asked = {"logit_bias": {"177": 1000}, "temperature": 0, "max_tokens": count}  # byte F0 begins one of four bytes
+    whole = server.chat(logprobs=True, **asked).json["choices"][0]
+    assert whole["message"]["content"] == "\ufffd" * count
+    streamed = server.chat(logprobs=True, stream=True, **asked).events[:-1]
+    parts = [event["choices"][0]["logprobs"] for event in streamed]
+    entries = [entry for part in parts if part for entry in part["content"]]
+    assert entries == whole["logprobs"]["content"] and "".join(entry["token"] for entry in entries) == "\ufffd" * count
+
+
 def test_logprobs_of_0_are_those_of_the_answers_tokens_alone(server):
     """0 is no `false`, though Python finds the two equal."""
     said = server.complete(logprobs=0, temperature=0).json["choices"][0]["logprobs"]
