@@ -172,7 +172,8 @@ def read_message(place: str, message: Any) -> dict[str, str]:
     if role not in ROLES:
         raise bad(f"{place}.role", role, f"one of {', '.join(ROLES)}", "messages")
     for name in message.keys() - {"role", "content", "name"}:
-        if message[name]:  # tool_calls, audio, ...
+        said = message[name]  # tool_calls, audio, ...
+        if any(said.values()) if isinstance(said, dict) else said:
             words = f"{place}.{name[:40]} is not supported here; leave it out"
             raise Refusal(400, words, "unsupported_parameter", "messages")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]

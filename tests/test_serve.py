@@ -194,6 +194,19 @@ def test_content_may_come_in_parts_and_a_developer_is_the_system(server):
     assert server.ask(CHAT, {"messages": turns}).status == 200
 
 
+def test_an_answers_message_may_come_back_as_clients_keep_it(server):
+    """A chat's next turn begins so. litellm keeps our `"refusal": null` in an object, which asks for nothing either."""
+    for kept in (
+        {"refusal": None, "tool_calls": None, "annotations": []},
+        {"provider_specific_fields": {"refusal": None}},
+    ):
+        turns = [*user("Hi."), {"role": "assistant", "content": "Hello.", **kept}, *user("Count from 3 to 7.")]
+        reply = server.ask(CHAT, {"messages": turns, "max_tokens": 1})
+        assert reply.status == 200, reply
+    turns[1] |= {"provider_specific_fields": {"refusal": "No."}}
+    assert server.ask(CHAT, {"messages": turns, "max_tokens": 1}).status == 400
+
+
 @pytest.mark.parametrize(
     "fields",
     [
