@@ -129,7 +129,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise ValueError(f"{name} is no JSON")
 
     try:
-        given = json.loads(body.decode(), parse_constant=no_number)
+        given = json.loads(body.decode("utf-8-sig"), parse_constant=no_number)
     except UnicodeDecodeError as error:
         raise Refusal(400, f"the body is no UTF-8 at byte {error.start}", "invalid_json") from None
     except RecursionError:

@@ -352,6 +352,11 @@ def test_a_body_that_is_no_json_object_is_refused(server, body):
         assert reply.status == 400 and reply.error["code"] == "invalid_json", reply
 
 
+def test_a_byte_order_mark_before_the_body_is_skipped(server):
+    """Windows' editors write one, and `curl -d @body.json` sends it."""
+    assert server.ask(CHAT, b"\xef\xbb\xbf" + json.dumps(say(max_tokens=1)).encode()).status == 200
+
+
 def test_a_prompt_that_does_not_fit_is_refused_before_a_stream_begins(server):
     for text in ("one two three " * 1000, "x" * 3_000_000):
         reply = server.chat(text, stream=True)
@@ -562,7 +567,10 @@ def test_pages_of_this_machine_alone_may_ask(server):
         assert reply.status == 204 and reply.headers["access-control-allow-origin"] == origin
         assert "POST" in reply.headers["access-control-allow-methods"]
         assert "x-stainless-os" in reply.headers["access-control-allow-headers"]
-        assert server.ask("/v1/models", Origin=origin).headers["access-control-allow-origin"] == origin
+        reply = server.ask("/v1/models", Origin=origin)
+        assert reply.headers["access-control-allow-origin"] == origin
+        # Without these a page's client knows neither an answer's id nor when to come again.
+        assert reply.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"
         refused = server.ask(CHAT, b"{}", Origin=origin)
         assert refused.status == 400 and refused.headers["access-control-allow-origin"] == origin
     for origin in ("http://evil.example", "null", "http://localhost.evil.example", "file://", "http://[", "["):
