@@ -170,8 +170,9 @@ class Scheduler:
         n, more, most = len(request.prompt), request.max_tokens, self.max_len
         if n + more > most:
             raise ValueError(f"prompt {n:,} + max_tokens {more:,} = {n + more:,}, but a slot holds {most:,} (max_len)")
-        if len(self.waiting) >= self.max_queue:
-            raise QueueFull(f"{len(self.waiting)} requests are waiting, and max_queue is {self.max_queue}; try later")
+        # Those that the next step admits do not wait: an idle engine takes as many more as it has slots.
+        if (waiting := len(self.waiting) - self._room(len(self.free))) >= self.max_queue:
+            raise QueueFull(f"{waiting} requests are waiting, and max_queue is {self.max_queue}; try later")
         request.beginnings = self.prefixes.of(request.prompt, request.shares)
         self.waiting[request.id] = request
         self.submitted += 1

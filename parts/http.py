@@ -316,6 +316,7 @@ def for_pages(request: Request) -> list[tuple[bytes, bytes]]:
     headers = {}
     if origin := request.headers.get("origin"):
         headers = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+        headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
         if request.method == "OPTIONS":
             wanted = request.headers.get("access-control-request-headers", "authorization, content-type")
             headers |= {"Access-Control-Allow-Methods": "GET, POST, OPTIONS", "Access-Control-Allow-Headers": wanted}

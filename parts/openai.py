@@ -129,7 +129,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise ValueError(f"{name} is no JSON")
 
     try:
-        given = json.loads(body.decode(), parse_constant=no_number)
+        given = json.loads(body.decode("utf-8-sig"), parse_constant=no_number)
     except UnicodeDecodeError as error:
         raise Refusal(400, f"the body is no UTF-8 at byte {error.start}", "invalid_json") from None
     except RecursionError:
@@ -172,7 +172,8 @@ def read_message(place: str, message: Any) -> dict[str, str]:
     if role not in ROLES:
         raise bad(f"{place}.role", role, f"one of {', '.join(ROLES)}", "messages")
     for name in message.keys() - {"role", "content", "name"}:
-        if message[name]:  # tool_calls, audio, ...
+        said = message[name]  # tool_calls, audio, ...
+        if any(said.values()) if isinstance(said, dict) else said:
             words = f"{place}.{name[:40]} is not supported here; leave it out"
             raise Refusal(400, words, "unsupported_parameter", "messages")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -306,6 +307,8 @@ class Words:
         # One without a text of its own waits for the text after it: it may be the end token, which is not shown.
         ends = (w.offset + max(len(w.text), 1) for w in self._waiting)
         ready = sum(1 for _ in takewhile(lambda end: end <= self._shown, ends))
+        # If the answer ends within a character, what is shown of that belongs to the last token.
+        ready = min(ready, len(self._waiting) - self._stream.open)
         released, self._waiting = self._waiting[:ready], self._waiting[ready:]
         return released
 

@@ -217,6 +217,11 @@ class TextStream:
         self._decoded = 0  # how many characters are final
         self.stopped = False
 
+    @property
+    def open(self) -> int:
+        """So many tokens have yet to become text: they may be completed by the next one, or stay broken."""
+        return len(self._waiting)
+
     def push(self, token: int) -> str:
         """The text that can be shown now, perhaps none. `stopped` then says whether a stop string has come."""
         name = self._tokenizer.id_to_token(token)

@@ -151,7 +151,7 @@ def test_a_large_budget_takes_no_memory_at_start(parts, budget):
 
 def test_a_full_queue_refuses_at_once(parts):
     with Engine(*parts, slots=1, max_len=128, max_queue=2) as engine:
-        waiting = [engine.submit([1], LONG), engine.submit([2], LONG)]
+        waiting = [engine.submit([1], LONG) for _ in range(3)]  # one for the slot, two for the queue
         with pytest.raises(QueueFull, match="2"):
             engine.submit([3], LONG)
         assert all(handle.result().finish_reason == "length" for handle in waiting)

@@ -133,6 +133,18 @@ def test_tokens_of_both_shapes_of_logprobs_join_to_the_answer(server):
     assert older["logprobs"]["text_offset"] == [len("".join(tokens[:i])) for i in range(8)]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_character_that_stays_incomplete_is_in_the_streamed_logprobs_too(server, count):
+    """The answer ends within a character, which is shown only then. Its token was told before, and without a text."""
+    asked = {"logit_bias": {"177": 1000}, "temperature": 0, "max_tokens": count}  # byte F0 begins one of four bytes
+    whole = server.chat(logprobs=True, **asked).json["choices"][0]
+    assert whole["message"]["content"] == "\ufffd" * count
+    streamed = server.chat(logprobs=True, stream=True, **asked).events[:-1]
+    parts = [event["choices"][0]["logprobs"] for event in streamed]
+    entries = [entry for part in parts if part for entry in part["content"]]
+    assert entries == whole["logprobs"]["content"] and "".join(entry["token"] for entry in entries) == "\ufffd" * count
+
+
 def test_logprobs_of_0_are_those_of_the_answers_tokens_alone(server):
     """0 is no `false`, though Python finds the two equal."""
     said = server.complete(logprobs=0, temperature=0).json["choices"][0]["logprobs"]
@@ -180,6 +192,19 @@ def test_content_may_come_in_parts_and_a_developer_is_the_system(server):
         assert server.ask(CHAT, {"messages": said, "temperature": 0}).status == 200
     turns = [*user("Hello."), {"role": "assistant", "content": "Hi."}, *user("Count from 3 to 7.")]
     assert server.ask(CHAT, {"messages": turns}).status == 200
+
+
+def test_an_answers_message_may_come_back_as_clients_keep_it(server):
+    """A chat's next turn begins so. litellm keeps our `"refusal": null` in an object, which asks for nothing either."""
+    for kept in (
+        {"refusal": None, "tool_calls": None, "annotations": []},
+        {"provider_specific_fields": {"refusal": None}},
+    ):
+        turns = [*user("Hi."), {"role": "assistant", "content": "Hello.", **kept}, *user("Count from 3 to 7.")]
+        reply = server.ask(CHAT, {"messages": turns, "max_tokens": 1})
+        assert reply.status == 200, reply
+    turns[1] |= {"provider_specific_fields": {"refusal": "No."}}
+    assert server.ask(CHAT, {"messages": turns, "max_tokens": 1}).status == 400
 
 
 @pytest.mark.parametrize(
@@ -325,6 +350,11 @@ def test_a_body_that_is_no_json_object_is_refused(server, body):
     for path in (CHAT, COMPLETIONS):
         reply = server.ask(path, body)
         assert reply.status == 400 and reply.error["code"] == "invalid_json", reply
+
+
+def test_a_byte_order_mark_before_the_body_is_skipped(server):
+    """Windows' editors write one, and `curl -d @body.json` sends it."""
+    assert server.ask(CHAT, b"\xef\xbb\xbf" + json.dumps(say(max_tokens=1)).encode()).status == 200
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_a_stream_begins(server):
@@ -537,7 +567,10 @@ def test_pages_of_this_machine_alone_may_ask(server):
         assert reply.status == 204 and reply.headers["access-control-allow-origin"] == origin
         assert "POST" in reply.headers["access-control-allow-methods"]
         assert "x-stainless-os" in reply.headers["access-control-allow-headers"]
-        assert server.ask("/v1/models", Origin=origin).headers["access-control-allow-origin"] == origin
+        reply = server.ask("/v1/models", Origin=origin)
+        assert reply.headers["access-control-allow-origin"] == origin
+        # Without these a page's client knows neither an answer's id nor when to come again.
+        assert reply.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"
         refused = server.ask(CHAT, b"{}", Origin=origin)
         assert refused.status == 400 and refused.headers["access-control-allow-origin"] == origin
     for origin in ("http://evil.example", "null", "http://localhost.evil.example", "file://", "http://[", "["):
