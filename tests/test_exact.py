@@ -10,7 +10,7 @@ import company
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
-from company import SCHEDULES, Count
+from company import ELSEWHERE, SCHEDULES, Count
 from harness import Ask, random_asks, run_schedule
 
 import kv
@@ -33,14 +33,16 @@ def test_no_company_changes_a_single_bit_on_any_blas_and_any_of_its_kernels(ever
     with capsys.disabled():
         print()
         lines = [print(line := each.strip(), flush=True) or line for each in everywhere.stdout]
-    assert len(lines) >= (2 if company.sys.platform == "linux" else 1)
+    assert len(lines) >= (2 if company.sys.platform == "linux" else 1) and len(lines) == len(company.everywhere())
+    taken = "mlx", str(company.device.blas)
     for line in lines:
-        assert f" {SCHEDULES} schedules" in line and line.endswith(" 0 differ"), line
-        compared, beside, reused = (int(line.split(f" {what}")[0].split()[-1].replace(",", "")) for what in WHAT)
-        assert compared > 12 * SCHEDULES and beside > 6 * SCHEDULES and reused > 10 * SCHEDULES
+        assert line.endswith(" 0 differ"), line
+        count, compared, beside, reused = (int(line.split(f" {what}")[0].split()[-1].replace(",", "")) for what in WHAT)
+        assert count == (SCHEDULES if line.startswith(taken) else ELSEWHERE), line
+        assert compared > 12 * count and beside > 6 * count and reused > 10 * count
 
 
-WHAT = ("logit vectors", "of them beside", "prompt tokens reused")
+WHAT = ("schedules", "logit vectors", "of them beside", "prompt tokens reused")
 
 
 def test_the_blas_whose_kernels_were_asked_for_runs_them(models):
