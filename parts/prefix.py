@@ -91,9 +91,9 @@ class Prefixes:
         """
         rows, slot = self.find(beginnings, free)
         if len(free) == 1 or slot is None:
-            return free[0], "the only free slot" if len(free) == 1 else "used longest ago"
+            return free[0], "the only free slot" if len(free) == 1 else "unused for longest"
         if self.rows[slot] > 2 * rows:
-            return free[0], f"used longest ago; slot {slot} has {rows:,} of its rows, but {self.rows[slot]:,} in all"
+            return free[0], f"unused for longest; slot {slot} has {rows:,} of its rows, but {self.rows[slot]:,} in all"
         return slot, f"has its first {rows:,} rows"
 
     def best(self, beginnings: Sequence[Beginning], slot: int, worth: int) -> tuple[int, int | None]:

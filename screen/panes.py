@@ -280,11 +280,11 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
     entries = {
         "admitted": admissions(step) or "no request",
         "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)) or "no chunk",
-        "decode": f"slots {', '.join(str(s) for s, _ in sorted(step.decode))}" if decode else "no slot",
+        "decode": named(s for s, _ in step.decode) if decode else "no slot",
         "tokens": f"{prefill:,} prefill + {decode} decode = {prefill + decode:,} in one step; {step.tokens} delivered",
         "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,} (chunks count in {PADDING}s)",
         "held": step.held and f"{held}: over the budget, or what they share is being written",
-        "ghosts": step.ghosts and f"slots {', '.join(map(str, sorted(step.ghosts)))}: had ended, seen one step late",
+        "ghosts": step.ghosts and f"{named(step.ghosts)}: had ended, seen one step late",
         "in line": f"{step.waiting:,}" if step.waiting else "",
         "ranks": ranks_line(state.view.engine.ranks),
         "time": f"{1000 * total:.2f} ms = " + " + ".join(f"{name} {1000 * s:.2f}" for name, s in stages.items()),
@@ -300,6 +300,11 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
     if whole or hidden <= 0:
         return lines
     return [*lines[: height - 1], Pen().put(f" ↓ {count(hidden + 1, 'more line')}", p.accent, do="sheet('step')").line]
+
+
+def named(slots: Iterable[int]) -> str:
+    names = [str(slot) for slot in sorted(slots)]
+    return f"slot{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def admissions(step: StepView) -> str:

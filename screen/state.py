@@ -382,8 +382,8 @@ def compare(state: State, rival: str = "") -> Contest:
     )
     if left := state.view.engine.submitted - state.view.engine.finished:
         run = sum(r.reason is None for r in requests)
-        begun = f"Not over: {run:,} of them still run, and count as far as they are"
-        note = f"{begun}; {left - run:,} more have no token yet. {note}"
+        mute = f"; {left - run:,} more have no token yet" if left > run else ""
+        note = f"Not over: {run:,} of them still run, and count as far as they are{mute}. {note}"
     return Contest(f"Compare: {ran} and {rival}, {count(len(requests), 'request')}", runs, note)
 
 

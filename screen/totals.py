@@ -22,7 +22,7 @@ from parts.answers import RequestView
 from screen.ink import fitting, number, shorten, span
 from screen.timeline import Column
 
-CLOCK = "On the engine's clock, from the first arrival to the last token; a race leaves interruptions out."
+CLOCK = "On the engine's clock, first arrival to last token; makespan: without interruptions, as in a race."
 KEPT = 10_000  # so many waits and gaps of a period are kept for its percentiles
 
 
@@ -93,7 +93,7 @@ FIGURES = (
     Figure("lost", 6, 9, " Lost: cancelled or failed."),
     Figure("tokens", 9, 1),
     Figure("took", 9, 0),
-    Figure("makespan", 10, 5, " Makespan: without interruptions, as a race has it."),
+    Figure("makespan", 10, 5),
     Figure("tok/s", 8, 2),
     Figure("TTFT p50", 10, 3),
     Figure("TTFT p95", 10, 4),

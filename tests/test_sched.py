@@ -184,11 +184,11 @@ def test_each_admission_says_why_it_got_its_slot():
         return [(request.slot, request.why) for request in requests]
 
     chat, other, third = (tuple(range(n, n + 20)) for n in (0, 100, 200))
-    assert why(chat, other) == [(0, "used longest ago"), (1, "used longest ago")]
+    assert why(chat, other) == [(0, "unused for longest"), (1, "unused for longest")]
     assert why((*chat[:12], 77)) == [(0, "has its first 12 rows")]
-    spares = "used longest ago; slot 1 has 4 of its rows, but 20 in all"
+    spares = "unused for longest; slot 1 has 4 of its rows, but 20 in all"
     assert why((*other[:4], 78)) == [(2, spares)]
-    assert [words for _, words in why(third, third, third)] == [*["used longest ago"] * 2, "the only free slot"]
+    assert [words for _, words in why(third, third, third)] == [*["unused for longest"] * 2, "the only free slot"]
 
 
 def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():

@@ -255,9 +255,7 @@ def test_a_plain_log_on_a_terminal_says_what_can_be_typed(model):
         terminal.type("/set max=3\nhello\n")
         terminal.sees("r1 waits: hello", "r1 ends (length): 3 tokens")
         terminal.type("\x04")
-        while terminal.process.poll() is None:
-            terminal.read(0.05)
-        assert terminal.process.returncode == 0, terminal.text()
+        assert terminal.process.wait(timeout=60) == 0
 
 
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):

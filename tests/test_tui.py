@@ -655,9 +655,8 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
     took, makespan = ([row[titles.index(name)] for row in rows[::-1]] for name in ("took", "makespan"))
     assert makespan == [run.figures[1] for run in stage.state.raced.runs] and makespan[0] != makespan[1]
     assert stage.state.periods[1].ended - stage.state.periods[1].began > 2 * stage.state.raced.runs[1].makespan
-    assert took != makespan and "Makespan: without interr" in " ".join(
-        plain(panes.draw_totals(stage.state, ink.DARK, 120, 9))
-    )
+    said = (panes.farewell(stage.state, 120), plain(panes.draw_totals(stage.state, ink.DARK, 120, 9)))
+    assert took != makespan and all("makespan: without interruptions, as in a race" in "".join(text) for text in said)
 
 
 @at_every_size
@@ -728,13 +727,18 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
         stage.session.obey(letter * length)
     stage.turns(2)
     text = "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 70, 14)))
-    assert "r1 → slot 0, r2 → slot 1: used longest ago; r3 → slot 2: the only free slot" in " ".join(text.split())
+    assert "r1 → slot 0, r2 → slot 1: unused for longest; r3 → slot 2: the only free slot" in " ".join(text.split())
     assert "r1 0–16 → slot 0, r2 0–9 → slot 1" in text
     assert "25 prefill + 0 decode = 25 in one step" in text
     assert "cost 32 + 0 of 32 (chunks count in 16s)" in text
     assert "held     r3: over the budget, or what they share is being written" in text
     assert re.search(r"time +[\d.]+ ms = plan 0.00 \+ build 1.00 \+ wait [\d.]+ \+ commit 0.00", text)
     assert re.search(r"p─*build─*wc", text), text
+    stage.session.obey("/cancel all")
+    stage.session.obey("d")
+    stage.turns(4)
+    text = " ".join(plain(panes.draw_step(stage.state, ink.DARK, 70, 14)))
+    assert re.search(r"decode +slot \d ", text), "one slot was called slots"
 
 
 def test_the_screen_tells_of_the_ranks_that_share_the_model():
@@ -810,6 +814,11 @@ def test_a_comparison_in_mid_burst_says_how_far_it_counts():
     wait = engine.submitted - engine.finished - run
     said = f"Not over: {run} of them still run, and count as far as they are; {wait} more have no token yet. Simulated"
     assert stage.state.contest.note.startswith(said)
+    while stage.state.view.engine.waiting or any(r.metrics.ttft_s is None for r in stage.state.requests.values()):
+        stage.turns()
+    stage.session.obey("/compare")
+    said = r"Not over: \d of them still run, and count as far as they are\. Simulated"  # "0 more have no token yet"
+    assert re.match(said, stage.state.contest.note)
 
 
 @pytest.mark.parametrize("order", ["/compare", "/race 8"])
