@@ -47,8 +47,8 @@ class Options(NamedTuple):
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str = ""
-    watch_key: str = ""
+    api_key: str | None = None
+    watch_key: str | None = None
     allow_hosts: tuple[str, ...] = ()
 
 
@@ -150,7 +150,7 @@ def guard(request: Request, options: Options, local: bool, connections: int) -> 
     if origin and hostname(origin) not in names and origin.partition("//")[2] != host:
         words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
         raise Refusal(403, words, "origin_not_allowed")
-    keys = [options.api_key, options.watch_key if path == "/watch" else ""]
+    keys = [options.api_key, options.watch_key if path == "/watch" else None]
     free = not keys[0] or request.method == "OPTIONS" or path == "/health"
     if not free and not any(has_key(request, key) for key in keys if key):
         words = "no API key, or a wrong one; give it as 'Authorization: Bearer KEY'"

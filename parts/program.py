@@ -103,6 +103,13 @@ def about(option: str, remedy: str) -> Iterator[None]:
         raise ValueError(f"{option}: {getattr(error, 'strerror', None) or error}; {remedy}") from None
 
 
+def read_key(key: str) -> str:
+    """Without a key everybody may come in, so an empty one, as of a variable that is not set, is a mistake."""
+    if not key or key != key.strip():
+        raise argparse.ArgumentTypeError("the key is empty or has spaces around it; give another, or leave it out")
+    return key
+
+
 class Parser(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage, and exits with 2."""
 
@@ -126,7 +133,8 @@ class Parser(argparse.ArgumentParser):
 
     def add_keys(self) -> None:
         """What every program that opens the door asks for."""
-        key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY", "") for name in ("API", "WATCH"))
-        self.add_argument("--api-key", default=key, help="what clients must give ($NANOBATCH_API_KEY)")
-        self.add_argument("--watch-key", default=watch, help="shows texts to /watch elsewhere, too")
+        key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY") or None for name in ("API", "WATCH"))
+        says = "what clients must give ($NANOBATCH_API_KEY)"
+        self.add_argument("--api-key", type=read_key, default=key, help=says)
+        self.add_argument("--watch-key", type=read_key, default=watch, help="shows texts to /watch elsewhere, too")
         self.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="a proxy's (repeatable)")

@@ -699,6 +699,9 @@ def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
         ["--host", "203.0.113.1"],
         ["--log-file", "/no/such/folder/log"],
         ["--nonsense"],
+        ["--api-key", ""],  # as "$KEY" is where KEY is not set: it would let everybody in
+        ["--api-key", "key\n"],  # a header's value has no spaces around it, so this would let no client in
+        ["--watch-key", " "],
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(arguments):
