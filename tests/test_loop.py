@@ -217,15 +217,15 @@ def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_s
     with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
         engine.submit([1], SHORT).result()  # warm
         loop = Loop(engine, watch=watch).start()
-        loop.slow = 20.0
+        loop.slow = 4.0
         loop.wish(lambda: None)
         began, told, before = time.monotonic(), watch(), engine.steps
-        handle = engine.submit([1], Sampling(max_tokens=10, ignore_eos=True))
-        assert handle.result(timeout=20).finish_reason == "length" and engine.steps - before == 10
+        handle = engine.submit([1], Sampling(max_tokens=4, ignore_eos=True))
+        assert handle.result(timeout=20).finish_reason == "length" and engine.steps - before == 4
         took, metrics = time.monotonic() - began, handle.metrics
-        assert took > 0.44, "ten steps have nine rests of 50 ms between them"
+        assert took > 0.7, "four steps have three rests of 250 ms between them"
         ended = engine.snapshot().steps[-1].ended
-        assert ended - told < took - 0.2 and metrics.itl_p95_s < 0.05 and metrics.ttft_s < 0.05, metrics
+        assert ended - told < took - 0.3 and metrics.itl_p95_s < 0.25 and metrics.ttft_s < 0.25, metrics
         assert loop.stop(patience=10)
 
 
