@@ -58,8 +58,8 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
 ]
 
 
-# In the suite. A BLAS or a set of kernels that this machine has, but does not take, gets fewer: each model once. It keeps
-# all its threads. With one, Haswell's kernels give the same bits however far a request reads, and with two they do not.
+# In the suite. A BLAS or a set of kernels that this machine has, but does not take, gets fewer: each model once. It
+# keeps all its threads: on one alone, Haswell's kernels show no bit of how far a request reads, and on two they do.
 SCHEDULES = int(os.environ.get("NANOBATCH_EXACT_SCHEDULES", 100))
 ELSEWHERE = SCHEDULES * 2 // 5
 

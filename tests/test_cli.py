@@ -213,6 +213,32 @@ def test_a_mistake_gets_its_line_and_exit_code_2(here, arguments, words):
     assert len(said) == 1 or said[0].startswith("usage:"), said
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--port", "x"],
+        ["--port", "70000"],
+        ["--slots", "0"],
+        ["--max-len", "1"],
+        ["--max-queue", "-1"],
+        ["--policy", "lifo"],
+        ["--model", "/no/such/folder"],
+        ["--model", ""],
+        ["--host", "256.1.1.1"],
+        ["--host", "203.0.113.1"],
+        ["--log-file", "/no/such/folder/log"],
+        ["--nonsense"],
+        ["--api-key", ""],  # as "$KEY" is where KEY is not set: it would let everybody in
+        ["--api-key", "key\n"],  # a header's value has no spaces around it, so this would let no client in
+        ["--watch-key", " "],
+    ],
+)
+def test_a_wrong_option_of_the_server_is_one_line_and_exit_code_2(here, arguments):
+    done = here("--port", "0", *arguments, main=serve.main)
+    (line,) = lines(done.stderr)
+    assert done.returncode == 2 and line.startswith("nanobatch: "), done
+
+
 # It knows no word, and has no token for words that it does not know.
 LATE = Tokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]")).to_str().encode()
 
@@ -285,7 +311,7 @@ def test_a_signal_while_it_answers_ends_it_at_once_also_in_a_background_job(mode
     process.send_signal(sent)
     began = time.monotonic()
     _, stderr = process.communicate(timeout=30)
-    assert process.returncode == code and time.monotonic() - began < 3
+    assert process.returncode == code and time.monotonic() - began < 10  # its answer would have taken minutes
     assert b"Traceback" not in stderr
 
 

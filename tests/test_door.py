@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 
 import pytest
 from doors import COMPLETIONS, Line, Server
@@ -60,8 +61,9 @@ def test_a_stream_without_a_silence_has_no_pings(here):
 def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
-    time.sleep(0.3)
-    assert here.gauge("paused_seconds") > 0.1
+    deadline = time.monotonic() + 20
+    while here.gauge("paused_seconds") < 0.1:
+        assert time.monotonic() < deadline
     here.door.drain(10)
     assert line.reply().json["choices"][0]["finish_reason"] == "length"
 
@@ -101,9 +103,10 @@ def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, strea
     """A person at the screen cancels it: `finish_reason` "stop" would be a lie."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not (found := here.door.look().open) or not found[0].requests:
         assert time.monotonic() < deadline
+        time.sleep(0.005)
     engine.cancel(engine._ledger.open[found[0].requests[0]])
     said = line.until(b'"code":"cancelled"') if stream else line.reply()
     assert b"finish_reason" not in said if stream else (said.status, said.error["code"]) == (503, "cancelled")
@@ -300,26 +303,19 @@ def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine,
 
 
 def test_a_long_prompt_stops_no_other_thread(engine):
-    """Turning megabytes into tokens keeps Python's lock, if it is asked to in the wrong way.
+    """Turning megabytes into tokens keeps Python's lock, if it is asked to in the wrong way."""
+    looks, done = Counter(), threading.Event()
 
-    Measured in this process' own time: on a busy machine no thread of it may run for a while.
-    """
-    gaps, done = [], threading.Event()
-
-    def watch() -> None:
-        last = time.process_time()
-        while not done.is_set():
-            time.sleep(0.002)
-            now = time.process_time()
-            gaps.append(now - last)
-            last = now
+    def watch() -> None:  # by count, since how long it is kept from looking is the machine's affair, too
+        while not done.wait(0.002):
+            looks["meanwhile"] += 1
 
     thread = threading.Thread(target=watch)
     thread.start()
     engine.text.encode("so long " * 100_000)
     done.set()
     thread.join()
-    assert max(gaps) < 0.5, max(gaps)
+    assert looks["meanwhile"] > 20
 
 
 def test_a_short_soak(tmp_path):

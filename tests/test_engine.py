@@ -212,7 +212,7 @@ def test_an_idle_engine_sleeps_and_a_submit_wakes_it(engine):
         before = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - before < 0.1
-        assert engine.submit([1], Sampling(max_tokens=3)).result(timeout=5).finish_reason == "length"
+        assert engine.submit([1], Sampling(max_tokens=3)).result(timeout=30).finish_reason == "length"
 
 
 def test_result_gives_up_when_its_time_is_over(engine):
@@ -278,7 +278,7 @@ def test_ctrl_c_in_a_step_reaches_the_caller_and_leaves_the_engine_usable(engine
     with pytest.raises(KeyboardInterrupt):
         handle.result()
     monkeypatch.setattr(nanobatch, "forward", forward)
-    assert handle.result(timeout=5).finish_reason == "error"
+    assert handle.result(timeout=30).finish_reason == "error"
     assert engine.submit([4, 5], LONG).result().tokens == expected
 
 
@@ -306,9 +306,9 @@ def test_close_ends_every_open_handle_and_refuses_what_comes_after(parts):
         waiter.start()
         engine.close()
         engine.close()
-        waiter.join(5)
+        waiter.join(30)
         assert not waiter.is_alive()
-    assert all(handle.result(timeout=1).finish_reason in ("cancelled", "length") for handle in handles)
+    assert all(handle.result(timeout=30).finish_reason in ("cancelled", "length") for handle in handles)
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit([1], LONG)
     with pytest.raises(RuntimeError, match="closed"), engine.serving():

