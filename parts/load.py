@@ -274,12 +274,25 @@ def fit_all(model: Model, *sizes: int | None) -> Sizes:
     own = fit(c, itemsize, device.free_memory(), *sizes)
     if ranks.size == 1:
         return own
-    mark = zlib.crc32(repr((replace(c, H=0, Hkv=0, hidden=0), str(model.dtype))).encode()) // 2
-    if len({marks[0] for marks in ranks.gather(mark)}) > 1:  # they would add up nonsense
-        raise ModelError(f"rank {ranks.rank}: the ranks have not the same model and dtype; name one for all.")
+    check_alike(model)
     slots, max_len, chunk, budget = ranks.least(*own[:4])
     ranks.room = 4 + 17 * slots + max(chunk, min(budget, slots * chunk))  # numbers of the longest order (`Order.pack`)
     return fit(c, itemsize, None, slots, max_len, chunk, budget)
+
+
+def check_alike(model: Model) -> None:
+    """Have all ranks the same program and model? Else they would add up nonsense, and MLX would not complain."""
+    here = Path(__file__).parent
+    sources = [zlib.crc32(path.read_bytes()) for path in (here.parent / "nanobatch.py", *sorted(here.glob("*.py")))]
+    alike = {
+        "version of nanobatch and MLX": (mx.__version__, sources),
+        "model and dtype": (replace(model.config, H=0, Hkv=0, hidden=0), str(model.dtype)),
+        "weights": model.norm.tolist(),  # another training has changed these, too, if not every one
+    }
+    for what, own in alike.items():
+        marks = model.ranks.gather(zlib.crc32(repr(own).encode()) // 2)
+        if len({mark for (mark,) in marks}) > 1:
+            raise ModelError(f"rank {model.ranks.rank}: the ranks have not the same {what}; give all of them one.")
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:

@@ -20,17 +20,19 @@ import signal
 import socket
 import stat
 import sys
+from collections import Counter
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from parts import program
-from parts.checks import one_line
+from parts.checks import one_line, shown
 from parts.device import mx
 from parts.fields import ModelError
 from parts.ranks import ALONE, Ranks
 
-SILENCE_MS = 4000  # a machine that answers no longer than this has lost its connection
+SILENCE_MS = 4000  # a machine that has not answered for so long has lost its connection
 
 
 class Line(NamedTuple):
@@ -53,6 +55,18 @@ class Line(NamedTuple):
         except OSError:
             return True
 
+    def is_mute(self) -> bool:
+        """Linux: was something sent, and sent again, and nothing came back for `SILENCE_MS`?
+
+        subtle: the system must not decide this by itself (`TCP_USER_TIMEOUT`). It would give up a rank, too, that is
+        merely slow or stopped, and has no room for more numbers. The machine of such a rank still answers.
+        """
+        if sys.platform != "linux":
+            return False
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)  # its fields are in <linux/tcp.h>
+        tries, silence_ms = max(info[2], info[3]), int.from_bytes(info[56:60], sys.byteorder)
+        return tries > 1 and silence_ms > SILENCE_MS
+
 
 @functools.cache
 def join() -> Ranks:
@@ -64,6 +78,8 @@ def join() -> Ranks:
     if backend == "ring" and not nodes:
         return ALONE
     rank, size = program.rank(), len(nodes)
+    for address in nodes[rank] if nodes else ():
+        check_free(address)
     neighbours = dict.fromkeys((rank + step) % size for step in (-1, 1)) if nodes else ()
     awaited = " and ".join(f"rank {other} ({nodes[other][0]})" for other in neighbours) or "the others"
     print(f"nanobatch: rank {rank} waits for {awaited}", file=sys.stderr, flush=True)
@@ -84,19 +100,43 @@ def join() -> Ranks:
 
 
 def read_hosts() -> list[list[str]]:
-    """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`."""
+    """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Names become addresses."""
     path, rank = Path(os.environ["MLX_HOSTFILE"]), program.rank()
     try:
         text = path.read_text()
         nodes = json.loads(text or "[]")  # `mlx.launch -n 1` leaves it empty
         is_list = isinstance(nodes, list) and all(isinstance(node, list) and node for node in nodes)
-        if text and not (is_list and len(nodes) > 1 and all(isinstance(node[0], str) for node in nodes)):
+        if text and not (is_list and len(nodes) > 1 and all(isinstance(each, str) for each in chain(*nodes))):
             raise ValueError("it lists no addresses of two ranks or more")
+        nodes = [[numeric(address) for address in node] for node in nodes]
+        if twice := [address for address, count in Counter(chain(*nodes)).items() if count > 1]:
+            raise ValueError(f"it lists {twice[0]} twice")
     except (OSError, ValueError) as error:
         raise ModelError(f'MLX_HOSTFILE {path} is no hostfile ({one_line(error)}): [["10.0.0.1:5000"], ...].') from None
     if rank >= len(nodes) > 0:
         raise ModelError(f"MLX_RANK = {rank}, but {path} lists {len(nodes)} ranks, from 0 to {len(nodes) - 1}.")
     return nodes
+
+
+def numeric(address: str) -> str:
+    """A connection shows its address in numbers, so by a name we would not find it."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, ValueError):
+        if host and 0 < int(port) < 65536:
+            return f"{socket.gethostbyname(host)}:{int(port)}"
+    raise ValueError(f"{shown(address)} is no address with a port")
+
+
+def check_free(address: str) -> None:
+    """Can this process listen here? MLX would share the port with another program of its own, and mix the two up."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, int(port)))
+        except OSError as error:
+            which = f"rank {program.rank()} ({address})"
+            raise ModelError(f"{which} cannot listen: {error.strerror}; change MLX_RANK or the hostfile.") from None
 
 
 def find_lines(nodes: list[list[str]], rank: int) -> list[Line]:
@@ -119,9 +159,9 @@ def find_lines(nodes: list[list[str]], rank: int) -> list[Line]:
 
 
 def keep_alive(line: socket.socket) -> None:
-    """Where the other machine, or the cable, is gone without a word, the system notices after `SILENCE_MS`."""
+    """While nothing is on its way, the system asks the other machine, and closes the line after `SILENCE_MS`."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     settings = {"TCP_KEEPIDLE": 1, "TCP_KEEPALIVE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE_MS // 1000 - 1}
-    for name, value in {**settings, "TCP_USER_TIMEOUT": SILENCE_MS}.items():  # each system has some of them
+    for name, value in settings.items():  # each system has some of them
         if hasattr(socket, name):
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -261,14 +261,14 @@ class Ranks:
         """In a thread of its own: is a neighbour gone?"""
         while True:
             time.sleep(LOOK_S)
-            if self._hangs_together and (gone := self._gone()):
+            if self._gone():
                 time.sleep(LOOK_S)  # it may have heard of the end a moment before this rank
-                if self._hangs_together:
+                if gone := self._gone():
                     self._end(gone, LOST)
 
     def _gone(self) -> str | None:
         for line in self._lines:
-            if line.is_gone():
+            if line.is_mute() or (self._hangs_together and line.is_gone()):  # after the goodbye each may leave
                 here = f"rank {line.rank} ({line.address})"
                 return f"{here} is gone, and with it a share of the model; start all ranks again"
         return None

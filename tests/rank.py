@@ -6,6 +6,7 @@ Rank 0 prints what came of it as JSON.
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -61,6 +62,9 @@ def fail(fault: str) -> None:
         if len(calls) == 6 and is_there:
             if fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "cut":
+                subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+                return run(order)
             raise OverflowError("planted")
         return run(order)
 

@@ -8,13 +8,15 @@ tests/crowd.py`.
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +27,10 @@ from harness import random_asks, run_schedule
 from rank import SIZES, live
 
 from nanobatch import Engine, Order
-from parts import program
+from parts import meet, program
 from parts.checkpoint import ModelError, read_config
 from parts.device import mx
-from parts.load import ModelReader
+from parts.load import ModelReader, check_alike
 from parts.meet import join
 from parts.ops import Dense, Quantized
 from parts.ranks import LOST, Ranks, Share
@@ -204,10 +206,15 @@ def test_a_process_that_was_started_alone_is_alone(monkeypatch):
         ("0", '[["127.0.0.1:1"]]', "is no hostfile"),
         ("0", "{", "is no hostfile"),
         ("0", '{"a": 1, "b": 2}', "is no hostfile"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1:2", 3]]', "is no hostfile"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1"]]', "'127.0.0.1' is no address"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1:65537"]]', "'127.0.0.1:65537' is no address"),
+        ("0", '[["127.0.0.1:1"], [":2"]]', "':2' is no address"),
+        ("1", '[["127.0.0.1:1"], ["127.1:1"]]', "lists 127.0.0.1:1 twice"),
     ],
 )
 def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, text, says):
-    """MLX answers with an abort, or waits for ever."""
+    """MLX answers with an abort, or waits for ever; port 65537 is 1 for it, and then no connection is looked after."""
     monkeypatch.setenv("MLX_RANK", rank)
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     if text:
@@ -219,16 +226,85 @@ def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, te
     assert "\n" not in str(caught.value)
 
 
+def test_a_port_that_is_taken_is_said_before_anything_waits(monkeypatch, tmp_path):
+    """Two processes with one MLX_RANK listened at one port, since MLX lets them: either might get the neighbour."""
+    with socket.socket() as other:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as MLX does it
+            other.setsockopt(socket.SOL_SOCKET, option, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        here = f"127.0.0.1:{other.getsockname()[1]}"
+        (tmp_path / "hosts.json").write_text(json.dumps([["127.0.0.1:1"], [here]]))
+        monkeypatch.setenv("MLX_RANK", "1")
+        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
+        join.cache_clear()
+        with pytest.raises(ModelError, match=rf"rank 1 \({here}\) cannot listen: Address already in use"):
+            join()
+
+
+class Beside(Ranks):
+    """Rank 0 of two, which never meets the other one, but knows what it would say."""
+
+    def __init__(self, says: list[int]):
+        super().__init__(0, 2)
+        self.said, self.says = [], iter(says)
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        self.said += numbers
+        return [list(numbers), [next(self.says, numbers[0])]]
+
+
+def test_ranks_with_other_weights_of_the_same_shapes_are_refused(tmp_path):
+    """A model and its tuned version have one config. Half of each answered nonsense, and nothing said so."""
+    models = [ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read() for seed in (1, 2)]
+    said = []
+    for model in models:
+        check_alike(replace(model, ranks=(ranks := Beside([]))))  # the other says the same
+        said.append(ranks.said)
+    assert len(said[0]) == 3 and said[0][:2] == said[1][:2]
+    with pytest.raises(ModelError, match="rank 0: the ranks have not the same weights"):
+        check_alike(replace(models[0], ranks=Beside(said[1])))
+    with pytest.raises(ModelError, match="rank 0: the ranks have not the same version"):
+        check_alike(replace(models[0], ranks=Beside([1])))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the line is looked at by Linux's TCP_INFO")
+def test_a_rank_that_is_slow_to_read_is_not_taken_for_lost(monkeypatch):
+    """The numbers of a wide chunk fill all room between two ranks. The system gave up one that did not read for 4 s."""
+    monkeypatch.setattr(meet, "SILENCE_MS", 2000)
+    with ExitStack() as lines:
+        server = lines.enter_context(socket.create_server(("127.0.0.1", 0)))
+        one = lines.enter_context(socket.create_connection(server.getsockname()))
+        for each in (one, lines.enter_context(server.accept()[0])):
+            meet.keep_alive(each)
+        one.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                one.send(bytes(2**16))
+        line, until = meet.Line(1, "", one), time.monotonic() + 5
+        while time.monotonic() < until:
+            assert not line.is_gone() and not line.is_mute()
+            time.sleep(0.05)
+
+
 # --- two processes -------------------------------------------------------------------------------------------------
 
 
 class Pair(ExitStack):
-    """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are never started."""
+    """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are never started.
+    `inside` comes before each command."""
 
-    def __init__(self, tmp_path: Path, *command: str, only: tuple[int, ...] = (0, 1)):
+    def __init__(
+        self,
+        tmp_path: Path,
+        *command: str,
+        only: tuple[int, ...] = (0, 1),
+        host: str = "127.0.0.1",
+        inside: tuple[str, ...] = (),
+    ):
         super().__init__()
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-            self.hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
+            self.hosts = [f"{host}:{each.getsockname()[1]}" for each in (one, other)]
         (tmp_path / "hosts.json").write_text(json.dumps([[host] for host in self.hosts]))
         self.logs = [tmp_path / f"rank{rank}.log" for rank in (0, 1)]
         self.processes = {}
@@ -238,7 +314,7 @@ class Pair(ExitStack):
             # A test may run in a background job, which ignores Ctrl-C, and so would its children.
             reset = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
             options = {"stdout": log, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "env": environment}
-            self.processes[rank] = subprocess.Popen([sys.executable, *command], preexec_fn=reset, **options)
+            self.processes[rank] = subprocess.Popen([*inside, sys.executable, *command], preexec_fn=reset, **options)
             self.callback(self.end, self.processes[rank])
 
     @staticmethod
@@ -331,13 +407,62 @@ def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by, many):
 
 
 def test_a_rank_is_missed_even_while_nothing_is_asked(tmp_path):
-    """Nothing is sent then, so MLX notices nothing: the next client would be the first to learn of it."""
-    with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
+    """Nothing is sent then, so MLX notices nothing: the next client would be the first to learn of it. Where the
+    hostfile writes the address in another way, such as by name, a rank was never missed."""
+    with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0", host="127.1") as pair:
         pair.says(0, r"at http://(\S+)/v1;")
         pair.says(1, "follows rank 0")
         pair.processes[1].kill()
         assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
         assert "rank 1" in pair.said(0).splitlines()[-1] and "is gone" in pair.said(0).splitlines()[-1]
+
+
+@pytest.fixture
+def inside():
+    """What to write before a command that shall run in a network of its own, without any other machine."""
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        pytest.skip("no network of its own without unshare, nsenter and ip")
+    script = "ip link set lo up && echo up && exec sleep 600"
+    with subprocess.Popen(["unshare", "-rn", "sh", "-c", script], stdout=subprocess.PIPE) as network:
+        try:
+            if not network.stdout.readline():
+                pytest.skip("this user may have no network of its own")
+            yield ("nsenter", "-t", str(network.pid), "-U", "-n", "--preserve-credentials")
+        finally:
+            network.kill()
+
+
+def test_a_cut_line_is_told_to_every_client_and_ends_every_process(tmp_path, inside):
+    """No word comes of it, and MLX would wait for ever."""
+    with Pair(tmp_path, str(ROOT / "tests" / "rank.py"), "cut", inside=inside) as pair:
+        assert pair.codes() == [LOST, LOST], pair.said(0) + pair.said(1)
+        results = next(json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[["))
+        assert len(results) == 4
+        for reason, error in results:
+            assert reason == "error" and re.search(r"rank 1 \(127.0.0.1:\d+\) is gone", error), error
+        assert re.search(r"rank 1 of 2: rank 0 \(.*\) is gone", pair.said(1))
+
+
+CUT = """
+import socket, subprocess, time
+from parts import meet
+meet.SILENCE_MS = 2000
+server = socket.create_server(("127.0.0.1", 0))
+one = socket.create_connection(server.getsockname())
+other = server.accept()[0]
+meet.keep_alive(one)
+line = meet.Line(1, "", one)
+assert not line.is_mute()
+subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+one.send(b"numbers")
+while not line.is_mute():
+    time.sleep(0.05)
+"""
+
+
+def test_a_line_that_was_cut_while_numbers_were_on_their_way_is_noticed(inside):
+    """The system then does not ask whether the other machine is there. It tries again for a quarter of an hour."""
+    subprocess.run([*inside, sys.executable, "-c", CUT], cwd=ROOT, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
