@@ -334,7 +334,7 @@ def test_ctrl_c_during_the_imports_is_quiet_in_every_program(tmp_path, program, 
         f"import signal, time\nopen({str(reached)!r}, 'w').close()\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(5)\n"
     )
     done = subprocess.run(
-        [sys.executable, str(ROOT / program)],
+        [sys.executable, str(ROOT / program), *(["--script", "burst1"] if program == "tui.py" else [])],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=60,

@@ -43,8 +43,6 @@ from tui import Screen
 SIZES = ((80, 24), (120, 40), (200, 50))
 GOLDEN = Path(__file__).parent / "golden"
 at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
-# What is pressed and seen depends on the layout alone, and there are two. A picture has more to lose.
-in_both_layouts = pytest.mark.parametrize("size", SIZES[:2], ids=lambda size: "x".join(map(str, size)))
 
 
 class Stage:
@@ -1213,7 +1211,7 @@ def test_the_first_bursts_slow_motion_can_be_left(leave):
     show(scenario)
 
 
-@in_both_layouts
+@at_every_size
 def test_minus_and_plus_change_the_speed_and_it_stays_until_it_is_left(size):
     async def scenario(it):
         await it.press("minus")
@@ -1316,7 +1314,7 @@ def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
 # --- keys and mouse ------------------------------------------------------------------------------------------------
 
 
-@in_both_layouts
+@at_every_size
 def test_a_prompt_is_typed_with_the_letters_of_keys_and_answered(size):
     async def scenario(it):
         await it.press("i", *"quiz", "space", *"xbrpcq", "enter")
@@ -1364,7 +1362,7 @@ def test_commands_are_obeyed_and_a_wrong_one_comes_back_with_a_message():
     show(scenario, size=(120, 40))
 
 
-@in_both_layouts
+@at_every_size
 def test_b_fires_a_burst_and_x_cancels_the_selected_and_X_all(size):
     async def scenario(it):
         await it.press("b", turns=5)
@@ -1380,7 +1378,7 @@ def test_b_fires_a_burst_and_x_cancels_the_selected_and_X_all(size):
     show(scenario, size=size)
 
 
-@in_both_layouts
+@at_every_size
 def test_space_pauses_and_s_steps(size):
     async def scenario(it):
         await it.press("b", turns=10)
@@ -1400,7 +1398,7 @@ def test_space_pauses_and_s_steps(size):
     show(scenario, size=size)
 
 
-@in_both_layouts
+@at_every_size
 def test_p_switches_the_policy_and_the_load_can_be_changed_live(size):
     async def scenario(it):
         await it.press("p")
@@ -1416,7 +1414,7 @@ def test_p_switches_the_policy_and_the_load_can_be_changed_live(size):
     show(scenario, size=size)
 
 
-@in_both_layouts
+@at_every_size
 def test_the_cursor_goes_back_in_time_and_shows_that_step(size):
     async def scenario(it):
         await it.press("b", turns=400)
@@ -1577,7 +1575,7 @@ def test_the_mean_of_first_tokens_says_how_many_still_wait():
     assert "15.0 ms, 11 wait" in titles[34] and "11 wait" in titles[25]
 
 
-@in_both_layouts
+@at_every_size
 def test_from_a_step_to_the_request_and_from_a_request_to_its_steps(size):
     """A step named a request that could not be opened from there, and a request did not say when it had run."""
 
@@ -1629,7 +1627,7 @@ def test_a_step_pane_that_is_cut_says_so_and_can_be_opened():
     show(scenario, size=(60, 20))
 
 
-@in_both_layouts
+@at_every_size
 def test_requests_that_have_ended_can_be_read_and_copied(size):
     async def scenario(it):
         await it.press("f")
@@ -1694,7 +1692,7 @@ def test_a_stage_of_a_step_has_its_name_or_its_first_letter():
     assert {"p", "wait", "c"} <= seen <= {"p", "c", "b", "pb", "pbuild", "build", "wait", "w"}
 
 
-@in_both_layouts
+@at_every_size
 def test_r_races_and_shows_it_live(size):
     async def scenario(it):
         await it.press("r", turns=30)
