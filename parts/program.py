@@ -43,6 +43,9 @@ from parts.checks import one_line, read_whole, shown  # noqa: E402
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
+    while (unused := os.open(os.devnull, os.O_RDWR)) < 3:  # a standard stream was closed; MLX reads no file as number 0
+        pass
+    os.close(unused)
     try:
         _on_ctrl_c(signal.default_int_handler)
         code = main()
