@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 LOST = 3  # the exit code of a process that another rank has left alone
 LOOK_S = 0.2  # so often a rank looks after its neighbours
 TIMED = 32  # after so many steps, the sums of one are timed again
+GOODBYE_S = 5.0  # so long the leader waits for its own goodbye, once a rank has left
 GRACE_S = 1.0  # so long the leader's clients have to take their errors
 
 
@@ -131,6 +132,7 @@ class Ranks:
         self._untimed, self._summed_s = TIMED // 2, None
         self._lines, self._ends = lines, threading.Lock()
         self._hangs_together = size > 1  # until the end, the loss of a rank is the loss of all
+        self._takes_leave = False  # then a rank that is gone has heard of the end, or will never hear of it
         # Where the device is a GPU, most backends move numbers by way of the processor.
         self._stream = mx.new_thread_unsafe_stream(mx.cpu) if has_gpu() and backend not in ("", "nccl") else None
         if lines:
@@ -245,8 +247,10 @@ class Ranks:
         """The end, as planned: the leader tells the others. They have left when they have heard of it."""
         ends, self._hangs_together = self._hangs_together, False
         if ends and self.leads and self.room:
+            self._takes_leave = True
             with suppress(RuntimeError):  # a rank is gone before its time
                 mx.eval(self.first(mx.zeros(self.room, mx.int32)))
+            self._takes_leave = False
 
     # --- the end, not as planned
 
@@ -262,13 +266,15 @@ class Ranks:
         while True:
             time.sleep(LOOK_S)
             if self._gone():
-                time.sleep(LOOK_S)  # it may have heard of the end a moment before this rank
+                # It may have heard of the end a moment before this rank.
+                time.sleep(GOODBYE_S if self._takes_leave else LOOK_S)
                 if gone := self._gone():
                     self._end(gone, LOST)
 
     def _gone(self) -> str | None:
         for line in self._lines:
-            if line.is_mute() or (self._hangs_together and line.is_gone()):  # after the goodbye each may leave
+            # After the goodbye each may leave.
+            if line.is_mute() or ((self._hangs_together or self._takes_leave) and line.is_gone()):
                 here = f"rank {line.rank} ({line.address})"
                 return f"{here} is gone, and with it a share of the model; start all ranks again"
         return None

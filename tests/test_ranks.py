@@ -13,11 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from harness import random_asks, run_schedule
 from rank import SIZES, live
 
 from nanobatch import Engine, Order
-from parts import meet, program
+from parts import meet, program, ranks
 from parts.checkpoint import ModelError, read_config
 from parts.device import mx
 from parts.load import ModelReader, check_alike
@@ -191,10 +193,10 @@ def test_a_process_that_was_started_alone_is_alone(monkeypatch):
     for name in ("MLX_RANK", "MLX_HOSTFILE", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert program.backend() == "" and program.rank() == 0
-    ranks = join()
-    assert (ranks.rank, ranks.size) == (0, 1)
+    alone = join()
+    assert (alone.rank, alone.size) == (0, 1)
     x = mx.ones(3)
-    assert ranks.sum(x) is x and ranks.first(x) is x and ranks.least(4, 5) == [4, 5]
+    assert alone.sum(x) is x and alone.first(x) is x and alone.least(4, 5) == [4, 5]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +261,8 @@ def test_ranks_with_other_weights_of_the_same_shapes_are_refused(tmp_path):
     models = [ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read() for seed in (1, 2)]
     said = []
     for model in models:
-        check_alike(replace(model, ranks=(ranks := Beside([]))))  # the other says the same
-        said.append(ranks.said)
+        check_alike(replace(model, ranks=(beside := Beside([]))))  # the other says the same
+        said.append(beside.said)
     assert len(said[0]) == 3 and said[0][:2] == said[1][:2]
     with pytest.raises(ModelError, match="rank 0: the ranks have not the same weights"):
         check_alike(replace(models[0], ranks=Beside(said[1])))
@@ -285,6 +287,19 @@ def test_a_rank_that_is_slow_to_read_is_not_taken_for_lost(monkeypatch):
         while time.monotonic() < until:
             assert not line.is_gone() and not line.is_mute()
             time.sleep(0.05)
+
+
+def test_a_rank_that_is_lost_during_the_goodbye_does_not_hold_it_up(monkeypatch):
+    """Where one signal ended both ranks at once, rank 0 waited for ever until rank 1 would hear of the end."""
+    is_gone, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(ranks, "GOODBYE_S", 0.1)
+    monkeypatch.setattr(Ranks, "_end", lambda self, why, code: ended.set())
+    line = SimpleNamespace(rank=1, address="there", is_mute=lambda: False, is_gone=is_gone.is_set)
+    leader = Ranks(0, 2, "ring", [line])
+    leader.room = 9
+    leader.first = lambda x: is_gone.set() or (ended.wait(10) and x)
+    leader.leave()
+    assert ended.is_set()
 
 
 # --- two processes -------------------------------------------------------------------------------------------------
