@@ -282,13 +282,15 @@ class Ranks:
     def _end(self, why: str, code: int) -> NoReturn:
         """Tell all who wait, then leave. Not by `sys.exit`, because the device may wait for the lost rank for ever."""
         with self._ends:  # never released
-            print(f"nanobatch: rank {self.rank} of {self.size}: {why}", file=sys.stderr, flush=True)
-            if self.told:
-                self.told(why)
-                time.sleep(GRACE_S)
-            with suppress(Exception):
+            try:
+                with suppress(OSError):  # what started this process may be gone, too
+                    print(f"nanobatch: rank {self.rank} of {self.size}: {why}", file=sys.stderr, flush=True)
+                if self.told:
+                    self.told(why)
+                    time.sleep(GRACE_S)
                 sys.stdout.flush()
-            os._exit(code)
+            finally:
+                os._exit(code)
 
 
 ALONE = Ranks()

@@ -305,6 +305,16 @@ def test_a_rank_that_is_lost_during_the_goodbye_does_not_hold_it_up(monkeypatch)
 # --- two processes -------------------------------------------------------------------------------------------------
 
 
+def test_a_rank_whose_messages_nobody_reads_any_more_ends_all_the_same():
+    """Once `mlx.launch` was killed, the word about a lost rank broke its pipe, and rank 0 waited for ever."""
+    code = "from parts.ranks import Ranks; Ranks(0, 2)._end('rank 1 is gone', 3)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=writer, timeout=60)
+    os.close(writer)
+    assert done.returncode == 3
+
+
 class Pair(ExitStack):
     """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are never started.
     `inside` comes before each command."""
