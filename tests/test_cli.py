@@ -346,17 +346,15 @@ def test_ctrl_c_during_the_imports_is_quiet_in_every_program(tmp_path, program, 
     assert (done.returncode, done.stderr) == (130, b"")
 
 
-@pytest.mark.parametrize("closed", [[0], [0, 1, 2]])
-def test_closed_standard_streams_leave_their_numbers_to_no_other_file(closed, tmp_path):
+def test_closed_standard_streams_leave_their_numbers_to_no_other_file(tmp_path):
     """A service may be started without them. The weights were opened as file 0, which MLX takes for a failure."""
-    log = tmp_path / "log"
+    trace = tmp_path / "trace"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tui.py"), "--plain", "--script", "burst1", "--trace", str(log)],
-        preexec_fn=lambda: [os.close(number) for number in closed],
-        stderr=None if 2 in closed else subprocess.PIPE,
+        [sys.executable, str(ROOT / "tui.py"), "--plain", "--script", "burst1", "--trace", str(trace)],
+        preexec_fn=lambda: [os.close(number) for number in range(3)],
         timeout=120,
     )
-    assert done.returncode == 0 and log.stat().st_size > 1000, done.stderr
+    assert done.returncode == 0 and trace.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("program", ["ask.py", "bench.py", "tui.py"])
