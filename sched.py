@@ -213,9 +213,8 @@ class Scheduler:
 
     def _admit(self, now: float) -> tuple[Request, ...]:
         """Give free slots to requests in line, oldest first."""
-        free, admitted = self.free, []
-        room = self._room(len(free))
-        while self.waiting and free and len(admitted) < room and not self.draining_to:
+        free, admitted, room = self.free, [], self._room(len(self.free))
+        while self.waiting and free and len(admitted) < room:
             _, request = self.waiting.popitem(last=False)
             request.slot, request.why = self.prefixes.place(self._usable(request), free)
             request.admitted, request.policy = now, self.policy
@@ -226,11 +225,12 @@ class Scheduler:
 
     def _room(self, free: int) -> int:
         """How many requests may be admitted now, if so many slots are free. The policies differ in this alone."""
-        return {
+        room = {
             "continuous": free,  # whenever a slot is free
             "static": 0 if self.running else free,  # a batch at a time: when the last one has drained
             "serial": 0 if self.running else 1,  # one at a time
         }[self.policy]
+        return 0 if self.draining_to else room
 
     def _usable(self, request: Request) -> Sequence[Beginning]:
         """What this prompt may take over: never the whole, because the answer's first token follows from its last one.

@@ -318,6 +318,9 @@ def test_a_request_that_a_free_slot_takes_in_the_next_step_does_not_count_as_wai
     story = Story(slots=3, max_queue=1, policy=policy)
     story.submit(1, 5), story.step()  # two of the three slots are still free
     assert most(story) == busy
+    story = Story(slots=3, max_queue=1, policy=policy)
+    story.submit(1, 5), story.step(), story.sched.drain("static" if policy == "serial" else "serial")
+    assert most(story) == 1  # until the policy has changed, nothing is admitted
 
 
 def test_what_cannot_fit_a_slot_is_refused_with_both_numbers_and_blocks_nobody():
