@@ -20,7 +20,6 @@ from rich.segment import Segment
 from textual.strip import Strip
 
 from parts.answers import RanksView, RequestView, SlotView, StepView
-from sched import PADDING
 from screen import ink
 from screen.ink import Line, Palette, Pen, axis, clean, count, entry, heading, legend, number, shorten, span, wrap
 from screen.runs import FIGURES, in_time
@@ -282,7 +281,7 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
         "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)) or "no chunk",
         "decode": named(s for s, _ in step.decode) if decode else "no slot",
         "tokens": f"{prefill:,} prefill + {decode} decode = {prefill + decode:,} in one step; {step.tokens} delivered",
-        "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,} (chunks count in {PADDING}s)",
+        "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,}",
         "held": step.held and f"{held}: over the budget, or what they share is being written",
         "ghosts": step.ghosts and f"{named(step.ghosts)}: had ended, seen one step late",
         "in line": f"{step.waiting:,}" if step.waiting else "",

@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from parts import blas
 from parts.answers import Snapshot
 from parts.journal import DoorView
 from parts.loop import Loop, Stopwatch
@@ -427,9 +428,10 @@ class EngineRoom(Room):
 def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]) -> Engine:
     """How the room gets its engine. This is the first code to import MLX."""
     report("starting MLX")
+    blas.say = report
     from nanobatch import Engine
 
-    options = {"policy": args.policy, "exact": args.exact, "slots": args.slots, "max_len": args.max_len}
+    options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
     if args.model == "demo":  # its prompts and answers are short: so they fill more of a slot, and some take two chunks
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
