@@ -242,8 +242,9 @@ class Flight(NamedTuple):
     tokens: mx.array  # (slots,): what each asked slot sampled, -1 where its logits were not finite
     logprobs: list[Logprobs]
     began: float
-    build_s: float  # spent on building the graph and starting it
-    wait_s: float  # spent on waiting for the device meanwhile
+    build_s: float  # Python built the graph
+    device_s: float  # MLX took the graph into its queue (`Runner._enqueue`)
+    wait_s: float  # Python waited for the pass before (`Runner._start`)
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
         """Wait for the step. By slot: its token, and the log probabilities of those that asked for them."""
@@ -262,6 +263,8 @@ class Runner:
         self, model: Model, sizes: Sizes, exact: bool | None = None, clock: Callable[[], float] = time.perf_counter
     ):
         self.model, self.ranks, self.clock = model, model.ranks, clock
+        self._device_s = 0.0  # of the step that is being started: its flight's figures so far
+        self._wait_s = 0.0
         self.exact = not device.has_gpu() if exact is None else exact
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
         self.slab: Slab | None = None
@@ -280,20 +283,23 @@ class Runner:
 
     def run(self, order: Order) -> Flight:
         """Turn an order into one lazy graph, sampling included, and start it. Ranks that follow are told first."""
-        began, waited = self.clock(), 0.0
+        began = self.clock()
+        self._device_s = 0.0
+        self._wait_s = 0.0
         if self.ranks.leads:
             self.ranks.tell(order.pack(), decodes=not order.chunks)
-            waited += self._start() if self.ranks.is_timed else 0.0
+            if self.ranks.is_timed:
+                self._start()
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
         emitted, logprobs = mx.full(self.slab.slots, -1, mx.int32), []
         for groups in self._passes(order):
-            waited += self._copy_prefix(groups[0][0])
+            self._copy_prefix(groups[0][0])
             parts = [self._window(group) for group in groups]
             asked = [group[0].asked for group in groups]
             states = forward(self.model, *zip(*parts, strict=True), asked)
             # Where no token is asked for, we start what has been written: the rest of the last layer is never run.
-            waited += self._start(*(states if any(asked) else self.slab.written()))
+            self._start(*(states if any(asked) else self.slab.written()))
             asking = compress(zip(groups, parts, strict=True), asked) if self.model.head else ()
             for (group, (_, window)), x in zip(asking, states, strict=False):
                 slots, tokens, measured = self._choose(x, group, window, order.picks)
@@ -301,8 +307,16 @@ class Runner:
                 logprobs += measured
         emitted = self.ranks.first(emitted)
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
-        mx.async_eval(emitted, self._newest, self._memory.recent, logprobs)
-        return Flight(emitted, logprobs, began, self.clock() - began - waited, waited)
+        self._enqueue(emitted, self._newest, self._memory.recent, logprobs)
+        took = self.clock() - began
+        return Flight(
+            tokens=emitted,
+            logprobs=logprobs,
+            began=began,
+            build_s=took - self._device_s - self._wait_s,
+            device_s=self._device_s,
+            wait_s=self._wait_s,
+        )
 
     def follow(self) -> None:
         """What every rank but the first does: it runs the orders of rank 0, until there are no more."""
@@ -340,14 +354,13 @@ class Runner:
             passes[-1].append(order.newest)
         return passes
 
-    def _copy_prefix(self, piece: Piece) -> float:
-        """Take over another slot's first rows, if this chunk goes on from there. Returns the seconds waited."""
+    def _copy_prefix(self, piece: Piece) -> None:
+        """Take over another slot's first rows, if this chunk goes on from there."""
         if piece.source is None:
-            return 0.0
+            return
         prefix = self.slab.prefix(piece.source, piece.start)
-        waited = self._start(*prefix)
+        self._start(*prefix)
         self.slab.fill(piece.slot, prefix)
-        return waited
 
     def _window(self, group: Sequence[Piece]) -> tuple[mx.array, Window]:
         """The token ids of a chunk, (1, C), or of all decoding slots, (B,), and their window.
@@ -379,8 +392,8 @@ class Runner:
         tokens, measured = choose(self.model.head(x), rows, [picks[piece.slot] for piece in group], self._memory)
         return mx.array([piece.slot for piece in group]), tokens, measured
 
-    def _start(self, *results: mx.array) -> float:
-        """Start a forward pass, as soon as the one before has read the last of the slab. Returns the seconds waited.
+    def _start(self, *results: mx.array) -> None:
+        """Start a forward pass, as soon as the one before has read the last of the slab.
 
         subtle: an array is written in place only if nothing else holds its memory. A running pass keeps a reference to
         the slab until it has read it; writing then would copy the slab, layer by layer: with two layers of 75 MB, a
@@ -390,10 +403,19 @@ class Runner:
         began = self.clock()
         mx.eval(self._started)
         self._started = ()  # these may be views of the slab: let go of it before it is to be written
-        waited = self.clock() - began
-        mx.async_eval(results)
+        self._wait_s += self.clock() - began
+        self._enqueue(*results)
         self._started = results
-        return waited
+
+    def _enqueue(self, *results) -> None:
+        """Add the operations that lead to these results to MLX's queue, from which the device takes them.
+
+        On a CPU the queue holds about ten operations, and adding to a full queue waits. So nearly all of the device's
+        work is done while Python stands here.
+        """
+        began = self.clock()
+        mx.async_eval(results)
+        self._device_s += self.clock() - began
 
 
 # --- the engine ----------------------------------------------------------------------------------------------------
@@ -526,8 +548,17 @@ class Engine:
             ghosts = tuple(member.slot for member in plan.emitters if member.request.finish_reason is not None)
             for request in self.sched.commit(plan, [tokens[member.slot] for member in plan.emitters], accept, read):
                 self._ledger.retire(request.id)
-            times = {"started": flight.began, "build_s": flight.build_s, "wait_s": flight.wait_s + read - began}
-            self._ledger.record(StepView.of(plan, ghosts, read=read, ended=self.clock(), **times))
+            view = StepView.of(
+                plan,
+                ghosts,
+                started=flight.began,
+                build_s=flight.build_s,
+                device_s=flight.device_s,
+                wait_s=flight.wait_s + read - began,
+                read=read,
+                ended=self.clock(),
+            )
+            self._ledger.record(view)
             self.changed.notify_all()
 
     # --- ends, and failures
