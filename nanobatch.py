@@ -287,9 +287,7 @@ class Runner:
         self._device_s = 0.0
         self._wait_s = 0.0
         if self.ranks.leads:
-            self.ranks.tell(order.pack(), decodes=not order.chunks)
-            if self.ranks.is_timed:
-                self._start()
+            self._tell(order)
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
         emitted, logprobs = mx.full(self.slab.slots, -1, mx.int32), []
@@ -308,6 +306,7 @@ class Runner:
         emitted = self.ranks.first(emitted)
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
         self._enqueue(emitted, self._newest, self._memory.recent, logprobs)
+        self._wait_s += self.ranks.waited_s
         took = self.clock() - began
         return Flight(
             tokens=emitted,
@@ -317,6 +316,15 @@ class Runner:
             device_s=self._device_s,
             wait_s=self._wait_s,
         )
+
+    def _tell(self, order: Order) -> None:
+        """Send the order to the ranks that follow. If this step's sums are timed, the step before is ended first."""
+        numbers = order.pack()
+        began = self.clock()
+        self.ranks.tell(numbers, decodes=not order.chunks)
+        self._device_s += self.clock() - began
+        if self.ranks.is_timed:
+            self._start()
 
     def follow(self) -> None:
         """What every rank but the first does: it runs the orders of rank 0, until there are no more."""
