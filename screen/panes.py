@@ -281,7 +281,7 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
         "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)) or "no chunk",
         "decode": named(s for s, _ in step.decode) if decode else "no slot",
         "tokens": f"{prefill:,} prefill + {decode} decode = {prefill + decode:,} in one step; {step.tokens} delivered",
-        "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,} (chunks count in {PADDING}s)",
+        "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,} (chunks by {PADDING}s)",
         "held": step.held and f"{held}: over the budget, or what they share is being written",
         "ghosts": step.ghosts and f"{named(step.ghosts)}: had ended, seen one step late",
         "in line": f"{step.waiting:,}" if step.waiting else "",
@@ -304,8 +304,8 @@ def draw_time(step: StepView, p: Palette, width: int) -> list[Line]:
     python = {"plan": in_ms(step.plan_s), "build": in_ms(step.build_s), "commit": in_ms(step.commit_s)}
     parts = {"Python": sum(python.values()), "device": in_ms(step.device_s), "wait": in_ms(step.wait_s)}
     total = sum(parts.values())
-    lines = entry(p, width, "time", f"{total:,.2f} ms = {added(parts)}")
-    lines += entry(p, width, "Python", added(python))
+    lines = entry(p, width, "time", f"{total:,.2f} ms = {' + '.join(named_ms(parts))}")
+    lines += entry(p, width, "Python", ", ".join(named_ms(python)))
     bar = Pen().to(10)
     for (name, spent), hue in zip(parts.items(), ink.HUES, strict=False):
         cells = max(1, round(spent / (total or 1) * (width - 14)))
@@ -318,8 +318,8 @@ def in_ms(seconds: float) -> float:
     return round(1000 * seconds, 2)
 
 
-def added(parts: Mapping[str, float]) -> str:
-    return " + ".join(f"{name} {spent:,.2f}" for name, spent in parts.items())
+def named_ms(parts: Mapping[str, float]) -> list[str]:
+    return [f"{name} {spent:,.2f}" for name, spent in parts.items()]
 
 
 def named(slots: Iterable[int]) -> str:
