@@ -248,8 +248,9 @@ class Flight(NamedTuple):
     tokens: mx.array  # (slots,): what each asked slot sampled, -1 where its logits were not finite
     logprobs: list[Logprobs]
     began: float
-    build_s: float  # spent on building the graph and starting it
-    wait_s: float  # spent on waiting for the device meanwhile
+    build_s: float  # Python built the graph
+    device_s: float  # MLX took the graph into its queue (`Runner._enqueue`)
+    wait_s: float  # Python waited for the pass before (`Runner._start`)
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
         """Wait for the step. By slot: its token, and the log probabilities of those that asked for them."""
@@ -266,6 +267,8 @@ class Runner:
 
     def __init__(self, model: Model, sizes: Sizes, clock: Callable[[], float] = time.perf_counter):
         self.model, self.ranks, self.clock = model, model.ranks, clock
+        self._device_s = 0.0  # of the step that is being started: its flight's figures so far
+        self._wait_s = 0.0
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
         self.slab: Slab | None = None
         self.reset()
@@ -280,34 +283,67 @@ class Runner:
 
     def run(self, order: Order) -> Flight:
         """Turn an order into one lazy graph, sampling included, and start it. Ranks that follow are told first."""
-        began, waited = self.clock(), 0.0
+        began = self.clock()
+        self._device_s = 0.0
+        self._wait_s = 0.0
         if self.ranks.leads:
-            self.ranks.tell(order.pack(), decodes=not order.chunks)
-            waited += self._start() if self.ranks.is_timed else 0.0
+            self._tell(order)
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
-        states, asking = [], []  # of each token that is to be followed by one: (1, D), and its piece
+        states, asking = self._forward(order)
+        emitted, logprobs = self._choose(states, asking, order.picks)
+        emitted = self.ranks.first(emitted)
+        self._newest = mx.where(emitted >= 0, emitted, self._newest)
+        self._enqueue(emitted, self._newest, self._memory.recent, logprobs)
+        self._wait_s += self.ranks.waited_s
+        took = self.clock() - began
+        return Flight(
+            tokens=emitted,
+            logprobs=logprobs,
+            began=began,
+            build_s=took - self._device_s - self._wait_s,
+            device_s=self._device_s,
+            wait_s=self._wait_s,
+        )
+
+    def _forward(self, order: Order) -> tuple[list[mx.array], list[Piece]]:
+        """Run the passes of a step. Returns the states, (n, D), of all tokens that are to be followed by one: theirs
+        are the pieces beside them."""
+        states: list[mx.array] = []
+        asking: list[Piece] = []
         for groups in self._passes(order):
-            waited += self._copy_prefix(groups[0][0])
+            self._copy_prefix(groups[0][0])
             parts = [self._window(group) for group in groups]
             asked = [group[0].asked for group in groups]
             found = forward(self.model, *zip(*parts, strict=True), asked)
             # Where no token is asked for, we start what has been written: the rest of the last layer is never run.
-            waited += self._start(*(found if any(asked) else self.slab.written()))
+            self._start(*(found if any(asked) else self.slab.written()))
             for group, x in zip(compress(groups, asked), found, strict=False):
-                last = len(group[0].ids)  # of a chunk, the last token before the padding is followed by one
+                last = len(group[0].ids)  # of a chunk, only the last token before the padding is followed by one
                 states.append(x[last - 1 : last] if last else x)
                 asking += group
-        emitted, logprobs = mx.full(self.slab.slots, -1, mx.int32), []
-        if asking and self.model.head:
-            logits = self.model.head(mx.concatenate(states))  # (pieces, V): the head is read once a step
-            picks = [order.picks[piece.slot] for piece in asking]
-            tokens, logprobs = choose(logits, picks, self._memory)
-            emitted[mx.array([piece.slot for piece in asking])] = tokens
-        emitted = self.ranks.first(emitted)
-        self._newest = mx.where(emitted >= 0, emitted, self._newest)
-        mx.async_eval(emitted, self._newest, self._memory.recent, logprobs)
-        return Flight(emitted, logprobs, began, self.clock() - began - waited, waited)
+        return states, asking
+
+    def _choose(
+        self, states: Sequence[mx.array], asking: Sequence[Piece], picks: Mapping[int, Pick]
+    ) -> tuple[mx.array, list[Logprobs]]:  # -> (slots,): the tokens, -1 where none is asked for; what was measured
+        """Choose a token for each piece. All of them go through the head together, so it is read once a step."""
+        emitted = mx.full(self.slab.slots, -1, mx.int32)
+        if not asking or not self.model.head:
+            return emitted, []
+        logits = self.model.head(mx.concatenate(states))  # (pieces, V)
+        tokens, logprobs = choose(logits, [picks[piece.slot] for piece in asking], self._memory)
+        emitted[mx.array([piece.slot for piece in asking])] = tokens
+        return emitted, logprobs
+
+    def _tell(self, order: Order) -> None:
+        """Send the order to the ranks that follow. If this step's sums are timed, the step before is ended first."""
+        numbers = order.pack()
+        began = self.clock()
+        self.ranks.tell(numbers, decodes=not order.chunks)
+        self._device_s += self.clock() - began
+        if self.ranks.is_timed:
+            self._start()
 
     def follow(self) -> None:
         """What every rank but the first does: it runs the orders of rank 0, until there are no more."""
@@ -342,14 +378,13 @@ class Runner:
             passes[-1].append(sorted(order.newest, key=lambda piece: piece.slot))  # neighbouring slots are one view
         return passes
 
-    def _copy_prefix(self, piece: Piece) -> float:
-        """Take over another slot's first rows, if this chunk goes on from there. Returns the seconds waited."""
+    def _copy_prefix(self, piece: Piece) -> None:
+        """Take over another slot's first rows, if this chunk goes on from there."""
         if piece.source is None:
-            return 0.0
+            return
         prefix = self.slab.prefix(piece.source, piece.start)
-        waited = self._start(*prefix)
+        self._start(*prefix)
         self.slab.fill(piece.slot, prefix)
-        return waited
 
     def _window(self, group: Sequence[Piece]) -> tuple[mx.array, Window]:
         """The token ids of a chunk, (C,), or of all decoding sequences, (B,), and their window.
@@ -370,8 +405,8 @@ class Runner:
         # The ids are on the device, and nothing has read them yet.
         return self._newest[mx.array(slots)], Window(slab, slots, starts, 1, lengths)
 
-    def _start(self, *results: mx.array) -> float:
-        """Start a forward pass, as soon as the one before has read the last of the slab. Returns the seconds waited.
+    def _start(self, *results: mx.array) -> None:
+        """Start a forward pass, as soon as the one before has read the last of the slab.
 
         subtle: an array is written in place only if nothing else holds its memory. A running pass keeps a reference to
         the slab until it has read it; writing then would copy the slab, layer by layer: with two layers of 75 MB, a
@@ -381,10 +416,19 @@ class Runner:
         began = self.clock()
         mx.eval(self._started)
         self._started = ()  # these may be views of the slab: let go of it before it is to be written
-        waited = self.clock() - began
-        mx.async_eval(results)
+        self._wait_s += self.clock() - began
+        self._enqueue(*results)
         self._started = results
-        return waited
+
+    def _enqueue(self, *results) -> None:
+        """Add the operations that lead to these results to MLX's queue, from which the device takes them.
+
+        On a CPU the queue holds about ten operations, and adding to a full queue waits. So nearly all of the device's
+        work is done while Python stands here.
+        """
+        began = self.clock()
+        mx.async_eval(results)
+        self._device_s += self.clock() - began
 
 
 # --- the engine ----------------------------------------------------------------------------------------------------
@@ -517,8 +561,17 @@ class Engine:
             ghosts = tuple(member.slot for member in plan.emitters if member.request.finish_reason is not None)
             for request in self.sched.commit(plan, [tokens[member.slot] for member in plan.emitters], accept, read):
                 self._ledger.retire(request.id)
-            times = {"started": flight.began, "build_s": flight.build_s, "wait_s": flight.wait_s + read - began}
-            self._ledger.record(StepView.of(plan, ghosts, read=read, ended=self.clock(), **times))
+            view = StepView.of(
+                plan,
+                ghosts,
+                started=flight.began,
+                build_s=flight.build_s,
+                device_s=flight.device_s,
+                wait_s=flight.wait_s + read - began,
+                read=read,
+                ended=self.clock(),
+            )
+            self._ledger.record(view)
             self.changed.notify_all()
 
     # --- ends, and failures

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -368,7 +369,52 @@ def test_a_snapshot_shows_slots_queue_and_steps(parts):
             pass
         snapshot = engine.snapshot()
         assert (snapshot.submitted, snapshot.finished, snapshot.output_tokens) == (3, 3, 12)
-        assert all(min(step.plan_s, step.build_s, step.wait_s, step.commit_s) >= 0 for step in snapshot.steps)
+        assert all(
+            min(step.plan_s, step.build_s, step.device_s, step.wait_s, step.commit_s) >= 0 for step in snapshot.steps
+        )
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_all_time_of_the_thread_that_steps_is_some_steps_and_is_called_what_it_was(parts, monkeypatch, run_ahead):
+    """The work of the device was called building, and looked as if Python was slow."""
+    now = 0.0
+    spent = Counter()
+
+    def takes(seconds, owner, name):
+        """From now on this function takes so long."""
+        real = getattr(owner, name)
+
+        def slow(*args, **options):
+            nonlocal now
+            result = real(*args, **options)
+            if result is not None or name != "plan":  # a plan of nothing is no step's
+                now += seconds
+                spent[name] += seconds
+            return result
+
+        monkeypatch.setattr(owner, name, slow)
+
+    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead, clock=lambda: now) as engine:
+        takes(1, engine.sched, "plan")
+        takes(10, nanobatch, "forward")
+        takes(100, mx, "async_eval")
+        takes(1000, mx, "eval")
+        takes(10_000, engine.sched, "commit")
+        handles = [engine.submit([n] * 20 * n, Sampling(max_tokens=6, ignore_eos=True)) for n in (1, 2, 3)]
+        while engine.step():
+            pass
+        steps = engine.snapshot().steps
+    assert all(handle.finish_reason == "length" for handle in handles) and len(steps) > 6
+    assert sum(step.plan_s for step in steps) == spent["plan"] == len(steps)
+    assert sum(step.build_s for step in steps) == spent["forward"]
+    assert sum(step.device_s for step in steps) == spent["async_eval"]
+    assert sum(step.wait_s for step in steps) == spent["eval"]
+    assert sum(step.commit_s for step in steps) == spent["commit"]
+    assert sum(step.seconds for step in steps) == sum(spent.values()) == now
+    for step in steps:
+        assert step.python_s == step.plan_s + step.build_s + step.commit_s
+        if not run_ahead:
+            assert step.seconds == step.ended - step.began
 
 
 # --- memory ------------------------------------------------------------------------------------------------------

@@ -17,13 +17,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 
 # The most lines: of a file, of a file in a folder, of a class, of any function.
-FILE = {"nanobatch": 750, "kv": 185, "tui": 600}
+FILE = {"nanobatch": 760, "kv": 185, "tui": 600}
 IN_A_FOLDER = 600
-CLASS = {("nanobatch", "Engine"): 300}
+CLASS = {("nanobatch", "Engine"): 310}
 FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. A change that adds some says so here.
 CODE = {"sched": 230}
-ALL_CODE = 8_930
+ALL_CODE = 9_000
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {

@@ -1,6 +1,7 @@
 """The device half alone: it is handed orders in plain numbers, and the same orders give the same bits."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from harness import random_asks
 from nanobatch import Engine, Order, Piece, Runner, Sampling
 from parts.device import device_lock, device_stream
 from parts.load import Sizes
+from parts.ranks import Ranks
 from parts.sampling import Pick
 
 SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100, summary="")
@@ -152,18 +154,38 @@ def test_one_pass_or_several_for_a_step_give_the_same_bits(parts, record):
         assert played.slab == record.slab or not record.runner.one_pass
 
 
-def test_a_flight_says_how_long_it_took_to_build_and_to_wait(parts):
-    """With a clock that ticks once a reading: none is negative, and both are there."""
+def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
+    """With a clock that ticks once a reading: all three are there, and together they are all of the time."""
     ticks = iter(range(10**6))
     with device_lock, device_stream():
         runner = Runner(parts[0], SIZES, clock=lambda: float(next(ticks)))
         began = next(ticks)
         chunk = Piece(2, (7, 8, 9), 0, 16, 3, None, True)
         flight = runner.run(Order((), (chunk,), (), {2: Pick(2, Sampling(), 0, 0)}))
-        assert flight.began == began + 1 and flight.build_s > 0 and flight.wait_s > 0
-        assert flight.build_s + flight.wait_s == next(ticks) - 1 - flight.began
+        assert flight.began == began + 1 and flight.build_s > 0
+        assert flight.device_s == 2  # the forward pass was started, then the sampling
+        assert flight.wait_s == 1  # for the pass before
+        assert flight.build_s + flight.device_s + flight.wait_s == next(ticks) - 1 - flight.began
         tokens, logprobs = flight.read()
         assert tokens[2] >= 0 and [*tokens[:2], *tokens[3:]] == [-1, -1, -1] and logprobs == {}
+
+
+def test_what_ranks_wait_for_while_they_are_timed_is_not_called_python(parts, monkeypatch):
+    """To time the sums of a step, each of them is waited for while the graph is built. That was called building."""
+    ticks = iter(range(10**6))
+    clock = lambda: float(next(ticks))  # noqa: E731
+    timed = Ranks()
+    timed._summed_s = 0.0
+    monkeypatch.setattr("parts.ranks.time.perf_counter", clock)
+    with device_lock, device_stream():
+        runner = Runner(replace(parts[0], ranks=timed), SIZES, clock=clock)
+        flight = runner.run(Order((), (), (Piece(0, (), 1, 1, 1, None, True),), {0: Pick(0, Sampling(), 0, 0)}))
+        sums = 2 * parts[0].config.layers
+        assert timed._summed_s == sums
+        assert timed.waited_s == 2 * sums
+        assert flight.wait_s == 2 * sums + 1
+        assert flight.build_s + flight.device_s + flight.wait_s == next(ticks) - 1 - flight.began
+        flight.read()
 
 
 def test_warming_up_leaves_no_trace(parts, record):

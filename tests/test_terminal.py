@@ -164,7 +164,7 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         assert titles[:2] == ["policy", "requests"] and len(totals) >= 4, "what ran stays to be read after the end"
         assert totals[0][:2] == ["continuous", "12"] and totals[1][:2] == ["static", "12"]
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {"r2 decode", "blocked", "plan", "build", "wait", "commit", "in line", "tokens/s"} <= {
+    assert {"r2 decode", "blocked", "plan", "build", "device", "wait", "commit", "in line", "tokens/s"} <= {
         event["name"] for event in events
     }
 

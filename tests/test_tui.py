@@ -731,10 +731,15 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     assert "r1 → slot 0, r2 → slot 1: unused for longest; r3 → slot 2: the only free slot" in " ".join(text.split())
     assert "r1 0–16 → slot 0, r2 0–9 → slot 1" in text
     assert "25 prefill + 0 decode = 25 in one step" in text
-    assert "cost 32 + 0 of 32 (chunks count in 16s)" in text
+    assert "cost 32 + 0 of 32 (chunks by 16s)" in text
     assert "held     r3: over the budget, or what they share is being written" in text
-    assert re.search(r"time +[\d.]+ ms = plan 0.00 \+ build 1.00 \+ wait [\d.]+ \+ commit 0.00", text)
-    assert re.search(r"p─*build─*wc", text), text
+    stage.turns()  # now the device works on the step before, while Python stands
+    lines = plain(panes.draw_step(stage.state, ink.DARK, 70, 14))
+    assert lines[-3:-1] == [
+        " time     10.00 ms = Python 1.00 + device 9.00 + wait 0.00",
+        " Python   plan 0.00, build 1.00, commit 0.00",
+    ]
+    assert re.fullmatch(r" {10}─*P─+device─+w", lines[-1]), lines[-1]
     stage.session.obey("/cancel all")
     stage.session.obey("d")
     stage.turns(4)
@@ -1680,7 +1685,27 @@ def test_a_number_and_its_unit_stand_in_one_line():
     assert ink.wrap("a small word", 8) == ["a small", "word"] and ink.wrap("1 second", 6) == ["1", "second"]
 
 
-def test_a_stage_of_a_step_has_its_name_or_its_first_letter():
+def test_the_parts_of_a_steps_time_add_up_as_they_are_printed():
+    """Each part was rounded by itself, and so was their sum: 0.00 + 0.00 + 0.00 would have been 0.01."""
+    stage = Stage().load()
+    stage.session.obey("one")
+    stage.finish()
+    parts = {"plan_s": 4e-6, "build_s": 4e-6, "commit_s": 4e-6, "device_s": 14.4e-6, "wait_s": 1.0}
+    step = replace(stage.state.step, **parts)
+    assert plain(panes.draw_time(step, ink.DARK, 70))[:2] == [
+        " time     1,000.01 ms = Python 0.00 + device 0.01 + wait 1,000.00",
+        " Python   plan 0.00, build 0.00, commit 0.00",
+    ]
+    parts["plan_s"] = 0.0149
+    for width in range(30, 90):
+        lines = plain(panes.draw_time(replace(step, **parts), ink.DARK, width))
+        text = " ".join(" ".join(lines[:-1]).split())
+        total, *sums = [float(number.replace(",", "")) for number in re.findall(r"[\d,]+\.\d\d", text)]
+        assert sum(sums[:3]) == pytest.approx(total) and sum(sums[3:]) == pytest.approx(sums[0]) == 14.9
+        assert not any(line.endswith(("+", "device", "wait")) for line in lines), lines
+
+
+def test_a_part_of_a_steps_time_has_its_name_or_its_first_letter():
     """The bar said "pbui": a word that was cut."""
     stage = Stage().load()
     stage.session.obey("/burst 12")
@@ -1688,8 +1713,8 @@ def test_a_stage_of_a_step_has_its_name_or_its_first_letter():
     seen = set()
     for width in range(30, 90):
         bar = plain(panes.draw_step(stage.state, ink.DARK, width, 40))[-1]
-        seen |= set(re.findall(r"[a-z]+", bar))
-    assert {"p", "wait", "c"} <= seen <= {"p", "c", "b", "pb", "pbuild", "build", "wait", "w"}
+        seen |= set(re.findall(r"[A-Za-z]+", bar))
+    assert {"P", "device", "w"} <= seen <= {"P", "Python", "device", "w"}
 
 
 @at_every_size
@@ -2272,7 +2297,7 @@ def test_a_trace_keeps_the_rules_of_its_format_and_holds_every_request_and_every
     spans = [event for event in events if event["ph"] == "X"]
     names = Counter(event["name"] for event in spans)
     assert all(names[f"r{i} decode"] for i in range(1, 21)) and names["blocked"]
-    assert all(names[stage] == steps for stage in ("plan", "build", "wait", "commit"))
+    assert all(names[stage] == steps for stage in ("plan", "build", "device", "wait", "commit"))
     assert sum(name.startswith("step ") for name in names) == steps and names["in line"] == 24
     waits = {e["tid"]: e["dur"] / 1e6 for e in spans if e["name"] == "in line"}
     for request in stage.state.ended:

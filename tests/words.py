@@ -62,9 +62,10 @@ class WordFlight:
     tokens: list[int]
     began: float
     cost: float
-    wait_s: float
+    device_s: float
     ended: float | None = None
     build_s: float = 0.001
+    wait_s: float = 0.0
 
     def read(self) -> tuple[list[int], dict]:
         if self.ended is None:
@@ -103,7 +104,7 @@ class WordRunner:
             tokens[slot] = len(self.text.pieces)
             self.text.pieces.append(after[len(before) :])
         cost = 0.01 * bool(order.newest) + 0.005 * len(order.chunks)
-        self.flight = WordFlight(self, tokens, began, cost, wait_s=max(0.0, self.clock() - began - 0.001))
+        self.flight = WordFlight(self, tokens, began, cost, device_s=max(0.0, self.clock() - began - 0.001))
         return self.flight
 
 
