@@ -30,7 +30,7 @@
    anew, whether to round once or twice. The file is compiled without -ffast-math, which lets a compiler reorder sums.
 
    How to read on: the vectors of each processor; a tile, which is the part of the result that is held in registers;
-   blocks of tiles, which stay in the caches; threads; and `cblas_sgemm`, the name by which MLX calls this. */
+   strips and blocks of tiles, which stay in the caches; threads; and `cblas_sgemm`, the name by which MLX calls this. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -40,6 +40,7 @@
 #include <time.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
 
 /* --- the vectors of each processor -------------------------------------------------------------------------------
 
@@ -47,7 +48,7 @@
    weights they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins what was loaded in a register; without it
    GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, into four numbers. */
 
-enum { COLS = 4 };
+enum { COLS = 4, WIDEST = 8 };
 
 #if defined(__AVX512F__)
 
@@ -189,11 +190,11 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
   }
 }
 
-/* W turned: `cols` vectors of columns, from column j on. */
-INLINE void turned_tile(const Product *p, long m, long j, const int rows, const int cols) {
+/* W turned: `cols` vectors of columns, from column j on. A single row has registers for WIDEST of them. */
+INLINE long turned_tile(const Product *p, long m, long j, const int rows, const int cols) {
   const float *x = p->x + m * p->ldx;
   const float *w = p->w + j;
-  vec sum[ROWS][COLS];
+  vec sum[ROWS][WIDEST];
   for (int r = 0; r < rows; r++)
     for (int c = 0; c < cols; c++) sum[r][c] = all(0);
 
@@ -220,6 +221,7 @@ INLINE void turned_tile(const Product *p, long m, long j, const int rows, const 
       store(total, sum[r][c]);
       for (int i = 0; i < LANES; i++) put(p, m + r, j + c * LANES + i, total[i]);
     }
+  return cols;
 }
 
 /* W turned, and fewer columns left than a vector has: the same sum, number by number. */
@@ -229,46 +231,60 @@ static void turned_number(const Product *p, long m, long j) {
   put(p, m, j, total);
 }
 
-/* A tile's loops are unrolled into registers if their bounds are constants. So there is a function for each height. */
-typedef void Tile(const Product *p, long m, long j, long cols, int is_first);
-#define HEIGHT(rows)                                                                                  \
-  static __attribute__((noinline)) void stored##rows(const Product *p, long m, long j, long cols, int is_first) { \
-    if (cols < COLS) for (; cols; cols--) stored_tile(p, m, j++, rows, 1, 0);                         \
-    else if (is_first) stored_tile(p, m, j, rows, COLS, 1);                                           \
-    else stored_tile(p, m, j, rows, COLS, 0);                                                         \
-  }                                                                                                   \
-  static __attribute__((noinline)) void turned##rows(const Product *p, long m, long j, long cols, int is_first) { \
-    (void)is_first;                                                                                   \
-    if (cols == 4) turned_tile(p, m, j, rows, 4);                                                     \
-    if (cols == 3) turned_tile(p, m, j, rows, 3);                                                     \
-    if (cols == 2) turned_tile(p, m, j, rows, 2);                                                     \
-    if (cols == 1) turned_tile(p, m, j, rows, 1);                                                     \
-  }
+/* --- strips: tiles of the same rows side by side ------------------------------------------------------------------------
+
+   A tile's loops are unrolled into registers if their bounds are constants. So there is a function for each height. */
+
+INLINE void stored_strip(const Product *p, long m, long j, long to, const int rows, const int is_first) {
+  for (; j + COLS <= to; j += COLS) stored_tile(p, m, j, rows, COLS, is_first);
+  for (; j < to; j++) stored_tile(p, m, j, rows, 1, 0);
+}
+
+/* `cols` vectors of columns, of which there are up to 4; or up to 8 for a single row. Returns how many it took. */
+INLINE long turned_some(const Product *p, long m, long j, long cols, const int rows) {
+  if (rows == 1 && cols >= 8) return turned_tile(p, m, j, rows, 8);
+  if (rows == 1 && cols >= 6) return turned_tile(p, m, j, rows, 6);
+  if (cols >= 4) return turned_tile(p, m, j, rows, 4);
+  if (cols == 3) return turned_tile(p, m, j, rows, 3);
+  if (cols == 2) return turned_tile(p, m, j, rows, 2);
+  return turned_tile(p, m, j, rows, 1);
+}
+
+typedef void Strip(const Product *p, long m, long j, long to);
+typedef long Some(const Product *p, long m, long j, long cols);
+#define HEIGHT(rows)                                                                                                    \
+  static NOINLINE void first##rows(const Product *p, long m, long j, long to) { stored_strip(p, m, j, to, rows, 1); }   \
+  static NOINLINE void stored##rows(const Product *p, long m, long j, long to) { stored_strip(p, m, j, to, rows, 0); }  \
+  static NOINLINE long turned##rows(const Product *p, long m, long j, long cols) { return turned_some(p, m, j, cols, rows); }
 
 HEIGHT(1) HEIGHT(2) HEIGHT(3)
 #if defined(__AVX512F__) || defined(__aarch64__)
 HEIGHT(4) HEIGHT(5) HEIGHT(6)
-static Tile *const stored_tiles[] = {0, stored1, stored2, stored3, stored4, stored5, stored6};
-static Tile *const turned_tiles[] = {0, turned1, turned2, turned3, turned4, turned5, turned6};
+#define HEIGHTS(kind) {0, kind##1, kind##2, kind##3, kind##4, kind##5, kind##6}
 #else
-static Tile *const stored_tiles[] = {0, stored1, stored2, stored3};
-static Tile *const turned_tiles[] = {0, turned1, turned2, turned3};
+#define HEIGHTS(kind) {0, kind##1, kind##2, kind##3}
 #endif
+static Strip *const first_strips[] = HEIGHTS(first);
+static Strip *const stored_strips[] = HEIGHTS(stored);
+static Some *const turned_tiles[] = HEIGHTS(turned);
 
-/* --- blocks: which tile comes when, so that what is used again is still in a cache ----------------------------------- */
+/* --- blocks: which strip comes when, so that what is used again is still in a cache ---------------------------------- */
 
 enum { HIGH = 65536, WIDE = 5120 }; /* numbers of x and of W in a block: 256 KiB for a second cache, 20 for a first one */
 
 static long at_most(long number, long limit) { return number < limit ? number : limit; }
 
-/* Tiles for rows m0..m1 and columns j0..j1, all rows for a few columns first. `unit` columns are one vector of a tile. */
-static void tiles(const Product *p, Tile *const *by_height, long m0, long m1, long j0, long j1, long unit) {
-  for (long m = m0; m < m1;) {
-    long high = (m1 - m + ROWS - 1) / ROWS;
-    long rows = (m1 - m + high - 1) / high; /* 7 rows are 4 + 3, not 6 + 1 */
-    for (long j = j0; j < j1; j += COLS * unit)
-      by_height[rows](p, m, j, at_most(COLS, (j1 - j) / unit), m == m0);
-    m += rows;
+/* How many rows the next strip takes, if so many are left: 7 are 4 + 3, not 6 + 1. */
+static long next_height(long left) {
+  long strips = (left + ROWS - 1) / ROWS;
+  return (left + strips - 1) / strips;
+}
+
+/* W as stored, a block of rows m0..m1 and columns j0..j1. The first strip brings W's part into the cache. */
+static void stored_block(const Product *p, long m0, long m1, long j0, long j1) {
+  for (long m = m0, rows; m < m1; m += rows) {
+    rows = next_height(m1 - m);
+    (m == m0 ? first_strips : stored_strips)[rows](p, m, j0, j1);
   }
 }
 
@@ -276,7 +292,10 @@ static void tiles(const Product *p, Tile *const *by_height, long m0, long m1, lo
 static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
   if (p->is_turned) {
     long whole = j0 + (j1 - j0) / LANES * LANES;
-    tiles(p, turned_tiles, m0, m1, j0, whole, LANES);
+    for (long m = m0, rows; m < m1; m += rows) {
+      rows = next_height(m1 - m);
+      for (long j = j0; j < whole;) j += LANES * turned_tiles[rows](p, m, j, (whole - j) / LANES);
+    }
     for (long m = m0; m < m1; m++)
       for (long j = whole; j < j1; j++) turned_number(p, m, j);
     return;
@@ -285,7 +304,7 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
   long wide = (WIDE / (p->K + 1) + COLS) / COLS * COLS;
   for (long m = m0; m < m1; m += high)
     for (long j = j0; j < j1; j += wide)
-      tiles(p, stored_tiles, m, at_most(m + high, m1), j, at_most(j + wide, j1), 1);
+      stored_block(p, m, at_most(m + high, m1), j, at_most(j + wide, j1));
 }
 
 /* --- threads: a product is cut into shares, and whoever is free takes the next one -------------------------------------
@@ -298,7 +317,7 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
    A share is a range of rows, or of columns: never a part of a sum. So it makes no difference who computes it. */
 
 enum {
-  SPIN_NS = 20000,
+  SPIN_NS = 50000,
   ALONE = 40000, /* multiplications: a product with fewer is done before a helper would be here */
   SHARE = 20000, /* multiplications that a share has at least */
   HEIGHT_OF_SHARE = 12,
