@@ -59,7 +59,7 @@ import time
 import timeit
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, takewhile
 from pathlib import Path
@@ -862,11 +862,7 @@ def load_data(path: str) -> dict:
 
 
 def measure_all(args: argparse.Namespace) -> dict:
-    """Take all samples, with a progress bar that draws between two of them and never during one."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    """Take all samples of all parts."""
     data = {"command": shlex.join(["python", "bench.py", *sys.argv[1:]]), "machine": describe_machine(), "records": []}
     with ExitStack() as stack:
         if args.shape:
@@ -878,16 +874,49 @@ def measure_all(args: argparse.Namespace) -> dict:
         vocabulary = read_config(folder, has_head=False).V
         usual = Spec("", ours, str(folder), vocabulary, ROWS, args.prompt, args.output)
         plan = make_plan(args.parts, args.rows, usual, args.vs)
-        console = Console(stderr=True)
-        bar = Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
-        task = bar.add_task("", total=args.samples * sum(len(cell.contestants) for cell in plan))
-        stack.enter_context(bar)
-        for record in take_all(plan, args.samples, lambda stage: bar.update(task, description=stage, refresh=True)):
-            bar.advance(task)
+        total = args.samples * sum(len(cell.contestants) for cell in plan)
+        tell = stack.enter_context(progress(total))
+        for record in take_all(plan, args.samples, tell):
             data["records"].append(record)
             if args.json and not program.rank():  # after each sample, so that an interrupted run is not lost
                 Path(args.json).write_text(json.dumps(data, indent=1))
     return data
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Gives a function that is told before each sample what the sample measures, and shows it on standard error.
+
+    A terminal gets a bar, which draws between two samples and never during one. A file or a pipe gets a line a sample.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("", total=total)
+    began = time.perf_counter()
+    done = 0
+
+    def tell(stage: str) -> None:
+        nonlocal done
+        bar.update(task, completed=done, description=stage, refresh=True)
+        done += 1
+        if not console.is_terminal and not program.rank():
+            seconds = time.perf_counter() - began
+            print(f"nanobatch: {done} of {total} after {seconds:.0f} s: {stage}", file=sys.stderr, flush=True)
+
+    with bar:
+        yield tell
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -251,6 +252,25 @@ def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
     assert {"decode tokens/s, by rows", "nanobatch continuous", "mlx-lm"} <= set(texts)
 
 
+def test_whoever_reads_the_progress_from_a_pipe_has_a_line_before_each_sample(spec):
+    """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as if it hung."""
+    small = ("--model", spec.folder, "--rows", "1,2", "--prompt", "8", "--output", "4", "--samples", "1")
+    done = run(*small, "--parts", "decode")
+    assert done.returncode == 0
+    first, second = done.stderr.splitlines()
+    assert re.fullmatch(r"nanobatch: 1 of 2 after \d+ s: decode, rows 1, nanobatch continuous", first)
+    assert re.fullmatch(r"nanobatch: 2 of 2 after \d+ s: decode, rows 2, nanobatch continuous", second)
+
+
+def test_on_a_terminal_the_progress_is_a_bar(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal then
+    with bench.progress(2) as tell:
+        tell("decode, rows 1")
+        tell("decode, rows 2")
+    shown = capsys.readouterr().err
+    assert "━" in shown and "1/2" in shown and "after" not in shown
+
+
 def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
     monkeypatch.setitem(bench.SHAPES, "tiny", (32, 1, 2, 1, 48, 300))
     folder = str(bench.make_model(tmp_path, "tiny"))
@@ -332,7 +352,9 @@ def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_jo
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    assert (*process.communicate(timeout=30), process.returncode) == ("", "", 130)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (stdout, process.returncode) == ("", 130)
+    assert re.fullmatch(r"nanobatch: 1 of \d+ after \d+ s: decode, rows 1, nanobatch continuous\n", stderr), stderr
     deadline = time.monotonic() + 30  # it may still be importing what it needs to notice
     while line_of(samples[0]):
         assert time.monotonic() < deadline
