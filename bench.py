@@ -210,9 +210,8 @@ class Ask:
 
 class Nanobatch:
     def __init__(self, folder: str, name: str, rows: int, max_len: int):
-        _, policy, *rest = name.split()
-        exact = {"exact": True, "compact": False}[rest[0]] if rest else None
-        self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy, exact=exact)
+        _, policy = name.split()
+        self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy)
         self.handles: dict[int, Handle] = {}  # those under way
         self.reported = Counter()  # how many tokens of each
 
@@ -282,7 +281,7 @@ class Spec(NamedTuple):
     """What one sample measures. It travels to its process as JSON."""
 
     part: str
-    contestant: str  # the name of a peer, or "nanobatch", a policy, and perhaps "compact" or "exact"
+    contestant: str  # the name of a peer, or "nanobatch" and a policy
     folder: str
     vocabulary: int
     rows: int
@@ -570,7 +569,7 @@ class Cell(NamedTuple):
 def make_plan(parts: Sequence[str], rows: Sequence[int], usual: Spec, vs: str | None) -> list[Cell]:
     """All cells of these parts. `usual` is the spec that they change; its contestant is our own. `vs` is the peer."""
     ours, peer = usual.contestant, [vs] if vs else []
-    policies = [ours.replace(ours.split()[1], policy) for policy in reversed(POLICIES)]
+    policies = [f"nanobatch {policy}" for policy in reversed(POLICIES)]
     growth = {
         "queue": [(n, {"queue": n}) for n in (0, 100, 1_000, 10_000)],
         "slots": [(n, {"rows": n}) for n in (1, 4, 16, 64)],
@@ -807,7 +806,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vs", choices=PEERS, help="measure this peer, too")
     add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
     add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="for every part but open, which has all")
-    parser.add_exact()
     add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
     add("--prompt", default="128", help="tokens of a prompt (default: 128)")
     add("--output", default="64", help="tokens of an answer (default: 64)")
@@ -870,7 +868,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             folder = make_model(Path(temporary), args.shape)
         else:
             folder = find(args.model or "demo")
-        ours = f"nanobatch {args.policy}" + {None: "", True: " exact", False: " compact"}[args.exact]
+        ours = f"nanobatch {args.policy}"
         vocabulary = read_config(folder, has_head=False).V
         usual = Spec("", ours, str(folder), vocabulary, ROWS, args.prompt, args.output)
         plan = make_plan(args.parts, args.rows, usual, args.vs)

@@ -219,7 +219,7 @@ def test_every_part_is_tried_here():
         (part, who)
         for part in SMALL
         if part != "plan"  # it needs no contestant
-        for who in ("nanobatch continuous", "nanobatch static compact", *PEERS)
+        for who in ("nanobatch continuous", "nanobatch static", *PEERS)
         if who not in PEERS
         or part not in ("steps", "growth", "sampling", "busy")  # a peer does not say what its steps are
     ],
@@ -297,6 +297,8 @@ def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
         (["--json", "/nowhere/run.json"], ["/nowhere/run.json", "cannot be written"]),
         (["--plot", "x.svg", "--parts", "steps"], ["--plot", "decode and open"]),
         (["--colour"], ["--colour"]),
+        (["--exact"], ["--exact"]),  # there is one way to compute a row
+        (["--compact"], ["--compact"]),
     ],
 )
 def test_a_wrong_option_gets_one_line_and_nothing_is_measured(arguments, words, capsys):
