@@ -139,12 +139,14 @@ def records(part: str, x: str, **rates: float) -> list[dict]:
     ]
 
 
-def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_the_peer():
+def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_ours():
     samples = [r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)]
-    table = bench.summarise([*samples, *records("decode", "rows 8", **{"mlx-lm": 100})])
+    peers = records("decode", "rows 8", **{"mlx-lm": 100, "llama.cpp": 220})
+    table = bench.summarise([*samples, *peers])
     key = "decode", "rows 8", "decode tokens/s"
-    assert bench.cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150) ×1.10"
-    assert bench.cell_text((*key, "mlx-lm"), table) == "100"
+    assert bench.cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150)"
+    assert bench.cell_text((*key, "mlx-lm"), table) == "100 ×0.91"
+    assert bench.cell_text((*key, "llama.cpp"), table) == "220 ×2.00"
     assert bench.cell_text((*key, "nobody"), table) == ""
 
 
@@ -169,27 +171,101 @@ def test_the_marks_of_an_axis_are_round_and_hold_every_value():
     assert bench.ticks([100], log=True) == [100, 1000]
 
 
-def test_the_order_of_contestants_alternates(spec, monkeypatch):
+def plan_of(spec: Spec, part: str, vs: str = "") -> list[bench.Cell]:
+    rivals = [bench.read_rival(name, "continuous") for name in vs.split(",") if name]
+    return bench.make_plan([part], [8], spec, bench.our_column("continuous"), rivals)
+
+
+def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, monkeypatch):
     order = []
-    monkeypatch.setattr(bench, "measure", lambda spec: order.append(spec.contestant) or {"total tokens/s": 100})
-    plan = bench.make_plan(["decode"], [8], spec, vs="mlx-lm")
-    assert len(list(bench.take_all(plan, samples=3, tell=lambda stage: None))) == 6
-    assert [who.split()[0] for who in order] == ["nanobatch", "mlx-lm", "mlx-lm", "nanobatch", "nanobatch", "mlx-lm"]
+
+    def measure(spec: Spec, column: bench.Column) -> dict:
+        order.append(column.name.split()[0])
+        return {"figures": {"total tokens/s": 100}}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    plan = plan_of(spec, "decode", vs="mlx-lm,llama.cpp")
+    records = list(bench.take_all(plan, samples=3, tell=lambda stage: None))
+    there = ["nanobatch", "mlx-lm", "llama.cpp"]
+    assert order == [*there, *reversed(there), *there]
+    assert len(records) == 9
 
 
 def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
     rates = {}
     capacity = 200  # tokens a second
 
-    def measure(spec: Spec) -> bench.Figures:
-        rates.setdefault(spec.rate, []).append(spec.contestant)
-        return {"total tokens/s": capacity if "static" in spec.contestant else 999}
+    def measure(spec: Spec, column: bench.Column) -> dict:
+        rates.setdefault(spec.rate, []).append(column.name)
+        return {"figures": {"total tokens/s": capacity if "static" in column.name else 999}}
 
     monkeypatch.setattr(bench, "measure", measure)
-    list(bench.take_all(bench.make_plan(["open"], [], spec, vs="mlx-lm"), 1, tell=lambda stage: None))
+    list(bench.take_all(plan_of(spec, "open", vs="mlx-lm"), 1, tell=lambda stage: None))
     mean = sum(bench.crowd_lengths(256)) / bench.CROWD
     assert list(rates) == pytest.approx([float("inf"), *(load * capacity / mean for load in (0.4, 0.6, 0.8, 1.0, 1.2))])
     assert all(len(set(who)) == 4 for who in rates.values()), "everybody meets the same arrivals"
+
+
+# --- who is measured, and where --------------------------------------------------------------------------------------
+
+
+ANOTHER_VERSION = """
+import json, os, sys
+spec = json.loads(sys.argv[sys.argv.index("--sample") + 1])
+said = {"spec": spec, "at": os.getcwd(), "BLAS": os.environ.get("NANOBATCH_BLAS")}
+with open("said", "a") as file:
+    print(json.dumps(said), file=file)
+print(json.dumps({"figures": {"decode tokens/s": 1.0}}))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """Another version, whose samples write down what they were asked, where, and on which BLAS."""
+    folder = tmp_path / "before"
+    folder.mkdir()
+    (folder / "bench.py").write_text(ANOTHER_VERSION)
+    return folder
+
+
+def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(spec, checkout, monkeypatch):
+    """The fields of a spec are those that older versions know."""
+    monkeypatch.setenv("NANOBATCH_BLAS", "mine")
+    plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@openblas:Haswell")
+    cell = plan[0]._replace(columns=plan[0].columns[1:])
+    records = list(bench.take_all([cell], samples=1, tell=lambda stage: None))
+    assert [r["contestant"] for r in records] == [str(checkout), f"{checkout}@openblas:Haswell"]
+    assert all(r["figures"] == {"decode tokens/s": 1.0} for r in records)
+    plain, other = map(json.loads, (checkout / "said").read_text().splitlines())
+    assert plain["BLAS"] == "mine" and other["BLAS"] == "openblas:Haswell"
+    assert checkout.samefile(plain["at"])
+    assert plain["spec"]["contestant"] == "nanobatch continuous"
+    fields = "part contestant folder vocabulary rows prompt output rate late queue length"
+    assert list(plain["spec"]) == fields.split()
+
+
+def test_a_checkout_that_knows_no_such_part_is_named(spec, checkout):
+    (checkout / "bench.py").write_text("raise AttributeError('no such part')")
+    with pytest.raises(bench.Failure, match=r"before ended with code 1: AttributeError: no such part"):
+        bench.measure(spec, bench.read_rival(str(checkout), "continuous"))
+
+
+def test_mlx_lm_runs_on_openblas_unless_another_is_named():
+    """Its users have no product of ours, and the best that they can put under MLX is OpenBLAS."""
+    assert bench.read_rival("mlx-lm", "continuous").environment == {"NANOBATCH_BLAS": "openblas"}
+    assert bench.read_rival("mlx-lm@off", "continuous").environment == {"NANOBATCH_BLAS": "off"}
+    assert bench.read_rival("llama.cpp", "continuous").environment == {}
+    assert bench.our_column("continuous").environment == {}, "ours is the one that the user's environment asks for"
+
+
+def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec, checkout):
+    columns = {part: plan_of(spec, part, vs=f"mlx-lm,{checkout}")[0].columns for part in bench.PARTS}
+    names = {part: [column.name.replace(str(checkout), "before") for column in columns[part]] for part in columns}
+    assert names["decode"] == ["nanobatch continuous", "mlx-lm", "before"]
+    assert names["steps"] == ["nanobatch continuous", "before"]
+    assert names["open"] == [*(f"nanobatch {policy}" for policy in bench.POLICIES), "mlx-lm", "before"]
+    assert names["newcomer"] == ["nanobatch continuous", "mlx-lm as installed"]
+    assert names["same"] == ["mlx-lm"]
 
 
 # --- each part, in small ---------------------------------------------------------------------------------------------
@@ -220,8 +296,7 @@ def test_every_part_is_tried_here():
         for part in SMALL
         if part != "plan"  # it needs no contestant
         for who in ("nanobatch continuous", "nanobatch static", *PEERS)
-        if who not in PEERS
-        or part not in ("steps", "growth", "sampling", "busy")  # a peer does not say what its steps are
+        if who not in PEERS or part in (*bench.PARTS_OF_A_PEER, "newcomer")
     ],
 )
 def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
@@ -241,13 +316,14 @@ def test_planning_is_measured_without_a_model():
 def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
     data, picture = tmp_path / "run.json", tmp_path / "run.svg"
     small = ("--model", spec.folder, "--rows", "2", "--prompt", "8", "--output", "4", "--samples", "1")
-    measured = run(*small, "--parts", "decode", "--vs", "mlx-lm", "--json", str(data))
+    measured = run(*small, "--parts", "decode", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
     assert measured.returncode == 0, measured.stderr
     shown = run("--from", str(data), "--plot", str(picture))
     assert (shown.returncode, shown.stdout) == (0, measured.stdout)
     written = json.loads(data.read_text())
     assert {"processor", "cores", "mlx", "mlx-lm", "BLAS", "commit"} <= written["machine"].keys()
-    assert {r["contestant"] for r in written["records"]} == {"nanobatch continuous", "mlx-lm"}
+    assert {r["contestant"] for r in written["records"]} == {"nanobatch continuous", "mlx-lm", "mlx-lm@off"}
+    assert "BLAS mlx " in shown.stdout and "BLAS openblas" in shown.stdout
     texts = [element.text for element in ElementTree.parse(picture).findall(".//{*}text")]
     assert {"decode tokens/s, by rows", "nanobatch continuous", "mlx-lm"} <= set(texts)
 
@@ -290,7 +366,10 @@ def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
         (["--output", "1"], ["--output", "'1'", "from 2 to"]),
         (["--samples", "many"], ["--samples", "'many'", "whole number"]),
         (["--parts", "decode,cold"], ["'cold'", "newcomer"]),
-        (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp"]),
+        (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp", "folder"]),
+        (["--vs", "mlx-lm,"], ["''", "folder"]),
+        (["--vs", "docs"], ["'docs'", "holds a bench.py"]),
+        (["--vs", "llama.cpp@off"], ["products of its own", "@'off'"]),
         (["--parts", "same"], ["same", "--vs mlx-lm", "--vs llama.cpp"]),
         (["--shape", "70b"], ["70b", "llama-1b"]),
         (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
@@ -324,7 +403,7 @@ def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
     assert bench.main(["--model", spec.folder + "/config.json"]) == 2
     assert "is a file" in capsys.readouterr().err
     with pytest.raises(ValueError, match="would fit"):
-        bench.measure(spec._replace(part="growth", length=2**30))
+        bench.measure(spec._replace(part="growth", length=2**30), bench.our_column("continuous"))
 
 
 def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
