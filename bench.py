@@ -8,6 +8,7 @@ they come. (Here, a row is one sequence of the batch.)
     closed    c users, each of whom sends a prompt when the last one's answer has ended: what does a known crowd get?
     open      prompts come at random times, however many are waiting: from which load on does the line grow for ever?
     steps     one decode step taken apart, beside the time that the machine would need at best
+    far       the same, where each row looks back on 2,048 tokens
     long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
     growth    a longer line, more slots, longer slots, longer prompts: what costs more than it seems to?
     plan      planning by itself, where most is to be compared: how long are 64 slots kept waiting?
@@ -85,11 +86,12 @@ from parts.models import find
 from peers import ENVIRONMENT, PEERS, LlamaCpp, MlxLm, News, cores, obstacle
 
 ROOT = Path(__file__).resolve().parent
-PARTS = {  # the name of a part, which is a method of `Sample`, and the caption of its table
+PARTS = {  # the name of a part, and the caption of its table
     "decode": "all rows decode, and nothing else happens",
     "closed": "users who send a prompt when the last one's answer has ended",
     "open": "prompts arrive at random; load 1 is what static batching can do, at load inf all come at once",
-    "steps": "a decode step of nanobatch, and what the machine would need for it at best; far: at 2,048 tokens",
+    "steps": "a decode step of nanobatch, and what the machine would need for it at best",
+    "far": "the same, where each row looks back on 2,048 tokens",
     "long": "a long prompt arrives while seven rows decode",
     "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
     "plan": "the scheduler alone, without a model: 64 slots, prompts of 16,000 tokens that begin alike",
@@ -289,7 +291,7 @@ def drive(
 class Spec(NamedTuple):
     """What one sample measures. It travels to its process as JSON."""
 
-    part: str
+    part: str  # a method of `Sample`
     contestant: str  # the name of a peer, or "nanobatch" and a policy
     folder: str
     vocabulary: int
@@ -335,8 +337,6 @@ class Sample:
         spec = self.spec
         asks = self.asks(spec.rows, output=spec.output + spec.overlap)
         return decode_figures(drive(self.contestant, asks), spec.output)
-
-    newcomer = decode
 
     def closed(self) -> Figures:
         users = self.spec.rows
@@ -615,6 +615,7 @@ def read_rival(name: str, policy: str) -> Column:
 class Cell(NamedTuple):
     """A few lines of a table: what is measured there, and in which columns."""
 
+    part: str  # whose table it is
     x: str  # a word and a number, such as "rows 8"
     spec: Spec  # complete but for the contestant
     columns: list[Column]
@@ -628,8 +629,8 @@ def make_plan(
     for part in parts:
         columns = columns_of(part, ours, rivals)
         for x, change in lines_of(part, rows).items():
-            spec = usual._replace(part=part, **change)
-            plan.append(Cell(x, spec, columns))
+            spec = usual._replace(**{"part": part, **change})
+            plan.append(Cell(part, x, spec, columns))
     return plan
 
 
@@ -663,7 +664,8 @@ def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
             **{f"prompt {n}": {"rows": 4, "prompt": n} for n in (64, 256, 1_024)},
         }
     return {
-        "steps": {f"rows {ROWS}": {}, f"rows {ROWS}, far": {"prompt": 2_048}},
+        "far": {f"rows {ROWS}": {"part": "steps", "prompt": 2_048}},
+        "newcomer": {f"rows {ROWS}": {"part": "decode"}},
         "long": {"prompt 2000": {"late": 2000, "output": 256}},
         "plan": {"slots 64": {}},
         "sampling": {f"rows {ROWS}": {"prompt": 16, "output": 10}},
@@ -676,11 +678,11 @@ def take_all(plan: Sequence[Cell], samples: int, tell: Callable[[str], None]) ->
     for cell in plan:
         for number in range(samples):
             for column in cell.columns[:: -1 if number % 2 else 1]:
-                tell(f"{cell.spec.part}, {cell.x}, {column.name}")
+                tell(f"{cell.part}, {cell.x}, {column.name}")
                 spec = cell.spec
                 if spec.rate < math.inf and not program.rank():
                     spec = spec._replace(rate=spec.rate * capacity(records))
-                record = {"part": spec.part, "x": cell.x, "contestant": column.name, "sample": number}
+                record = {"part": cell.part, "x": cell.x, "contestant": column.name, "sample": number}
                 records.append(record | measure(spec, column))
                 yield records[-1]
 

@@ -277,7 +277,6 @@ SMALL = {
     "steps": {"output": 8},
     "long": {"rows": 3, "output": 24, "late": 100},
     "growth": {"queue": 20, "length": 96},
-    "newcomer": {},
     "plan": {},
     "sampling": {},
     "busy": {},
@@ -286,7 +285,9 @@ SMALL = {
 
 
 def test_every_part_is_tried_here():
-    assert SMALL.keys() == bench.PARTS.keys()
+    """`far` and `newcomer` are tables of their own, and their samples are those of `steps` and `decode`."""
+    assert SMALL.keys() == bench.PARTS.keys() - {"far", "newcomer"}
+    assert [bench.lines_of(part, [8])["rows 8"]["part"] for part in ("far", "newcomer")] == ["steps", "decode"]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_every_part_is_tried_here():
         for part in SMALL
         if part != "plan"  # it needs no contestant
         for who in ("nanobatch continuous", "nanobatch static", *PEERS)
-        if who not in PEERS or part in (*bench.PARTS_OF_A_PEER, "newcomer")
+        if who not in PEERS or part in bench.PARTS_OF_A_PEER
     ],
 )
 def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
