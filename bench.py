@@ -10,10 +10,12 @@ they come. (Here, a row is one sequence of the batch.)
     steps     one decode step taken apart, beside the time that the machine would need at best
     far       the same, where each row looks back on 2,048 tokens
     long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
+    chat      a conversation's fifth turn: how long does it take to read what was said before, if a slot remembers it?
+    idle      one request runs: how much longer are its steps in an engine of 32 slots than in an engine of one?
     growth    a longer line, more slots, longer slots, longer prompts: what costs more than it seems to?
     plan      planning by itself, where most is to be compared: how long are 64 slots kept waiting?
     sampling  a step in which all rows want the same setting, beside a greedy one: what does one user's wish cost all?
-    busy      a decode step while other programs keep each core busy: how much worse than on a quiet machine?
+    busy      a decode step, and a burst of 24 prompts, while other programs keep each core busy: how much worse?
     newcomer  mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings (`parts/blas.py`)
     same      how many of a peer's tokens are ours, on the peer's BLAS: a peer that computes something else is no peer
 
@@ -77,7 +79,7 @@ from xml.sax.saxutils import escape
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Request, Sampling, Scheduler
 from parts import device
-from parts.answers import StepView
+from parts.answers import Metrics, Result, StepView
 from parts.checkpoint import read_config
 from parts.checks import one_line, read_whole, shown
 from parts.device import mx
@@ -93,10 +95,12 @@ PARTS = {  # the name of a part, and the caption of its table
     "steps": "a decode step of nanobatch, and what the machine would need for it at best",
     "far": "the same, where each row looks back on 2,048 tokens",
     "long": "a long prompt arrives while seven rows decode",
+    "chat": "a chat's fifth turn, beside a chunk of as many new tokens at the same row",
+    "idle": "a decode step of one request in an engine of 1 slot, and in one of 32",
     "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
     "plan": "the scheduler alone, without a model: 64 slots, prompts of 16,000 tokens that begin alike",
     "sampling": "a decode step in which all rows have a setting, beside a greedy step of the same run",
-    "busy": "a decode step alone, and beside one process on each core that never rests",
+    "busy": "a decode step, and a burst of prompts: alone, and beside one process on each core that never rests",
     "newcomer": "mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings",
     "same": "the peer's answers beside ours: equal tokens, up to the first difference of each answer",
 }
@@ -118,6 +122,10 @@ PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"  # a peer does not 
 ROWS = 8  # in the parts that do not vary it
 CROWD, LONGEST = 40, 256  # requests of `open`, and their longest answer; the shortest has 16 tokens
 LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2  # `open`: as shares of what static batching can do; inf has to come first
+TURNS = 5  # of `chat`
+CHUNK = 128  # `chat`: from a multiple of it every version of nanobatch can go on
+MANY = 32  # slots of `idle`
+BURST = 24  # prompts of `busy`, as many as a burst of the screen has
 PATIENCE_S = 1800  # for one sample
 
 
@@ -314,11 +322,12 @@ class Spec(NamedTuple):
 class Sample:
     """A contestant, warmed up, and prompts for it. They are random, so that no engine can reuse computed prefixes."""
 
-    def __init__(self, spec: Spec):
+    def __init__(self, spec: Spec, slots: int | None = None):
+        """`slots`: how many the engine has; by default one for each row."""
         self.spec, self.random = spec, random.Random(0)
         self.longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
         if spec.contestant.startswith("nanobatch"):
-            self.contestant = Nanobatch(spec.folder, spec.contestant, spec.rows, self.longest)
+            self.contestant = Nanobatch(spec.folder, spec.contestant, slots or spec.rows, self.longest)
         else:
             peer, *_ = PEERS[spec.contestant]
             self.contestant = peer(spec.folder, spec.rows, self.longest)
@@ -388,6 +397,63 @@ class Sample:
         share = {"floor / step": floor["floor ms"] / figures["step ms"]}
         return figures | {"text, of commit ms": text_ms} | floor | share
 
+    def chat(self) -> Figures:
+        """In turn: a conversation, and a prompt as long as its last one, whose earlier rows are in the slab already."""
+        turns = []
+        chunks = []
+        for _ in range(3):
+            turn = self.last_turn()
+            turns.append(turn)
+            chunks.append(self.lone_chunk(turn.prompt_tokens))
+        turn_ms, turn_read = first_tokens(turns)
+        chunk_ms, chunk_read = first_tokens(chunks)
+        return {
+            f"turn {TURNS} TTFT ms": turn_ms,
+            "lone chunk TTFT ms": chunk_ms,
+            f"turn {TURNS} / lone chunk": turn_ms / chunk_ms,
+            f"turn {TURNS} tokens read": turn_read,
+            "lone chunk tokens read": chunk_read,
+        }
+
+    def last_turn(self) -> Metrics:
+        """Of a conversation: each prompt is all that was said before, and something new."""
+        said = []
+        for _ in range(TURNS):
+            (ask,) = self.asks(1)
+            said += ask.prompt
+            result = self.answer(said, self.spec.output)
+            said += result.tokens
+        return result.metrics
+
+    def lone_chunk(self, length: int) -> Metrics:
+        """Of a prompt of about this length. All its rows are in the slab but for as many as a turn has new tokens."""
+        new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
+        rows = (length - new) // CHUNK * CHUNK
+        (ask,) = self.asks(1, prompt=rows + new)
+        self.answer(ask.prompt[:rows], 1)
+        return self.answer(ask.prompt, 1).metrics
+
+    def answer(self, prompt: list[int], max_tokens: int) -> Result:
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        return self.contestant.engine.submit(prompt, sampling).result()
+
+    def idle(self) -> Figures:
+        """In turn, so that a noisy machine is noisy for both engines."""
+        one = []
+        many = []
+        roomy = Sample(self.spec, slots=MANY)
+        with closing(roomy.contestant):
+            for _ in range(3):
+                one += self.step_seconds()
+                many += roomy.step_seconds()
+        one_ms = 1e3 * statistics.median(one)
+        many_ms = 1e3 * statistics.median(many)
+        return {
+            "step of 1 slot ms": one_ms,
+            f"step of {MANY} slots ms": many_ms,
+            f"{MANY} slots / 1 slot": many_ms / one_ms,
+        }
+
     def sampling(self) -> Figures:
         """In turn, so that a noisy machine is noisy for both: some steps with the setting, some greedy ones."""
         spec, seconds = self.spec, defaultdict(list)
@@ -395,28 +461,48 @@ class Sample:
             bias = {id: value for id, value in settings.get("logit_bias", {}).items() if id < spec.vocabulary}
             for _ in range(3):
                 for kind, wish in (("greedy", {}), (name, settings | {"logit_bias": bias})):
-                    seconds[name, kind] += [b.ended - a.ended for a, b in pairwise(self.decode_steps(**wish))]
-                    while self.contestant.handles:
-                        list(self.contestant.step())  # until all have ended
+                    seconds[name, kind] += self.step_seconds(**wish)
         median = {key: statistics.median(values) for key, values in seconds.items()}
         ratios = {f"{name} / greedy": median[name, name] / median[name, "greedy"] for name in SETTINGS}
         return {"greedy ms": 1e3 * statistics.median(median[name, "greedy"] for name in SETTINGS)} | ratios
 
     def busy(self) -> Figures:
-        """In turn, as a machine may also have other things to do. A busy process ends when this one does."""
-        seconds, busy = {False: [], True: []}, "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"
-        for beside in (False, True) * 3:
-            others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range((os.cpu_count() or 1) * beside)]
-            try:
-                seconds[beside] += [b.ended - a.ended for a, b in pairwise(self.decode_steps())]
-            finally:
-                for other in others:
-                    other.kill()
-                    other.wait()
-            while self.contestant.handles:
-                list(self.contestant.step())  # until all have ended
-        quiet, beside = (1e3 * statistics.median(seconds[beside]) for beside in (False, True))
-        return {"step ms": quiet, "step beside others ms": beside, "beside others / alone": beside / quiet}
+        """In turn, as a machine may also have other things to do."""
+        alone = []
+        beside = []
+        for _ in range(3):
+            alone += self.step_seconds()
+            with busy_cores():
+                beside += self.step_seconds()
+        step_ms = 1e3 * statistics.median(alone)
+        step_beside_ms = 1e3 * statistics.median(beside)
+        burst_s = self.burst_seconds()
+        with busy_cores():
+            burst_beside_s = self.burst_seconds()
+        return {
+            "step ms": step_ms,
+            "step beside others ms": step_beside_ms,
+            "beside others / alone": step_beside_ms / step_ms,
+            "burst s": burst_s,
+            "burst beside others s": burst_beside_s,
+            "burst beside others / alone": burst_beside_s / burst_s,
+        }
+
+    def burst_seconds(self) -> float:
+        """How long a burst takes. As in one of the screen's, prompts are short, and answers differ in length."""
+        prompt = max(1, self.spec.prompt // 4)
+        lengths = crowd_lengths(self.spec.output)[:BURST]
+        asks = [self.asks(1, prompt, length)[0] for length in lengths]
+        began = time.perf_counter()
+        drive(self.contestant, asks)
+        return time.perf_counter() - began
+
+    def step_seconds(self, **settings) -> list[float]:
+        """How long the steps of `decode_steps` take. Afterwards nothing runs."""
+        steps = self.decode_steps(**settings)
+        while self.contestant.handles:
+            list(self.contestant.step())  # until all have ended
+        return [later.ended - earlier.ended for earlier, later in pairwise(steps)]
 
     def decode_steps(self, **settings) -> list[StepView]:
         """Steps in which all rows decode with these settings, `queue` requests wait, and nothing else happens."""
@@ -434,6 +520,26 @@ class Sample:
         for handle in handles:
             handle.cancel()
         return [s for s in engine.snapshot().steps if s.step >= first and len(s.decode) == spec.rows and not s.prefill]
+
+
+def first_tokens(requests: Sequence[Metrics]) -> tuple[float, float]:
+    """Medians: milliseconds to the first token, and the tokens of the prompt that were not in the slab."""
+    seconds = statistics.median(metrics.ttft_s for metrics in requests)
+    read = statistics.median(metrics.prompt_tokens - metrics.cached_tokens for metrics in requests)
+    return 1e3 * seconds, read
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """One process on each core that never rests. Each ends when this process does, too."""
+    busy = "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"
+    others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(cores())]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
@@ -643,6 +749,9 @@ def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column
         return [ours, *others, *able]
     if part == "newcomer":
         return [ours, NEWCOMER]
+    if part == "busy" and not program.backend():
+        single = Column(f"{ours.name}, one thread", ours.engine, {"NANOBATCH_THREADS": "1"})
+        return [ours, single, *able]
     if part == "same":
         return [rival for rival in able if rival.engine in PEERS]
     return [ours, *able]
@@ -667,6 +776,8 @@ def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
         "far": {f"rows {ROWS}": {"part": "steps", "prompt": 2_048}},
         "newcomer": {f"rows {ROWS}": {"part": "decode"}},
         "long": {"prompt 2000": {"late": 2000, "output": 256}},
+        "chat": {f"turn {TURNS}": {"rows": 1, "prompt": 64, "output": 33, "length": TURNS * (64 + 33)}},
+        "idle": {"rows 1": {"rows": 1}},
         "plan": {"slots 64": {}},
         "sampling": {f"rows {ROWS}": {"prompt": 16, "output": 10}},
     }.get(part, {f"rows {ROWS}": {}})
@@ -954,8 +1065,9 @@ def check_rivals(parts: Sequence[str], rivals: Sequence[Column]) -> None:
             )
     if "same" in parts and not peers:
         raise ValueError(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
-    if program.backend() and (rivals or "newcomer" in parts):
-        raise ValueError("other engines have no ranks; measure them by themselves")
+    alone = [part for part in ("newcomer", "idle") if part in parts]
+    if program.backend() and (rivals or alone):
+        raise ValueError(f"ranks measure one engine; leave out {alone[0] if alone else '--vs'}")
 
 
 def load_data(path: str) -> dict:

@@ -264,6 +264,7 @@ def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec
     assert names["decode"] == ["nanobatch continuous", "mlx-lm", "before"]
     assert names["steps"] == ["nanobatch continuous", "before"]
     assert names["open"] == [*(f"nanobatch {policy}" for policy in bench.POLICIES), "mlx-lm", "before"]
+    assert names["busy"] == ["nanobatch continuous", "nanobatch continuous, one thread", "before"]
     assert names["newcomer"] == ["nanobatch continuous", "mlx-lm as installed"]
     assert names["same"] == ["mlx-lm"]
 
@@ -276,6 +277,8 @@ SMALL = {
     "open": {"rows": 8, "output": 2, "rate": 5000.0},
     "steps": {"output": 8},
     "long": {"rows": 3, "output": 24, "late": 100},
+    "chat": {"rows": 1, "prompt": 40, "length": 240},
+    "idle": {"rows": 1},
     "growth": {"queue": 20, "length": 96},
     "plan": {},
     "sampling": {},
@@ -307,6 +310,30 @@ def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
     figures = getattr(sample, part)()
     sample.contestant.close()
     assert figures and all(value > 0 for value in figures.values()), figures
+
+
+def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
+    """Turns of 40 new tokens, answers of 4: the fifth prompt has 216 tokens. A chunk at row 128 has 41 new ones."""
+    sample = bench.Sample(spec._replace(part="chat", **SMALL["chat"]))
+    with closing(sample.contestant):
+        turn = sample.last_turn()
+        chunk = sample.lone_chunk(turn.prompt_tokens)
+    assert turn.prompt_tokens == 216
+    assert (chunk.prompt_tokens, chunk.cached_tokens) == (128 + 41, 128)
+
+
+def test_a_busy_machine_is_quiet_again_afterwards():
+    with bench.busy_cores():
+        others = children()
+        assert len(others) == bench.cores()
+    assert children() == []
+
+
+def children() -> list[str]:
+    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    if not path.exists():
+        pytest.skip("no /proc here")
+    return path.read_text().split()
 
 
 def test_planning_is_measured_without_a_model():
