@@ -405,14 +405,13 @@ class Sample:
             turn = self.last_turn()
             turns.append(turn)
             chunks.append(self.lone_chunk(turn.prompt_tokens))
-        turn_ms, turn_read = first_tokens(turns)
-        chunk_ms, chunk_read = first_tokens(chunks)
+        ratios = [turn.ttft_s / chunk.ttft_s for turn, chunk in zip(turns, chunks, strict=True)]
         return {
-            f"turn {TURNS} TTFT ms": turn_ms,
-            "lone chunk TTFT ms": chunk_ms,
-            f"turn {TURNS} / lone chunk": turn_ms / chunk_ms,
-            f"turn {TURNS} tokens read": turn_read,
-            "lone chunk tokens read": chunk_read,
+            f"turn {TURNS} TTFT ms": 1e3 * statistics.median(turn.ttft_s for turn in turns),
+            "lone chunk TTFT ms": 1e3 * statistics.median(chunk.ttft_s for chunk in chunks),
+            f"turn {TURNS} / lone chunk": statistics.median(ratios),
+            f"turn {TURNS} tokens read": turns[-1].prompt_tokens - turns[-1].cached_tokens,
+            "lone chunk tokens read": chunks[-1].prompt_tokens - chunks[-1].cached_tokens,
         }
 
     def last_turn(self) -> Metrics:
@@ -520,13 +519,6 @@ class Sample:
         for handle in handles:
             handle.cancel()
         return [s for s in engine.snapshot().steps if s.step >= first and len(s.decode) == spec.rows and not s.prefill]
-
-
-def first_tokens(requests: Sequence[Metrics]) -> tuple[float, float]:
-    """Medians: milliseconds to the first token, and the tokens of the prompt that were not in the slab."""
-    seconds = statistics.median(metrics.ttft_s for metrics in requests)
-    read = statistics.median(metrics.prompt_tokens - metrics.cached_tokens for metrics in requests)
-    return 1e3 * seconds, read
 
 
 @contextmanager
