@@ -401,7 +401,7 @@ def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
         (["--parts", "same"], ["same", "--vs mlx-lm", "--vs llama.cpp"]),
         (["--shape", "70b"], ["70b", "llama-1b"]),
         (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
-        (["--json", "/nowhere/run.json"], ["/nowhere/run.json", "cannot be written"]),
+        (["--json", "/dev/null/run.json"], ["/dev/null/run.json", "cannot be written"]),
         (["--plot", "x.svg", "--parts", "steps"], ["--plot", "decode and open"]),
         (["--colour"], ["--colour"]),
         (["--exact"], ["--exact"]),  # there is one way to compute a row
