@@ -123,6 +123,7 @@ ROWS = 8  # in the parts that do not vary it
 CROWD, LONGEST = 40, 256  # requests of `open`, and their longest answer; the shortest has 16 tokens
 LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2  # `open`: as shares of what static batching can do; inf has to come first
 TURNS = 5  # of `chat`
+CHAT = {"rows": 1, "prompt": 64, "output": 33, "length": TURNS * (64 + 33)}
 CHUNK = 128  # `chat`: from a multiple of it every version of nanobatch can go on
 MANY = 32  # slots of `idle`
 BURST = 24  # prompts of `busy`, as many as a burst of the screen has
@@ -399,19 +400,21 @@ class Sample:
 
     def chat(self) -> Figures:
         """In turn: a conversation, and a prompt as long as its last one, whose earlier rows are in the slab already."""
-        turns = []
-        chunks = []
+        turns_s = []
+        chunks_s = []
+        ratios = []
         for _ in range(3):
             turn = self.last_turn()
-            turns.append(turn)
-            chunks.append(self.lone_chunk(turn.prompt_tokens))
-        ratios = [turn.ttft_s / chunk.ttft_s for turn, chunk in zip(turns, chunks, strict=True)]
+            chunk = self.lone_chunk(turn.prompt_tokens)
+            turns_s.append(turn.ttft_s)
+            chunks_s.append(chunk.ttft_s)
+            ratios.append(turn.ttft_s / chunk.ttft_s)
         return {
-            f"turn {TURNS} TTFT ms": 1e3 * statistics.median(turn.ttft_s for turn in turns),
-            "lone chunk TTFT ms": 1e3 * statistics.median(chunk.ttft_s for chunk in chunks),
+            f"turn {TURNS} TTFT ms": 1e3 * statistics.median(turns_s),
+            "lone chunk TTFT ms": 1e3 * statistics.median(chunks_s),
             f"turn {TURNS} / lone chunk": statistics.median(ratios),
-            f"turn {TURNS} tokens read": turns[-1].prompt_tokens - turns[-1].cached_tokens,
-            "lone chunk tokens read": chunks[-1].prompt_tokens - chunks[-1].cached_tokens,
+            f"turn {TURNS} tokens read": turn.prompt_tokens - turn.cached_tokens,
+            "lone chunk tokens read": chunk.prompt_tokens - chunk.cached_tokens,
         }
 
     def last_turn(self) -> Metrics:
@@ -490,8 +493,9 @@ class Sample:
     def burst_seconds(self) -> float:
         """How long a burst takes. As in one of the screen's, prompts are short, and answers differ in length."""
         prompt = max(1, self.spec.prompt // 4)
-        lengths = crowd_lengths(self.spec.output)[:BURST]
-        asks = [self.asks(1, prompt, length)[0] for length in lengths]
+        asks = []
+        for length in crowd_lengths(self.spec.output)[:BURST]:
+            asks += self.asks(1, prompt, length)
         began = time.perf_counter()
         drive(self.contestant, asks)
         return time.perf_counter() - began
@@ -524,9 +528,11 @@ class Sample:
 @contextmanager
 def busy_cores() -> Iterator[None]:
     """One process on each core that never rests. Each ends when this process does, too."""
-    busy = "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"
-    others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(cores())]
+    command = [sys.executable, "-c", "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"]
+    others = []
     try:
+        for _ in range(cores()):
+            others.append(subprocess.Popen(command))
         yield
     finally:
         for other in others:
@@ -696,6 +702,14 @@ def our_column(policy: str) -> Column:
     return Column(f"nanobatch {policy}", f"nanobatch {policy}")
 
 
+def read_rivals(names: str, policy: str) -> list[Column]:
+    """What `--vs` means."""
+    rivals = {}
+    for name in names.split(",") if names else ():
+        rivals[name] = read_rival(name, policy)
+    return list(rivals.values())
+
+
 def read_rival(name: str, policy: str) -> Column:
     """What a name of `--vs` means: a peer, or a folder with another checkout. After an @ stands its NANOBATCH_BLAS."""
     rival, _, blas = name.partition("@")
@@ -720,7 +734,11 @@ class Cell(NamedTuple):
 
 
 def make_plan(
-    parts: Sequence[str], rows: Sequence[int], usual: Spec, ours: Column, rivals: Sequence[Column]
+    parts: Sequence[str],
+    rows: Sequence[int],
+    usual: Spec,
+    ours: Column,
+    rivals: Sequence[Column],
 ) -> list[Cell]:
     """All cells of these parts."""
     plan = []
@@ -768,7 +786,7 @@ def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
         "far": {f"rows {ROWS}": {"part": "steps", "prompt": 2_048}},
         "newcomer": {f"rows {ROWS}": {"part": "decode"}},
         "long": {"prompt 2000": {"late": 2000, "output": 256}},
-        "chat": {f"turn {TURNS}": {"rows": 1, "prompt": 64, "output": 33, "length": TURNS * (64 + 33)}},
+        "chat": {f"turn {TURNS}": CHAT},
         "idle": {"rows 1": {"rows": 1}},
         "plan": {"slots 64": {}},
         "sampling": {f"rows {ROWS}": {"prompt": 16, "output": 10}},
@@ -785,15 +803,24 @@ def take_all(plan: Sequence[Cell], samples: int, tell: Callable[[str], None]) ->
                 spec = cell.spec
                 if spec.rate < math.inf and not program.rank():
                     spec = spec._replace(rate=spec.rate * capacity(records))
-                record = {"part": cell.part, "x": cell.x, "contestant": column.name, "sample": number}
-                records.append(record | measure(spec, column))
-                yield records[-1]
+                record = {
+                    "part": cell.part,
+                    "x": cell.x,
+                    "contestant": column.name,
+                    "sample": number,
+                    **measure(spec, column),
+                }
+                records.append(record)
+                yield record
 
 
 def capacity(records: Sequence[dict]) -> float:
     """Requests a second that static batching can do, as measured when all of them come at once."""
-    static = [r["figures"] for r in records if r["x"] == "load inf" and r["contestant"] == "nanobatch static"]
-    return statistics.median(f["total tokens/s"] for f in static) / statistics.mean(crowd_lengths(LONGEST))
+    rates = []
+    for record in records:
+        if record["x"] == "load inf" and record["contestant"] == "nanobatch static":
+            rates.append(record["figures"]["total tokens/s"])
+    return statistics.median(rates) / statistics.mean(crowd_lengths(LONGEST))
 
 
 def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
@@ -853,11 +880,15 @@ def summarise(records: Iterable[dict]) -> dict[Key, Summary]:
 
 def compared_with(key: Key, known: Iterable[Key]) -> Key:
     """The figure that this one is divided by: of the first column, ours; in `growth` of the first line of its kind."""
-    part, x, name, who = key
-    if part == "growth":
-        kind = x.split()[0]
-        return next(k for k in known if k[0] == part and k[1].split()[0] == kind and k[2:] == (name, who))
-    return next(k for k in known if k[:3] == (part, x, name))
+    part, x, *figure = key
+
+    def is_like(other: Key) -> bool:
+        if part != "growth":
+            return other[:3] == key[:3]
+        other_part, other_x, *other_figure = other
+        return other_part == part and other_x.split()[0] == x.split()[0] and other_figure == figure
+
+    return next(filter(is_like, known))
 
 
 def cell_text(key: Key, table: dict[Key, Summary]) -> str:
@@ -883,6 +914,15 @@ def number(value: float) -> str:
     return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
 
 
+def column_heads(records: Iterable[dict]) -> dict[str, str]:
+    """What stands above each contestant's column: its name, and the BLAS that its samples ran on."""
+    heads = {}
+    for record in records:
+        name = record["contestant"]
+        heads[name] = f"{name}\nBLAS {record['blas']}" if "blas" in record else name
+    return heads
+
+
 def show(data: dict) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -891,14 +931,13 @@ def show(data: dict) -> None:
     console.print(data["command"], "; ".join(f"{name} {value}" for name, value in data["machine"].items()), sep="\n")
     console.print("median (lowest–highest) ×ratio to the first column", style="dim")
     figures = summarise(data["records"])
-    libraries = {record["contestant"]: record["blas"] for record in data["records"] if "blas" in record}
+    heads = column_heads(data["records"])
     for part, caption in PARTS.items():
         keys = [key for key in figures if key[0] == part]
         if not keys:
             continue
         columns = list(dict.fromkeys(key[3] for key in keys))
-        heads = [f"{who}\nBLAS {libraries[who]}" if who in libraries else who for who in columns]
-        table = Table("", "", *heads)
+        table = Table("", "", *(heads[who] for who in columns))
         for x in dict.fromkeys(key[1] for key in keys):
             for name in dict.fromkeys(key[2] for key in keys if key[1] == x):
                 label = x if not table.rows or table.rows[-1].end_section else ""
@@ -998,7 +1037,7 @@ def make_model(folder: Path, shape: str) -> Path:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = program.Parser("bench.py", description="Measure nanobatch, and another engine beside it.")
+    parser = program.Parser("bench.py", description="Measure nanobatch, and others beside it.")
     add, usual = parser.add_argument, "decode,closed,steps"
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
     add("--shape", choices=SHAPES, help="random weights of this shape instead, in a temporary folder")
@@ -1030,7 +1069,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.plot and not args.source and not {"decode", "open"} & set(args.parts):
         parser.error("--plot draws decode and open; add one of them to --parts")
     try:
-        args.rivals = [read_rival(name, args.policy) for name in dict.fromkeys(args.vs.split(",")) if args.vs]
+        args.rivals = read_rivals(args.vs, args.policy)
         check_rivals(args.parts, args.rivals)
     except ValueError as error:
         parser.error(str(error))
@@ -1096,7 +1135,8 @@ def measure_all(args: argparse.Namespace) -> dict:
             prompt=args.prompt,
             output=args.output,
         )
-        plan = make_plan(args.parts, args.rows, usual, our_column(args.policy), args.rivals)
+        ours = our_column(args.policy)
+        plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)
         total = args.samples * sum(len(cell.columns) for cell in plan)
         tell = stack.enter_context(progress(total))
         for record in take_all(plan, args.samples, tell):
