@@ -8,21 +8,32 @@ they come. (Here, a row is one sequence of the batch.)
     closed    c users, each of whom sends a prompt when the last one's answer has ended: what does a known crowd get?
     open      prompts come at random times, however many are waiting: from which load on does the line grow for ever?
     steps     one decode step taken apart, beside the time that the machine would need at best
+    far       the same, where each row looks back on 2,048 tokens
     long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
+    chat      a conversation's fifth turn: how long does it take to read what was said before, if a slot remembers it?
+    idle      one request runs: how much longer are its steps in an engine of 32 slots than in an engine of one?
     growth    a longer line, more slots, longer slots, longer prompts: what costs more than it seems to?
     plan      planning by itself, where most is to be compared: how long are 64 slots kept waiting?
     sampling  a step in which all rows want the same setting, beside a greedy one: what does one user's wish cost all?
-    busy      a decode step while other programs keep each core busy: how much worse than on a quiet machine?
-    newcomer  mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends (see `parts/device.py`)
-    same      how many of the peer's tokens are ours: a peer that computes something else is no peer
+    busy      a decode step, and a burst of 24 prompts, while other programs keep each core busy: how much worse?
+    newcomer  mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings (`parts/blas.py`)
+    same      how many of a peer's tokens are ours, on the peer's BLAS: a peer that computes something else is no peer
 
-How a fair answer is made. `--vs mlx-lm` or `--vs llama.cpp` measures a peer, too, in all parts that it can do
-(`peers.py`). Both engines have the same weights in the same precision, mlx-lm also the same BLAS, and llama.cpp as many
-threads. Both get the same prompts at the same times, answer greedily, and never stop early. One loop (`drive`) talks to
-both in the same words. Each sample has a process of its own, so it inherits no other sample's memory, caches or
-threads; it warms up on a burst of the same shapes. Contestants take turns (A B, B A, A B), so a machine that slows down
-slows all of them. A table shows the median of the samples, the lowest and highest in brackets, and the ratio to the
-peer. One thing differs: nanobatch turns its tokens into text on the way, while the peer leaves that to its caller.
+How a fair answer is made. `--vs` measures others beside this checkout, in all parts that they can do. Each of them has
+a column, and its figures have their ratio to ours:
+
+    --vs mlx-lm            on OpenBLAS, the best that its users can put under MLX (`peers.py`)
+    --vs llama.cpp         with products of its own, and a thread for each core
+    --vs ../before         another checkout of nanobatch, on the BLAS that it chooses: is the new version faster?
+    --vs .@openblas        a checkout, here this one, with NANOBATCH_BLAS=openblas; mlx-lm@off works, too
+    --vs mlx-lm,llama.cpp  several
+
+This checkout runs on what NANOBATCH_BLAS says in the user's environment. All have the same weights in the same
+precision. All get the same prompts at the same times, answer greedily, and never stop early. One loop (`drive`) talks
+to all engines in the same words. Each sample has a process of its own, so it inherits no other sample's memory, caches
+or threads; it warms up on a burst of the same shapes. Columns take turns (A B, B A, A B), so a machine that slows down
+slows all of them. A table shows the median of the samples, and in brackets the lowest and the highest. One thing
+differs: nanobatch turns its tokens into text on the way, while a peer leaves that to its caller.
 
 A token counts when the loop holds it as a plain number. In an open loop, TTFT begins when the prompt was due, not when
 a busy loop got round to sending it; otherwise a slow engine would make its own examination easier.
@@ -58,35 +69,39 @@ import threading
 import time
 import timeit
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from typing import NamedTuple
+from xml.sax.saxutils import escape
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Request, Sampling, Scheduler
 from parts import device
-from parts.answers import StepView
+from parts.answers import Metrics, Result, StepView
 from parts.checkpoint import read_config
 from parts.checks import one_line, read_whole, shown
 from parts.device import mx
 from parts.meet import join
 from parts.models import find
-from peers import PEERS, LlamaCpp, MlxLm, News, cores, obstacle
+from peers import ENVIRONMENT, PEERS, LlamaCpp, MlxLm, News, cores, obstacle
 
 ROOT = Path(__file__).resolve().parent
-PARTS = {  # the name of a part, which is a method of `Sample`, and the caption of its table
+PARTS = {  # the name of a part, and the caption of its table
     "decode": "all rows decode, and nothing else happens",
     "closed": "users who send a prompt when the last one's answer has ended",
     "open": "prompts arrive at random; load 1 is what static batching can do, at load inf all come at once",
-    "steps": "a decode step of nanobatch, and what the machine would need for it at best; far: at 2,048 tokens",
+    "steps": "a decode step of nanobatch, and what the machine would need for it at best",
+    "far": "the same, where each row looks back on 2,048 tokens",
     "long": "a long prompt arrives while seven rows decode",
+    "chat": "a chat's fifth turn, beside a chunk of as many new tokens at the same row",
+    "idle": "a decode step of one request in an engine of 1 slot, and in one of 32",
     "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
     "plan": "the scheduler alone, without a model: 64 slots, prompts of 16,000 tokens that begin alike",
     "sampling": "a decode step in which all rows have a setting, beside a greedy step of the same run",
-    "busy": "a decode step alone, and beside one process on each core that never rests",
-    "newcomer": "mlx-lm on the BLAS that MLX brings, nanobatch on the one that it recommends",
+    "busy": "a decode step, and a burst of prompts: alone, and beside one process on each core that never rests",
+    "newcomer": "mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings",
     "same": "the peer's answers beside ours: equal tokens, up to the first difference of each answer",
 }
 HOT = {"temperature": 1.0}
@@ -103,10 +118,15 @@ SETTINGS = {  # for `sampling`
     "top_p=0.9, temperature=1.5": {"top_p": 0.9, "temperature": 1.5},
 }
 SETTINGS["all of them"] = {name: value for settings in SETTINGS.values() for name, value in settings.items()}
-NEWCOMER = "mlx-lm as installed"
+PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"  # a peer does not say what its steps are made of
 ROWS = 8  # in the parts that do not vary it
 CROWD, LONGEST = 40, 256  # requests of `open`, and their longest answer; the shortest has 16 tokens
 LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2  # `open`: as shares of what static batching can do; inf has to come first
+TURNS = 5  # of `chat`
+CHAT = {"rows": 1, "prompt": 64, "output": 33, "length": TURNS * (64 + 33)}
+CHUNK = 128  # `chat`: from a multiple of it every version of nanobatch can go on
+MANY = 32  # slots of `idle`
+BURST = 24  # prompts of `busy`, as many as a burst of the screen has
 PATIENCE_S = 1800  # for one sample
 
 
@@ -213,9 +233,8 @@ class Ask:
 
 class Nanobatch:
     def __init__(self, folder: str, name: str, rows: int, max_len: int):
-        _, policy, *rest = name.split()
-        exact = {"exact": True, "compact": False}[rest[0]] if rest else None
-        self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy, exact=exact)
+        _, policy = name.split()
+        self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy)
         self.handles: dict[int, Handle] = {}  # those under way
         self.reported = Counter()  # how many tokens of each
 
@@ -284,8 +303,8 @@ def drive(
 class Spec(NamedTuple):
     """What one sample measures. It travels to its process as JSON."""
 
-    part: str
-    contestant: str  # the name of a peer, or "nanobatch", a policy, and perhaps "compact" or "exact"
+    part: str  # a method of `Sample`
+    contestant: str  # the name of a peer, or "nanobatch" and a policy
     folder: str
     vocabulary: int
     rows: int
@@ -307,13 +326,14 @@ class Spec(NamedTuple):
 class Sample:
     """A contestant, warmed up, and prompts for it. They are random, so that no engine can reuse computed prefixes."""
 
-    def __init__(self, spec: Spec):
+    def __init__(self, spec: Spec, slots: int | None = None):
+        """`slots`: how many the engine has; by default one for each row."""
         self.spec, self.random = spec, random.Random(0)
         self.longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
         if spec.contestant.startswith("nanobatch"):
-            self.contestant = Nanobatch(spec.folder, spec.contestant, spec.rows, self.longest)
+            self.contestant = Nanobatch(spec.folder, spec.contestant, slots or spec.rows, self.longest)
         else:
-            peer, *_ = PEERS[spec.contestant.split()[0]]
+            peer, *_ = PEERS[spec.contestant]
             self.contestant = peer(spec.folder, spec.rows, self.longest)
         if program.rank():  # of several processes (parts/ranks.py), one measures
             self.contestant.engine.follow()
@@ -330,8 +350,6 @@ class Sample:
         spec = self.spec
         asks = self.asks(spec.rows, output=spec.output + spec.overlap)
         return decode_figures(drive(self.contestant, asks), spec.output)
-
-    newcomer = decode
 
     def closed(self) -> Figures:
         users = self.spec.rows
@@ -383,6 +401,64 @@ class Sample:
         share = {"floor / step": floor["floor ms"] / figures["step ms"]}
         return figures | {"text, of commit ms": text_ms} | floor | share
 
+    def chat(self) -> Figures:
+        """In turn: a conversation, and a prompt as long as its last one, whose earlier rows are in the slab already."""
+        turns_s = []
+        chunks_s = []
+        ratios = []
+        for _ in range(3):
+            turn = self.last_turn()
+            chunk = self.lone_chunk(turn.prompt_tokens)
+            turns_s.append(turn.ttft_s)
+            chunks_s.append(chunk.ttft_s)
+            ratios.append(turn.ttft_s / chunk.ttft_s)
+        return {
+            f"turn {TURNS} TTFT ms": 1e3 * statistics.median(turns_s),
+            "lone chunk TTFT ms": 1e3 * statistics.median(chunks_s),
+            f"turn {TURNS} / lone chunk": statistics.median(ratios),
+            f"turn {TURNS} tokens read": turn.prompt_tokens - turn.cached_tokens,
+            "lone chunk tokens read": chunk.prompt_tokens - chunk.cached_tokens,
+        }
+
+    def last_turn(self) -> Metrics:
+        """Of a conversation: each prompt is all that was said before, and something new."""
+        said = []
+        for _ in range(TURNS):
+            (ask,) = self.asks(1)
+            said += ask.prompt
+            result = self.answer(said, self.spec.output)
+            said += result.tokens
+        return result.metrics
+
+    def lone_chunk(self, length: int) -> Metrics:
+        """Of a prompt of about this length. All its rows are in the slab but for as many as a turn has new tokens."""
+        new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
+        rows = (length - new) // CHUNK * CHUNK
+        (ask,) = self.asks(1, prompt=rows + new)
+        self.answer(ask.prompt[:rows], 1)
+        return self.answer(ask.prompt, 1).metrics
+
+    def answer(self, prompt: list[int], max_tokens: int) -> Result:
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        return self.contestant.engine.submit(prompt, sampling).result()
+
+    def idle(self) -> Figures:
+        """In turn, so that a noisy machine is noisy for both engines."""
+        one = []
+        many = []
+        roomy = Sample(self.spec, slots=MANY)
+        with closing(roomy.contestant):
+            for _ in range(3):
+                one += self.step_seconds()
+                many += roomy.step_seconds()
+        one_ms = 1e3 * statistics.median(one)
+        many_ms = 1e3 * statistics.median(many)
+        return {
+            "step of 1 slot ms": one_ms,
+            f"step of {MANY} slots ms": many_ms,
+            f"{MANY} slots / 1 slot": many_ms / one_ms,
+        }
+
     def sampling(self) -> Figures:
         """In turn, so that a noisy machine is noisy for both: some steps with the setting, some greedy ones."""
         spec, seconds = self.spec, defaultdict(list)
@@ -390,28 +466,49 @@ class Sample:
             bias = {id: value for id, value in settings.get("logit_bias", {}).items() if id < spec.vocabulary}
             for _ in range(3):
                 for kind, wish in (("greedy", {}), (name, settings | {"logit_bias": bias})):
-                    seconds[name, kind] += [b.ended - a.ended for a, b in pairwise(self.decode_steps(**wish))]
-                    while self.contestant.handles:
-                        list(self.contestant.step())  # until all have ended
+                    seconds[name, kind] += self.step_seconds(**wish)
         median = {key: statistics.median(values) for key, values in seconds.items()}
         ratios = {f"{name} / greedy": median[name, name] / median[name, "greedy"] for name in SETTINGS}
         return {"greedy ms": 1e3 * statistics.median(median[name, "greedy"] for name in SETTINGS)} | ratios
 
     def busy(self) -> Figures:
-        """In turn, as a machine may also have other things to do. A busy process ends when this one does."""
-        seconds, busy = {False: [], True: []}, "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"
-        for beside in (False, True) * 3:
-            others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range((os.cpu_count() or 1) * beside)]
-            try:
-                seconds[beside] += [b.ended - a.ended for a, b in pairwise(self.decode_steps())]
-            finally:
-                for other in others:
-                    other.kill()
-                    other.wait()
-            while self.contestant.handles:
-                list(self.contestant.step())  # until all have ended
-        quiet, beside = (1e3 * statistics.median(seconds[beside]) for beside in (False, True))
-        return {"step ms": quiet, "step beside others ms": beside, "beside others / alone": beside / quiet}
+        """In turn, as a machine may also have other things to do."""
+        alone = []
+        beside = []
+        for _ in range(3):
+            alone += self.step_seconds()
+            with busy_cores():
+                beside += self.step_seconds()
+        step_ms = 1e3 * statistics.median(alone)
+        step_beside_ms = 1e3 * statistics.median(beside)
+        burst_s = self.burst_seconds()
+        with busy_cores():
+            burst_beside_s = self.burst_seconds()
+        return {
+            "step ms": step_ms,
+            "step beside others ms": step_beside_ms,
+            "beside others / alone": step_beside_ms / step_ms,
+            "burst s": burst_s,
+            "burst beside others s": burst_beside_s,
+            "burst beside others / alone": burst_beside_s / burst_s,
+        }
+
+    def burst_seconds(self) -> float:
+        """How long a burst takes. As in one of the screen's, prompts are short, and answers differ in length."""
+        prompt = max(1, self.spec.prompt // 4)
+        asks = []
+        for length in crowd_lengths(self.spec.output)[:BURST]:
+            asks += self.asks(1, prompt, length)
+        began = time.perf_counter()
+        drive(self.contestant, asks)
+        return time.perf_counter() - began
+
+    def step_seconds(self, **settings) -> list[float]:
+        """How long the steps of `decode_steps` take. Afterwards nothing runs."""
+        steps = self.decode_steps(**settings)
+        while self.contestant.handles:
+            list(self.contestant.step())  # until all have ended
+        return [later.ended - earlier.ended for earlier, later in pairwise(steps)]
 
     def decode_steps(self, **settings) -> list[StepView]:
         """Steps in which all rows decode with these settings, `queue` requests wait, and nothing else happens."""
@@ -429,6 +526,21 @@ class Sample:
         for handle in handles:
             handle.cancel()
         return [s for s in engine.snapshot().steps if s.step >= first and len(s.decode) == spec.rows and not s.prefill]
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """One process on each core that never rests. Each ends when this process does, too."""
+    command = [sys.executable, "-c", "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"]
+    others = []
+    try:
+        for _ in range(cores()):
+            others.append(subprocess.Popen(command))
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
@@ -519,81 +631,169 @@ def take(spec: Spec) -> Figures:
 
 
 def take_sample(text: str) -> int:
-    """Runs in the sample's process. Prints figures, or what is wrong with what was asked for, as a line of JSON."""
+    """Runs in the sample's process. Prints a line of JSON: the figures, or what is wrong with what was asked for."""
     spec = Spec(**json.loads(text))
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()  # see `measure`
     try:
         answer = {"figures": take(spec)}
+        if spec.contestant != "llama.cpp":  # which has products of its own
+            answer["blas"] = str(device.blas)
     except (ValueError, QueueFull) as error:
         answer = {"error": str(error)}
     print(json.dumps(answer))
     return 0
 
 
-def measure(spec: Spec) -> Figures:
-    """One sample in a fresh process. It cannot outlive this call, because it ends when its standard input does.
+def measure(spec: Spec, column: Column) -> dict:
+    """One sample of a column, in a fresh process: its figures, and the BLAS that it ran on.
 
-    Ranks stay in their process: they have found each other, and over MPI another process could not join them.
+    The process cannot outlive this call, because it ends when its standard input does. Ranks stay in their process:
+    they have found each other, and over MPI another process could not join them.
 
     subtle: an interrupted `run` kills its process, but not if the interrupt comes while it starts the process.
     """
+    spec = spec._replace(contestant=column.engine)
     if program.backend():
-        return take(spec)
-    command = [sys.executable, str(ROOT / "bench.py"), "--sample", json.dumps(spec._asdict())]
-    environment = os.environ | ({"NANOBATCH_BLAS": "off"} if spec.contestant == NEWCOMER else {})
-    options = {"capture_output": True, "text": True, "timeout": PATIENCE_S, "env": environment}
+        return {"figures": take(spec)}
+    program_file = (column.checkout or ROOT) / "bench.py"
     theirs, ours = os.pipe()
     try:
-        done = subprocess.run(command, stdin=theirs, **options)
+        done = subprocess.run(
+            [sys.executable, str(program_file), "--sample", json.dumps(spec._asdict())],
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            env=os.environ | column.environment,
+            cwd=column.checkout,
+        )
         answer = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         raise Failure(f"a sample took more than {PATIENCE_S} s; choose a smaller model or less --output") from None
     except (IndexError, ValueError):
         said = done.stderr.splitlines() or ["it said nothing"]
-        raise Failure(f"a sample's process ended with code {done.returncode}: {said[-1]}") from None
+        raise Failure(f"a sample of {column.name} ended with code {done.returncode}: {said[-1]}") from None
     finally:
         os.close(theirs)
         os.close(ours)
     if "error" in answer:
         raise ValueError(answer["error"])
-    return answer["figures"]
+    return answer
 
 
 # --- all samples, in turns -------------------------------------------------------------------------------------------
 
 
-class Cell(NamedTuple):
-    """A few lines of a table: what is measured there, and of which contestants."""
+@dataclass(frozen=True)
+class Column:
+    """A column of the tables: what is measured beside the other columns, and in which surroundings."""
 
+    name: str
+    engine: str  # as a sample's process knows it: a peer, or "nanobatch" and a policy
+    environment: Mapping[str, str] = field(default_factory=dict)  # set in its processes, beside the user's own
+    checkout: Path | None = None  # another version of nanobatch, whose bench.py takes the samples; None: this one
+
+    def can(self, part: str) -> bool:
+        return self.engine not in PEERS or part in PARTS_OF_A_PEER
+
+
+NEWCOMER = Column("mlx-lm as installed", "mlx-lm", {"NANOBATCH_BLAS": "off"})
+
+
+def our_column(policy: str) -> Column:
+    """This checkout, on the BLAS that the user's environment asks for."""
+    return Column(f"nanobatch {policy}", f"nanobatch {policy}")
+
+
+def read_rivals(names: str, policy: str) -> list[Column]:
+    """What `--vs` means."""
+    rivals = {}
+    for name in names.split(",") if names else ():
+        rivals[name] = read_rival(name, policy)
+    return list(rivals.values())
+
+
+def read_rival(name: str, policy: str) -> Column:
+    """What a name of `--vs` means: a peer, or a folder with another checkout. After an @ stands its NANOBATCH_BLAS."""
+    rival, _, blas = name.partition("@")
+    environment = {"NANOBATCH_BLAS": blas} if blas else {}
+    if rival in PEERS:
+        if blas and rival == "llama.cpp":
+            raise ValueError(f"--vs: llama.cpp has products of its own; leave out @{shown(blas)}")
+        return Column(name, rival, ENVIRONMENT[rival] | environment)
+    checkout = Path(rival).expanduser().absolute()
+    if not rival or not (checkout / "bench.py").is_file():
+        raise ValueError(f"--vs: {shown(rival)} is neither {' nor '.join(PEERS)} nor a folder that holds a bench.py")
+    return Column(name, f"nanobatch {policy}", environment, checkout)
+
+
+class Cell(NamedTuple):
+    """A few lines of a table: what is measured there, and in which columns."""
+
+    part: str  # whose table it is
     x: str  # a word and a number, such as "rows 8"
     spec: Spec  # complete but for the contestant
-    contestants: list[str]
+    columns: list[Column]
 
 
-def make_plan(parts: Sequence[str], rows: Sequence[int], usual: Spec, vs: str | None) -> list[Cell]:
-    """All cells of these parts. `usual` is the spec that they change; its contestant is our own. `vs` is the peer."""
-    ours, peer = usual.contestant, [vs] if vs else []
-    policies = [ours.replace(ours.split()[1], policy) for policy in reversed(POLICIES)]
-    growth = {
-        "queue": [(n, {"queue": n}) for n in (0, 100, 1_000, 10_000)],
-        "slots": [(n, {"rows": n}) for n in (1, 4, 16, 64)],
-        "slab": [(n, {"rows": 4, "length": n}) for n in (512, 1_024, 4_096, 16_384)],
-        "prompt": [(n, {"rows": 4, "prompt": n}) for n in (64, 256, 1_024)],
-    }
-    changes = {
-        "decode": [(f"rows {n}", {"rows": n}, [ours, *peer]) for n in rows],
-        "closed": [(f"users {n}", {"rows": n}, [ours, *peer]) for n in rows],
-        "open": [(f"load {x}", {"output": LONGEST, "rate": x}, policies + peer) for x in LOADS],
-        "steps": [(f"rows {ROWS}{name}", change, [ours]) for name, change in (("", {}), (", far", {"prompt": 2_048}))],
-        "long": [("prompt 2000", {"late": 2000, "output": 256}, [ours, *peer])],
-        "growth": [(f"{word} {n}", change, [ours]) for word, series in growth.items() for n, change in series],
-        "plan": [("slots 64", {}, [ours])],
-        "sampling": [(f"rows {ROWS}", {"prompt": 16, "output": 10}, [ours])],
-        "busy": [(f"rows {ROWS}", {}, [ours])],
-        "newcomer": [(f"rows {ROWS}", {}, [ours, NEWCOMER])],
-        "same": [(f"rows {ROWS}", {}, peer)],
-    }
-    return [Cell(x, usual._replace(part=part, **c), who) for part in parts for x, c, who in changes[part]]
+def make_plan(
+    parts: Sequence[str],
+    rows: Sequence[int],
+    usual: Spec,
+    ours: Column,
+    rivals: Sequence[Column],
+) -> list[Cell]:
+    """All cells of these parts."""
+    plan = []
+    for part in parts:
+        columns = columns_of(part, ours, rivals)
+        for x, change in lines_of(part, rows).items():
+            spec = usual._replace(**{"part": part, **change})
+            plan.append(Cell(part, x, spec, columns))
+    return plan
+
+
+def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column]:
+    """The columns of a part's table. Ours stands first, and the ratios of the others are to it."""
+    able = [rival for rival in rivals if rival.can(part)]
+    if part == "open":
+        policies = [our_column(policy) for policy in POLICIES]
+        others = [column for column in policies if column != ours]
+        return [ours, *others, *able]
+    if part == "newcomer":
+        return [ours, NEWCOMER]
+    if part == "busy" and not program.backend():
+        single = Column(f"{ours.name}, one thread", ours.engine, {"NANOBATCH_THREADS": "1"})
+        return [ours, single, *able]
+    if part == "same":
+        return [rival for rival in able if rival.engine in PEERS]
+    return [ours, *able]
+
+
+def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
+    """The lines of a part's table: what each is called, and what its spec has that the usual one has not."""
+    if part == "decode":
+        return {f"rows {n}": {"rows": n} for n in rows}
+    if part == "closed":
+        return {f"users {n}": {"rows": n} for n in rows}
+    if part == "open":
+        return {f"load {load}": {"output": LONGEST, "rate": load} for load in LOADS}
+    if part == "growth":
+        return {
+            **{f"queue {n}": {"queue": n} for n in (0, 100, 1_000, 10_000)},
+            **{f"slots {n}": {"rows": n} for n in (1, 4, 16, 64)},
+            **{f"slab {n}": {"rows": 4, "length": n} for n in (512, 1_024, 4_096, 16_384)},
+            **{f"prompt {n}": {"rows": 4, "prompt": n} for n in (64, 256, 1_024)},
+        }
+    return {
+        "far": {f"rows {ROWS}": {"part": "steps", "prompt": 2_048}},
+        "newcomer": {f"rows {ROWS}": {"part": "decode"}},
+        "long": {"prompt 2000": {"late": 2000, "output": 256}},
+        "chat": {f"turn {TURNS}": CHAT},
+        "idle": {"rows 1": {"rows": 1}},
+        "plan": {"slots 64": {}},
+        "sampling": {f"rows {ROWS}": {"prompt": 16, "output": 10}},
+    }.get(part, {f"rows {ROWS}": {}})
 
 
 def take_all(plan: Sequence[Cell], samples: int, tell: Callable[[str], None]) -> Iterator[dict]:
@@ -601,24 +801,34 @@ def take_all(plan: Sequence[Cell], samples: int, tell: Callable[[str], None]) ->
     records = []
     for cell in plan:
         for number in range(samples):
-            for name in cell.contestants[:: -1 if number % 2 else 1]:
-                tell(f"{cell.spec.part}, {cell.x}, {name}")
-                spec = cell.spec._replace(contestant=name)
+            for column in cell.columns[:: -1 if number % 2 else 1]:
+                tell(f"{cell.part}, {cell.x}, {column.name}")
+                spec = cell.spec
                 if spec.rate < math.inf and not program.rank():
                     spec = spec._replace(rate=spec.rate * capacity(records))
-                record = {"part": spec.part, "x": cell.x, "contestant": name, "sample": number}
-                records.append(record | {"figures": measure(spec)})
-                yield records[-1]
+                record = {
+                    "part": cell.part,
+                    "x": cell.x,
+                    "contestant": column.name,
+                    "sample": number,
+                    **measure(spec, column),
+                }
+                records.append(record)
+                yield record
 
 
 def capacity(records: Sequence[dict]) -> float:
     """Requests a second that static batching can do, as measured when all of them come at once."""
-    static = [r["figures"] for r in records if r["x"] == "load inf" and "static" in r["contestant"]]
-    return statistics.median(f["total tokens/s"] for f in static) / statistics.mean(crowd_lengths(LONGEST))
+    rates = []
+    for record in records:
+        if record["x"] == "load inf" and record["contestant"] == "nanobatch static":
+            rates.append(record["figures"]["total tokens/s"])
+    return statistics.median(rates) / statistics.mean(crowd_lengths(LONGEST))
 
 
-def describe_machine() -> dict[str, str]:
+def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
     """What the figures depend on."""
+    checkouts = {rival.name: rival.checkout for rival in rivals if rival.checkout}
     cpu = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*:\s*(.+)", cpu.read_text()) if cpu.exists() else None
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
@@ -634,13 +844,19 @@ def describe_machine() -> dict[str, str]:
         "mlx-lm": installed.get("mlx-lm", "none"),
         "llama-cpp-python": installed.get("llama-cpp-python", "none"),
         "BLAS": str(device.blas),
-        "commit": output_of("git rev-parse --short HEAD") + " dirty" * bool(output_of("git status --porcelain")),
+        "commit": commit_of(ROOT),
+        **{f"commit of {name}": commit_of(folder) for name, folder in checkouts.items()},
     }
 
 
-def output_of(command: str) -> str:
+def commit_of(folder: Path) -> str:
+    changed = output_of("git status --porcelain", folder)
+    return output_of("git rev-parse --short HEAD", folder) + " dirty" * bool(changed)
+
+
+def output_of(command: str, folder: Path = ROOT) -> str:
     try:
-        return subprocess.run(command.split(), capture_output=True, text=True, cwd=ROOT, timeout=10).stdout.strip()
+        return subprocess.run(command.split(), capture_output=True, text=True, cwd=folder, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
@@ -665,24 +881,33 @@ def summarise(records: Iterable[dict]) -> dict[Key, Summary]:
     return {key: Summary(statistics.median(values), min(values), max(values)) for key, values in samples.items()}
 
 
-def compared_with(key: Key, known: Iterable[Key]) -> Key | None:
-    """The figure that this one is divided by: the peer's, else static batching's; in `growth` the first of its kind."""
-    part, x, name, _ = key
-    if part == "growth":
-        return next(k for k in known if k[0] == part and k[1].split()[0] == x.split()[0] and k[2] == name)
-    rivals = [k for k in known if k[:3] == key[:3]]
-    return next((k for word in (*PEERS, "static") for k in rivals if word in k[3]), None)
+def compared_with(key: Key, known: Iterable[Key]) -> Key:
+    """The figure that this one is divided by: of the first column, ours; in `growth` of the first line of its kind."""
+    part, x, *figure = key
+
+    def is_like(other: Key) -> bool:
+        if part != "growth":
+            return other[:3] == key[:3]
+        other_part, other_x, *other_figure = other
+        return other_part == part and other_x.split()[0] == x.split()[0] and other_figure == figure
+
+    return next(filter(is_like, known))
 
 
 def cell_text(key: Key, table: dict[Key, Summary]) -> str:
     """12.3 (11.9–12.8) ×1.25"""
     if key not in table:
         return ""
-    figure, other = table[key], compared_with(key, table)
-    low, high = number(figure.low), number(figure.high)
-    spread = f" ({low}–{high})" if low != high else ""
-    ratio = f" ×{figure.median / table[other].median:.2f}" if other not in (None, key) and table[other].median else ""
-    return number(figure.median) + spread + ratio
+    figure = table[key]
+    text = number(figure.median)
+    low = number(figure.low)
+    high = number(figure.high)
+    if low != high:
+        text += f" ({low}–{high})"
+    first = compared_with(key, table)
+    if first != key and table[first].median:
+        text += f" ×{figure.median / table[first].median:.2f}"
+    return text
 
 
 def number(value: float) -> str:
@@ -692,19 +917,30 @@ def number(value: float) -> str:
     return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
 
 
+def column_heads(records: Iterable[dict]) -> dict[str, str]:
+    """What stands above each contestant's column: its name, and the BLAS that its samples ran on."""
+    heads = {}
+    for record in records:
+        name = record["contestant"]
+        heads[name] = f"{name}\nBLAS {record['blas']}" if "blas" in record else name
+    return heads
+
+
 def show(data: dict) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     console.print(data["command"], "; ".join(f"{name} {value}" for name, value in data["machine"].items()), sep="\n")
+    console.print("median (lowest–highest) ×ratio to the first column", style="dim")
     figures = summarise(data["records"])
+    heads = column_heads(data["records"])
     for part, caption in PARTS.items():
         keys = [key for key in figures if key[0] == part]
         if not keys:
             continue
-        columns = sorted(dict.fromkeys(key[3] for key in keys), key=lambda who: who in (*PEERS, NEWCOMER))
-        table = Table("", "", *columns)
+        columns = list(dict.fromkeys(key[3] for key in keys))
+        table = Table("", "", *(heads[who] for who in columns))
         for x in dict.fromkeys(key[1] for key in keys):
             for name in dict.fromkeys(key[2] for key in keys if key[1] == x):
                 label = x if not table.rows or table.rows[-1].end_section else ""
@@ -753,7 +989,8 @@ def panel(title: str, curves: dict[str, list[tuple[float, Summary]]], log: bool,
         colour = next((value for word, value in COLOURS.items() if word in who), GREY)
         points = " ".join(f"{across(x)},{down(figure.median)}" for x, figure in curve)
         spreads = "".join(f"M{across(x)} {down(figure.low)}V{down(figure.high)}" for x, figure in curve)
-        parts.append(f'<text x="{left + 16 + 200 * (i % 2)}" y="{36 + 15 * (i // 2)}" fill="{colour}">{who}</text>')
+        place = f'x="{left + 16 + 200 * (i % 2)}" y="{36 + 15 * (i // 2)}"'
+        parts.append(f'<text {place} fill="{colour}">{escape(who)}</text>')
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<path d="{spreads}" stroke="{colour}" stroke-width="6" stroke-linecap="round" opacity="0.6"/>')
     return "\n".join(parts)
@@ -803,14 +1040,14 @@ def make_model(folder: Path, shape: str) -> Path:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = program.Parser("bench.py", description="Measure nanobatch, and another engine beside it.")
+    parser = program.Parser("bench.py", description="Measure nanobatch, and others beside it.")
     add, usual = parser.add_argument, "decode,closed,steps"
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
     add("--shape", choices=SHAPES, help="random weights of this shape instead, in a temporary folder")
-    add("--vs", choices=PEERS, help="measure this peer, too")
+    says = f"measure these, too: {', '.join(PEERS)}, the folder of another checkout; mlx-lm@off: on that NANOBATCH_BLAS"
+    add("--vs", default="", metavar="NAME,...", help=says)
     add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
     add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="for every part but open, which has all")
-    parser.add_exact()
     add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
     add("--prompt", default="128", help="tokens of a prompt (default: 128)")
     add("--output", default="64", help="tokens of an answer (default: 64)")
@@ -834,22 +1071,37 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--model {args.model} and --shape {args.shape} exclude each other; give one")
     if args.plot and not args.source and not {"decode", "open"} & set(args.parts):
         parser.error("--plot draws decode and open; add one of them to --parts")
-    wanted = {"--vs": args.vs, "newcomer": "mlx-lm" if "newcomer" in args.parts else None}
-    for what, peer in wanted.items():
-        if peer and (why := obstacle(peer)):
-            parser.error(f"{why} {what}")
-    if program.backend() and (args.vs or {"same", "newcomer"} & set(args.parts)):
-        parser.error("a peer has no ranks; measure it by itself")
-    if "same" in args.parts and not args.vs:
-        parser.error(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
-    if "newcomer" in args.parts and device.blas.name == "mlx":
-        parser.error("newcomer needs another BLAS than MLX's own; on Linux without a GPU: pip install mkl")
+    try:
+        args.rivals = read_rivals(args.vs, args.policy)
+        check_rivals(args.parts, args.rivals)
+    except ValueError as error:
+        parser.error(str(error))
     for path in filter(None, (args.json, args.plot)):
         try:
             Path(path).open("a").close()
         except OSError as error:
             parser.error(f"{path!r} cannot be written ({error.strerror}); name a file in a folder that is there")
     return args
+
+
+def check_rivals(parts: Sequence[str], rivals: Sequence[Column]) -> None:
+    """What stands in the way of measuring them is said before anything is measured."""
+    peers = [rival.engine for rival in rivals if rival.engine in PEERS]
+    for peer in peers:
+        if why := obstacle(peer):
+            raise ValueError(f"{why} --vs {peer}")
+    if "newcomer" in parts:
+        if why := obstacle("mlx-lm"):
+            raise ValueError(f"{why} newcomer")
+        if device.blas.name == "mlx":
+            raise ValueError(
+                "newcomer needs another BLAS than MLX's own; on Linux without a GPU: pip install -e '.[cpu]'"
+            )
+    if "same" in parts and not peers:
+        raise ValueError(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
+    alone = [part for part in ("newcomer", "idle") if part in parts]
+    if program.backend() and (rivals or alone):
+        raise ValueError(f"ranks measure one engine; leave out {alone[0] if alone else '--vs'}")
 
 
 def load_data(path: str) -> dict:
@@ -865,32 +1117,72 @@ def load_data(path: str) -> dict:
 
 
 def measure_all(args: argparse.Namespace) -> dict:
-    """Take all samples, with a progress bar that draws between two of them and never during one."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    data = {"command": shlex.join(["python", "bench.py", *sys.argv[1:]]), "machine": describe_machine(), "records": []}
+    """Take all samples of all parts."""
+    data = {
+        "command": shlex.join(["python", "bench.py", *sys.argv[1:]]),
+        "machine": describe_machine(args.rivals),
+        "records": [],
+    }
     with ExitStack() as stack:
         if args.shape:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="nanobatch-"))
             folder = make_model(Path(temporary), args.shape)
         else:
-            folder = find(args.model or "demo")
-        ours = f"nanobatch {args.policy}" + {None: "", True: " exact", False: " compact"}[args.exact]
-        vocabulary = read_config(folder, has_head=False).V
-        usual = Spec("", ours, str(folder), vocabulary, ROWS, args.prompt, args.output)
-        plan = make_plan(args.parts, args.rows, usual, args.vs)
-        console = Console(stderr=True)
-        bar = Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal)
-        task = bar.add_task("", total=args.samples * sum(len(cell.contestants) for cell in plan))
-        stack.enter_context(bar)
-        for record in take_all(plan, args.samples, lambda stage: bar.update(task, description=stage, refresh=True)):
-            bar.advance(task)
+            folder = find(args.model or "demo").absolute()  # another checkout's samples run in a folder of their own
+        usual = Spec(
+            part="",
+            contestant="",
+            folder=str(folder),
+            vocabulary=read_config(folder, has_head=False).V,
+            rows=ROWS,
+            prompt=args.prompt,
+            output=args.output,
+        )
+        ours = our_column(args.policy)
+        plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)
+        total = args.samples * sum(len(cell.columns) for cell in plan)
+        tell = stack.enter_context(progress(total))
+        for record in take_all(plan, args.samples, tell):
             data["records"].append(record)
             if args.json and not program.rank():  # after each sample, so that an interrupted run is not lost
                 Path(args.json).write_text(json.dumps(data, indent=1))
     return data
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Gives a function that is told before each sample what the sample measures, and shows it on standard error.
+
+    A terminal gets a bar, which draws between two samples and never during one. A file or a pipe gets a line a sample.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("", total=total)
+    began = time.perf_counter()
+    done = 0
+
+    def tell(stage: str) -> None:
+        nonlocal done
+        bar.update(task, completed=done, description=stage, refresh=True)
+        done += 1
+        if not console.is_terminal and not program.rank():
+            seconds = time.perf_counter() - began
+            print(f"nanobatch: {done} of {total} after {seconds:.0f} s: {stage}", file=sys.stderr, flush=True)
+
+    with bar:
+        yield tell
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -36,7 +36,7 @@ class Asked(Protocol):
 class MlxLm:
     """mlx-lm's BatchGenerator. Its batch is as wide as we have slots. It prefills as many prompts together as fit, each
     in one piece; fewer at a time, or chunks, gave fewer tokens a second. On a CPU it computes in float32, because
-    everything else is slow there."""
+    everything else is slow there, and it multiplies with OpenBLAS (`ENVIRONMENT`)."""
 
     def __init__(self, folder: str, rows: int, length: int):
         from mlx_lm.generate import BatchGenerator
@@ -154,6 +154,14 @@ class LlamaCpp:
 PEERS = {
     "mlx-lm": (MlxLm, ("mlx_lm",), "pip install mlx-lm"),
     "llama.cpp": (LlamaCpp, ("llama_cpp", "gguf"), "pip install llama-cpp-python gguf (it compiles for minutes)"),
+}
+
+
+# The environment of a peer's processes. mlx-lm multiplies with the BLAS that lies under MLX. Its users have no product
+# of ours, so it gets the best that they can have.
+ENVIRONMENT = {
+    "mlx-lm": {"NANOBATCH_BLAS": "openblas"},
+    "llama.cpp": {},
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -139,12 +140,14 @@ def records(part: str, x: str, **rates: float) -> list[dict]:
     ]
 
 
-def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_the_peer():
+def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_ours():
     samples = [r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)]
-    table = bench.summarise([*samples, *records("decode", "rows 8", **{"mlx-lm": 100})])
+    peers = records("decode", "rows 8", **{"mlx-lm": 100, "llama.cpp": 220})
+    table = bench.summarise([*samples, *peers])
     key = "decode", "rows 8", "decode tokens/s"
-    assert bench.cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150) ×1.10"
-    assert bench.cell_text((*key, "mlx-lm"), table) == "100"
+    assert bench.cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150)"
+    assert bench.cell_text((*key, "mlx-lm"), table) == "100 ×0.91"
+    assert bench.cell_text((*key, "llama.cpp"), table) == "220 ×2.00"
     assert bench.cell_text((*key, "nobody"), table) == ""
 
 
@@ -169,27 +172,102 @@ def test_the_marks_of_an_axis_are_round_and_hold_every_value():
     assert bench.ticks([100], log=True) == [100, 1000]
 
 
-def test_the_order_of_contestants_alternates(spec, monkeypatch):
+def plan_of(spec: Spec, part: str, vs: str = "") -> list[bench.Cell]:
+    rivals = [bench.read_rival(name, "continuous") for name in vs.split(",") if name]
+    return bench.make_plan([part], [8], spec, bench.our_column("continuous"), rivals)
+
+
+def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, monkeypatch):
     order = []
-    monkeypatch.setattr(bench, "measure", lambda spec: order.append(spec.contestant) or {"total tokens/s": 100})
-    plan = bench.make_plan(["decode"], [8], spec, vs="mlx-lm")
-    assert len(list(bench.take_all(plan, samples=3, tell=lambda stage: None))) == 6
-    assert [who.split()[0] for who in order] == ["nanobatch", "mlx-lm", "mlx-lm", "nanobatch", "nanobatch", "mlx-lm"]
+
+    def measure(spec: Spec, column: bench.Column) -> dict:
+        order.append(column.name.split()[0])
+        return {"figures": {"total tokens/s": 100}}
+
+    monkeypatch.setattr(bench, "measure", measure)
+    plan = plan_of(spec, "decode", vs="mlx-lm,llama.cpp")
+    records = list(bench.take_all(plan, samples=3, tell=lambda stage: None))
+    there = ["nanobatch", "mlx-lm", "llama.cpp"]
+    assert order == [*there, *reversed(there), *there]
+    assert len(records) == 9
 
 
 def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
     rates = {}
     capacity = 200  # tokens a second
 
-    def measure(spec: Spec) -> bench.Figures:
-        rates.setdefault(spec.rate, []).append(spec.contestant)
-        return {"total tokens/s": capacity if "static" in spec.contestant else 999}
+    def measure(spec: Spec, column: bench.Column) -> dict:
+        rates.setdefault(spec.rate, []).append(column.name)
+        return {"figures": {"total tokens/s": capacity if "static" in column.name else 999}}
 
     monkeypatch.setattr(bench, "measure", measure)
-    list(bench.take_all(bench.make_plan(["open"], [], spec, vs="mlx-lm"), 1, tell=lambda stage: None))
+    list(bench.take_all(plan_of(spec, "open", vs="mlx-lm"), 1, tell=lambda stage: None))
     mean = sum(bench.crowd_lengths(256)) / bench.CROWD
     assert list(rates) == pytest.approx([float("inf"), *(load * capacity / mean for load in (0.4, 0.6, 0.8, 1.0, 1.2))])
     assert all(len(set(who)) == 4 for who in rates.values()), "everybody meets the same arrivals"
+
+
+# --- who is measured, and where --------------------------------------------------------------------------------------
+
+
+ANOTHER_VERSION = """
+import json, os, sys
+spec = json.loads(sys.argv[sys.argv.index("--sample") + 1])
+said = {"spec": spec, "at": os.getcwd(), "BLAS": os.environ.get("NANOBATCH_BLAS")}
+with open("said", "a") as file:
+    print(json.dumps(said), file=file)
+print(json.dumps({"figures": {"decode tokens/s": 1.0}}))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """Another version, whose samples write down what they were asked, where, and on which BLAS."""
+    folder = tmp_path / "before"
+    folder.mkdir()
+    (folder / "bench.py").write_text(ANOTHER_VERSION)
+    return folder
+
+
+def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(spec, checkout, monkeypatch):
+    """The fields of a spec are those that older versions know."""
+    monkeypatch.setenv("NANOBATCH_BLAS", "mine")
+    plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@openblas:Haswell")
+    cell = plan[0]._replace(columns=plan[0].columns[1:])
+    records = list(bench.take_all([cell], samples=1, tell=lambda stage: None))
+    assert [r["contestant"] for r in records] == [str(checkout), f"{checkout}@openblas:Haswell"]
+    assert all(r["figures"] == {"decode tokens/s": 1.0} for r in records)
+    plain, other = map(json.loads, (checkout / "said").read_text().splitlines())
+    assert plain["BLAS"] == "mine" and other["BLAS"] == "openblas:Haswell"
+    assert checkout.samefile(plain["at"])
+    assert plain["spec"]["contestant"] == "nanobatch continuous"
+    fields = "part contestant folder vocabulary rows prompt output rate late queue length"
+    assert list(plain["spec"]) == fields.split()
+
+
+def test_a_checkout_that_knows_no_such_part_is_named(spec, checkout):
+    (checkout / "bench.py").write_text("raise AttributeError('no such part')")
+    with pytest.raises(bench.Failure, match=r"before ended with code 1: AttributeError: no such part"):
+        bench.measure(spec, bench.read_rival(str(checkout), "continuous"))
+
+
+def test_mlx_lm_runs_on_openblas_unless_another_is_named():
+    """Its users have no product of ours, and the best that they can put under MLX is OpenBLAS."""
+    assert bench.read_rival("mlx-lm", "continuous").environment == {"NANOBATCH_BLAS": "openblas"}
+    assert bench.read_rival("mlx-lm@off", "continuous").environment == {"NANOBATCH_BLAS": "off"}
+    assert bench.read_rival("llama.cpp", "continuous").environment == {}
+    assert bench.our_column("continuous").environment == {}, "ours is the one that the user's environment asks for"
+
+
+def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec, checkout):
+    columns = {part: plan_of(spec, part, vs=f"mlx-lm,{checkout}")[0].columns for part in bench.PARTS}
+    names = {part: [column.name.replace(str(checkout), "before") for column in columns[part]] for part in columns}
+    assert names["decode"] == ["nanobatch continuous", "mlx-lm", "before"]
+    assert names["steps"] == ["nanobatch continuous", "before"]
+    assert names["open"] == [*(f"nanobatch {policy}" for policy in bench.POLICIES), "mlx-lm", "before"]
+    assert names["busy"] == ["nanobatch continuous", "nanobatch continuous, one thread", "before"]
+    assert names["newcomer"] == ["nanobatch continuous", "mlx-lm as installed"]
+    assert names["same"] == ["mlx-lm"]
 
 
 # --- each part, in small ---------------------------------------------------------------------------------------------
@@ -200,8 +278,9 @@ SMALL = {
     "open": {"rows": 8, "output": 2, "rate": 5000.0},
     "steps": {"output": 8},
     "long": {"rows": 3, "output": 24, "late": 100},
+    "chat": {"rows": 1, "prompt": 40, "length": 240},
+    "idle": {"rows": 1},
     "growth": {"queue": 20, "length": 96},
-    "newcomer": {},
     "plan": {},
     "sampling": {},
     "busy": {},
@@ -210,7 +289,9 @@ SMALL = {
 
 
 def test_every_part_is_tried_here():
-    assert SMALL.keys() == bench.PARTS.keys()
+    """`far` and `newcomer` are tables of their own, and their samples are those of `steps` and `decode`."""
+    assert SMALL.keys() == bench.PARTS.keys() - {"far", "newcomer"}
+    assert [bench.lines_of(part, [8])["rows 8"]["part"] for part in ("far", "newcomer")] == ["steps", "decode"]
 
 
 @pytest.mark.parametrize(
@@ -219,9 +300,8 @@ def test_every_part_is_tried_here():
         (part, who)
         for part in SMALL
         if part != "plan"  # it needs no contestant
-        for who in ("nanobatch continuous", "nanobatch static compact", *PEERS)
-        if who not in PEERS
-        or part not in ("steps", "growth", "sampling", "busy")  # a peer does not say what its steps are
+        for who in ("nanobatch continuous", "nanobatch static", *PEERS)
+        if who not in PEERS or part in bench.PARTS_OF_A_PEER
     ],
 )
 def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
@@ -233,6 +313,30 @@ def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
     assert figures and all(value > 0 for value in figures.values()), figures
 
 
+def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
+    """Turns of 40 new tokens, answers of 4: the fifth prompt has 216 tokens. A chunk at row 128 has 41 new ones."""
+    sample = bench.Sample(spec._replace(part="chat", **SMALL["chat"]))
+    with closing(sample.contestant):
+        turn = sample.last_turn()
+        chunk = sample.lone_chunk(turn.prompt_tokens)
+    assert turn.prompt_tokens == 216
+    assert (chunk.prompt_tokens, chunk.cached_tokens) == (128 + 41, 128)
+
+
+def test_a_busy_machine_is_quiet_again_afterwards():
+    with bench.busy_cores():
+        others = children()
+        assert len(others) == bench.cores()
+    assert children() == []
+
+
+def children() -> list[str]:
+    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    if not path.exists():
+        pytest.skip("no /proc here")
+    return path.read_text().split()
+
+
 def test_planning_is_measured_without_a_model():
     figures = bench.plan_figures(slots=4, length=2000)
     assert 0 < figures["plan median ms"] <= figures["plan max ms"]
@@ -241,15 +345,35 @@ def test_planning_is_measured_without_a_model():
 def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
     data, picture = tmp_path / "run.json", tmp_path / "run.svg"
     small = ("--model", spec.folder, "--rows", "2", "--prompt", "8", "--output", "4", "--samples", "1")
-    measured = run(*small, "--parts", "decode", "--vs", "mlx-lm", "--json", str(data))
+    measured = run(*small, "--parts", "decode", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
     assert measured.returncode == 0, measured.stderr
     shown = run("--from", str(data), "--plot", str(picture))
     assert (shown.returncode, shown.stdout) == (0, measured.stdout)
     written = json.loads(data.read_text())
     assert {"processor", "cores", "mlx", "mlx-lm", "BLAS", "commit"} <= written["machine"].keys()
-    assert {r["contestant"] for r in written["records"]} == {"nanobatch continuous", "mlx-lm"}
+    assert {r["contestant"] for r in written["records"]} == {"nanobatch continuous", "mlx-lm", "mlx-lm@off"}
+    assert "BLAS mlx " in shown.stdout and "BLAS openblas" in shown.stdout
     texts = [element.text for element in ElementTree.parse(picture).findall(".//{*}text")]
     assert {"decode tokens/s, by rows", "nanobatch continuous", "mlx-lm"} <= set(texts)
+
+
+def test_whoever_reads_the_progress_from_a_pipe_has_a_line_before_each_sample(spec):
+    """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as if it hung."""
+    small = ("--model", spec.folder, "--rows", "1,2", "--prompt", "8", "--output", "4", "--samples", "1")
+    done = run(*small, "--parts", "decode")
+    assert done.returncode == 0
+    first, second = done.stderr.splitlines()
+    assert re.fullmatch(r"nanobatch: 1 of 2 after \d+ s: decode, rows 1, nanobatch continuous", first)
+    assert re.fullmatch(r"nanobatch: 2 of 2 after \d+ s: decode, rows 2, nanobatch continuous", second)
+
+
+def test_on_a_terminal_the_progress_is_a_bar(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal then
+    with bench.progress(2) as tell:
+        tell("decode, rows 1")
+        tell("decode, rows 2")
+    shown = capsys.readouterr().err
+    assert "━" in shown and "1/2" in shown and "after" not in shown
 
 
 def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
@@ -271,13 +395,18 @@ def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
         (["--output", "1"], ["--output", "'1'", "from 2 to"]),
         (["--samples", "many"], ["--samples", "'many'", "whole number"]),
         (["--parts", "decode,cold"], ["'cold'", "newcomer"]),
-        (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp"]),
+        (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp", "folder"]),
+        (["--vs", "mlx-lm,"], ["''", "folder"]),
+        (["--vs", "docs"], ["'docs'", "holds a bench.py"]),
+        (["--vs", "llama.cpp@off"], ["products of its own", "@'off'"]),
         (["--parts", "same"], ["same", "--vs mlx-lm", "--vs llama.cpp"]),
         (["--shape", "70b"], ["70b", "llama-1b"]),
         (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
-        (["--json", "/nowhere/run.json"], ["/nowhere/run.json", "cannot be written"]),
+        (["--json", "/dev/null/run.json"], ["/dev/null/run.json", "cannot be written"]),
         (["--plot", "x.svg", "--parts", "steps"], ["--plot", "decode and open"]),
         (["--colour"], ["--colour"]),
+        (["--exact"], ["--exact"]),  # there is one way to compute a row
+        (["--compact"], ["--compact"]),
     ],
 )
 def test_a_wrong_option_gets_one_line_and_nothing_is_measured(arguments, words, capsys):
@@ -303,7 +432,7 @@ def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
     assert bench.main(["--model", spec.folder + "/config.json"]) == 2
     assert "is a file" in capsys.readouterr().err
     with pytest.raises(ValueError, match="would fit"):
-        bench.measure(spec._replace(part="growth", length=2**30))
+        bench.measure(spec._replace(part="growth", length=2**30), bench.our_column("continuous"))
 
 
 def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
@@ -333,7 +462,9 @@ def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_jo
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    assert (*process.communicate(timeout=30), process.returncode) == ("", "", 130)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (stdout, process.returncode) == ("", 130)
+    assert re.fullmatch(r"nanobatch: 1 of \d+ after \d+ s: decode, rows 1, nanobatch continuous\n", stderr), stderr
     deadline = time.monotonic() + 30  # it may still be importing what it needs to notice
     while line_of(samples[0]):
         assert time.monotonic() < deadline
