@@ -29,9 +29,9 @@ The glossary, used everywhere in this project:
     ghost    a sequence that runs in a step although its request has ended: the step was planned before the end was seen
 
 The invariant: a request's answer depends on its prompt, its `Sampling` and the model alone: not on its neighbours, not
-on its slot, and not on the moment when it came. (A request that draws its tokens at random needs a seed for that.) Where
-`engine.exact` is True, that holds for every bit of the logits. The proof is one sentence, in `parts/rows.c`: every
-number of a matrix product is one sum, taken in one order.
+on its slot, and not on the moment when it came. (A request that draws its tokens at random needs a seed for that.)
+Where `engine.exact` is True, that holds for every bit of the logits. The proof is one sentence, in `parts/rows.c`:
+every number of a matrix product is one sum, taken in one order.
 """
 
 from __future__ import annotations
@@ -222,8 +222,12 @@ class Order(NamedTuple):
 
     @staticmethod
     def most_numbers(sizes: Sizes) -> int:
-        """How long `pack` can be: three counts, a scrub and a piece for each slot, and the tokens of all chunks."""
-        return 3 + sizes.slots * (3 + 6) + max(sizes.budget, sizes.slots + sizes.chunk)
+        """How long `pack` can be: three counts, a scrub and a piece for each slot, and the tokens of all chunks.
+
+        A slot has one chunk in a step, so no budget fills more than a chunk for each slot.
+        """
+        tokens = min(sizes.slots * sizes.chunk, max(sizes.budget, sizes.chunk))
+        return 3 + sizes.slots * (3 + 6) + tokens
 
     @staticmethod
     def of(plan: Plan, handles: Mapping[int, Handle]) -> Order:

@@ -62,7 +62,7 @@ class Request:
     max_tokens: int
     arrived: float
     shares: int = 1  # it may take over the rows of requests with the same number, and give its own; 0: of none
-    trail: Trail = Trail()  # its prompt's beginnings, which it may share with others
+    trail: Trail = field(default_factory=Trail)  # its prompt's beginnings, which it may share with others
     policy: str = ""  # the one that admitted it
     slot: int | None = None
     why: str = ""  # it was given this slot
@@ -246,9 +246,9 @@ class Scheduler:
                     continue  # it waits for rows, not for the budget, so later prompts may have that
             price = self._price(start)
             fitting = int(min(left, self.chunk) / price)
-            if fitting < 1 and chunks:
+            if fitting < 1:
                 break  # later requests do not overtake
-            stop = min(start + max(1, fitting), len(request.prompt))
+            stop = min(start + fitting, len(request.prompt))
             cost = math.ceil((stop - start) * price)
             left -= cost
             self._fill(request, start, stop, source)
@@ -261,9 +261,10 @@ class Scheduler:
         """What a token takes of the budget if its chunk begins at this row: more, the more rows it looks back on.
 
         At `far` a token's work has doubled. If a token cost the same everywhere, the last chunks of a long prompt would
-        be several times the work of its first, and its neighbours would wait for that.
+        be several times the work of its first, and its neighbours would wait for that. A token costs a whole chunk at
+        most, so a step always has room for one.
         """
-        return 1 + start / self.far
+        return min(1 + start / self.far, self.chunk)
 
     def _fill(self, request: Request, start: int, stop: int, source: int | None) -> None:
         """Keep account of what the slot holds. Once this step has run, it is the prompt's first `stop` rows."""
