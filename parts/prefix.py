@@ -140,9 +140,11 @@ class Prefixes:
         return most if most[0] >= near[0] + worth else near
 
     def share(self, one: Trail, other: Trail, rows: int) -> bool:
-        """Do two prompts begin with the same `rows` rows, as far as whole pieces tell?"""
+        """Do two prompts begin with the same `rows` rows, as far as whole pieces tell? Those of kind 0 never do."""
         n = rows // self.piece
-        return n * self.piece < len(one.tokens) and one.beginnings[n - 1 : n] == other.beginnings[n - 1 : n] != []
+        if n * self.piece >= len(one.tokens) or n > min(len(one.beginnings), len(other.beginnings)):
+            return False
+        return one.beginnings[n - 1] is other.beginnings[n - 1]
 
     def begin(self, slot: int, source: int | None) -> None:
         """The slot gets a new prompt, whose first rows are taken over from `source`, unless that is None."""
