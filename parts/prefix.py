@@ -63,7 +63,8 @@ class Prefixes:
         self.by_use = list(range(slots))  # the slot that was used longest ago stands first: it is written over next
         self._tokens: list[Sequence[int]] = [()] * slots  # by slot: those of its rows, and perhaps more of the prompt
         self._held: list[list[Beginning]] = [[] for _ in range(slots)]  # by slot: the beginnings it holds, in order
-        self._roots: defaultdict[int, Beginning] = defaultdict(Beginning)  # by kind: where all its beginnings go on from
+        # By kind: where all its beginnings go on from.
+        self._roots: defaultdict[int, Beginning] = defaultdict(Beginning)
         # (a beginning, the next piece's tokens) -> the beginning that is longer by this piece. The tokens are bytes,
         # which remember their hash: a dictionary wants it again when an entry dies, and that may be inside a plan.
         self._longer: WeakValueDictionary[tuple[Beginning, bytes], Beginning] = WeakValueDictionary()
