@@ -141,7 +141,7 @@ class Prefixes:
         return most if most[0] >= near[0] + worth else near
 
     def share(self, one: Trail, other: Trail, rows: int) -> bool:
-        """Do two prompts begin with the same `rows` rows, as far as whole pieces tell?"""
+        """Do two prompts begin with the same `rows` rows, as far as whole pieces tell? Those of kind 0 never do."""
         n = rows // self.piece
         if n * self.piece >= len(one.tokens) or n > min(len(one.beginnings), len(other.beginnings)):
             return False
