@@ -32,7 +32,7 @@ from nanobatch import Engine, Order
 from parts import meet, program, ranks
 from parts.checkpoint import ModelError, read_config
 from parts.device import mx
-from parts.load import ModelReader, check_alike
+from parts.load import ModelReader, Sizes, check_alike
 from parts.meet import join
 from parts.ops import Dense, Quantized
 from parts.ranks import LOST, Ranks, Share
@@ -178,7 +178,7 @@ def test_orders_survive_the_wire(parts, budget):
     most = Order.most_numbers(Sizes(slots=4, max_len=128, chunk=32, budget=budget, summary=""))
     assert len(orders) > 50
     assert sum(bool(order.scrubs) for order in orders) > 0
-    assert (sum(len(order.chunks) > 1 for order in orders) > 0) == (budget > 32)
+    assert sum(len(order.chunks) > 1 for order in orders) > 0
     assert any(piece.source is not None for order in orders for piece in order.chunks)
     for order in orders:
         numbers = order.pack()
