@@ -259,8 +259,8 @@ class SlotView:
     used: int  # rows in the slab
     prompt_tokens: int
     output_tokens: int
-    reused: int  # rows that were taken over from another prompt
-    remembered: int  # rows that a free slot still holds
+    reused: int  # rows that were taken over from an earlier prompt and its answer
+    remembered: int  # rows that a free slot still holds: of the last prompt in it, and of the answer
 
     @staticmethod
     def of(slot: int, owner: Request | None, sched: Scheduler, blocked: bool) -> SlotView:

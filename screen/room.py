@@ -430,11 +430,12 @@ def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: 
     report("starting MLX")
     blas.say = report
     from nanobatch import Engine
+    from parts import device
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
     if args.model == "demo":  # its prompts and answers are short: so they fill more of a slot, and some take two chunks
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
-    report("warming up")
+    report(f"warming up with {device.named()}")
     engine.runner.warm_up()
     return engine
