@@ -122,8 +122,10 @@ class Window:
         if self._is_all:  # the row in its head
             self._row = mx.broadcast_to(self.first[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
         else:  # the row in the whole slab
-            heads = range(slab.Hkv)
-            rows = [[(s * slab.Hkv + n) * slab.length + row] for s, row in zip(slots, starts, strict=True) for n in heads]
+            rows = []
+            for slot, start in zip(slots, starts, strict=True):
+                first = slot * slab.Hkv * slab.length + start
+                rows += [[first + head * slab.length] for head in range(slab.Hkv)]
             self._row = mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
 
     def looks(self, G: int, span: int | None = None, by_formula: bool = False) -> list[Look]:

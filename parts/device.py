@@ -9,7 +9,6 @@ What this file keeps: it is the only one that imports MLX, and `blas.py` comes b
 """
 
 import atexit
-import os
 import sys
 import threading
 import weakref
@@ -48,8 +47,9 @@ except ImportError as error:
 
 if blas.library:
     computed = blas.products
-    if mx.matmul(mx.ones((3, 5)), mx.ones((5, 2)), stream=mx.cpu).tolist() != [[5.0, 5.0]] * 3 or blas.products == computed:
-        blas = Blas("mlx", why_not="this version of MLX does not multiply by calling cblas_sgemm; pip install mlx==0.32.4")
+    product = mx.matmul(mx.ones((3, 5)), mx.ones((5, 2)), stream=mx.cpu)
+    if product.tolist() != [[5.0, 5.0]] * 3 or blas.products == computed:
+        blas = Blas("mlx", why_not="this version of MLX does not call cblas_sgemm; pip install mlx==0.32.4")
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

@@ -115,10 +115,7 @@ def cores(root: Path = Path("/")) -> int:
 
     `root` is where the files of the system are.
     """
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:
-        count = os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0))
     return max(1, int(min(count, quota(root))))
 
 
@@ -209,7 +206,7 @@ def find_compiler() -> list[str]:
 
 def file_name(compiler: list[str], options: list[str]) -> str:
     """A name that says all that a library is made from."""
-    version = run(compiler + ["--version"])
+    version = run([*compiler, "--version"])
     made_from = [SOURCE.read_text(), version, *options, platform.machine(), *sorted(processor())]
     return f"rows-{hashlib.sha256(chr(0).join(made_from).encode()).hexdigest()[:32]}.so"
 
@@ -222,10 +219,10 @@ def compile_to(target: Path, compiler: list[str], options: list[str]) -> None:
 
 def run(command: list[str]) -> str:
     """What a command prints. It ends after PATIENCE_S, and so does all that it has started."""
-    environment = os.environ | {"LC_ALL": "C"}
+    options = {"env": os.environ | {"LC_ALL": "C"}, "start_new_session": True, "text": True, "errors": "replace"}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        process = subprocess.Popen(command, env=environment, start_new_session=True, text=True, errors="replace", **pipes)
+        process = subprocess.Popen(command, **options, **pipes)
     except OSError as error:
         raise Unbuilt(f"{command[0]} cannot be run ({error.strerror})") from None
     try:

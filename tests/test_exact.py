@@ -11,7 +11,7 @@ import company
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
-from company import ELSEWHERE, NONE, SCHEDULES
+from company import ELSEWHERE, SCHEDULES
 from harness import Ask, Tap, random_asks, run_schedule
 
 import kv
@@ -60,13 +60,15 @@ def test_the_form_that_was_asked_for_computes():
 def test_a_product_gives_a_row_the_same_bits_wherever_it_stands(count, inputs, outputs):
     """Among equal rows, among others, and alone; wide and deep, and in sizes that are no multiple of anything."""
     rng = np.random.default_rng(count)
-    x, weight = (mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in ((count, inputs), (outputs, inputs)))
+    x = mx.array(rng.standard_normal((count, inputs), dtype=np.float32))
+    weight = mx.array(rng.standard_normal((outputs, inputs), dtype=np.float32))
     dense = Dense.of([(weight, None)])
     y = dense(x)
     assert y.shape == (count, outputs) and np.allclose(y, np.array(x, np.float64) @ np.array(weight).T, atol=1e-3)
     for row in {0, count // 2, count - 1}:
-        assert mx.array_equal(dense(x[row : row + 1]), y[row : row + 1])
-        assert mx.array_equal(dense(mx.repeat(x[row : row + 1], count, axis=0)), mx.repeat(y[row : row + 1], count, axis=0))
+        alone = x[row : row + 1]
+        assert mx.array_equal(dense(alone), y[row : row + 1])
+        assert mx.array_equal(dense(mx.repeat(alone, count, axis=0)), mx.repeat(y[row : row + 1], count, axis=0))
 
 
 @pytest.mark.parametrize("reach", [32, 64, 160, 352, 1000])
@@ -121,7 +123,8 @@ def test_the_same_request_has_the_same_bits_in_engines_of_1_to_33_slots_and_any_
                 tap = Tap(engine)
                 for neighbours in {0, slots - 1}:
                     others = [rng.integers(0, 256, int(rng.integers(1, 90))).tolist() for _ in range(neighbours)]
-                    handles = [engine.submit(each, Sampling(max_tokens=12, ignore_eos=True)) for each in (*others, prompt)]
+                    sampling = Sampling(max_tokens=12, ignore_eos=True)
+                    handles = [engine.submit(each, sampling) for each in (*others, prompt)]
                     engine.wait(lambda handles=handles: all(handle.finish_reason for handle in handles))
                     seen.add(tap.of(handles[-1]).tobytes())
         assert len(seen) == 1, f"model {seed} has {len(seen)} answers"

@@ -1,7 +1,6 @@
 """Each operation, in the form that this device runs fastest, against its formula: in float64, or as MLX has it."""
 
 import math
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,7 @@ from checkpoints import make_checkpoint
 
 from kv import Slab, Window
 from nanobatch import Model, attention, heads
-from parts import device, ops
+from parts import ops
 from parts.checkpoint import Rope, read_config
 from parts.device import mx
 from parts.ops import Dense, Quantized, SideBySide, rms_norm, rope_angles, rope_frequencies, rotate, silu
