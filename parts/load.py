@@ -324,9 +324,9 @@ def far_position(c: Config) -> int:
 def is_exact(model: Model) -> bool:
     """Do a request's logits have the same bits in any company?
 
-    Our own product sees to that for float32 numbers on a CPU, if each process that shares the model has it in the same
-    form. Nobody has shown it for packed weights and for half precision.
+    Our own product sees to that for float32 numbers on a CPU, if each process that shares the model has it. (Each may
+    have it in a form of its own, since what a process adds to a sum is the same in any company.) Nobody has shown it
+    for packed weights and for half precision.
     """
-    own = device.is_exact() and model.is_float32
-    marks = model.ranks.gather(own, zlib.crc32(device.named().encode()) // 2)
-    return all(mark == [True, marks[0][1]] for mark in marks)
+    marks = model.ranks.gather(device.is_exact() and model.is_float32)
+    return all(mark == [True] for mark in marks)
