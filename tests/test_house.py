@@ -57,7 +57,8 @@ MAY_IMPORT = {
     "sched": "parts/prefix",
     "parts/prefix": "",
     "parts/device": "parts/blas",
-    "parts/blas": "",
+    "parts/blas": "parts/rows",
+    "parts/rows": "",
     "parts/checks": "",
     "parts/program": "",
 }
@@ -78,6 +79,7 @@ SCREEN = """
 SCREEN_MAY_IMPORT = "parts/answers parts/journal parts/loop parts/wire sched"
 # The screen shows its first frame before MLX is loaded: what it needs of the engine it imports inside a function.
 BEHIND_THE_FIRST_FRAME = {"tui": "nanobatch", "screen/*": "nanobatch", "parts/bridge": "nanobatch"}
+BEHIND_THE_FIRST_FRAME |= {"screen/room": "parts/blas parts/device"}  # loading says what multiplies
 
 WITHOUT_MLX = ["sched", "parts/prefix", "parts/loop", "parts/answers", "parts/openai", "parts/journal", "parts/wire"]
 STANDARD_LIBRARY = {"sched": "", "parts/prefix": "", "parts/checks": "", "parts/program": ""}
