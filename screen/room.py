@@ -26,7 +26,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from parts import blas
 from parts.answers import Snapshot
 from parts.journal import DoorView
 from parts.loop import Loop, Stopwatch
@@ -428,7 +427,9 @@ class EngineRoom(Room):
 def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]) -> Engine:
     """How the room gets its engine. This is the first code to import MLX."""
     report("starting MLX")
-    blas.say = report
+    from parts import blas
+
+    blas.say = report  # before MLX is imported, its matrix product may have to be compiled
     from nanobatch import Engine
     from parts import device
 

@@ -72,6 +72,7 @@ SCREEN = """
 SCREEN_MAY_IMPORT = "parts/answers parts/journal parts/loop parts/wire parts/blas sched"
 # The screen shows its first frame before MLX is loaded: what it needs of the engine it imports inside a function.
 BEHIND_THE_FIRST_FRAME = {"tui": "nanobatch", "screen/*": "nanobatch", "parts/bridge": "nanobatch"}
+BEHIND_THE_FIRST_FRAME |= {"screen/room": "parts/blas parts/device"}  # loading says what multiplies
 
 WITHOUT_MLX = ["sched", "parts/prefix", "parts/loop", "parts/answers", "parts/openai", "parts/journal", "parts/wire"]
 STANDARD_LIBRARY = {"sched": "", "parts/prefix": "", "parts/checks": "", "parts/program": ""}
