@@ -427,7 +427,7 @@ class Runner:
     def _enqueue(self, *results) -> None:
         """Add the operations that lead to these results to MLX's queue, from which the device takes them.
 
-        On a CPU the queue holds about ten operations, and adding to a full queue waits. So nearly all of the device's
+        On a CPU the queue holds about fifty operations, and adding to a full queue waits. So nearly all of the device's
         work is done while Python stands here.
         """
         began = self.clock()
