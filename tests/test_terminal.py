@@ -188,10 +188,11 @@ def test_the_first_frame_comes_before_mlx_and_q_leaves_at_once_even_then(model):
 
 
 @pytest.mark.skipif(not device.blas.library, reason=f"nothing is compiled here: {device.blas}")
-def test_a_first_start_shows_among_its_stages_that_it_compiles(model, tmp_path):
+@pytest.mark.parametrize("serves", [(), ("--serve", "0")], ids=["screen", "screen of a server"])
+def test_a_first_start_shows_among_its_stages_that_it_compiles(model, tmp_path, serves):
     """Printed, the line would stand in the middle of the picture, and two seconds would pass without a word."""
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
-    with Terminal("--model", model, size=(80, 24), environment=cache) as terminal:
+    with Terminal("--model", model, *serves, size=(80, 24), environment=cache) as terminal:
         terminal.sees("✓ starting MLX", "… compiling rows.c", "once, in about two", "q quits")
         terminal.sees("Slots", "idle")
         assert "compiling" not in terminal.text() and list(tmp_path.glob("nanobatch/rows-*.so"))
