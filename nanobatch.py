@@ -734,7 +734,7 @@ class Engine:
         self._ledger.faults.add(fault)
 
     def drain(self, to: str) -> None:
-        """Change the policy as soon as all that runs has ended, and let the slots forget their prompts."""
+        """Change the policy as soon as all that runs has ended, and let the slots forget what they hold."""
         with self.changed:
             self.sched.drain(to)
 

@@ -47,6 +47,7 @@ POLICIES = {
     "serial": "one request at a time.",
 }
 DEFAULT = next(iter(POLICIES))
+NARROWEST = 16  # tokens of a chunk, however far in its prompt it begins
 
 
 class QueueFull(RuntimeError):
@@ -261,10 +262,10 @@ class Scheduler:
         """What a token takes of the budget if its chunk begins at this row: more, the more rows it looks back on.
 
         At `far` a token's work has doubled. If a token cost the same everywhere, the last chunks of a long prompt would
-        be several times the work of its first, and its neighbours would wait for that. A token costs a whole chunk at
-        most, so a step always has room for one.
+        be several times the work of its first, and its neighbours would wait for that. But no chunk is cut narrower
+        than NARROWEST for it, since a step has a price of its own, too.
         """
-        return min(1 + start / self.far, self.chunk)
+        return min(1 + start / self.far, max(1, self.chunk / NARROWEST))
 
     def _fill(self, request: Request, start: int, stop: int, source: int | None) -> None:
         """Keep account of what the slot holds. Once this step has run, it is the prompt's first `stop` rows."""

@@ -172,7 +172,7 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
         except OSError:
             pass  # damaged: it is made anew
     name = Path(compiler[0]).name
-    say(f"compiling rows.c, its matrix product, with {name}; {why_not or 'once, in about two seconds'}")
+    say(f"compiling rows.c, the matrix product, with {name}; {why_not or 'once, in two seconds'}")
     try:
         private = tempfile.TemporaryDirectory(prefix="nanobatch-")
     except OSError as error:

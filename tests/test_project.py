@@ -239,13 +239,14 @@ def test_what_the_pages_count_is_so():
     import crowd
     import test_exact
     import test_house
+    import test_rows
     import test_sched
 
     from screen.room import Settings
 
-    tests = test_exact.test_a_planted_bug_is_caught, test_exact.test_a_bug_in_how_neighbours_share_a_product_is_caught
+    tests = test_exact.test_a_planted_bug_is_caught, test_exact.test_a_bug_that_lets_the_company_show_is_caught
     bugs = sum(len(mark.args[1]) for test in tests for mark in test.pytestmark)
-    assert f"{bugs} planted bugs" in RIGHT
+    assert f"{bugs} planted bugs" in RIGHT and f"catches {len(test_rows.BUGS)} more" in RIGHT
     assert f"{test_sched.SCHEDULES:,} random schedules" in README
     assert f"`b` sends {Settings().burst} prompts" in README
     assert f"{len(crowd.KINDS)} models, tokens and bits" in (ROOT / "docs" / "machines.md").read_text()

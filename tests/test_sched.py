@@ -244,31 +244,31 @@ def test_where_a_chunk_is_cut_depends_on_the_company_and_a_whole_chunk_is_always
 
 def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
     """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A chunk has as many
-    tokens as 64 pays for, at the price of its first one."""
+    tokens as 64 pays for, at the price of its first one, and 16 at least."""
     story = Story(slots=1, max_len=600, chunk=64, budget=1, far=100)
     story.submit(410, 1), story.run()
     cuts = [cut for each in story.cuts() for cut in each.values()]
     assert cuts[:5] == [(0, 64), (64, 64 + 39), (103, 103 + 31), (134, 134 + 27), (161, 161 + 24)]
-    assert cuts[-2:] == [(396, 396 + 12), (408, 410)]
+    assert cuts[-2:] == [(393, 393 + 16), (409, 410)]
     assert [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
 
 
-def test_a_token_costs_a_whole_chunk_at_most():
-    """So far back that one token would cost more than a chunk: it is read nevertheless, one in a step."""
-    story = Story(slots=2, max_len=100, chunk=4, budget=4, far=3)
-    story.submit(20, 1), story.run()
-    assert [(stop - start) for each in story.cuts() for start, stop in each.values()] == [4, 1, 1, *[1] * 14]
-    assert [chunk.cost for plan in story.plans for chunk in plan.chunks][-12:] == [4] * 12
+def test_no_chunk_is_cut_narrower_than_16_tokens_however_far_it_looks_back():
+    """At row 64 a token would cost 65. It costs 4: a step has a price of its own, too."""
+    story = Story(slots=2, max_len=400, chunk=64, budget=64, far=1)
+    story.submit(64 + 5 * 16, 1), story.run()
+    assert [(stop - start) for each in story.cuts() for start, stop in each.values()] == [64, *[16] * 5]
+    assert [chunk.cost for plan in story.plans for chunk in plan.chunks] == [64] * 6
 
 
 def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one():
-    """A budget of 128 lets two chunks of 64 into a step. Of some 15 tokens each, two it is still; a third gets what the
+    """A budget of 128 lets two chunks of 64 into a step. Of some 20 tokens each, two it is still; a third gets what the
     first two leave over, which pays for a few tokens at the start of a prompt."""
     story = Story(slots=4, max_len=600, chunk=64, budget=128, far=100)
     for _ in range(4):
         story.submit(400, 1, shares=False)
     story.run()
-    late = [plan.chunks for plan in story.plans if 300 <= plan.chunks[0].start < 380]
+    late = [plan.chunks for plan in story.plans if 150 <= plan.chunks[0].start < 300]
     assert len(late) > 10
     for first, second, *others in late:
         price = 1 + second.start / 100
