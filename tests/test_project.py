@@ -84,10 +84,14 @@ def test_every_command_for_the_server_in_the_readme_is_understood():
     assert "--api-key" in flags
 
 
-def test_every_command_for_the_benchmark_in_the_readme_is_understood(monkeypatch):
+def test_every_command_for_the_benchmark_in_the_readme_is_understood(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "obstacle", lambda peer: None)  # a peer need not be installed to be named
+    for checkout in (tmp_path / "now", tmp_path / "before"):  # the pages compare two that lie side by side
+        (checkout / "docs").mkdir(parents=True)
+        (checkout / "bench.py").touch()
+    monkeypatch.chdir(tmp_path / "now")
     commands = re.findall(r"python bench\.py([^\n`]*)", SPEED)
-    assert len(commands) >= 3
+    assert len(commands) >= 5
     for command in commands:
         bench.parse_arguments(shlex.split(command.partition("#")[0]))
 
