@@ -23,7 +23,7 @@ CLASS = {("nanobatch", "Engine"): 300}
 FUNCTION = 60
 # The most lines of code: without docstrings, comments and blank lines. A change that adds some says so here.
 CODE = {"sched": 230}
-ALL_CODE = 9_135
+ALL_CODE = 9_165
 
 # The file on the left may import those on the right, and what any file may import.
 MAY_IMPORT = {
