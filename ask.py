@@ -37,7 +37,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--slots", type=int, help="sequences that run at once (default: one for each prompt, up to 8)")
     add("--max-len", type=int, help="length of a slot, prompt and answer together (default: 1024, or what fits)")
     add("--policy", default=next(iter(POLICIES)), help=", ".join(POLICIES))
-    parser.add_exact()
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add("--top-p", type=float, default=1.0, help="keep the likeliest tokens that reach this probability together")
     add("--top-k", type=int, default=0, help="keep the k likeliest tokens")
@@ -66,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         slots = min(len(prompts), 8) if args.slots is None else args.slots
         sampling = Sampling(**{f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)})
-        options = {"slots": slots, "max_len": args.max_len, "policy": args.policy, "exact": args.exact}
+        options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (parts/ranks.py), one answers
                 return engine.follow()

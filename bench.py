@@ -207,11 +207,14 @@ def long_figures(rows: Sequence[Answer], late: Answer, alone: Answer) -> Figures
     }
 
 
+PARTS_OF_A_STEP = ("python", "device", "wait", "plan", "build", "commit")  # the last three are Python's
+
+
 def step_figures(steps: Sequence[StepView]) -> Figures:
     """Medians. With run-ahead the stages of a step overlap those of the next, so a step's own time is its period."""
     seconds = {
         "step ms": [b.ended - a.ended for a, b in pairwise(steps)],
-        **{f"{stage} ms": [getattr(s, f"{stage}_s") for s in steps] for stage in ("plan", "build", "wait", "commit")},
+        **{f"{part} ms": [getattr(s, f"{part}_s") for s in steps] for part in PARTS_OF_A_STEP},
         "plan + commit ms": [s.plan_s + s.commit_s for s in steps],
     }
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}

@@ -6,18 +6,16 @@ many sequences are served, this cache is the scarcest memory there is, and how i
 can do. The simplest cut that works gives every sequence a *slot* of the same, fixed length. A slot consists of *rows*;
 a row holds the key and the value of one token.
 
-    k[layer], v[layer]: (slots, Hkv, S, Dh)          one head of one layer, 3 slots of S = 8 rows, and the spare rows
+    k[layer], v[layer]: (slots, Hkv, S, Dh)          one head of one layer, 3 slots of S = 8 rows
 
-                 row  0    1    2    3    4    5    6    7   | spare
-        slot 0        A0   A1   A2   A3   .    .    .    .   |  ~        A has 4 tokens in the slab, its 5th comes next
-        slot 1        old  old  old  .    .    .    .    .   |  ~        free: the rows of an earlier owner remain
-        slot 2        B0   B1   B2   B3   B4   B5   .    .   |  ~        B has 6
+                 row  0    1    2    3    4    5    6    7
+        slot 0        A0   A1   A2   A3   .    .    .    .        A has 4 tokens in the slab, its 5th comes next
+        slot 1        old  old  old  .    .    .    .    .        free: the rows of an earlier owner remain
+        slot 2        B0   B1   B2   B3   B4   B5   .    .        B has 6
 
 A forward pass looks at the slab through windows. A `Window` says which rows of which slots are written, and how far
 attention reads. A prefill chunk has a window of its own, which writes L rows of one slot. All decoding sequences share
-one window, which writes one row in every slot (A4, B6). Idle slots are written to as well, so that the
-shapes, and with them the bits, are the same however many sequences there are; what they get lands in their spare rows,
-which are never read.
+one window, which writes one row in each of their slots (A4, B6). A free slot takes no part, and costs nothing.
 
 The invariant: what a sequence computes depends on row p only if the sequence has written row p itself, or if row p was
 copied from a sequence that begins with the same tokens. So a slot needs no cleaning between owners, with one exception.
@@ -37,14 +35,13 @@ BUCKET = 32  # attention reads a multiple of this many rows, so that the shapes 
 # The longer a decoding sequence is, the more coarsely its reach is rounded up. So neighbouring slots more often read
 # equally far, and share one product.
 COARSER = ((512, 128), (128, 64), (0, BUCKET))  # (beyond so many rows, a multiple of)
-SPARE = 16  # one spare row would do; sixteen keep every head of every slot on a 64-byte boundary
 
 
 class Slab:
     def __init__(self, layers: int, slots: int, Hkv: int, length: int, Dh: int, dtype: mx.Dtype):
         assert length % BUCKET == 0, f"a slot of {length} rows is no multiple of {BUCKET}"
         self.slots, self.Hkv, self.length, self.Dh = slots, Hkv, length, Dh
-        self._shape, self._dtype = (slots, Hkv, length + SPARE, Dh), dtype
+        self._shape, self._dtype = (slots, Hkv, length, Dh), dtype
         self.k = [mx.zeros(self._shape, dtype) for _ in range(layers)]
         self.v = [mx.zeros(self._shape, dtype) for _ in range(layers)]
         mx.eval(self.k, self.v)  # zeros are lazy, too; this takes the memory now, not in the first step
@@ -52,12 +49,7 @@ class Slab:
     @staticmethod
     def nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
         """The memory that a slab of these sizes will take."""
-        return 2 * layers * slots * Hkv * (length + SPARE) * Dh * itemsize
-
-    @property
-    def spare(self) -> int:
-        """The row that idle slots write to."""
-        return self.length
+        return 2 * layers * slots * Hkv * length * Dh * itemsize
 
     def reach(self, rows: int, decoding: bool = False) -> int:
         """How many rows attention reads to see the first `rows` of them: `rows`, rounded up to whole buckets."""
@@ -110,10 +102,9 @@ class Window:
     models whose positions depend on how long a sequence is (`Rope.length`). (These are Python ints, because `+=` on an
     `mx.array` changes it for every other holder of the array, too.)
 
-    `looks` says how far they read. Each sequence reads as far as its own length asks, in whole buckets. If all read as
-    far as the longest, it would cost the short ones time, and more: attention's last product adds up T numbers, and in
-    which order, so with which rounding, depends on T. A neighbour's length would show in the bits. (An idle slot reads
-    as far as the one before it, so that it needs no product of its own. What it reads is ignored.)
+    `looks` says how far they read. Each sequence reads as far as its own length asks, in whole buckets: if all read as
+    far as the longest, the short ones would wait for it. How far a sequence reads does not show in its numbers. Rows
+    that it must not see have the weight 0, and adding 0 changes no sum.
     """
 
     def __init__(self, slab: Slab, slots: list[int], starts: list[int], L: int, lengths: list[int]):
@@ -121,7 +112,7 @@ class Window:
         assert len(slots) == len(starts) == len(lengths) and (L == 1 or len(slots) == 1), (slots, starts, L)
         assert all(0 <= slot < slab.slots for slot in slots), slots
         for start in starts:
-            assert 0 <= start <= slab.length - L or (start, L) == (slab.spare, 1), (start, L)
+            assert 0 <= start <= slab.length - L, (start, L)
         self.slab, self.slots, self.starts, self.L, self.lengths = slab, slots, starts, L, lengths
         self.B = len(slots)
         self.first = mx.array(starts)  # (B,)
@@ -131,8 +122,10 @@ class Window:
         if self._is_all:  # the row in its head
             self._row = mx.broadcast_to(self.first[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
         else:  # the row in the whole slab
-            heads, each = range(slab.Hkv), slab.length + SPARE
-            rows = [[(s * slab.Hkv + n) * each + row] for s, row in zip(slots, starts, strict=True) for n in heads]
+            rows = []
+            for slot, start in zip(slots, starts, strict=True):
+                first = slot * slab.Hkv * slab.length + start
+                rows += [[first + head * slab.length] for head in range(slab.Hkv)]
             self._row = mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
 
     def looks(self, G: int, span: int | None = None, by_formula: bool = False) -> list[Look]:
@@ -141,10 +134,7 @@ class Window:
         slides = span is not None and span < self.slab.length  # then rows older than the span are read, and hidden
         if has_kernel and self.B == 1 and not slides:  # "causal" says all: the last token sees the last row
             return [Look(0, 1, self.starts[0] + self.L, "causal")]
-        reaches: list[int] = []
-        for start in self.starts:
-            is_idle = start == self.slab.spare
-            reaches.append((reaches or [BUCKET])[-1] if is_idle else self.slab.reach(start + self.L, self.L == 1))
+        reaches = [self.slab.reach(start + self.L, self.L == 1) for start in self.starts]
         longest = max(reaches)
         # Row j is visible from position p if j <= p. That is causality, and it also hides what earlier owners left.
         visible = (mx.arange(longest) <= self.positions[:, :, None])[:, None]  # (B, 1, L, longest)

@@ -28,9 +28,10 @@ The glossary, used everywhere in this project:
     decode   one new token for a sequence
     ghost    a sequence that runs in a step although its request has ended: the step was planned before the end was seen
 
-The invariant: with `exact` (the default on a CPU), a request's answer depends on its prompt, its `Sampling` and the
-model alone: not on its neighbours, not on its slot, and not on the moment when it came. (A request that draws its
-tokens at random needs a seed for that.)
+The invariant: a request's answer depends on its prompt, its `Sampling` and the model alone: not on its neighbours, not
+on its slot, and not on the moment when it came. (A request that draws its tokens at random needs a seed for that.)
+Where `engine.exact` is True, that holds for every bit of the logits. The proof is one sentence, in `parts/rows.c`:
+every number of a matrix product is one sum, taken in one order.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, 
 from parts.checkpoint import Config
 from parts.device import device_lock, device_stream, mx
 from parts.fields import ModelError
-from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, keeps_bits, slab_shape, widest_pass
+from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, is_exact, slab_shape
 from parts.loop import Loop
 from parts.meet import join
 from parts.ops import capped, rms_norm, softmax, turning
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
-from sched import DEFAULT, PADDING, POLICIES, Plan, QueueFull, Request, Scheduler
+from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
 
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot"]
 
@@ -98,8 +99,7 @@ def forward(
     sizes = [array.size for array in ids]  # N is their sum
     turns = [[turning(kind, window) for window in windows] for kind in model.kinds]
     looks = [[window.looks(c.H // c.Hkv, kind.span, bool(c.cap)) for window in windows] for kind in model.kinds]
-    x = model.table.rows(ids[0] if len(ids) == 1 else mx.concatenate([array.flatten() for array in ids]))
-    # x is (N, D) from here on; (1, C, D) where a chunk is alone in the pass, which needs no blocks (`product`).
+    x = model.table.rows(mx.concatenate(ids))  # (N, D)
     for index, layer in enumerate(model.layers):
         # Attention: each token's query is compared with the keys of all tokens up to itself; the result weights their
         # values.
@@ -117,12 +117,12 @@ def forward(
             for q, window, own in zip(queries, windows, seen, strict=True)
             for part, look in zip(cut(q, [look.stop - look.start for look in own]), own, strict=True)
         ]
-        sums = mx.concatenate(sums).reshape(*x.shape[:-1], -1)  # heads side by side
+        sums = mx.concatenate(sums)  # (N, H * Dh): heads side by side
         x = x + rms_norm(model.ranks.sum(layer.o(sums)), layer.attn_after, c.norm_eps)  # (N, D)
         # The MLP: each token by itself.
         branch = layer.mlp(rms_norm(x, layer.mlp_norm, c.norm_eps))
         x = x + rms_norm(model.ranks.sum(branch), layer.mlp_after, c.norm_eps)
-    return cut(rms_norm(x, model.norm, c.norm_eps).reshape(-1, c.D), sizes)
+    return cut(rms_norm(x, model.norm, c.norm_eps), sizes)
 
 
 def cut(x: mx.array, sizes: Sequence[int]) -> list[mx.array]:  # (N, ...) -> (size, ...) each
@@ -173,13 +173,15 @@ def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, cap: 
 # --- the runner: an order becomes tokens ---------------------------------------------------------------------------
 
 
+PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
+
+
 class Piece(NamedTuple):
     """What one slot does in a step: a chunk of its prompt goes in, or its newest token does."""
 
     slot: int
     ids: tuple[int, ...]  # the chunk's tokens; empty for the newest token, which may be known to the device alone
     start: int  # the row of the first of them
-    width: int  # tokens that the device computes: these, and padding
     length: int  # of its prompt, for models whose positions depend on it
     source: int | None  # rows 0..start are copied from this slot before
     asked: bool  # a token is sampled from the last of them
@@ -202,8 +204,7 @@ class Order(NamedTuple):
         numbers = [len(self.scrubs), len(self.chunks), len(self.newest), *chain(*self.scrubs)]
         for piece in (*self.chunks, *self.newest):
             source = -1 if piece.source is None else piece.source
-            numbers += [piece.slot, piece.start, piece.width, piece.length, source, piece.asked]
-            numbers += [len(piece.ids), *piece.ids]
+            numbers += [piece.slot, piece.start, piece.length, source, piece.asked, len(piece.ids), *piece.ids]
         return numbers
 
     @staticmethod
@@ -212,12 +213,21 @@ class Order(NamedTuple):
         take = lambda count: tuple(islice(rest, count))  # noqa: E731
 
         def piece() -> Piece:
-            slot, start, width, length, source, asked, count = take(7)
-            return Piece(slot, take(count), start, width, length, None if source < 0 else source, bool(asked))
+            slot, start, length, source, asked, count = take(6)
+            return Piece(slot, take(count), start, length, None if source < 0 else source, bool(asked))
 
         scrubs, chunks, newest = take(3)
         scrubbed = tuple(take(3) for _ in range(scrubs))
         return Order(scrubbed, tuple(piece() for _ in range(chunks)), tuple(piece() for _ in range(newest)), {})
+
+    @staticmethod
+    def most_numbers(sizes: Sizes) -> int:
+        """How long `pack` can be: three counts, a scrub and a piece for each slot, and the tokens of all chunks.
+
+        A slot has one chunk in a step, so no budget fills more than a chunk for each slot.
+        """
+        tokens = min(sizes.slots * sizes.chunk, max(sizes.budget, sizes.chunk))
+        return 3 + sizes.slots * (3 + 6) + tokens
 
     @staticmethod
     def of(plan: Plan, handles: Mapping[int, Handle]) -> Order:
@@ -225,9 +235,9 @@ class Order(NamedTuple):
         chunks, newest, picks = [], [], {}
         for c in plan.chunks:
             ids = c.request.prompt[c.start : c.stop]
-            chunks.append(Piece(c.slot, ids, c.start, c.width, len(c.request.prompt), c.source, c.emits))
+            chunks.append(Piece(c.slot, ids, c.start, len(c.request.prompt), c.source, c.emits))
         for d in plan.decodes:
-            newest.append(Piece(d.slot, (), d.position, 1, len(d.request.prompt), None, True))
+            newest.append(Piece(d.slot, (), d.position, len(d.request.prompt), None, True))
         for member in plan.emitters:
             request, handle = member.request, handles[member.request.id]
             index = request.planned - 1  # the token that has just been planned
@@ -242,8 +252,9 @@ class Flight(NamedTuple):
     tokens: mx.array  # (slots,): what each asked slot sampled, -1 where its logits were not finite
     logprobs: list[Logprobs]
     began: float
-    build_s: float  # spent on building the graph and starting it
-    wait_s: float  # spent on waiting for the device meanwhile
+    build_s: float  # Python built the graph
+    device_s: float  # MLX took the graph into its queue (`Runner._enqueue`)
+    wait_s: float  # Python waited for the pass before (`Runner._start`)
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
         """Wait for the step. By slot: its token, and the log probabilities of those that asked for them."""
@@ -258,17 +269,13 @@ class Runner:
     The same orders in the same sequence give the same bits. Only the flights' figures depend on the clock.
     """
 
-    def __init__(
-        self, model: Model, sizes: Sizes, exact: bool | None = None, clock: Callable[[], float] = time.perf_counter
-    ):
+    def __init__(self, model: Model, sizes: Sizes, clock: Callable[[], float] = time.perf_counter):
         self.model, self.ranks, self.clock = model, model.ranks, clock
-        self.exact = not device.has_gpu() if exact is None else exact
+        self._device_s = 0.0  # of the step that is being started: its flight's figures so far
+        self._wait_s = 0.0
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
         self.slab: Slab | None = None
         self.reset()
-        # Do all pieces of a step share one forward pass? If `exact` is off, or if a trial shows that no bit changes.
-        self.one_pass = not self.exact or keeps_bits(model, sizes.slots, sizes.chunk, sizes.budget, PADDING)
-        self.exact, self.one_pass = map(bool, self.ranks.least(self.exact, self.one_pass))
 
     def reset(self) -> None:
         """A new slab, with nothing in it."""
@@ -280,29 +287,67 @@ class Runner:
 
     def run(self, order: Order) -> Flight:
         """Turn an order into one lazy graph, sampling included, and start it. Ranks that follow are told first."""
-        began, waited = self.clock(), 0.0
+        began = self.clock()
+        self._device_s = 0.0
+        self._wait_s = 0.0
         if self.ranks.leads:
-            self.ranks.tell(order.pack(), decodes=not order.chunks)
-            waited += self._start() if self.ranks.is_timed else 0.0
+            self._tell(order)
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
-        emitted, logprobs = mx.full(self.slab.slots, -1, mx.int32), []
-        for groups in self._passes(order):
-            waited += self._copy_prefix(groups[0][0])
-            parts = [self._window(group) for group in groups]
-            asked = [group[0].asked for group in groups]
-            states = forward(self.model, *zip(*parts, strict=True), asked)
-            # Where no token is asked for, we start what has been written: the rest of the last layer is never run.
-            waited += self._start(*(states if any(asked) else self.slab.written()))
-            asking = compress(zip(groups, parts, strict=True), asked) if self.model.head else ()
-            for (group, (_, window)), x in zip(asking, states, strict=False):
-                slots, tokens, measured = self._choose(x, group, window, order.picks)
-                emitted[slots] = tokens
-                logprobs += measured
+        states, asking = self._forward(order)
+        emitted, logprobs = self._choose(states, asking, order.picks)
         emitted = self.ranks.first(emitted)
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
-        mx.async_eval(emitted, self._newest, self._memory.recent, logprobs)
-        return Flight(emitted, logprobs, began, self.clock() - began - waited, waited)
+        self._enqueue(emitted, self._newest, self._memory.recent, logprobs)
+        self._wait_s += self.ranks.waited_s
+        took = self.clock() - began
+        return Flight(
+            tokens=emitted,
+            logprobs=logprobs,
+            began=began,
+            build_s=took - self._device_s - self._wait_s,
+            device_s=self._device_s,
+            wait_s=self._wait_s,
+        )
+
+    def _forward(self, order: Order) -> tuple[list[mx.array], list[Piece]]:
+        """Run the passes of a step. Returns the states, (n, D), of all tokens that are to be followed by one: theirs
+        are the pieces beside them."""
+        states: list[mx.array] = []
+        asking: list[Piece] = []
+        for groups in self._passes(order):
+            self._copy_prefix(groups[0][0])
+            parts = [self._window(group) for group in groups]
+            asked = [group[0].asked for group in groups]
+            found = forward(self.model, *zip(*parts, strict=True), asked)
+            # Where no token is asked for, we start what has been written: the rest of the last layer is never run.
+            self._start(*(found if any(asked) else self.slab.written()))
+            for group, x in zip(compress(groups, asked), found, strict=False):
+                last = len(group[0].ids)  # of a chunk, only the last token before the padding is followed by one
+                states.append(x[last - 1 : last] if last else x)
+                asking += group
+        return states, asking
+
+    def _choose(
+        self, states: Sequence[mx.array], asking: Sequence[Piece], picks: Mapping[int, Pick]
+    ) -> tuple[mx.array, list[Logprobs]]:  # -> (slots,): the tokens, -1 where none is asked for; what was measured
+        """Choose a token for each piece. All of them go through the head together, so it is read once a step."""
+        emitted = mx.full(self.slab.slots, -1, mx.int32)
+        if not asking or not self.model.head:
+            return emitted, []
+        logits = self.model.head(mx.concatenate(states))  # (pieces, V)
+        tokens, logprobs = choose(logits, [picks[piece.slot] for piece in asking], self._memory)
+        emitted[mx.array([piece.slot for piece in asking])] = tokens
+        return emitted, logprobs
+
+    def _tell(self, order: Order) -> None:
+        """Send the order to the ranks that follow. If this step's sums are timed, the step before is ended first."""
+        numbers = order.pack()
+        began = self.clock()
+        self.ranks.tell(numbers, decodes=not order.chunks)
+        self._device_s += self.clock() - began
+        if self.ranks.is_timed:
+            self._start()
 
     def follow(self) -> None:
         """What every rank but the first does: it runs the orders of rank 0, until there are no more."""
@@ -316,71 +361,56 @@ class Runner:
             return  # it will be told to
         with device_lock, device_stream():
             pick = {0: Pick(0, Sampling(), 0, 0)}
-            self.run(Order((), (Piece(0, (0,), 0, PADDING, 1, None, True),), (), pick)).read()
-            self.run(Order((), (), (Piece(0, (), 1, 1, 1, None, True),), pick)).read()
+            self.run(Order((), (Piece(0, (0,), 0, 1, None, True),), (), pick)).read()
+            self.run(Order((), (), (Piece(0, (), 1, 1, None, True),), pick)).read()
             self.reset()
 
-    def _passes(self, order: Order) -> list[list[tuple[Piece, ...]]]:
+    def _passes(self, order: Order) -> list[list[Sequence[Piece]]]:
         """The forward passes of a step. Each is a list of groups, and each group of pieces shares a window.
 
-        They share passes if `keeps_bits` says that the results stay identical, or if `exact` is off: eight users of a
-        15M model, with prompts of 128 tokens, are served in 11 % less time. A chunk starts a new pass if it copies
-        another slot's prefix, because an earlier chunk may still be writing those rows, and if the pass would become
-        wider than what `keeps_bits` has tried. The decoding sequences join the last one.
+        Chunks and decoding sequences share one pass, so each weight is read once a step. Only a chunk that copies
+        another slot's prefix starts a new pass, because an earlier chunk may still be writing those rows.
         """
-        passes: list[list[tuple[Piece, ...]]] = []
+        passes: list[list[Sequence[Piece]]] = []
         for chunk in order.chunks:
-            width = sum(other.width for (other,) in passes[-1]) if passes else 0
-            if not width or not self.one_pass or chunk.source is not None or width + chunk.width > widest_pass():
+            if not passes or chunk.source is not None:
                 passes.append([])
             passes[-1].append((chunk,))
         if order.newest:
-            if not passes or not self.one_pass:
+            if not passes:
                 passes.append([])
-            passes[-1].append(order.newest)
+            passes[-1].append(sorted(order.newest, key=lambda piece: piece.slot))  # neighbouring slots are one view
         return passes
 
-    def _copy_prefix(self, piece: Piece) -> float:
-        """Take over another slot's first rows, if this chunk goes on from there. Returns the seconds waited."""
+    def _copy_prefix(self, piece: Piece) -> None:
+        """Take over another slot's first rows, if this chunk goes on from there."""
         if piece.source is None:
-            return 0.0
+            return
         prefix = self.slab.prefix(piece.source, piece.start)
-        waited = self._start(*prefix)
+        self._start(*prefix)
         self.slab.fill(piece.slot, prefix)
-        return waited
 
     def _window(self, group: Sequence[Piece]) -> tuple[mx.array, Window]:
-        """The token ids of a chunk, (1, C), or of all decoding slots, (B,), and their window.
+        """The token ids of a chunk, (C,), or of all decoding sequences, (B,), and their window.
 
-        A chunk is padded to C tokens. C depends on the prompt and the place alone, so the shape is the same in any
-        company. The padding's keys land in rows that the sequence has yet to reach and will write over.
-
-        With `exact`, every slot takes part in decoding, idle ones too, so that the shape never changes. A matrix
-        product of another shape may add its numbers in another order, and rounding makes that show. Without it
-        (`--compact`), idle slots are left out. That saves time, but bits may differ with the neighbours.
+        A GPU prepares its kernels for each shape anew. So there a chunk is padded, so that the shapes are few. The
+        padding's keys land in rows that the sequence has yet to reach and will write over.
         """
         slab, first, rope = self.slab, group[0], self.model.config.rope
         if first.ids:
-            ids = [*first.ids, *[0] * (first.width - len(first.ids))]
-            return mx.array([ids]), Window(slab, [first.slot], [first.start], first.width, [first.length])
-        at = {piece.slot: (piece.start, rope.length(piece.length, piece.start)) for piece in group}
-        slots = list(range(slab.slots)) if self.exact else sorted(at)
-        starts, lengths = zip(*(at.get(slot, (slab.spare, 1)) for slot in slots), strict=True)
+            width = len(first.ids)
+            if device.has_gpu():
+                width = min(-(-width // PADDING) * PADDING, slab.length - first.start)
+            ids = [*first.ids, *[0] * (width - len(first.ids))]
+            return mx.array(ids), Window(slab, [first.slot], [first.start], width, [first.length])
+        slots = [piece.slot for piece in group]
+        starts = [piece.start for piece in group]
+        lengths = [rope.length(piece.length, piece.start) for piece in group]
         # The ids are on the device, and nothing has read them yet.
-        return self._newest[mx.array(slots)], Window(slab, slots, list(starts), 1, list(lengths))
+        return self._newest[mx.array(slots)], Window(slab, slots, starts, 1, lengths)
 
-    def _choose(
-        self, x: mx.array, group: Sequence[Piece], window: Window, picks: Mapping[int, Pick]
-    ) -> tuple[mx.array, mx.array, list[Logprobs]]:  # (tokens, D) -> the slots, their tokens, what was measured
-        """Choose a token for each piece from the states of its window's tokens."""
-        if last := len(group[0].ids):  # of a chunk, the last token before the padding
-            x = x[last - 1 : last]
-        rows = [0 if last else window.slots.index(piece.slot) for piece in group]
-        tokens, measured = choose(self.model.head(x), rows, [picks[piece.slot] for piece in group], self._memory)
-        return mx.array([piece.slot for piece in group]), tokens, measured
-
-    def _start(self, *results: mx.array) -> float:
-        """Start a forward pass, as soon as the one before has read the last of the slab. Returns the seconds waited.
+    def _start(self, *results: mx.array) -> None:
+        """Start a forward pass, as soon as the one before has read the last of the slab.
 
         subtle: an array is written in place only if nothing else holds its memory. A running pass keeps a reference to
         the slab until it has read it; writing then would copy the slab, layer by layer: with two layers of 75 MB, a
@@ -390,10 +420,19 @@ class Runner:
         began = self.clock()
         mx.eval(self._started)
         self._started = ()  # these may be views of the slab: let go of it before it is to be written
-        waited = self.clock() - began
-        mx.async_eval(results)
+        self._wait_s += self.clock() - began
+        self._enqueue(*results)
         self._started = results
-        return waited
+
+    def _enqueue(self, *results) -> None:
+        """Add the operations that lead to these results to MLX's queue, from which the device takes them.
+
+        On a CPU the queue holds about fifty operations, and adding to a full queue waits. So nearly all of the device's
+        work is done while Python stands here.
+        """
+        began = self.clock()
+        mx.async_eval(results)
+        self._device_s += self.clock() - began
 
 
 # --- the engine ----------------------------------------------------------------------------------------------------
@@ -422,7 +461,7 @@ class Engine:
     `slots` sequences run at once, each at most `max_len` tokens long; by default what fits the free memory, up to 8 of
     `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is how wide a prefill chunk is: 128
     on a CPU, 512 on a GPU. `budget` bounds a step, in tokens: by default one a slot, one chunk, and half of one for
-    every eight slots. `exact`, the default on a CPU: a request has the same bits in any company; else it saves time.
+    every eight slots. `exact` says whether a request's logits have the same bits in any company.
     """
 
     def __init__(
@@ -437,7 +476,6 @@ class Engine:
         chunk: int | None = None,
         budget: int | None = None,
         max_queue: int = 10_000,
-        exact: bool | None = None,
         reuse: bool = True,
         run_ahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
@@ -445,9 +483,9 @@ class Engine:
     ):
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
         self.ranks, sizes = model.ranks, fit_all(model, slots, max_len, chunk, budget, usual_len)
-        remembers, far = device.has_gpu() if exact is None else not exact, far_position(model.config)
-        limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue, "far": far}
-        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, remember_answers=remembers, **limits)
+        self.ranks.room = 1 + Order.most_numbers(sizes)
+        limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue}
+        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, far=far_position(model.config), **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
         self._ledger = Ledger()
         self._unstarted: Plan | None = None  # planned, but not yet started
@@ -457,7 +495,8 @@ class Engine:
         self._loop: Loop | None = None
         self._closed = self._slab_is_lost = False
         with device_lock, device_stream():
-            self.runner = runner or Runner(model, sizes, exact, clock)
+            self.runner = runner or Runner(model, sizes, clock)
+        self.exact = is_exact(model)
         settled = self.ranks.settle(model.config, partial(self._end_all, "error"))
         self.summary = f"{sizes.summary}; {device.named()}{settled}"
         device.close_at_exit(self)
@@ -526,8 +565,17 @@ class Engine:
             ghosts = tuple(member.slot for member in plan.emitters if member.request.finish_reason is not None)
             for request in self.sched.commit(plan, [tokens[member.slot] for member in plan.emitters], accept, read):
                 self._ledger.retire(request.id)
-            times = {"started": flight.began, "build_s": flight.build_s, "wait_s": flight.wait_s + read - began}
-            self._ledger.record(StepView.of(plan, ghosts, read=read, ended=self.clock(), **times))
+            view = StepView.of(
+                plan,
+                ghosts,
+                started=flight.began,
+                build_s=flight.build_s,
+                device_s=flight.device_s,
+                wait_s=flight.wait_s + read - began,
+                read=read,
+                ended=self.clock(),
+            )
+            self._ledger.record(view)
             self.changed.notify_all()
 
     # --- ends, and failures

@@ -18,9 +18,9 @@ carries two numbers that are never confused: what is *planned*, and what is *com
 one step late (unless it ends by `max_tokens`, which is known before). That step runs its sequence once more, as a
 *ghost*, and drops the token.
 
-A slot remembers the prompt that it was last filled with. A new prompt that begins alike goes on from there, or has the
-common rows copied from a slot that holds them: that is prefix reuse, and a system prompt is computed once
-(`parts/prefix.py`). If answers are remembered, too, a chat's next turn reads only what is new.
+A slot remembers the prompt that it was last filled with, and the answer. A new prompt that begins alike goes on from
+there, or has the common rows copied from a slot that holds them. That is prefix reuse (`parts/prefix.py`): a system
+prompt is computed once, and a chat's next turn reads only what is new.
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
@@ -32,12 +32,13 @@ Where next: `nanobatch.py`, `Engine.step`, which runs the plans; `tests/test_sch
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from parts.prefix import Beginning, Prefixes
+from parts.prefix import PIECE, Prefixes, Trail
 
 # What each policy does. How it does it stands in `Scheduler._room`, a line for each.
 POLICIES = {
@@ -46,8 +47,6 @@ POLICIES = {
     "serial": "one request at a time.",
 }
 DEFAULT = next(iter(POLICIES))
-# A chunk is padded to a multiple of this many tokens, so that the device sees few shapes: each is tried for its bits.
-PADDING = 16
 
 
 class QueueFull(RuntimeError):
@@ -63,7 +62,7 @@ class Request:
     max_tokens: int
     arrived: float
     shares: int = 1  # it may take over the rows of requests with the same number, and give its own; 0: of none
-    beginnings: Sequence[Beginning] = ()  # what its prompt may share
+    trail: Trail = field(default_factory=Trail)  # its prompt's beginnings, which it may share with others
     policy: str = ""  # the one that admitted it
     slot: int | None = None
     why: str = ""  # it was given this slot
@@ -95,8 +94,8 @@ class Chunk(NamedTuple):
     slot: int
     start: int
     stop: int
-    width: int  # stop - start, and the padding: what the device computes
-    cost: int  # what it takes of the budget: its width, and narrowed by `_widest` as much as a full one
+    # What it takes of the budget: its tokens, each at the price of its place in the prompt (`Scheduler._price`).
+    cost: int
     source: int | None  # before this chunk, rows 0..start are copied from this slot
     emits: bool  # only the last chunk of a prompt yields a token: the one that follows the prompt
 
@@ -144,18 +143,13 @@ class Scheduler:
         far: int = 2**63,  # from this row on, attention costs a token more than the rest of its layer
         policy: str = DEFAULT,
         max_queue: int = 10_000,
-        remember_answers: bool = False,
     ):
         for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("max_queue", max_queue)):
             if value < 1:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
         self.slots, self.max_len, self.chunk, self.budget, self.far = slots, max_len, chunk, budget, far
-        self.max_queue, self.remember_answers, self.draining_to = max_queue, remember_answers, None
+        self.max_queue, self.draining_to = max_queue, None
         self.steps = self.submitted = 0
-        # Prompts share whole pieces of so many rows. A conversation may go on from any row, so the pieces are as short
-        # as a chunk's width allows. Where answers are not remembered, because bits must not depend on what was there
-        # before, a piece is a whole chunk (`_usable`).
-        self.piece = PADDING if remember_answers and chunk % PADDING == 0 else chunk
         self.start_over(())
         self.drain(policy)
 
@@ -173,7 +167,7 @@ class Scheduler:
         # Those that the next step admits do not wait: an idle engine takes as many more as it has slots.
         if (waiting := len(self.waiting) - self._room(len(self.free))) >= self.max_queue:
             raise QueueFull(f"{waiting} requests are waiting, and max_queue is {self.max_queue}; try later")
-        request.beginnings = self.prefixes.of(request.prompt, request.shares)
+        request.trail = self.prefixes.read(request.prompt, request.shares)
         self.waiting[request.id] = request
         self.submitted += 1
 
@@ -216,7 +210,7 @@ class Scheduler:
         free, admitted, room = self.free, [], self._room(len(self.free))
         while self.waiting and free and len(admitted) < room:
             _, request = self.waiting.popitem(last=False)
-            request.slot, request.why = self.prefixes.place(self._usable(request), free)
+            request.slot, request.why = self.prefixes.place(request.trail, free)
             request.admitted, request.policy = now, self.policy
             self.running[request.id] = request
             free.remove(request.slot)
@@ -232,46 +226,45 @@ class Scheduler:
         }[self.policy]
         return 0 if self.draining_to else room
 
-    def _usable(self, request: Request) -> Sequence[Beginning]:
-        """What this prompt may take over: never the whole, because the answer's first token follows from its last one.
-
-        In multiples of `chunk`, because there every prompt is cut, however narrow its chunks become: so what follows is
-        cut at the same places as without, and has the same bits. Where answers are remembered, in shorter pieces.
-        """
-        return request.beginnings[: (len(request.prompt) - 1) // self.piece]
-
     def _chunks(self, requests: Iterable[Request], left: int) -> tuple[Chunk, ...]:
         """Cut prompts into chunks, oldest first, until what is left of the step's budget is spent.
 
-        In each step each slot moves on by one unit: a token of its answer, or a chunk of its prompt. So one long prompt
-        makes its neighbours wait for one chunk at a time; eight short ones share a step. A token costs one, a chunk its
-        width, and a narrowed one as much as a wide one, since it is as much work (`_widest`). The first chunk is always
-        let in: however many rows decode, some prompt moves on in every step. So no request starves, and no step costs
-        more than max(budget, decoding rows + chunk).
+        A long prompt makes its neighbours wait for one chunk at a time, and short prompts share a step. The last chunk
+        of a step is cut where the budget ends. A whole chunk is let in always: however many rows decode, some prompt
+        moves on in every step. So no request starves, and no step costs more than max(budget, decoding rows + chunk).
         """
+        left = max(left, self.chunk)
         chunks: list[Chunk] = []
-        spent = 0
         for request in requests:
             start, source = request.prefilled, None
             if start == 0:
                 # The prefix is matched when prefill starts. A request that shares a chunk which this step is writing
                 # waits one step, and takes it over then. So of eight prompts that arrive together and begin alike,
                 # the first writes the common part, and seven take it over.
-                usable = self._usable(request)
-                start, source = self.prefixes.best(usable, request.slot, self.chunk)
-                if any(self.prefixes.alike(usable, c.request.beginnings, start, self.chunk) for c in chunks):
+                start, source = self.prefixes.best(request.trail, request.slot, self.chunk)
+                if any(self.prefixes.share(request.trail, chunk.request.trail, start + self.chunk) for chunk in chunks):
                     continue  # it waits for rows, not for the budget, so later prompts may have that
-            rest, widest = len(request.prompt) - start, self._widest(start)
-            width = min(widest, -(-rest // PADDING) * PADDING)
-            cost = width * self.chunk // widest
-            if chunks and spent + cost > left:
+            price = self._price(start)
+            fitting = int(min(left, self.chunk) / price)
+            if fitting < 1:
                 break  # later requests do not overtake
-            spent += cost
-            self._fill(request, start, start + min(widest, rest), source)
+            stop = min(start + fitting, len(request.prompt))
+            cost = math.ceil((stop - start) * price)
+            left -= cost
+            self._fill(request, start, stop, source)
             copied = None if source == request.slot else source  # rows in the request's own slot need no copy
-            ends = request.prefilled == len(request.prompt)
-            chunks.append(Chunk(request, request.slot, start, request.prefilled, width, cost, copied, ends))
+            ends = stop == len(request.prompt)
+            chunks.append(Chunk(request, request.slot, start, stop, cost, copied, ends))
         return tuple(chunks)
+
+    def _price(self, start: int) -> float:
+        """What a token takes of the budget if its chunk begins at this row: more, the more rows it looks back on.
+
+        At `far` a token's work has doubled. If a token cost the same everywhere, the last chunks of a long prompt would
+        be several times the work of its first, and its neighbours would wait for that. A token costs a whole chunk at
+        most, so a step always has room for one.
+        """
+        return min(1 + start / self.far, self.chunk)
 
     def _fill(self, request: Request, start: int, stop: int, source: int | None) -> None:
         """Keep account of what the slot holds. Once this step has run, it is the prompt's first `stop` rows."""
@@ -279,21 +272,7 @@ class Scheduler:
             request.reused = start
             self.prefixes.begin(request.slot, source)
         request.prefilled = stop
-        self.prefixes.hold(request.slot, request.beginnings, stop)
-
-    def _widest(self, start: int) -> int:
-        """How many tokens a chunk may take that begins at `start`: fewer where each of them looks back on more.
-
-        Otherwise the last chunks of a long prompt would be several times the work of its first, and its neighbours
-        would wait for that. At `far` a token's work has doubled. The width is halved until the work is at most one and
-        a half times a first chunk's; in halves, so that every multiple of `chunk` stays a place where prompts are cut.
-        The price: a long prompt takes more steps, so its own first token comes later, even if no other request waits:
-        what a prompt computes must not depend on its company.
-        """
-        widest = self.chunk
-        while widest % (2 * PADDING) == 0 and widest * (self.far + start) > 1.5 * self.chunk * self.far:
-            widest //= 2
-        return widest
+        self.prefixes.hold(request.slot, request.trail, stop)
 
     def commit(self, plan: Plan, tokens: Sequence[int], accept: Accept, now: float) -> list[Request]:
         """Hand each emitter its token and free the slots of those that end. Returns the ended.
@@ -332,24 +311,24 @@ class Scheduler:
         If a token's logits were finite, so were all rows before it, since they were computed from them. (Others come
         back as token -1, and end the request with an error.) No token vouches for a prompt whose first token never
         came, nor for anything after an error, nor for a ghost's row, if a step that was planned before the end is in
-        flight. Padding is written, too; rounding up to a multiple of `chunk` covers it.
+        flight. A device may write some rows more, if it pads a chunk; a whole chunk more covers them.
         """
         proven, written = len(request.prompt) + request.committed - 1, len(request.prompt) + request.planned
         if request.finish_reason == "error" or request.committed == 0:
             proven = 0
             self.prefixes.forget(request.slot)  # no other prompt may take these rows over
-        elif self.remember_answers and request.shares:
+        else:
             # The newest token's row is not written yet, unless by a ghost.
-            self.prefixes.hold_more(request.slot, request.prompt, request.answer[:-1])
+            self.prefixes.hold_answer(request.slot, request.trail, request.answer[:-1])
         if request.prefilled and (proven == 0 or request.planned > request.committed):
-            self._unproven[request.slot] = proven, -(-written // self.chunk) * self.chunk
+            self._unproven[request.slot] = proven, written + self.chunk
 
     def start_over(self, still_open: Iterable[Request]) -> None:
         """Begin with a new slab, and with these requests in line, in the order in which they came.
 
         After a failure this is what remains. None of them has yielded a token yet: one that has cannot begin again.
         """
-        self.prefixes = Prefixes(self.slots, self.piece)
+        self.prefixes = Prefixes(self.slots, min(PIECE, self.chunk))
         self._unproven: dict[int, tuple[int, int]] = {}  # slot -> its rows that may hold numbers that are not finite
         self.running: dict[int, Request] = {}  # by id, in the order of admission; each knows its slot
         # By id: first come, first served; any may leave.
@@ -358,7 +337,7 @@ class Scheduler:
             assert request.committed == 0, request
             request.slot, request.admitted, request.policy = None, None, ""
             request.reused = request.prefilled = request.planned = 0
-            request.beginnings = self.prefixes.of(request.prompt, request.shares)
+            request.trail = self.prefixes.read(request.prompt, request.shares)
         self._end_drain()
 
     def check(self) -> None:
@@ -366,7 +345,7 @@ class Scheduler:
         assert sorted([*(r.slot for r in self.running.values()), *self.free]) == list(range(self.slots)), self.running
         for r in self.running.values():
             assert r.finish_reason is None and 0 <= r.reused <= r.prefilled <= len(r.prompt), r
-            assert r.reused % self.piece == 0 and r.prefilled in (0, self.prefixes.rows[r.slot]), r
+            assert r.prefilled in (0, self.prefixes.rows[r.slot]), r
             assert 0 <= r.committed <= r.planned <= min(r.max_tokens, r.committed + 2), r
             assert r.planned == 0 or r.prefilled == len(r.prompt), r
         assert all(r.slot is None and r.planned == 0 for r in self.waiting.values()), self.waiting

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from parts import http, openai
+from parts import blas, http, openai
 from parts.answers import describe
 from parts.bridge import Answer, Mailbox, Served, defaults_of
 from parts.checks import one_line, read_whole, shown
@@ -262,7 +262,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--slots", default="4", help="sequences that run at once (default: 4)")
     add("--max-len", help="length of a slot, prompt and answer together (default: 8192, or what the model allows)")
     add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="when the next in line is admitted")
-    parser.add_exact()
     add("--max-queue", default="256", help="requests that may wait; more are refused with 429 (default: 256)")
     parser.add_keys()
     add("--log-file", metavar="FILE", help="where a line for each request goes (default: standard error)")
@@ -333,13 +332,16 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def load(args: argparse.Namespace, **how) -> Engine:
+def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, **how) -> Engine:
     """This is the first code to import MLX. The screen gives a clock and a report."""
+    if report:
+        report("starting MLX")
+        blas.say = report  # before MLX is imported, its matrix product may have to be compiled
     from nanobatch import Engine
 
     sizes = {"slots": args.slots, "max_len": args.max_len, "usual_len": 8192}
-    options = {"policy": args.policy, "exact": args.exact, "max_queue": args.max_queue}
-    engine = Engine.load(args.model, **options, **sizes, **how)
+    options = {"policy": args.policy, "max_queue": args.max_queue}
+    engine = Engine.load(args.model, report=report, **options, **sizes, **how)
     engine.runner.warm_up()
     if engine.text.has_template:
         with suppress(ValueError):

@@ -459,7 +459,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     says = "(default: 1024; demo: 400; with --serve: 8192; less if the model or the memory allows less)"
     add("--max-len", help=f"length of a slot, prompt and answer together {says}")
     add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="when the next in line is admitted")
-    parser.add_exact()
     add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one a line")
     add("--seed", help="the same seed gives the same tokens")
     add(

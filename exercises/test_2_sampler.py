@@ -44,7 +44,7 @@ def drawn(**options) -> set[int]:
     logits = mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251]))
     picks = [Pick(slot, Sampling(**options), seed=5, index=slot) for slot in range(DRAWS)]
     logits = mx.broadcast_to(logits, (DRAWS, 256))
-    return set(choose(logits, range(DRAWS), picks, Memory(DRAWS, 256))[0].tolist())
+    return set(choose(logits, picks, Memory(DRAWS, 256))[0].tolist())
 
 
 @pytest.mark.parametrize("a, kept", [(0.0, 5), (0.2, 4), (0.3, 3), (0.5, 2), (1.0, 2)])
@@ -72,7 +72,7 @@ def test_a_neighbour_with_min_p_or_none_gets_its_own_filter():
     settings = [{"top_a": 0.3}, {"min_p": 0.5}, {}, {"top_a": 0.3, "min_p": 0.5}]
     logits = mx.broadcast_to(mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251])), (DRAWS, 256))
     picks = [Pick(i, Sampling(temperature=1.0, **settings[i % 4]), seed=5, index=i) for i in range(DRAWS)]
-    tokens = choose(logits, range(DRAWS), picks, Memory(DRAWS, 256))[0].tolist()
+    tokens = choose(logits, picks, Memory(DRAWS, 256))[0].tolist()
     assert [set(tokens[i::4]) for i in range(4)] == [set(range(n)) for n in (3, 2, 5, 2)]
 
 

@@ -16,17 +16,18 @@ right as well, as it always was. So a step yields one token more than it had rig
 The rules are simpler than life, so that it stays an exercise. An engine gets an option `speculate`, the most tokens to
 guess in a step; 0, the default, guesses nothing. Only greedy requests are guessed for (`Sampling.group` says which they
 are). And an engine that speculates does not run ahead: a guess follows the newest token, which Python must know.
-Answers stay the same, token for token. Their bits need not: a wider piece is another matrix product.
+Answers stay the same, token for token, and so do their logits: what a row computes does not depend on how many rows are
+computed beside it.
 
-Read first: `sched.py` as a whole; in `nanobatch.py` `Order.of`, `Runner.run` and `Runner._choose`; chapter 5 of the
-ladder.
+Read first: `sched.py` as a whole; in `nanobatch.py` `Order.of`, `Runner._forward` and `Runner._choose`; chapter 5 of
+the ladder.
 
 Where: `sched.py`: `Decode` carries its guess, and `Scheduler.commit` learns that a step may yield several tokens, of
-which one may end the answer. `nanobatch.py`: `Piece`, `Order.of`, `Runner.run`, `Flight`, `Engine`. What is the newest
+which one may end the answer. `nanobatch.py`: `Piece`, `Order.of`, `Runner`, `Flight`, `Engine`. What is the newest
 token on the device after a step with guesses? Which rows does a wrong guess leave behind, and does it matter?
 
 How to know: the command above, and `python -m pytest tests/test_engine.py tests/test_sched.py tests/test_runner.py`.
-They take minutes. The solution in `exercises/solutions` adds 60 lines.
+They take minutes. The solution in `exercises/solutions` adds 70 lines.
 """
 
 import inspect
@@ -64,9 +65,8 @@ def demo(speculate: int, prompts: list[str], **options) -> tuple[list, int]:
         return answers, engine.steps
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_speculation_changes_no_token(exact):
-    assert demo(4, MIXED, exact=exact)[0] == demo(0, MIXED, exact=exact)[0]
+def test_speculation_changes_no_token():
+    assert demo(4, MIXED)[0] == demo(0, MIXED)[0]
 
 
 def test_speculation_takes_fewer_steps_where_an_answer_repeats_its_prompt():

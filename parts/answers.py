@@ -259,8 +259,8 @@ class SlotView:
     used: int  # rows in the slab
     prompt_tokens: int
     output_tokens: int
-    reused: int  # rows that were taken over from another prompt
-    remembered: int  # rows that a free slot still holds
+    reused: int  # rows that were taken over from an earlier prompt and its answer
+    remembered: int  # rows that a free slot still holds: of the last prompt in it, and of the answer
 
     @staticmethod
     def of(slot: int, owner: Request | None, sched: Scheduler, blocked: bool) -> SlotView:
@@ -312,16 +312,27 @@ class StepView:
     cost: int  # of the budget
     began: float  # on the engine's clock: planned
     ended: float  # committed
-    plan_s: float
-    # Building the graph and starting it. On a CPU, MLX's queue holds few operations and adding one to a full queue
-    # waits: so nearly all of a step's work is waited for in here.
-    build_s: float
-    wait_s: float  # waiting for the device
-    commit_s: float
+    # Where the time of the thread that steps went. The five add up to `seconds`.
+    plan_s: float  # Python decided what the step does
+    build_s: float  # Python built the step's graph
+    # MLX took the graph's operations into its queue (`mx.async_eval`). On a CPU the queue is short: Python stands still
+    # until the device has made room, so the device does nearly all of its work in this time. On a GPU this is work of
+    # the processor's: MLX launches kernels, and the device's own time is in `wait_s`. (No GPU has been measured.)
+    device_s: float
+    wait_s: float  # Python waited until the device had done the rest (`mx.eval`), and read the tokens
+    commit_s: float  # Python handed out the tokens
 
     @staticmethod
     def of(
-        plan: Plan, ghosts: tuple[int, ...], *, started: float, build_s: float, wait_s: float, read: float, ended: float
+        plan: Plan,
+        ghosts: tuple[int, ...],
+        *,
+        started: float,
+        build_s: float,
+        device_s: float,
+        wait_s: float,
+        read: float,
+        ended: float,
     ) -> StepView:
         """A plan in plain numbers, once it has been run."""
         return StepView(
@@ -341,14 +352,20 @@ class StepView:
             ended=ended,
             plan_s=started - plan.at,
             build_s=build_s,
+            device_s=device_s,
             wait_s=wait_s,
             commit_s=ended - read,
         )
 
     @property
+    def python_s(self) -> float:
+        """Python's own work on the step."""
+        return self.plan_s + self.build_s + self.commit_s
+
+    @property
     def seconds(self) -> float:
         """What it took of the engine's time. From `began` to `ended` is longer: the next step is planned meanwhile."""
-        return self.plan_s + self.build_s + self.wait_s + self.commit_s
+        return self.python_s + self.device_s + self.wait_s
 
 
 class Seen(NamedTuple):

@@ -1,4 +1,4 @@
-"""The one device: MLX with a fast BLAS under it, the memory that is free, its stream and its lock, and how to leave.
+"""The one device: MLX with a fast product under it, the memory that is free, its stream and its lock, and how to leave.
 
 The problem. MLX computes for one process on one device, and has its own ideas of threads, of memory, and of the end of
 a program: a stream belongs to the thread that made it, memory that runs out is a crash, and a process that leaves while
@@ -9,7 +9,6 @@ What this file keeps: it is the only one that imports MLX, and `blas.py` comes b
 """
 
 import atexit
-import os
 import sys
 import threading
 import weakref
@@ -17,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from parts.blas import preload
+from parts.blas import Blas, preload
 
 
 def _fail(line: str) -> None:
@@ -37,6 +36,7 @@ except ImportError as error:
 
 try:
     import mlx.core as mx
+    from mlx.utils import tree_flatten  # noqa: F401  others take it from here
 except ImportError as error:
     if sys.platform == "linux":  # `pip install mlx` alone brings no backend there: no libmlx.so
         _fail(
@@ -45,6 +45,12 @@ except ImportError as error:
         )
     raise
 
+if blas.library:
+    computed = blas.products
+    product = mx.matmul(mx.ones((3, 5)), mx.ones((5, 2)), stream=mx.cpu)
+    if product.tolist() != [[5.0, 5.0]] * 3 or blas.products == computed:
+        blas = Blas("mlx", why_not="this version of MLX does not call cblas_sgemm; pip install mlx==0.32.4")
+
 
 # --- memory --------------------------------------------------------------------------------------------------------
 
@@ -52,6 +58,11 @@ except ImportError as error:
 @cache  # a step asks forty times
 def has_gpu() -> bool:
     return mx.default_device().type == mx.DeviceType.gpu
+
+
+def is_exact() -> bool:
+    """Are a row's bits the same in any company? On a CPU, and in float32, our own product sees to that (`rows.c`)."""
+    return blas.name == "rows" and not has_gpu()
 
 
 def named() -> str:
@@ -104,13 +115,6 @@ def device_stream() -> mx.StreamContext:
     if not _stream:
         _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
     return mx.stream(_stream[0])
-
-
-def core_streams() -> list[mx.Stream]:
-    """A stream for each of a CPU's cores, the first of them that of `device_stream`: for what is divided by hand."""
-    while len(_stream) < min(len(os.sched_getaffinity(0)), 4):
-        _stream.append(mx.new_thread_unsafe_stream(mx.cpu))
-    return _stream
 
 
 def synchronize() -> None:

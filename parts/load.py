@@ -24,9 +24,9 @@ from typing import NamedTuple
 from kv import BUCKET, Slab
 from parts import checks, device
 from parts.checkpoint import Config, read_config
-from parts.device import has_gpu, mx, readable
+from parts.device import has_gpu, mx, readable, tree_flatten
 from parts.fields import ModelError
-from parts.ops import Capped, Dense, Experts, Kind, Mlp, Quantized, SideBySide, Stack, gives_same_bits
+from parts.ops import Capped, Dense, Experts, Kind, Mlp, Quantized, SideBySide, Stack
 from parts.ranks import ALONE, Ranks, Share
 from parts.weights import DTYPES, Weights, quantization
 
@@ -59,6 +59,12 @@ class Model:
     @property
     def dtype(self) -> mx.Dtype:
         return self.norm.dtype
+
+    @property
+    def is_float32(self) -> bool:
+        """Are all weights float32 numbers: none in half precision, none packed into a few bits?"""
+        weights = tree_flatten((self.layers, self.norm, self.table, self.head))
+        return all(weight.dtype == mx.float32 for _, weight in weights if isinstance(weight, mx.array))
 
     @staticmethod
     def load(folder: Path, dtype: str = "auto") -> Model:
@@ -276,7 +282,6 @@ def fit_all(model: Model, *sizes: int | None) -> Sizes:
         return own
     check_alike(model)
     slots, max_len, chunk, budget = ranks.least(*own[:4])
-    ranks.room = 4 + 17 * slots + max(chunk, min(budget, slots * chunk))  # numbers of the longest order (`Order.pack`)
     return fit(c, itemsize, None, slots, max_len, chunk, budget)
 
 
@@ -305,16 +310,6 @@ def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, in
     return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
 
 
-# --- how wide a step may be ----------------------------------------------------------------------------------------
-
-WIDEST_PASS = 128  # rows of chunks; with more, the products cost as much per row, and it would take longer to try them
-
-
-def widest_pass() -> int:
-    """On a GPU, as much as the budget allows."""
-    return sys.maxsize if has_gpu() else WIDEST_PASS
-
-
 def far_position(c: Config) -> int:
     """The position at which looking back on all before costs a token as much as everything else in a layer does.
 
@@ -326,16 +321,12 @@ def far_position(c: Config) -> int:
     return sys.maxsize if has_gpu() else max(1, weights // (300 * c.H))
 
 
-def keeps_bits(model: Model, slots: int, chunk: int, budget: int, narrow: int) -> bool:
-    """Are a row's numbers in a product the same, bit by bit, whatever else goes through the weights with it?
+def is_exact(model: Model) -> bool:
+    """Do a request's logits have the same bits in any company?
 
-    If so, chunks and decoding sequences can share a pass. This is not believed but tried: each of a layer's matrices,
-    with each number of rows that a pass can have (see `Runner._passes`). `narrow` is the width of the narrowest chunk.
+    Our own product sees to that for float32 numbers on a CPU, if each process that shares the model has it. (Each may
+    have it in a form of its own, since what a process adds to a sum is the same in any company.) Nobody has shown it
+    for packed weights and for half precision.
     """
-    layer = model.layers[0]
-    parts = layer.qkv, layer.o, *layer.mlp.matrices
-    if has_gpu() or not all(isinstance(part, Dense) for part in parts) or model.dtype != mx.float32:
-        return False
-    most = min(max(WIDEST_PASS, chunk), max(budget, chunk), slots * chunk)
-    widths = [rows for chunks in range(narrow, most + 1, narrow) for rows in (chunks, chunks + slots)]
-    return all(gives_same_bits((slots, *widths), part.weight, part.as_stored) for part in parts)
+    marks = model.ranks.gather(device.is_exact() and model.is_float32)
+    return all(mark == [True] for mark in marks)

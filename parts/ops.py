@@ -1,14 +1,13 @@
 """The few operations of a Llama: the formula, and beside it the form that each device runs fastest.
 
 The problem. The first page of `nanobatch.py` shows what a Llama computes. How fast that goes depends on details that
-have nothing to do with a Llama: on a CPU, MLX takes three times as long for an `exp` as for a power, and a BLAS (the
-library that multiplies matrices) reads a matrix faster in one order than in another, and adds numbers in an order that
-depends on the shape. On a GPU, a step of a few tokens takes the time to read the weights, and some microseconds for
-each kernel (a function that runs there), however little it computes: so there the fewest kernels win.
+have nothing to do with a Llama: on a CPU, MLX takes three times as long for an `exp` as for a power. On a GPU, a step
+of a few tokens takes the time to read the weights, and some microseconds for each kernel (a function that runs there),
+however little it computes: so there the fewest kernels win.
 
 What this file keeps. Each docstring begins with the formula, and the code computes it, in whatever form: a test holds
 one against the other (`tests/test_ops.py`). No form depends on what else runs in the step, since a request's bits must
-not. What a BLAS wants is asked in `parts/device.py`.
+not. The products of matrices are our own on a CPU (`rows.c`).
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
     """e^x / sum(e^x). The largest x is subtracted from all first: that changes no result, and no power overflows.
 
     The tuned form takes five operations, with a power as in `silu`. For few numbers MLX's one operation would be a
-    little faster. But how many there are depends on the neighbours, and a choice by that would show in the bits.
+    little faster. But it rounds differently, and how many numbers there are depends on how far attention reads.
     """
     if x.dtype != mx.float32:
         return mx.softmax(x, axis=-1)
@@ -224,107 +223,32 @@ def kept_of_planes(rope: Rope, R: int, turns: mx.array) -> mx.array:  # (R/2,): 
 
 
 class Dense(NamedTuple):
-    """y = x W + b, with W stored (in, out): over the checkpoint's (out, in), one row's x @ W.T takes twice as long.
+    """y = x W^T + b, with W as the checkpoint stores it."""
 
-    Unless the BLAS (`Blas.takes_rows`) or a GPU takes that order faster: then W is a view of what the checkpoint has.
-
-    Else W is widened with zeros to a multiple of 16 columns. A BLAS computes columns and rows in blocks, and where
-    neither comes out even, OpenBLAS adds the last rows' numbers up in another order: fewer rows could then be computed
-    at once (`rows_alike`). And to no multiple of 1,024: rows that lie a multiple of 4 KiB apart compete for the same
-    few places in the processor's cache. With 49,168 columns instead of 49,152, the head of a 135M model took 11 ms
-    instead of 40 (MKL).
-    """
-
-    weight: mx.array  # (in, out and a few more)
+    weight: mx.array  # (out, in)
     bias: mx.array | None  # (out,)
-    out: int
-    as_stored: bool = False  # the weight is a view of (out, in)
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
-        y = product(x, self.weight, self.as_stored)
-        if y.shape[-1] != self.out:
-            y = y[..., : self.out]
+        y = x @ self.weight.T
         return y if self.bias is None else y + self.bias
 
     @staticmethod
     def of(parts: list[tuple[mx.array, mx.array | None]]) -> Dense:
-        """From the checkpoint's weights (out, in) and biases: one matrix that yields all their outputs side by side.
+        """From the checkpoint's weights and biases: one matrix that yields all their outputs side by side.
 
         So the input is read once, and one product runs instead of three.
         """
-        weight = mx.concatenate([weight for weight, _ in parts]) if len(parts) > 1 else parts[0][0]
-        out, bias = weight.shape[0], None
-        if any(b is not None for _, b in parts):
-            bias = mx.concatenate([mx.zeros(w.shape[0], w.dtype) if b is None else b for w, b in parts])
-        if device.has_gpu() or device.blas.takes_rows(*weight.shape):
-            return Dense(weight.T, bias, out, True)
-        more = -out % 16
-        if (out + more) % 1024 == 0:
-            more += 16
-        return Dense(mx.contiguous(mx.pad(weight, [(0, more), (0, 0)]).T), bias, out)
+        if len(parts) == 1:
+            return Dense(*parts[0])
+        weight = mx.concatenate([weight for weight, _ in parts])
+        if all(bias is None for _, bias in parts):
+            return Dense(weight, None)
+        biases = [mx.zeros(len(weight), weight.dtype) if bias is None else bias for weight, bias in parts]
+        return Dense(weight, mx.concatenate(biases))
 
     def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        """As an embedding: column `id` of the (D, V) matrix, so that a tied head and its table are one array."""
-        if self.as_stored:
-            return self.weight.T[ids]
-        return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)
-
-
-def product(x: mx.array, weight: mx.array, as_stored: bool = False) -> mx.array:  # (B, ..., in) -> (B, ..., out)
-    """x @ weight, in blocks of rows where one product would give a row other bits in another place (`rows_alike`)."""
-    B = x.shape[0]
-    block = rows_alike(B, weight, as_stored)
-    if block == B:
-        return multiply(x, weight, as_stored)
-    x = mx.pad(x, [(0, -B % block), *[(0, 0)] * (x.ndim - 1)])
-    return mx.concatenate([multiply(x[row : row + block], weight, as_stored) for row in range(0, B, block)])[:B]
-
-
-def multiply(x: mx.array, weight: mx.array, as_stored: bool) -> mx.array:  # (B, ..., in) -> (B, ..., out)
-    """x @ weight, in strips of outputs where that is quicker (`Blas.strip`): each core takes its share of them."""
-    inputs, outputs = weight.shape
-    width = device.blas.strip(len(x), outputs, inputs) if as_stored and x.ndim == 2 else 0
-    if not width or weight.dtype != mx.float32 or device.has_gpu():
-        return mx.matmul(x, weight)
-    streams, strips = device.core_streams(), weight.T.reshape(-1, width, inputs).swapaxes(1, 2)  # (strips, in, width)
-    shares = mx.split(strips, [i * len(strips) // len(streams) for i in range(1, len(streams))])
-    parts = [mx.matmul(x, share, stream=stream) for share, stream in zip(shares, streams, strict=True)]
-    return mx.concatenate(parts).swapaxes(0, 1).reshape(-1, outputs)  # (strips, B, width) -> (B, out)
-
-
-def rows_alike(rows: int, weight: mx.array, as_stored: bool = False) -> int:
-    """How many of so many rows to multiply at once, so that a row gets the same bits in whichever place it stands."""
-    if rows == 1 or weight.dtype != mx.float32 or device.has_gpu():
-        return rows
-    key = rows, weight.shape, as_stored
-    if key not in _tried:
-        blocks = [rows, *[8] * (rows > 4), 4]
-        _tried[key] = next((block for block in blocks if gives_same_bits((block,), weight, as_stored)), 1)
-    return _tried[key]
-
-
-_tried: dict[tuple, int] = {}  # what the two functions around it have found out, by their arguments
-
-
-def gives_same_bits(counts: tuple[int, ...], weight: mx.array, as_stored: bool = False) -> bool:
-    """Does a row get the same bits in every place of every product, if they have so many rows?
-
-    A BLAS computes a few rows at a time, and what is left over at the end in other ways. Some add a row's numbers up in
-    another order there (OpenBLAS's AVX2 kernels do, in some places of five rows or more, unless there are eight), or
-    another order for few rows than for many, and rounding makes that show. Which of them do, no manual says. A BLAS
-    never looks at the numbers, only at the shape: so we try it, once for each shape, with the same row in all places.
-    """
-    key = counts, weight.shape, as_stored
-    if key not in _tried:
-        row = mx.random.normal((1, weight.shape[0]), weight.dtype, key=mx.random.key(0))
-        first = None
-        for count in counts:
-            bits = multiply(mx.repeat(row, count, axis=0), weight, as_stored).view(mx.uint32)  # (count, out)
-            first = bits[:1] if first is None else first
-            _tried[key] = mx.all(bits == first).item()
-            if not _tried[key]:
-                break
-    return _tried[key]
+        """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one array."""
+        return self.weight[ids]
 
 
 class Quantized(NamedTuple):
@@ -363,11 +287,6 @@ class Mlp(NamedTuple):
     def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
         gate, up = mx.split(self.gate_up(x), 2, axis=-1)  # (..., hidden) each
         return self.down(gelu(gate) * up if self.gelu else swiglu(gate, up))
-
-    @property
-    def matrices(self) -> tuple:
-        """All that multiply rows of different tokens at once."""
-        return self.gate_up, self.down
 
 
 class Stack(NamedTuple):
@@ -409,10 +328,6 @@ class Experts(NamedTuple):
         x = x[..., None, None, :]  # (..., 1, 1, D): a product for each token and expert
         y = self.down(swiglu(self.gate(x, chosen), self.up(x, chosen)), chosen)  # (..., k, 1, D)
         return (y[..., 0, :] * shares[..., None]).sum(axis=-2)
-
-    @property
-    def matrices(self) -> tuple:
-        return (self.router,)
 
 
 class Capped(NamedTuple):

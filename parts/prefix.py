@@ -12,22 +12,25 @@ their n-th beginnings are one and the same object:
     prompt A   c a t s . s i t . . . .        pieces of 4:   cats -> .sit -> ....
     prompt B   c a t s . r u n . . . .                       cats -> .run -> ....     one object, then two
 
-A prompt's tokens are read once, when it is submitted, and an answer's, where answers are remembered, when it ends: the
-answer goes on where its prompt's name ends. From then on a comparison is a look at one object, and each beginning knows
-the slots that hold its rows.
+A prompt's tokens are read once, when it is submitted, and an answer's when it ends: the answer goes on where its
+prompt's name ends. From then on a comparison is a look at one object, and each beginning knows the slots that hold its
+rows. Only behind the last common piece are tokens compared one by one, since a conversation goes on from any row.
 
 The invariant: a slot that holds a beginning holds all shorter ones of the same prompt.
 
-A `Beginning` lives as long as a request or a slot refers to it. Where next: `Scheduler._usable` and
-`Scheduler._chunks` in `sched.py`.
+A `Beginning` lives as long as a request or a slot refers to it. Where next: `Scheduler._chunks` in `sched.py`.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
+
+PIECE = 16  # tokens: long enough that a beginning costs little memory, short enough to find what little is shared
 
 
 class Beginning:
@@ -39,31 +42,45 @@ class Beginning:
         self.slots: set[int] = set()  # the slots that hold its rows
 
 
+class Trail(NamedTuple):
+    """A text's tokens, and its beginnings: one piece, two pieces, and so on. The rest that fills no piece is left out.
+
+    `root` is where its beginnings go on from. A text that shares nothing with others has none.
+    """
+
+    tokens: Sequence[int] = ()
+    beginnings: Sequence[Beginning] = ()
+    root: Beginning | None = None
+
+
 class Prefixes:
     """The beginnings of all prompts that are open or remembered, and the slots that hold their rows."""
 
-    def __init__(self, slots: int, piece: int):
+    def __init__(self, slots: int, piece: int = PIECE):
         self.piece = piece
-        self.rows = [0] * slots  # by slot: rows of the prompt that it was last filled with, and of a remembered answer
+        # By slot: how many rows it holds of the prompt that it was last filled with, and of its answer.
+        self.rows = [0] * slots
         self.by_use = list(range(slots))  # the slot that was used longest ago stands first: it is written over next
+        self._tokens: list[Sequence[int]] = [()] * slots  # by slot: those of its rows, and perhaps more of the prompt
         self._held: list[list[Beginning]] = [[] for _ in range(slots)]  # by slot: the beginnings it holds, in order
-        self._roots: dict[int, Beginning | None] = {1: None}  # by kind: where all of its beginnings go on from
+        # By kind: where all its beginnings go on from.
+        self._roots: defaultdict[int, Beginning] = defaultdict(Beginning)
         # (a beginning, the next piece's tokens) -> the beginning that is longer by this piece. The tokens are bytes,
         # which remember their hash: a dictionary wants it again when an entry dies, and that may be inside a plan.
-        self._longer: WeakValueDictionary[tuple[Beginning | None, bytes], Beginning] = WeakValueDictionary()
+        self._longer: WeakValueDictionary[tuple[Beginning, bytes], Beginning] = WeakValueDictionary()
 
-    def of(self, prompt: Sequence[int], kind: int) -> list[Beginning]:
-        """A prompt's beginnings. Equal prompts of different kinds have different rows, and those of kind 0 share none.
+    def read(self, prompt: Sequence[int], kind: int) -> Trail:
+        """A prompt and its beginnings. Equal prompts of different kinds have different rows; those of 0 share none.
 
         (A model may turn positions in another way where a prompt is long.)
         """
-        return self.beginnings(prompt, self._roots.setdefault(kind, Beginning())) if kind else []
+        if not kind:
+            return Trail(prompt)
+        root = self._roots[kind]
+        return Trail(prompt, self._beginnings(prompt, root), root)
 
-    def beginnings(self, tokens: Sequence[int], after: Beginning | None = None) -> list[Beginning]:
-        """A prompt's beginnings of one piece, two pieces, and so on. The rest that fills no piece is left out.
-
-        Or those of a longer text, if these tokens stand `after` a beginning of it.
-        """
+    def _beginnings(self, tokens: Sequence[int], after: Beginning) -> list[Beginning]:
+        """The beginnings of a text, as far as they are longer than `after`, behind which these tokens stand."""
         found, last = [], after
         data, width = array("q", tokens).tobytes(), 8 * self.piece
         for start in range(0, len(data) - width + 1, width):
@@ -74,41 +91,61 @@ class Prefixes:
             found.append(last)
         return found
 
-    def find(self, beginnings: Sequence[Beginning], slots: Sequence[int]) -> tuple[int, int | None]:
-        """How many rows of these beginnings the slots hold at most, and the first slot that holds so many."""
+    def find(self, trail: Trail, slots: Sequence[int]) -> tuple[int, int | None]:
+        """How many rows of this prompt the slots hold at most, and the first slot that holds so many.
+
+        Never the whole prompt, because the answer's first token follows from its last one.
+        """
         among = set(slots)
-        count = bisect_left(beginnings, True, key=lambda beginning: among.isdisjoint(beginning.slots))
+        usable = trail.beginnings[: (len(trail.tokens) - 1) // self.piece]
+        count = bisect_left(usable, True, key=lambda beginning: among.isdisjoint(beginning.slots))
         if count == 0:
             return 0, None
-        return count * self.piece, next(slot for slot in slots if slot in beginnings[count - 1].slots)
+        most, best = 0, None
+        for slot in slots:
+            if slot in usable[count - 1].slots:
+                rows = self._common(trail.tokens, slot, count * self.piece)
+                if rows > most:
+                    most, best = rows, slot
+        return most, best
 
-    def place(self, beginnings: Sequence[Beginning], free: Sequence[int]) -> tuple[int, str]:
+    def _common(self, prompt: Sequence[int], slot: int, rows: int) -> int:
+        """How many rows a prompt and a slot have in common, if the first `rows` are known to be."""
+        held = self._tokens[slot]
+        limit = min(self.rows[slot], len(prompt) - 1)
+        while rows < limit and prompt[rows] == held[rows]:
+            rows += 1
+        return rows
+
+    def place(self, trail: Trail, free: Sequence[int]) -> tuple[int, str]:
         """Which free slot to write such a prompt into, and in a few words why.
 
         Best into the one that holds the most of it: there no row needs to be copied. But what it holds beyond that is
         lost. If this is more than what is shared, the slot may be a conversation's, which has no more than the system
         prompt in common with this one, and goes on later. Then the slot that was used longest ago is the better one.
         """
-        rows, slot = self.find(beginnings, free)
+        rows, slot = self.find(trail, free)
         if len(free) == 1 or slot is None:
             return free[0], "the only free slot" if len(free) == 1 else "unused for longest"
         if self.rows[slot] > 2 * rows:
             return free[0], f"unused for longest; slot {slot} has {rows:,} of its rows, but {self.rows[slot]:,} in all"
         return slot, f"has its first {rows:,} rows"
 
-    def best(self, beginnings: Sequence[Beginning], slot: int, worth: int) -> tuple[int, int | None]:
-        """How many rows of these beginnings a slot begins with at best, and the slot that has them.
+    def best(self, trail: Trail, slot: int, worth: int) -> tuple[int, int | None]:
+        """How many rows of this prompt a slot begins with at best, and the slot that has them.
 
         It is the slot itself, unless another has `worth` rows more. To copy fewer takes longer than to compute them.
         """
-        near = self.find(beginnings[: len(self._held[slot])], (slot,))
-        most = self.find(beginnings, range(len(self.rows)))
+        near = self.find(trail, (slot,))
+        most = self.find(trail, range(len(self.rows)))
         return most if most[0] >= near[0] + worth else near
 
-    def alike(self, beginnings: Sequence[Beginning], other: Sequence[Beginning], rows: int, more: int) -> bool:
-        """Do two prompts whose first `rows` rows are alike share so many more?"""
-        n = (rows + more) // self.piece
-        return beginnings[n - 1 : n] == other[n - 1 : n] and n <= len(beginnings)
+    def share(self, one: Trail, other: Trail, rows: int) -> bool:
+        """Do two prompts begin with the same `rows` rows, as far as whole pieces tell? Those of kind 0 never do."""
+        n = rows // self.piece
+        if n * self.piece >= len(one.tokens) or n > min(len(one.beginnings), len(other.beginnings)):
+            return False
+        return one.beginnings[n - 1] is other.beginnings[n - 1]
 
     def begin(self, slot: int, source: int | None) -> None:
         """The slot gets a new prompt, whose first rows are taken over from `source`, unless that is None."""
@@ -116,19 +153,24 @@ class Prefixes:
         if source is not None:
             self.use(source)
 
-    def hold(self, slot: int, beginnings: Sequence[Beginning], rows: int) -> None:
+    def hold(self, slot: int, trail: Trail, rows: int) -> None:
         """The slot's first `rows` rows are those of this prompt, as they were or with more at their end."""
         held = self._held[slot]
-        for beginning in beginnings[len(held) : rows // self.piece]:
+        for beginning in trail.beginnings[len(held) : rows // self.piece]:
             beginning.slots.add(slot)
             held.append(beginning)
+        self._tokens[slot] = trail.tokens
         self.rows[slot] = rows
 
-    def hold_more(self, slot: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """After the whole of its prompt, the slot holds the rows of these tokens of the answer."""
-        held = self._held[slot]
-        rest = [*prompt[len(held) * self.piece :], *answer]
-        self.hold(slot, held + self.beginnings(rest, held[-1] if held else None), len(prompt) + len(answer))
+    def hold_answer(self, slot: int, trail: Trail, answer: Sequence[int]) -> None:
+        """After the whole of this prompt, the slot holds the rows of these tokens of the answer."""
+        if trail.root is None:
+            return
+        tokens = [*trail.tokens, *answer]
+        rest = tokens[len(trail.beginnings) * self.piece :]
+        *_, last = trail.root, *trail.beginnings
+        longer = self._beginnings(rest, last)
+        self.hold(slot, Trail(tokens, [*trail.beginnings, *longer]), len(tokens))
 
     def use(self, slot: int) -> None:
         """It was used just now, so of all slots it is written over last."""
@@ -138,7 +180,7 @@ class Prefixes:
         """The slot's rows are about to be written over, or are not to be trusted."""
         for beginning in self._held[slot]:
             beginning.slots.discard(slot)
-        self._held[slot], self.rows[slot] = [], 0
+        self._held[slot], self._tokens[slot], self.rows[slot] = [], (), 0
 
     def clear(self) -> None:
         """No slot remembers anything, and none was used before another."""

@@ -126,14 +126,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"nanobatch: {one_line(message)}\n")
 
-    def add_exact(self) -> None:
-        """`exact` becomes True or False, or None: the device decides."""
-        add = self.add_mutually_exclusive_group().add_argument
-        says = "compute idle slots, too: equal bits in any company (CPU: default)"
-        add("--exact", action="store_true", default=None, help=says)
-        says = "leave idle slots out, remember answers: sooner, equal tokens, other bits (GPU: default)"
-        add("--compact", dest="exact", action="store_false", help=says)
-
     def add_keys(self) -> None:
         """What every program that opens the door asks for."""
         key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY") or None for name in ("API", "WATCH"))

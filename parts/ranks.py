@@ -130,6 +130,7 @@ class Ranks:
         self.view = RanksView()
         # Orders since a step was timed, and, in such a step, how long its sums took so far.
         self._untimed, self._summed_s = TIMED // 2, None
+        self.waited_s = 0.0  # in a timed step: how long Python has waited for the device so far
         self._lines, self._ends = lines, threading.Lock()
         self._hangs_together = size > 1  # until the end, the loss of a rank is the loss of all
         self._takes_leave = False  # then a rank that is gone has heard of the end, or will never hear of it
@@ -154,11 +155,14 @@ class Ranks:
         """The sum over all ranks. To time it, all that comes before is computed first, and then nothing but the sum."""
         if not self.is_timed:
             return x if self.size == 1 else self._add(x)
+        asked = time.perf_counter()
         mx.eval(x)
         began = time.perf_counter()
         x = self._add(x)
         mx.eval(x)
-        self._summed_s += time.perf_counter() - began
+        ended = time.perf_counter()
+        self._summed_s += ended - began
+        self.waited_s += ended - asked
         return x
 
     def _add(self, x: mx.array) -> mx.array:
@@ -215,6 +219,7 @@ class Ranks:
             self.view = self.view._replace(sums_ms=1000 * self._summed_s)
         times = decodes and self._untimed >= TIMED
         self._untimed, self._summed_s = (0, 0.0) if times else (self._untimed + 1, None)
+        self.waited_s = 0.0
 
     def hear(self) -> list[int] | None:
         """The others: the next order, None if there will be none.

@@ -177,13 +177,8 @@ class Memory:
             self.recent[slots] = mx.concatenate([self.recent[slots][:, 1:], newest], axis=1)
 
 
-def choose(
-    logits: mx.array, rows: Sequence[int], picks: Sequence[Pick], memory: Memory
-) -> tuple[mx.array, list[Logprobs]]:
-    """A token for each pick: logits (B, V) -> (picks,) int32, -1 where the logits were not finite.
-
-    `rows` holds each pick's row of the logits.
-    """
+def choose(logits: mx.array, picks: Sequence[Pick], memory: Memory) -> tuple[mx.array, list[Logprobs]]:
+    """A token for each pick: logits (picks, V) -> (picks,) int32, -1 where the logits were not finite."""
     memory.begin(picks)
     groups: dict[tuple[str, bool], list[int]] = {}
     for place, pick in enumerate(picks):
@@ -191,12 +186,12 @@ def choose(
     tokens, order, logprobs = [], [], []
     for (group, is_measured), places in groups.items():
         members = [picks[place] for place in places]
-        some = mx.array([rows[place] for place in places])
+        own = logits if len(places) == len(picks) else logits[mx.array(places)]
         if group == "greedy":
-            chosen = mx.argmax(logits, axis=-1)[some]
-            best = logits[some, chosen]
+            chosen = mx.argmax(own, axis=-1)
+            best = take(own, chosen[:, None])[:, 0]
         else:
-            x = edit(logits[some].astype(mx.float32), members, memory)  # (n, V)
+            x = edit(own.astype(mx.float32), members, memory)  # (n, V)
             best, spread = Spread.of(x)
             chosen = mx.argmin(spread.gap, axis=-1) if group == "edited" else draw(spread, members, group)
             logprobs += [measure(spread, members, chosen, x.shape[-1])] if is_measured else []

@@ -171,10 +171,10 @@ def shorten(text: str, width: int) -> str:
 
 def wrap(text: str, width: int) -> list[str]:
     """Lines of at most `width` cells, broken between words where that is possible."""
-    lines = []  # a unit, and a point behind it, stay at their number
+    lines = []  # a unit, and a point behind it, stay at their number; a term of a sum stays in one piece
     for paragraph in text.split("\n"):
         line = ""
-        for word in re.findall(r"\s*\S+(?: (?:ms|s|%)(?!\w)\S*)?|\s+$", paragraph):
+        for word in re.findall(r"\s*(?:\+ [a-z]+ \d\S*|\S+(?: (?:ms|s|%)(?!\w)\S*)?)|\s+$", paragraph):
             if cell_len(line + word) > width:
                 *full, word = chop_cells(word.lstrip(), max(1, width)) or [""]
                 lines += [line, *full] if line else full

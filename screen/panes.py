@@ -12,7 +12,7 @@ Where next: `charts.py` and `keys.py`, the rest of the panes; `tui.py`, which pl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, zip_longest
 
 from rich.cells import cell_len
@@ -20,7 +20,6 @@ from rich.segment import Segment
 from textual.strip import Strip
 
 from parts.answers import RanksView, RequestView, SlotView, StepView
-from sched import PADDING
 from screen import ink
 from screen.ink import Line, Palette, Pen, axis, clean, count, entry, heading, legend, number, shorten, span, wrap
 from screen.runs import FIGURES, in_time
@@ -274,32 +273,52 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
         said = f"{unseen:,} steps up to this one went by before the screen looked, and {step.tokens:,} tokens came."
         return [*lines, *(Pen().put(f" {part}", p.muted).line for part in wrap(said, width - 2))][:height]
     prefill, decode = sum(stop - start for *_, start, stop in step.prefill), len(step.decode)
-    stages = {"plan": step.plan_s, "build": step.build_s, "wait": step.wait_s, "commit": step.commit_s}
-    total, budget = step.seconds or 1e-9, state.view.engine.limits.budget
+    budget = state.view.engine.limits.budget
     held = step.held and ", ".join(f"r{r}" for _, r in sorted(step.held))
     entries = {
         "admitted": admissions(step) or "no request",
         "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)) or "no chunk",
         "decode": named(s for s, _ in step.decode) if decode else "no slot",
         "tokens": f"{prefill:,} prefill + {decode} decode = {prefill + decode:,} in one step; {step.tokens} delivered",
-        "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,} (chunks count in {PADDING}s)",
+        "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,}",
         "held": step.held and f"{held}: over the budget, or what they share is being written",
         "ghosts": step.ghosts and f"{named(step.ghosts)}: had ended, seen one step late",
         "in line": f"{step.waiting:,}" if step.waiting else "",
         "ranks": ranks_line(state.view.engine.ranks),
-        "time": f"{1000 * total:.2f} ms = " + " + ".join(f"{name} {1000 * s:.2f}" for name, s in stages.items()),
     }
     for name, text in entries.items():
         lines += entry(p, width, name, text)
-    pen = Pen().to(10)
-    for (name, spent), hue in zip(stages.items(), ink.HUES, strict=False):
-        cells = max(1, round(spent / total * (width - 15)))
-        pen.put(f"{name if cells > len(name) else name[0]:─^{cells}}", ink.style(ink.ink_on(hue), hue))
-    lines.append(pen.line)
+    lines += draw_time(step, p, width)
     hidden = len(lines) - height
     if whole or hidden <= 0:
         return lines
     return [*lines[: height - 1], Pen().put(f" ↓ {count(hidden + 1, 'more line')}", p.accent, do="sheet('step')").line]
+
+
+def draw_time(step: StepView, p: Palette, width: int) -> list[Line]:
+    """Where a step's time went: sums in milliseconds, and a bar of the same.
+
+    The parts are rounded before they are added up, so that a reader who adds them up gets the same sum.
+    """
+    python = {"plan": in_ms(step.plan_s), "build": in_ms(step.build_s), "commit": in_ms(step.commit_s)}
+    parts = {"Python": sum(python.values()), "device": in_ms(step.device_s), "wait": in_ms(step.wait_s)}
+    total = sum(parts.values())
+    lines = entry(p, width, "time", f"{total:,.2f} ms = {' + '.join(named_ms(parts))}")
+    lines += entry(p, width, "Python", ", ".join(named_ms(python)))
+    bar = Pen().to(10)
+    for (name, spent), hue in zip(parts.items(), ink.HUES, strict=False):
+        cells = max(1, round(spent / (total or 1) * (width - 14)))
+        label = name if cells > len(name) else name[0]
+        bar.put(f"{label:─^{cells}}", ink.style(ink.ink_on(hue), hue))
+    return [*lines, bar.line]
+
+
+def in_ms(seconds: float) -> float:
+    return round(1000 * seconds, 2)
+
+
+def named_ms(parts: Mapping[str, float]) -> list[str]:
+    return [f"{name} {spent:,.2f}" for name, spent in parts.items()]
 
 
 def named(slots: Iterable[int]) -> str:

@@ -427,12 +427,16 @@ class EngineRoom(Room):
 def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]) -> Engine:
     """How the room gets its engine. This is the first code to import MLX."""
     report("starting MLX")
-    from nanobatch import Engine
+    from parts import blas
 
-    options = {"policy": args.policy, "exact": args.exact, "slots": args.slots, "max_len": args.max_len}
+    blas.say = report  # before MLX is imported, its matrix product may have to be compiled
+    from nanobatch import Engine
+    from parts import device
+
+    options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
     if args.model == "demo":  # its prompts and answers are short: so they fill more of a slot, and some take two chunks
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
-    report("warming up")
+    report(f"warming up with {device.named()}")
     engine.runner.warm_up()
     return engine

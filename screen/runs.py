@@ -177,8 +177,9 @@ def replay(
         if flight:
             now += prices.of(len(flight.decodes), len(flight.chunks))
             sched.commit(flight, [0] * len(flight.emitters), accept, now)
-            times = {"started": flight.at, "build_s": 0.0, "wait_s": now - flight.at, "read": now, "ended": now}
-            columns.append(column(StepView.of(flight, (), **times), limits.slots, columns[-1] if columns else None))
+            took = {"build_s": 0.0, "device_s": now - flight.at, "wait_s": 0.0}
+            view = StepView.of(flight, (), started=flight.at, read=now, ended=now, **took)
+            columns.append(column(view, limits.slots, columns[-1] if columns else None))
         elif not plan and coming:
             now = coming[0].arrived
         flight = plan

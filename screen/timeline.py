@@ -70,7 +70,7 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
 def gap(missed: int, tokens: int, first: StepView, before: Column) -> Column:
     """Steps that were missed, and in which so many tokens came: between `before` and `first`, which was seen again."""
     nothing = dict.fromkeys(("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked"), ())
-    nothing |= dict.fromkeys(("cost", "plan_s", "build_s", "wait_s", "commit_s"), 0)
+    nothing |= dict.fromkeys(("cost", "plan_s", "build_s", "device_s", "wait_s", "commit_s"), 0)
     times = {"began": before.ended, "ended": max(before.ended, first.began)}
     view = replace(first, step=first.step - 1, tokens=tokens, **nothing, **times)
     total, cells = before.total + tokens, (Cell(UNSEEN),) * len(before.cells)

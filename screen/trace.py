@@ -50,15 +50,22 @@ def _slots(history: Sequence[Column], slots: Iterable[int]) -> Iterator[dict]:
 
 
 def _thread(history: Iterable[Column]) -> Iterator[dict]:
-    """What the engine's thread did: it plans and builds a step, then waits for the one before and commits that."""
+    """What the engine's thread did: it plans and runs a step, then commits the one before.
+
+    While a step is run, building, the device and waiting take turns. Each is drawn once, as long as its turns together.
+    """
     stages = []
     for step in (column.view for column in history):
-        built, read = step.began + step.plan_s, step.ended - step.commit_s
-        stages += [(step.began, built, "plan", step.step), (built, built + step.build_s, "build", step.step)]
-        stages += [(read - step.wait_s, read, "wait", step.step), (read, step.ended, "commit", step.step)]
+        began = step.began
+        run = {"plan": step.plan_s, "build": step.build_s, "device": step.device_s, "wait": step.wait_s}
+        for name, seconds in run.items():
+            stages.append((began, began + seconds, name, step.step))
+            began += seconds
+        stages.append((step.ended - step.commit_s, step.ended, "commit", step.step))
     last = 0.0
     for began, ended, name, step in sorted(stages):
-        # subtle: a part of the waiting may have been inside the building of the next step; that part is drawn once.
+        # subtle: the end of the waiting, in which the tokens are read, comes after the commit of the step before. It is
+        # drawn before that commit, which then begins later by so much.
         began = max(began, last)
         last = max(began, ended)
         yield _span(ENGINE, THREAD, name, began, last, {"step": step})

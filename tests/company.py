@@ -1,13 +1,15 @@
 """Random requests in company, and each of them alone: how many of their logits differ in a bit?
 
-    python tests/company.py                     100 schedules on the BLAS that nanobatch takes here
-    python tests/company.py --everywhere 300    300 on each BLAS and each set of its kernels that can run here
+    python tests/company.py                      100 schedules on the form of our product that nanobatch takes here
+    python tests/company.py --everywhere 1000    1,000 on each form of it that can run here
 
 A company is random in all that might show: the model's shape, how many slots there are, chunk, budget, policy, when the
-others come, how their prompts begin, which are cancelled, what the slots held before. In most of them a neighbour whose
-prompt is long, up to 1,600 tokens, decodes beside all the others, since far is where attention adds up most.
+others come, how their prompts begin, which are cancelled, which conversations go on, what the slots held before. In
+most of them a neighbour whose prompt is long, up to 1,600 tokens, decodes beside all the others, since far is where
+attention adds up most. The engine in which a request is alone has other slots, other chunks and another budget, and
+reads each answer once more as a part of a prompt.
 
-A BLAS belongs to a process and cannot be changed in it. So each has a process of its own.
+A product belongs to a process and cannot be changed in it. So each form has a process of its own.
 """
 
 import argparse
@@ -22,14 +24,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parts import blas, device  # noqa: E402  first, as in a program of ours
+from parts import device, rows  # noqa: E402  first, as in a program of ours
 
 # isort: split
 import numpy as np  # noqa: E402
 from checkpoints import make_checkpoint  # noqa: E402
-from harness import Tap, random_asks, run_schedule  # noqa: E402
+from harness import Ask, Tap, random_asks, run_schedule  # noqa: E402
 
-from nanobatch import Engine, Model, Sampling, Text  # noqa: E402
+from nanobatch import Engine, Handle, Model, Sampling, Text  # noqa: E402
 from parts.device import mx  # noqa: E402
 from sched import POLICIES  # noqa: E402
 
@@ -58,8 +60,7 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
 ]
 
 
-# In the suite. A BLAS or a set of kernels that this machine has, but does not take, gets fewer: each model once. It
-# keeps all its threads: on one alone, Haswell's kernels show no bit of how far a request reads, and on two they do.
+# In the suite. A form that this machine can run, but does not take, gets fewer.
 SCHEDULES = int(os.environ.get("NANOBATCH_EXACT_SCHEDULES", 100))
 ELSEWHERE = SCHEDULES * 2 // 5
 
@@ -67,11 +68,15 @@ ELSEWHERE = SCHEDULES * 2 // 5
 class Count(NamedTuple):
     compared: int  # logit vectors
     differ: int
-    reused: int  # prompt tokens whose rows were taken over from another slot
+    reused: int  # tokens whose rows were taken over from another request, or from the request before in a conversation
     beside: int  # logit vectors that were compared while a neighbour read further than the request did
+    read: int  # logit vectors of the same answers, read as prompts: chunk rows beside rows that were decoded one by one
 
     def __add__(self, other: "Count") -> "Count":
         return Count(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NONE = Count(0, 0, 0, 0, 0)
 
 
 def make_models(folder: Path) -> list[tuple[Model, Text]]:
@@ -79,25 +84,33 @@ def make_models(folder: Path) -> list[tuple[Model, Text]]:
     return [(model := Model.load(each), Text(each, model.config.V)) for each in folders]
 
 
-def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count:
-    """Random schedules, in company and alone, one after another on the same two engines."""
-    rng = np.random.default_rng(seed)
-    model, text = models[seed % len(models)]
-    slots = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 11, 16, 33]))
-    is_long = slots > 1 and rng.random() < 0.7
-    options = {
+def random_sizes(rng: np.random.Generator, is_long: bool, slots: int) -> dict:
+    return {
         "slots": slots,
         "max_len": 1792 if is_long else 192,
         "chunk": int(rng.choice([32, 64, 64, 96, 128])),
         "budget": int(rng.choice([1, 64, 200, 400, 1_000_000])),
     }
+
+
+def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count:
+    """Random schedules in company, one after another on the same engine, and their requests alone in another engine.
+
+    The other engine has sizes of its own: other slots, other chunks, another budget.
+    """
+    rng = np.random.default_rng(seed)
+    model, text = models[seed % len(models)]
+    slots = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 11, 16, 33]))
+    is_long = slots > 1 and rng.random() < 0.7
     policy = "continuous" if is_long else [*POLICIES][seed // len(models) % len(POLICIES)]
     long_prompt = rng.integers(0, 256, 1600).tolist() * is_long
-    total = Count(0, 0, 0, 0)
-    with Engine(model, text, policy=policy, run_ahead=bool(rng.random() < 0.7), **options) as engine:
+    crowded = random_sizes(rng, is_long, slots)
+    lonely = random_sizes(rng, is_long, int(rng.choice([1, 1, 2, 7])))
+    total = NONE
+    with Engine(model, text, policy=policy, run_ahead=bool(rng.random() < 0.7), **crowded) as engine:
         for array in (*engine.runner.slab.k, *engine.runner.slab.v):  # what an earlier owner might have left
             array[:] = mx.random.normal(array.shape, key=mx.random.key(seed)) * 3
-        with Engine(model, text, reuse=False, **options) as alone:
+        with Engine(model, text, reuse=False, **lonely) as alone:
             taps = Tap(engine), Tap(alone)
             for _ in range(rounds):
                 total += play(engine, alone, taps, long_prompt[: int(130 + 1470 * rng.random() ** 2)], rng)
@@ -114,36 +127,46 @@ def play(
         engine.step()
         if far.finish_reason:
             raise RuntimeError(far.error)
-    handles = run_schedule(engine, asks, rng, lambda: far and far.cancel())
-    again = [(handle, ask.prompt) for handle, ask in zip(handles, asks, strict=True)]
+    handles = run_schedule(engine, asks, rng, lambda: None)
+    pairs = list(zip(handles, [ask.prompt for ask in asks], strict=True))
+    going_on = [conversation for handle, prompt in pairs if (conversation := next_turn(handle, prompt, rng))]
+    turns = [Ask(prompt, 6) for prompt in going_on]
+    pairs += zip(run_schedule(engine, turns, rng, lambda: far and far.cancel()), going_on, strict=True)
     if far and rng.random() < 0.1:
-        again.append((far, long_prompt))
-    total = Count(0, 0, 0, 0)
-    for handle, prompt in again:
+        pairs.append((far, long_prompt))
+    total = NONE
+    for handle, prompt in pairs:
         many = min(len(handle.tokens), 10)
         alone = other.submit(prompt, Sampling(max_tokens=max(1, many), ignore_eos=True))
         assert alone.result().metrics.cached_tokens == 0
         assert handle.tokens[:many] == alone.tokens[:many]
-        pairs = [(taps[0].logits[handle.id, i], taps[1].logits[alone.id, i]) for i in range(many)]
-        differ = sum(ours.tobytes() != theirs.tobytes() for ours, theirs in pairs)
-        total += Count(many, differ, handle.metrics.cached_tokens, many if far and handle is not far else 0)
+        differ = sum(
+            taps[0].logits[handle.id, i].tobytes() != taps[1].logits[alone.id, i].tobytes() for i in range(many)
+        )
+        beside = many if far and handle is not far else 0
+        total += Count(many, differ, handle.metrics.cached_tokens, beside, 0)
+        rope = engine.model.config.rope
+        if many > 1 and rope.shares(len(prompt)) == rope.shares(len(prompt) + many - 1):
+            # The same answer read as a prompt: its rows come from a chunk, and not one by one.
+            whole = other.submit([*prompt, *handle.tokens[: many - 1]], Sampling(max_tokens=1, ignore_eos=True))
+            whole.result()
+            differs = taps[0].logits[handle.id, many - 1].tobytes() != taps[1].logits[whole.id, 0].tobytes()
+            total += Count(1, differs, 0, 0, 1)
     return total
 
 
+def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> list[int]:
+    """What a conversation says next: all that was said, perhaps but for the last tokens, and something new."""
+    if rng.random() < 0.4 or handle.finish_reason != "length":
+        return []
+    said = [*prompt, *handle.tokens]
+    kept = said[: len(said) - int(rng.integers(0, 4))]
+    return kept[:150] + rng.integers(0, 256, int(rng.integers(1, 30))).tolist()
+
+
 def everywhere() -> list[str]:
-    """NANOBATCH_BLAS for each BLAS, and each set of kernels, that this machine can run."""
-    if sys.platform != "linux":
-        return [""]
-    own = blas.core()
-    x86 = [*blas.CORES.values(), "Nehalem"]
-    kernels = x86[x86.index(own) :] if own in x86 else ["NEOVERSEN1", "ARMV8"] if own is None else []
-    mkl = ["mkl"] * bool(list(Path(sys.prefix, "lib").glob("libmkl_rt.so.*")))
-    return ["off", *(f"openblas:{kernel}" for kernel in kernels), *mkl]
-
-
-def is_taken(choice: str) -> bool:
-    """Is this MLX's own BLAS, or the one that this process runs on?"""
-    return choice.lower() in ("", "off", device.blas.name, f"openblas:{device.blas.kernels}".lower())
+    """NANOBATCH_BLAS for each form of our product that this machine can run."""
+    return [f"rows:{form}" for form in rows.forms_here()]
 
 
 def run_everywhere(schedules: int, elsewhere: int, at_once: int) -> list[str]:
@@ -152,7 +175,7 @@ def run_everywhere(schedules: int, elsewhere: int, at_once: int) -> list[str]:
     while waiting or running:
         while waiting and len(running) < at_once:
             choice = waiting.pop(0)
-            count = schedules if is_taken(choice) else elsewhere
+            count = schedules if choice == everywhere()[0] else elsewhere
             command = [sys.executable, __file__, "--schedules", str(count)]
             environment = os.environ | {"NANOBATCH_BLAS": choice}
             running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
@@ -163,7 +186,7 @@ def run_everywhere(schedules: int, elsewhere: int, at_once: int) -> list[str]:
 
 
 def start() -> subprocess.Popen:
-    """All of it in the background, one BLAS after another, where it leaves the processor to others."""
+    """All of it in the background, one form after another, where it leaves the processor to others."""
     counts = "--everywhere", str(SCHEDULES), "--elsewhere", str(ELSEWHERE)
     command = [sys.executable, __file__, *counts, "--at-once", "1"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=leave_first)
@@ -182,7 +205,7 @@ def stop(process: subprocess.Popen) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=100, metavar="N")
-    parser.add_argument("--everywhere", type=int, metavar="N", help="N on each BLAS, and all its kernels, in turn")
+    parser.add_argument("--everywhere", type=int, metavar="N", help="N on each form that this machine can run, in turn")
     parser.add_argument("--elsewhere", type=int, metavar="N", help="on those that this machine does not take (as many)")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="so many of them at a time (default: 2)")
     args = parser.parse_args()
@@ -193,10 +216,10 @@ def main() -> None:
         models = make_models(Path(folder))
         # Four on each pair of engines, so that they find what the ones before have left.
         rounds = [min(4, args.schedules - done) for done in range(0, args.schedules, 4)]
-        total = sum((count(models, seed, rounds[seed]) for seed in range(len(rounds))), Count(0, 0, 0, 0))
+        total = sum((count(models, seed, rounds[seed]) for seed in range(len(rounds))), NONE)
     print(
         f"{device.blas}: {args.schedules} schedules, {total.compared:,} logit vectors, {total.beside:,} of them beside "
-        f"a long neighbour, {total.reused:,} prompt tokens reused, {total.differ} differ"
+        f"a long neighbour, {total.read:,} read as prompts, {total.reused:,} tokens reused, {total.differ} differ"
     )
 
 

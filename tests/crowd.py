@@ -1,4 +1,4 @@
-"""Three and four ranks by MPI, against one process: the same tokens, and the same bits in any company.
+"""Two, three and four ranks by MPI, against one process: the same tokens, and the same bits in any company.
 
     python tests/crowd.py                # takes some minutes; needs mpirun, such as Debian's openmpi-bin
 
@@ -61,7 +61,7 @@ def compare_bits(engine: Engine, rng: np.random.Generator) -> tuple[int, int]:
 
 
 def as_rank(folders: list[str]) -> None:
-    """For each model: the tokens of a short life, and what came of comparing bits."""
+    """For each model: the tokens of a short life, whether the engine is exact, and what came of comparing bits."""
     for folder in folders:
         with Engine.load(folder, **SIZES) as engine:
             if engine.ranks.rank:
@@ -69,7 +69,8 @@ def as_rank(folders: list[str]) -> None:
             else:
                 tokens = live(engine)
                 engine.drain("continuous")
-                print(json.dumps([tokens, *compare_bits(engine, np.random.default_rng(1))]), flush=True)
+                found = compare_bits(engine, np.random.default_rng(1))
+                print(json.dumps([tokens, engine.exact, *found]), flush=True)
 
 
 def main() -> int:
@@ -91,13 +92,11 @@ def main() -> int:
             if done.returncode or len(lines) != len(folders):
                 print(f"{size} ranks ended with code {done.returncode}: {done.stderr[-2000:]}")
                 return 1
-            for kind, expected, (tokens, compared, different) in zip(KINDS, alone, lines, strict=True):
-                print(
-                    f"{size} ranks, {kind}: {len(tokens)} answers {'equal' if tokens == expected else 'DIFFER'}, ",
-                    end="",
-                )
+            for kind, expected, (tokens, is_exact, compared, different) in zip(KINDS, alone, lines, strict=True):
+                equal = "equal" if tokens == expected else "DIFFER"
+                print(f"{size} ranks, {kind}: {len(tokens)} answers {equal}, exact: {is_exact}, ", end="")
                 print(f"{compared} logit vectors alone and in company, {different} differ", flush=True)
-                faults += tokens != expected or different or not compared
+                faults += tokens != expected or not is_exact or different or not compared
     return 1 if faults else 0
 
 

@@ -28,14 +28,11 @@ class Tap:
         def tapped_run(order: Order):
             calls.clear()
             flight = run(order)
-            outputs = [np.array(call) for call in calls]  # one for each chunk that is asked, then the decoding slots'
             owners = {request.slot: request.id for request in engine.sched.running.values()}
-            asked = [chunk for chunk in order.chunks if chunk.asked]
-            assert len(outputs) == len(asked) + bool(order.newest), "a chunk that emits nothing went through the head"
-            chosen = {chunk.slot: output[0] for chunk, output in zip(asked, outputs, strict=False)}
-            for row, slot in enumerate(sorted(piece.slot for piece in order.newest)):
-                chosen[slot] = outputs[-1][slot if runner.exact else row]
-            for slot, logits in chosen.items():
+            asked = [chunk.slot for chunk in order.chunks if chunk.asked]
+            asked += sorted(piece.slot for piece in order.newest)
+            assert len(calls) == bool(asked), "the head is read once a step, if it is asked"
+            for slot, logits in zip(asked, np.array(calls[0]) if asked else (), strict=True):
                 self.logits[owners[slot], order.picks[slot].index] = logits
             return flight
 

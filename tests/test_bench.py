@@ -75,11 +75,12 @@ def test_the_gaps_of_others_are_told_apart_by_the_moment_when_the_long_prompt_ca
 
 def test_a_steps_own_time_is_its_period_and_not_the_sum_of_its_stages():
     def step(number: int) -> StepView:
-        stages = {"plan_s": 0.1, "build_s": 0.4, "wait_s": 0.8, "commit_s": 0.2}
+        stages = {"plan_s": 0.1, "build_s": 0.4, "device_s": 0.6, "wait_s": 0.8, "commit_s": 0.2}
         return StepView(number, (), (), (), (), (), (), (), 0, "", 0, 0, began=number - 0.5, ended=number, **stages)
 
     figures = bench.step_figures([step(1), step(2), step(3)])
-    assert figures["step ms"] == 1000 and figures["wait ms"] == 800
+    assert figures["step ms"] == 1000 and figures["wait ms"] == 800 and figures["device ms"] == 600
+    assert figures["python ms"] == pytest.approx(700)
     assert figures["plan + commit ms"] == pytest.approx(300)
 
 

@@ -84,7 +84,7 @@ def test_an_owner_is_told_of_an_answer_that_stopped(engine):
 def test_an_owner_is_told_of_a_cancel_in_every_phase(parts):
     """Queued behind another one, in prefill, in decode. A second cancel, and the end of its ghost, tell nothing new."""
     phases = set()
-    for steps in range(10):
+    for steps in range(16):
         with Engine(*parts, slots=1, max_len=128, chunk=32, budget=1) as engine:
             told = Told(engine)
             first = engine.submit([3], Sampling(max_tokens=2, ignore_eos=True), ended=told)

@@ -11,17 +11,16 @@ import company
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
-from company import ELSEWHERE, SCHEDULES, Count
-from harness import Ask, random_asks, run_schedule
+from company import ELSEWHERE, SCHEDULES
+from harness import Ask, Tap, random_asks, run_schedule
 
 import kv
 import nanobatch
-from nanobatch import Engine, Model, Runner, Sampling, Text, keeps_bits
-from parts import load, ops
+from nanobatch import Engine, Model, Runner, Sampling, Text
+from parts import ops, rows
 from parts.device import mx
-from parts.ops import Dense, gives_same_bits, product, rows_alike
+from parts.ops import Dense
 from parts.prefix import Prefixes
-from sched import PADDING
 
 
 @pytest.fixture(scope="module")
@@ -29,124 +28,106 @@ def models(tmp_path_factory) -> list[tuple[Model, Text]]:
     return company.make_models(tmp_path_factory.mktemp("company"))
 
 
-def test_no_company_changes_a_single_bit_on_any_blas_and_any_of_its_kernels(everywhere, capsys):
-    """Bits depended on a neighbour's length from 190 rows on, and the tests never went that far."""
+def test_no_company_changes_a_single_bit_in_any_form_of_the_product(everywhere, capsys):
+    """Alone means: in an engine with other slots, other chunks and another budget. Answers are read as prompts, too."""
     with capsys.disabled():
         print()
         lines = [print(line := each.strip(), flush=True) or line for each in everywhere.stdout]
-    assert len(lines) >= (2 if company.sys.platform == "linux" else 1) and len(lines) == len(company.everywhere())
-    taken = "mlx", str(company.device.blas)
-    for line in lines:
+    assert len(lines) == len(company.everywhere())
+    for number, line in enumerate(lines):
         assert line.endswith(" 0 differ"), line
-        count, compared, beside, reused = (int(line.split(f" {what}")[0].split()[-1].replace(",", "")) for what in WHAT)
-        assert count == (SCHEDULES if line.startswith(taken) else ELSEWHERE), line
-        assert compared > 12 * count and beside > 6 * count and reused > 10 * count
+        figures = [int(line.split(f" {what}")[0].split()[-1].replace(",", "")) for what in WHAT]
+        count, compared, beside, read, reused = figures
+        assert count == (ELSEWHERE if number else SCHEDULES), line
+        assert compared > 12 * count and beside > 6 * count and read > 3 * count and reused > 10 * count
 
 
-WHAT = ("schedules", "logit vectors", "of them beside", "prompt tokens reused")
+WHAT = ("schedules", "logit vectors", "of them beside", "read as prompts", "tokens reused")
 
 
-def test_the_blas_whose_kernels_were_asked_for_runs_them(models):
-    """The kernels were taken for granted by the processor's name, while the library ran others."""
-    named = [each.partition(":")[2] for each in company.everywhere() if ":" in each]
-    for kernels in named:
+def test_the_form_that_was_asked_for_computes():
+    for form in rows.forms_here():
         code = "from parts import device; print(device.blas.kernels)"
-        environment = os.environ | {"NANOBATCH_BLAS": f"openblas:{kernels}", "OPENBLAS_CORETYPE": "Prescott"}
+        environment = os.environ | {"NANOBATCH_BLAS": f"rows:{form}", "NANOBATCH_THREADS": "3"}
         done = company.subprocess.run(
             [company.sys.executable, "-c", code], cwd=company.ROOT, env=environment, capture_output=True, text=True
         )
-        assert done.stdout.strip().lower() == kernels.lower(), done
+        assert done.stdout.strip() == f"{form}, 3 threads", done
 
 
-@pytest.mark.parametrize("rows", [2, 3, 4, 5, 6, 7, 8, 11, 16, 33])
-@pytest.mark.parametrize("inputs, outputs", [(96, 16_016), (600, 200), (1030, 100), (36, 33)])
-def test_a_product_gives_a_row_the_same_bits_wherever_it_stands(rows, inputs, outputs):
-    """As many columns as it takes for a BLAS to be asked for fewer rows at once, as deep as it takes to be asked which
-    way round it takes a matrix, and sizes that are no multiple of anything."""
-    rng = np.random.default_rng(rows)
-    x, weight = (mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in ((1, inputs), (outputs, inputs)))
-    y = Dense.of([(weight, None)])(mx.repeat(x, rows, axis=0))
-    assert y.shape == (rows, outputs) and mx.allclose(y[:1], x @ weight.T, atol=1e-3)
-    assert mx.array_equal(y, mx.repeat(y[:1], rows, axis=0))
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 11, 16, 33, 129])
+@pytest.mark.parametrize("inputs, outputs", [(96, 16_016), (600, 200), (1030, 100), (36, 33), (5, 7)])
+def test_a_product_gives_a_row_the_same_bits_wherever_it_stands(count, inputs, outputs):
+    """Among equal rows, among others, and alone; wide and deep, and in sizes that are no multiple of anything."""
+    rng = np.random.default_rng(count)
+    x = mx.array(rng.standard_normal((count, inputs), dtype=np.float32))
+    weight = mx.array(rng.standard_normal((outputs, inputs), dtype=np.float32))
+    dense = Dense.of([(weight, None)])
+    y = dense(x)
+    assert y.shape == (count, outputs) and np.allclose(y, np.array(x, np.float64) @ np.array(weight).T, atol=1e-3)
+    for row in {0, count // 2, count - 1}:
+        alone = x[row : row + 1]
+        assert mx.array_equal(dense(alone), y[row : row + 1])
+        assert mx.array_equal(dense(mx.repeat(alone, count, axis=0)), mx.repeat(y[row : row + 1], count, axis=0))
 
 
-def sensitive(is_off):
-    """A product that is a little off in the last row, if it has so many rows, and else has the same bits everywhere."""
-
-    def multiply(x, weight):
-        y = mx.sum(x[..., None] * weight, axis=-2)
-        if is_off(math.prod(x.shape[:-1])):
-            y = y * mx.where(mx.arange(y.shape[-2])[:, None] == y.shape[-2] - 1, 1.001, 1)
-        return y
-
-    return multiply
-
-
-@pytest.fixture
-def untried(monkeypatch):
-    monkeypatch.setattr(ops, "_tried", {})
+@pytest.mark.parametrize("reach", [32, 64, 160, 352, 1000])
+def test_how_far_attention_reads_does_not_show_in_a_bit(reach):
+    """Of rows that a token must not see it reads whatever an earlier owner has left, times zero."""
+    rng = np.random.default_rng(reach)
+    q, k, v = (mx.array(rng.standard_normal((1, 2, rows, 24), dtype=np.float32)) for rows in (3, 1024, 1024))
+    seen = 30
+    near = nanobatch.attention(q, k[:, :, :seen], v[:, :, :seen], mx.zeros((1, 1, 3, seen)))
+    mask = mx.where(mx.arange(reach) < seen, 0.0, -mx.inf)[None, None, None]
+    assert mx.array_equal(nanobatch.attention(q, k[:, :, :reach], v[:, :, :reach], mask), near)
 
 
-def test_rows_are_multiplied_together_only_if_none_gets_other_bits_in_another_place(monkeypatch, untried):
-    weight = mx.random.normal((40, 96))
-    monkeypatch.setattr(mx, "matmul", sensitive(lambda rows: rows > 4))
-    assert [rows_alike(rows, weight) for rows in (1, 2, 3, 4, 5, 8, 16)] == [1, 2, 3, 4, 4, 4, 4]
-    ops._tried.clear()
-    monkeypatch.setattr(mx, "matmul", sensitive(lambda rows: rows % 8 and rows != 1))
-    assert [rows_alike(rows, weight) for rows in (1, 3, 5, 8, 16, 17)] == [1, 1, 8, 8, 16, 8]
-    for rows in (1, 3, 5, 8, 16, 17):
-        x = mx.random.normal((rows, 3, 40))
-        assert product(x[:, 0], weight).shape == (rows, 96)
-        assert mx.allclose(product(x, weight), x @ weight, atol=0.1).item()
+def test_element_by_element_operations_give_the_same_bits_at_the_end_of_a_vector_as_in_its_middle():
+    """A vector unit computes several numbers at a time, and might compute what is left over in another way."""
+    numbers = mx.random.normal((1000,), key=mx.random.key(1)) * 3
+    for operation in (ops.silu, ops.gelu, mx.exp, mx.cos, mx.sin, mx.tanh, lambda x: mx.power(math.e, x), ops.softmax):
+        whole = operation(mx.repeat(numbers[:, None], 67, axis=1)) if operation is not ops.softmax else None
+        for size in range(1, 40):
+            if whole is not None:
+                assert mx.array_equal(operation(numbers[:size]), whole[:size, 5]), (operation, size)
+            else:  # rows side by side, and zeros behind them
+                row = mx.concatenate([numbers[:size], mx.full(size, -mx.inf)])
+                together = operation(mx.stack([row, row[::-1], row]))
+                assert mx.array_equal(together[2, :size], operation(numbers[:size])), size
 
 
-def test_chunks_and_decoding_rows_share_a_pass_only_if_no_width_that_a_pass_can_have_gives_other_bits(
-    models, monkeypatch, untried
-):
-    """A few widths were tried, and a deep, narrow matrix took another path at one that was not: 64 to 240 rows."""
-    model, slots, chunk = models[0][0], 4, 64
-    seen: set[int] = set()
+def test_a_norm_gives_a_row_the_same_bits_alone_and_among_others():
+    for width in (1, 7, 36, 64, 100, 288, 576):
+        x, weight = mx.random.normal((9, width)), mx.random.normal((width,))
+        together = ops.rms_norm(x, weight, 1e-5)
+        assert mx.array_equal(mx.concatenate([ops.rms_norm(x[i : i + 1], weight, 1e-5) for i in range(9)]), together)
 
-    def multiply(x, weight):
-        if x.ndim == 2 and weight.shape[0] == model.config.D:
-            seen.add(x.shape[0])
-        return x @ weight
 
-    monkeypatch.setattr(load, "gives_same_bits", lambda *args: True)
-    monkeypatch.setattr(ops, "rows_alike", lambda rows, *rest: rows)  # whatever this machine's BLAS would need
-    monkeypatch.setattr(mx, "matmul", multiply)
-    for seed in range(12):
+def test_of_equal_logits_the_first_is_taken_in_any_company():
+    logits = mx.random.normal((7, 500))
+    logits[3, 40] = logits[3, 90] = logits[3, 499] = 50.0
+    logits[5, :] = 1.0
+    best = mx.argmax(logits, axis=-1).tolist()
+    assert (best[3], best[5]) == (40, 0)
+    assert best == [mx.argmax(logits[i : i + 1], axis=-1).item() for i in range(7)]
+
+
+def test_the_same_request_has_the_same_bits_in_engines_of_1_to_33_slots_and_any_budget(models):
+    """Each alone in its engine, and beside as many neighbours as there are slots."""
+    for seed, (model, text) in enumerate(models):
         rng = np.random.default_rng(seed)
-        with Engine(
-            *models[0], slots=slots, max_len=192, chunk=chunk, budget=int(rng.choice([70, 200, 400]))
-        ) as engine:
-            run_schedule(engine, random_asks(rng, 12, longest=150, tokens=6), rng)
-    monkeypatch.setattr(load, "gives_same_bits", gives_same_bits)
-    widths = {width for width in seen if width > slots}
-    assert len(widths) > 8 and max(widths) <= load.WIDEST_PASS + slots
-    for budget in (70, 200, 1_000_000):
-        monkeypatch.setattr(mx, "matmul", sensitive(lambda rows: rows > load.WIDEST_PASS + slots))
-        ops._tried.clear()
-        assert keeps_bits(model, slots, chunk, budget, PADDING), "nothing wider than a pass is tried"
-    for width in widths:
-        monkeypatch.setattr(mx, "matmul", sensitive(lambda rows, width=width: rows == width))
-        ops._tried.clear()
-        assert not keeps_bits(model, slots, chunk, 400, PADDING), f"{width} rows were not tried"
-
-
-def test_compact_rows_give_the_same_tokens(models):
-    """Other shapes, so perhaps other bits; but the choice between tokens is decided by far more than that."""
-    model, text = models[0]
-    for seed in range(10):
-        rng = np.random.default_rng(seed)
-        asks = random_asks(rng, 8, longest=100, tokens=16, cancels=0.2)
-        answers = []
-        for exact in (True, False):
-            with Engine(model, text, slots=5, max_len=192, chunk=32, exact=exact) as engine:
-                answers.append(run_schedule(engine, asks, np.random.default_rng(seed)))
-        for one, other in zip(*answers, strict=True):
-            shared = min(len(one.tokens), len(other.tokens))
-            assert one.tokens[:shared] == other.tokens[:shared]
+        prompt = rng.integers(0, 256, 45).tolist()
+        seen = set()
+        for slots, budget, chunk in ((1, 1, 32), (2, 7, 64), (7, 400, 32), (33, 90, 96)):
+            with Engine(model, text, slots=slots, max_len=192, chunk=chunk, budget=budget) as engine:
+                tap = Tap(engine)
+                for neighbours in {0, slots - 1}:
+                    others = [rng.integers(0, 256, int(rng.integers(1, 90))).tolist() for _ in range(neighbours)]
+                    sampling = Sampling(max_tokens=12, ignore_eos=True)
+                    handles = [engine.submit(each, sampling) for each in (*others, prompt)]
+                    engine.wait(lambda handles=handles: all(handle.finish_reason for handle in handles))
+                    seen.add(tap.of(handles[-1]).tobytes())
+        assert len(seen) == 1, f"model {seed} has {len(seen)} answers"
 
 
 def test_run_ahead_and_the_plain_loop_give_the_same_tokens(models):
@@ -159,20 +140,6 @@ def test_run_ahead_and_the_plain_loop_give_the_same_tokens(models):
             with Engine(model, text, slots=3, max_len=192, chunk=32, run_ahead=run_ahead) as engine:
                 answers.append([h.tokens for h in run_schedule(engine, asks, np.random.default_rng(seed))])
         assert answers[0] == answers[1]
-
-
-def test_one_pass_for_a_whole_step_or_one_for_each_chunk_gives_the_same_tokens(models):
-    several = 0
-    for seed in range(10):
-        model, text = models[seed % len(models)]
-        asks, answers = random_asks(np.random.default_rng(seed), 8, longest=150, tokens=12, alike=0.4), []
-        for one_pass in (True, False):
-            with Engine(model, text, slots=6, max_len=192, chunk=32) as engine:
-                engine.runner.one_pass = one_pass
-                answers.append([h.tokens for h in run_schedule(engine, asks, np.random.default_rng(seed))])
-                several += one_pass * sum(len(step.prefill) + bool(step.decode) > 1 for step in engine.snapshot().steps)
-        assert answers[0] == answers[1]
-    assert several > 50
 
 
 # --- teeth -------------------------------------------------------------------------------------------------------
@@ -212,12 +179,10 @@ def plant(monkeypatch, bug: str) -> None:
     elif bug == "a chunk reads no further than itself":
         monkeypatch.setattr(kv.Slab, "reach", lambda self, rows, decoding: 32)
     elif bug == "a prefix is matched one token too long":
-        beginnings = Prefixes.beginnings
-
-        def blurred(self, prompt, *after):  # as if the last token of each chunk went unread
-            return beginnings(self, tuple(token * (i % 32 != 31) for i, token in enumerate(prompt)), *after)
-
-        monkeypatch.setattr(Prefixes, "beginnings", blurred)
+        common = Prefixes._common
+        monkeypatch.setattr(
+            Prefixes, "_common", lambda self, prompt, *rest: min(common(self, prompt, *rest) + 1, len(prompt) - 1)
+        )
     elif bug == "a prefix is copied before it is written":
         monkeypatch.setattr(
             kv.Slab, "prefix", lambda self, slot, rows: [slab[-1:, :, :rows] * 0 for slab in (*self.k, *self.v)]
@@ -272,31 +237,13 @@ def is_all_well(folder: Path, asks: list[Ask], answers: list[list[int]]) -> bool
         return [handle.tokens for handle in run_schedule(engine, asks, np.random.default_rng(3))] == answers
 
 
-def see_how_far_attention_reads(monkeypatch) -> None:
-    """Attention's numbers show T, so that T shows in the bits on every BLAS, also where it adds up in a plain order."""
-    attention = nanobatch.attention
-    monkeypatch.setattr(nanobatch, "attention", lambda q, k, *rest: attention(q, k, *rest) * (1 + k.shape[2] * 1e-5))
-
-
-def test_how_far_a_request_reads_depends_on_no_neighbour(models, monkeypatch):
-    see_how_far_attention_reads(monkeypatch)
-    total = sum((company.count(models, seed, rounds=2) for seed in range(8)), Count(0, 0, 0, 0))
-    assert total.beside > 100 and total.differ == 0
-
-
-@pytest.mark.parametrize("bug", ["as far as the longest", "no further than the one before", "a form by their number"])
-def test_a_bug_in_how_neighbours_share_a_product_is_caught(models, monkeypatch, bug):
+@pytest.mark.parametrize("bug", ["a reach that shows", "no further than the one before", "a form by their number"])
+def test_a_bug_that_lets_the_company_show_is_caught(models, monkeypatch, bug):
     """Each was once in the code, or in a try to mend it."""
-    see_how_far_attention_reads(monkeypatch)
-    looks, softmax = kv.Window.looks, nanobatch.softmax
+    looks, softmax, attention = kv.Window.looks, nanobatch.softmax, nanobatch.attention
 
-    def as_far_as_the_longest(self, *form):
-        reaches = [self.slab.reach(row + self.L, self.L == 1) for row in self.starts if row != self.slab.spare]
-        self.slab.reach = lambda *_: max(reaches)
-        try:
-            return looks(self, *form)
-        finally:
-            del self.slab.reach
+    def a_reach_that_shows(q, k, *rest):
+        return attention(q, k, *rest) * (1 + k.shape[2] * 1e-5)
 
     def no_further_than_the_one_before(self, *form):
         each = looks(self, *form)
@@ -306,11 +253,13 @@ def test_a_bug_in_how_neighbours_share_a_product_is_caught(models, monkeypatch, 
     def a_form_by_their_number(x):
         return softmax(x) if math.prod(x.shape[:-1]) >= 16 else mx.softmax(x, axis=-1)
 
-    if bug == "a form by their number":
-        monkeypatch.setattr(nanobatch, "softmax", a_form_by_their_number)
-    else:
-        monkeypatch.setattr(kv.Window, "looks", locals()[bug.replace(" ", "_")])
-    for seed in range(8):  # as many as the test above takes
+    planted = {
+        "a reach that shows": (nanobatch, "attention", a_reach_that_shows),
+        "no further than the one before": (kv.Window, "looks", no_further_than_the_one_before),
+        "a form by their number": (nanobatch, "softmax", a_form_by_their_number),
+    }
+    monkeypatch.setattr(*planted[bug])
+    for seed in range(8):
         try:
             if company.count(models, seed, rounds=2).differ:
                 return
@@ -322,7 +271,7 @@ def test_a_bug_in_how_neighbours_share_a_product_is_caught(models, monkeypatch, 
 def poisoned(model: Model, token: int) -> Model:
     """The same model with an embedding of NaN for one token: whoever says it gets a number that is not finite."""
     weight = np.array(model.table.weight)
-    weight[:, token] = np.nan
+    weight[token] = np.nan
     return replace(model, table=model.table._replace(weight=mx.array(weight)))
 
 

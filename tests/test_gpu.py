@@ -4,6 +4,8 @@ So this proves that the numbers are right, and how many kernels would be launche
 GPU's kernels do what MLX says.
 """
 
+from unittest import mock
+
 import kernels
 import mlx_lm.utils
 import numpy as np
@@ -15,8 +17,8 @@ from test_parity import CONFIGS, LLAMA3, compare, whole
 
 import kv
 from kv import Slab, Window
-from nanobatch import Engine, Model, Sampling
-from parts import ops
+from nanobatch import Engine, Model, Piece, Sampling
+from parts import device, ops
 from parts.device import mx
 from parts.ops import Dense, Quantized, rope_periods
 from parts.text import Text
@@ -57,7 +59,7 @@ def test_every_token_is_mlx_lms_in_random_company_under_every_policy(name, tmp_p
     """Each branch of a GPU once scaled, masked or turned in a way of its own: the tokens show any difference."""
     seed = list(CHOSEN).index(name)
     folder = make_checkpoint(tmp_path, seed=seed, **CHOSEN[name])
-    options = {"slots": 2 + seed % 5, "policy": [*POLICIES][seed % len(POLICIES)], "exact": [None, True][seed % 2]}
+    options = {"slots": 2 + seed % 5, "policy": [*POLICIES][seed % len(POLICIES)]}
     with Engine.load(folder, dtype="float32", max_len=256, chunk=32, **options) as engine:
         compare(engine, Reference(folder), seed, prompts=6)
 
@@ -73,7 +75,7 @@ def test_half_precision_and_packed_weights_are_no_further_off_than_mlx_lm(weight
     truth, rng = Reference(folder), np.random.default_rng(3)
     ours, peers = [], []
     with Engine.load(folder, slots=3, max_len=256, chunk=32, policy=policy) as engine:
-        assert engine.model.dtype == dtype and not engine.runner.exact
+        assert engine.model.dtype == dtype and not engine.exact
         kind = Quantized if weights == "4 bits" else Dense
         assert all(type(part) is kind for layer in engine.model.layers for part in (layer.qkv, layer.mlp.gate_up))
         handles = run_schedule(engine, random_asks(rng, 6, longest=60, tokens=10), rng)
@@ -168,22 +170,33 @@ def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
         plans, plan = [], engine.sched.plan
         engine.sched.plan = lambda now: plans.append(plan(now)) or plans[-1]
         engine.submit([1] * 400, Sampling(max_tokens=2)).result()
-        assert [chunk.width for chunk in plans[0].chunks] == [400]
+        assert [(chunk.start, chunk.stop) for chunk in plans[0].chunks] == [(0, 400)]
     window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48, [100])
     assert window.looks(2) == [kv.Look(0, 1, 112, "causal")]
 
 
-def test_idle_rows_are_left_out_unless_exact_is_asked_for(tmp_path):
+@pytest.mark.parametrize(("start", "count", "width"), [(0, 1, 16), (0, 16, 16), (5, 17, 32), (90, 30, 32), (120, 5, 8)])
+def test_a_chunk_is_padded_so_that_the_shapes_are_few_and_never_beyond_its_slot(tmp_path, start, count, width):
+    """The padding's token is 0. On a CPU there is none."""
+    ids = tuple(range(1, count + 1))
+    piece = Piece(1, ids, start, start + count, None, True)
+    with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=128, chunk=32) as engine:
+        assert engine.runner.slab.length == 128
+        given, window = engine.runner._window([piece])
+        assert given.tolist() == [*ids, *[0] * (width - count)]
+        assert (window.slots, window.starts, window.L, window.lengths) == ([1], [start], width, [start + count])
+        with mock.patch.object(device, "has_gpu", lambda: False):
+            given, window = engine.runner._window([piece])
+            assert (given.tolist(), window.L) == (list(ids), count)
+
+
+def test_idle_slots_take_no_part(tmp_path):
     """A GPU pays for idle rows, above all where weights are packed."""
-    folder = make_checkpoint(tmp_path)
-    rows = []
-    for exact in (None, True, False):
-        with Engine.load(folder, slots=4, max_len=256, exact=exact) as engine:
-            widths, head = [], engine.model.head
-            object.__setattr__(engine.model, "head", lambda x, w=widths, h=head: w.append(x.shape[0]) or h(x))
-            engine.generate([[1, 2], [3, 4, 5]], Sampling(max_tokens=4, ignore_eos=True))
-            rows.append(max(widths))
-    assert rows == [2, 4, 2]
+    with Engine.load(make_checkpoint(tmp_path), slots=4, max_len=256) as engine:
+        widths, head = [], engine.model.head
+        object.__setattr__(engine.model, "head", lambda x: widths.append(x.shape[0]) or head(x))
+        engine.generate([[1, 2], [3, 4, 5]], Sampling(max_tokens=4, ignore_eos=True))
+        assert set(widths) == {2}
 
 
 def test_no_compiler_is_called_for_a_cpu():

@@ -1,7 +1,6 @@
 """Each operation, in the form that this device runs fastest, against its formula: in float64, or as MLX has it."""
 
 import math
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +9,10 @@ from checkpoints import make_checkpoint
 
 from kv import Slab, Window
 from nanobatch import Model, attention, heads
-from parts import device, ops
-from parts.blas import Blas
+from parts import ops
 from parts.checkpoint import Rope, read_config
 from parts.device import mx
-from parts.ops import Dense, Quantized, SideBySide, product, rms_norm, rope_angles, rope_frequencies, rotate, silu
+from parts.ops import Dense, Quantized, SideBySide, rms_norm, rope_angles, rope_frequencies, rotate, silu
 from parts.ops import softmax as ours_softmax
 
 HALF = [(mx.float16, 2e-3), (mx.bfloat16, 2e-2)]
@@ -253,55 +251,10 @@ def test_heads_stand_where_the_fused_projection_puts_them():
 # --- products ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [1, 2, 8, 100])
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 16, 19])
-def test_a_product_in_blocks_of_rows_is_the_product(monkeypatch, rows, block):
-    """The last block is filled up with zeros, and what comes of them is cut off."""
-    monkeypatch.setattr(ops, "rows_alike", lambda rows, weight, as_stored: min(rows, block))
-    for shape in ((rows, 40), (rows, 3, 40), (rows, 1, 40)):
-        x, weight = normal(*shape), normal(40, 96, seed=1)
-        y = product(mx.array(x), mx.array(weight))
-        assert y.shape == (*shape[:-1], 96)
-        assert np.abs(wide(y) - x.astype(np.float64) @ weight).max() < 2e-5
-
-
-@pytest.mark.parametrize(("rows", "cores"), [(1, 2), (2, 1), (5, 3), (8, 2), (16, 2)])
-def test_a_product_in_strips_is_the_product_and_gives_a_row_the_same_bits_in_every_place(monkeypatch, rows, cores):
-    """The strips of a wide matrix are shared out among the cores, and come back in their order, rows side by side."""
-    monkeypatch.setattr(device, "blas", Blas("openblas", "SkylakeX"))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores), raising=False)
-    monkeypatch.setattr(ops, "_tried", {})
-    monkeypatch.setattr(device, "_stream", [])
-    outputs, inputs = 24 * 128, 1100
-    assert device.blas.strip(rows, outputs, inputs)
-    x, weight = normal(rows, inputs), normal(outputs, inputs, seed=1)
-    y = wide(product(mx.array(x), mx.array(weight).T, True))
-    assert np.abs(y - x.astype(np.float64) @ weight.T).max() < 2e-4 and len(device.core_streams()) == cores
-    for place in range(rows):
-        turned = mx.array(np.roll(x, place, axis=0))
-        assert np.array_equal(wide(product(turned, mx.array(weight).T, True)), np.roll(y, place, axis=0))
-
-
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "width"),
-    [
-        *[(1, 49152, 576, 128), (16, 49152, 576, 64), (8, 3072, 576, 128), (8, 128_256, 2048, 48), (1, 1536, 288, 128)],
-        *[(17, 49152, 576, 0), (8, 1536, 288, 0), (1, 864, 288, 0), (1, 32_003, 288, 0), (16, 128_256, 4096, 0)],
-    ],
-)
-def test_only_wide_matrices_are_taken_in_strips_and_each_strip_is_small_enough(rows, outputs, inputs, width):
-    """1,200 results and 1,000,000 multiplications: beyond them OpenBLAS copies the matrix after all."""
-    assert Blas("openblas", "SkylakeX").strip(rows, outputs, inputs) == width
-    assert rows * width <= 1200 and rows * width * inputs <= 1_000_000
-    assert not Blas("openblas", "Haswell").strip(rows, outputs, inputs)
-
-
 @pytest.mark.parametrize("out", [1, 16, 33, 1024, 2048])
-@pytest.mark.parametrize("as_stored", [True, False])
 @pytest.mark.parametrize("biases", [(False,), (True,), (True, False), (False, False), (True, True)])
-def test_a_dense_matrix_is_x_w_t_plus_b_whichever_way_it_is_stored(monkeypatch, as_stored, out, biases):
-    """(out, in) as the checkpoint has it, or turned and widened with zeros; one part or several side by side."""
-    monkeypatch.setattr(Blas, "takes_rows", lambda self, outputs, inputs: as_stored)
+def test_a_dense_matrix_is_x_w_t_plus_b(out, biases):
+    """One part as the checkpoint has it, or several side by side."""
     weights = [normal(out + 5 * n, 24, seed=n) for n in range(len(biases))]
     offsets = [normal(len(weight), seed=9) if has else None for weight, has in zip(weights, biases, strict=True)]
     dense = Dense.of(
@@ -319,8 +272,6 @@ def test_a_dense_matrix_is_x_w_t_plus_b_whichever_way_it_is_stored(monkeypatch, 
     y = dense(mx.array(x))
     assert y.shape == wanted.shape and np.abs(wide(y) - wanted).max() < 2e-5
     assert dense(mx.array(x[:, None])).shape == (5, 1, wanted.shape[-1])
-    if not as_stored:
-        assert dense.weight.shape[1] % 16 == 0 and dense.weight.shape[1] % 1024
     together = np.concatenate(weights)
     ids = mx.array([[0, len(together) - 1], [0, 0]])
     assert np.array_equal(np.array(dense.rows(ids)), together[np.array(ids)])

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +30,10 @@ from harness import random_asks, run_schedule
 from rank import SIZES, live
 
 from nanobatch import Engine, Order
-from parts import meet, program, ranks
+from parts import meet, program, ranks, rows
 from parts.checkpoint import ModelError, read_config
 from parts.device import mx
-from parts.load import ModelReader, check_alike
+from parts.load import ModelReader, Sizes, check_alike, is_exact
 from parts.meet import join
 from parts.ops import Dense, Quantized
 from parts.ranks import LOST, Ranks, Share
@@ -175,15 +176,15 @@ def test_orders_survive_the_wire(parts, budget):
         run = engine.runner.run
         engine.runner.run = lambda order: orders.append(order) or run(order)
         run_schedule(engine, random_asks(rng, 40, 100, 12, cancels=0.4, alike=0.6), rng)
-    room = 4 + 17 * 4 + max(32, min(budget, 4 * 32))
+    most = Order.most_numbers(Sizes(slots=4, max_len=128, chunk=32, budget=budget, summary=""))
     assert len(orders) > 50
     assert sum(bool(order.scrubs) for order in orders) > 0
-    assert (sum(len(order.chunks) > 1 for order in orders) > 0) == (budget > 32)
+    assert sum(len(order.chunks) > 1 for order in orders) > 0
     assert any(piece.source is not None for order in orders for piece in order.chunks)
     for order in orders:
         numbers = order.pack()
         assert Order.unpack([*numbers, *[0] * 9]) == order._replace(picks={})
-        assert len(numbers) < room and all(-1 <= number < 2**31 for number in numbers)
+        assert len(numbers) <= most and all(-1 <= number < 2**31 for number in numbers)
 
 
 # --- how they find each other --------------------------------------------------------------------------------------
@@ -317,7 +318,7 @@ def test_a_rank_whose_messages_nobody_reads_any_more_ends_all_the_same():
 
 class Pair(ExitStack):
     """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are never started.
-    `inside` comes before each command."""
+    `inside` comes before each command. `forms`: of our own matrix product, one for each rank."""
 
     def __init__(
         self,
@@ -326,6 +327,7 @@ class Pair(ExitStack):
         only: tuple[int, ...] = (0, 1),
         host: str = "127.0.0.1",
         inside: tuple[str, ...] = (),
+        forms: Sequence[str] = (),
     ):
         super().__init__()
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
@@ -335,6 +337,8 @@ class Pair(ExitStack):
         self.processes = {}
         for rank in only:
             environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(tmp_path / "hosts.json")}
+            if forms:
+                environment["NANOBATCH_BLAS"] = f"rows:{forms[rank]}"
             log = self.enter_context(self.logs[rank].open("wb"))
             # A test may run in a background job, which ignores Ctrl-C, and so would its children.
             reset = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
@@ -379,6 +383,23 @@ def test_two_processes_answer_like_one(tmp_path):
         sums = re.findall(r"^sums took (\S+) ms", pair.said(0), re.M)
         assert len(sums) == 2 and all(0 < float(ms) < 60_000 for ms in sums), sums
         assert len(re.findall(r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0", pair.said(1))) == 2
+
+
+def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
+    """Each request in company, with prefixes taken over, and then alone. The two have other forms of the product."""
+    folder = str(make_checkpoint(tmp_path / "model", seed=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16))
+    with Pair(tmp_path, str(ROOT / "tests" / "crowd.py"), folder, forms=(rows.forms_here() * 2)[:2]) as pair:
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        (line,) = [line for line in pair.said(0).splitlines() if line.startswith("[[")]
+    _, exact, compared, different = json.loads(line)
+    assert exact and compared > 200 and different == 0
+
+
+@pytest.mark.parametrize(("own", "says", "exact"), [(True, 1, True), (True, 0, False), (False, 1, False)])
+def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
+    """Once it had to be the same product, down to the number of its threads."""
+    monkeypatch.setattr("parts.device.is_exact", lambda: own)
+    assert is_exact(replace(parts[0], ranks=Beside([says]))) is exact
 
 
 def test_the_benchmark_measures_ranks_one_engine_after_another(tmp_path):

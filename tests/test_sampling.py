@@ -83,7 +83,7 @@ def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definit
     batch, asked = 500, Sampling(**options)
     for start in range(0, DRAWS, batch):
         picks = [Pick(slot, asked, seed=11, index=start + slot) for slot in range(batch)]
-        tokens, _ = choose(mx.broadcast_to(mx.array(logits), (batch, V)), range(batch), picks, Memory(batch, V))
+        tokens, _ = choose(mx.broadcast_to(mx.array(logits), (batch, V)), picks, Memory(batch, V))
         counts += np.bincount(np.array(tokens), minlength=V)
     assert counts.sum() == DRAWS
     assert not counts[expected < 1e-12].any(), "a token came that should have been filtered"
@@ -167,7 +167,7 @@ def picks_of(kinds: list[str], at: int = 0) -> list[Pick]:
 
 def outcome(logits: np.ndarray, picks: list[Pick], slots: int = 32) -> dict[int, tuple]:
     """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
-    tokens, parts = choose(mx.array(logits), range(len(picks)), picks, Memory(slots, logits.shape[-1]))
+    tokens, parts = choose(mx.array(logits), picks, Memory(slots, logits.shape[-1]))
     measured = {slot: (own, top) for part in parts for slot, own, top in part.read()}
     found = {}
     for pick, token in zip(picks, tokens.tolist(), strict=True):
@@ -251,7 +251,7 @@ def test_among_equal_tokens_a_filter_keeps_those_with_the_lowest_ids(options, ke
     logits = np.full((200, V), -40, np.float32)
     logits[:, [2, 3, 66, 69]] = 1
     picks = [Pick(i, Sampling(temperature=1, **options), seed=1, index=i) for i in range(200)]
-    tokens, _ = choose(mx.array(logits), range(200), picks, Memory(200, V))
+    tokens, _ = choose(mx.array(logits), picks, Memory(200, V))
     assert sorted(set(tokens.tolist())) == kept
 
 

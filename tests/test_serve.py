@@ -173,7 +173,18 @@ def test_a_prompt_that_comes_again_is_counted_as_cached(server):
     text = "Tell me a long story about a fox, " * 12
     server.chat(text, max_tokens=2)
     details = server.chat(text, max_tokens=2).json["usage"]
-    assert details["prompt_tokens"] > details["prompt_tokens_details"]["cached_tokens"] >= 64
+    cached = details["prompt_tokens_details"]["cached_tokens"]
+    assert cached == details["prompt_tokens"] - 1 >= 64, "the answer's first token follows from the prompt's last"
+
+
+def test_a_conversation_that_goes_on_is_cached_with_the_answer_in_it(server):
+    asked = user("Tell me a story about a cat and a drum.")
+    first = server.ask(CHAT, {"messages": asked, "temperature": 0}).json
+    answer = first["choices"][0]["message"]
+    usage = server.ask(CHAT, {"messages": [*asked, answer, *user("Why batch?")]}).json["usage"]
+    said = first["usage"]["completion_tokens"]
+    assert said > 20 and usage["prompt_tokens"] > first["usage"]["prompt_tokens"] + said
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] + said - 2
 
 
 def test_max_tokens_is_cut_to_the_room(server):
@@ -732,7 +743,7 @@ def test_while_the_model_is_loading_all_is_503(tmp_path):
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_streams_end_refuses_new_requests_and_exits_with_0(by):
-    with Server("--slots", "1") as server:  # a step of eight rows takes longer, though seven are idle
+    with Server() as server:
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
         server.process.send_signal(by)

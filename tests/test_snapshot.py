@@ -53,20 +53,21 @@ def test_a_watcher_who_looks_once_in_some_thousand_steps_has_them_all_and_knows_
 
 
 def test_a_step_says_who_did_what_and_what_it_cost(parts):
-    """Chunks of 32 and a budget of 40: A decodes while B's 70 tokens go in, and C waits in its slot for its turn."""
-    with Engine(*parts, slots=3, max_len=128, chunk=32, budget=40, run_ahead=False, reuse=False) as engine:
+    """Chunks of 32 and a budget of 40: A decodes while 32 of B's 70 tokens go in. C's chunk is cut to the 7 that are
+    left, D waits in its slot for its turn, and E in line."""
+    with Engine(*parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, reuse=False) as engine:
         a = engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True))
         engine.step()
-        b, c = engine.submit([3] * 70, SHORT), engine.submit([4] * 20, SHORT)
-        d = engine.submit([5], SHORT)
+        b, c, d, e = (engine.submit([3 + n] * length, SHORT) for n, length in enumerate((70, 20, 6, 1)))
         engine.step()
         step = engine.snapshot().steps[-1]
-        assert step.admitted == ((b.request.slot, b.id), (c.request.slot, c.id)) and step.waiting == 1
-        assert step.prefill == ((b.request.slot, b.id, 0, 32),) and step.decode == ((a.request.slot, a.id),)
-        assert step.held == ((c.request.slot, c.id),) and (step.tokens, step.cost) == (1, 33)
+        assert step.admitted == tuple((r.request.slot, r.id) for r in (b, c, d)) and step.waiting == 1
+        assert step.prefill == ((b.request.slot, b.id, 0, 32), (c.request.slot, c.id, 0, 7))
+        assert step.decode == ((a.request.slot, a.id),) and step.held == ((d.request.slot, d.id),)
+        assert (step.tokens, step.cost) == (1, 40)
         assert step.policy == "continuous" and step.ghosts == () and step.blocked == ()
         settle(engine)
-        assert d.result().finish_reason == "length"
+        assert e.result().finish_reason == "length"
 
 
 def test_a_ghost_is_shown_in_the_step_that_carried_it(parts):

@@ -13,11 +13,14 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
 from rich.cells import cell_len
+
+from parts import device
 
 ROOT = Path(__file__).parent.parent
 # What the screen sends: cursor moves, colours, modes; then everything else that would be obeyed instead of shown.
@@ -35,13 +38,19 @@ def model(tmp_path_factory) -> str:
 class Terminal:
     """A program in a terminal of so many characters, and the picture there."""
 
-    def __init__(self, *arguments: str, size: tuple[int, int] = (100, 30), **how):
+    def __init__(
+        self,
+        *arguments: str,
+        size: tuple[int, int] = (100, 30),
+        environment: Mapping[str, str] | None = None,
+        **how,
+    ):
         self.width, self.height = size
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", self.height, self.width, 0, 0))
         self.before = termios.tcgetattr(slave)
         self.slave = slave
-        env = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
+        env = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | (environment or {})
         command = [sys.executable, str(ROOT / "tui.py"), *arguments]
         self.began = time.monotonic()
         self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd="/", **how)
@@ -164,7 +173,7 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         assert titles[:2] == ["policy", "requests"] and len(totals) >= 4, "what ran stays to be read after the end"
         assert totals[0][:2] == ["continuous", "12"] and totals[1][:2] == ["static", "12"]
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {"r2 decode", "blocked", "plan", "build", "wait", "commit", "in line", "tokens/s"} <= {
+    assert {"r2 decode", "blocked", "plan", "build", "device", "wait", "commit", "in line", "tokens/s"} <= {
         event["name"] for event in events
     }
 
@@ -176,6 +185,26 @@ def test_the_first_frame_comes_before_mlx_and_q_leaves_at_once_even_then(model):
         terminal.type("q")
         terminal.ends(0, within=3)
     assert first < 3, first  # 0.4 s on a machine with nothing else to do
+
+
+@pytest.mark.skipif(not device.blas.library, reason=f"nothing is compiled here: {device.blas}")
+@pytest.mark.parametrize("serves", [(), ("--serve", "0")], ids=["screen", "screen of a server"])
+def test_a_first_start_shows_among_its_stages_that_it_compiles(model, tmp_path, serves):
+    """Printed, the line would stand in the middle of the picture, and two seconds would pass without a word."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    with Terminal("--model", model, *serves, size=(80, 24), environment=cache) as terminal:
+        terminal.sees("✓ starting MLX", "… compiling rows.c", "once, in about two", "q quits")
+        terminal.sees("Slots", "idle")
+        assert "compiling" not in terminal.text() and list(tmp_path.glob("nanobatch/rows-*.so"))
+        terminal.type("q")
+        terminal.ends(0)
+    command = [sys.executable, str(ROOT / "tui.py"), "--model", model, "--max-len", "128", "--plain"]
+    done = subprocess.run(
+        command, input=b"hello\n", env=os.environ | cache, capture_output=True, timeout=60, cwd="/", check=True
+    )
+    stages = [line for line in done.stdout.decode().splitlines() if line.startswith("loading: ")]
+    assert stages[0] == "loading: starting MLX" and stages[-1] == f"loading: warming up with {device.blas}"
+    assert not any("compiling" in line for line in stages), "it was compiled a second time"
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)])

@@ -4,6 +4,7 @@ may be."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from sched import Scheduler
 
 STORY = ("once upon a time there was a fox who looked for the moon", "in every pond that she could find")
 STORY = " ".join(STORY).split()
+BEYOND = sys.maxunicode + 1  # an answer's tokens begin where the characters end
 
 
 class Clock:
@@ -36,12 +38,19 @@ def speak(prompt: str, count: int) -> str:
 
 
 class WordText:
-    """A prompt has one token for each of its characters; an answer's token is a number in `pieces`."""
+    """A prompt has one token for each of its characters; an answer's token is a number in `pieces`, beyond them all.
+
+    So no prompt goes on as an answer did, and what a slot remembers of an answer is taken over by none.
+    """
 
     has_template, end_tokens = False, frozenset()
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
+
+    def token(self, piece: str) -> int:
+        self.pieces.append(piece)
+        return BEYOND + len(self.pieces) - 1
 
     def ask(self, text: str) -> list[int]:
         return list(map(ord, text))
@@ -53,7 +62,7 @@ class WordText:
         pass
 
     def stream(self, stops: Sequence[str]) -> SimpleNamespace:
-        return SimpleNamespace(push=self.pieces.__getitem__, finish=lambda tokens: "", stopped=False)
+        return SimpleNamespace(push=lambda token: self.pieces[token - BEYOND], finish=lambda tokens: "", stopped=False)
 
 
 @dataclass
@@ -62,9 +71,10 @@ class WordFlight:
     tokens: list[int]
     began: float
     cost: float
-    wait_s: float
+    device_s: float
     ended: float | None = None
     build_s: float = 0.001
+    wait_s: float = 0.0
 
     def read(self) -> tuple[list[int], dict]:
         if self.ended is None:
@@ -81,7 +91,7 @@ class WordRunner:
         self.fail: Exception | None = None  # what the next step raises
         self.reset()
 
-    slab, one_pass = None, True
+    slab = None
 
     def reset(self) -> None:
         self.prompts = [""] * self.slots
@@ -100,10 +110,9 @@ class WordRunner:
         tokens = [-1] * self.slots
         for slot, pick in order.picks.items():
             before, after = (speak(self.prompts[slot], count) for count in (pick.index, pick.index + 1))
-            tokens[slot] = len(self.text.pieces)
-            self.text.pieces.append(after[len(before) :])
+            tokens[slot] = self.text.token(after[len(before) :])
         cost = 0.01 * bool(order.newest) + 0.005 * len(order.chunks)
-        self.flight = WordFlight(self, tokens, began, cost, wait_s=max(0.0, self.clock() - began - 0.001))
+        self.flight = WordFlight(self, tokens, began, cost, device_s=max(0.0, self.clock() - began - 0.001))
         return self.flight
 
 
@@ -113,7 +122,7 @@ CONFIG = Config("words", 1, 8, 1, 1, 8, 8, 2**21, 1e-6, 4096, tied=True, rope=Ro
 
 def word_engine(clock: Clock, time: Clock, slots: int = 8, max_len: int = 512, policy: str = "continuous") -> Engine:
     text = WordText()
-    model = SimpleNamespace(config=CONFIG, dtype=mx.float32, ranks=ALONE)
+    model = SimpleNamespace(config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE)
     runner = WordRunner(time, clock, slots, text)
     engine = Engine(model, text, slots=slots, max_len=max_len, clock=clock, runner=runner)
     engine.sched = Scheduler(slots, max_len, chunk=16, budget=32, policy=policy)

@@ -52,7 +52,7 @@ def next_token(ids: list[int]) -> int:
     """All tokens go in, and the best next one comes out."""
     # Slot 0, from row 0 on, all tokens. (These are lists, because a window can hold several sequences: chapter 3.)
     window = Window(new_slab(len(ids)), slots=[0], starts=[0], L=len(ids), lengths=[len(ids)])
-    (states,) = forward(MODEL, [mx.array([ids])], [window])  # (L, D): what the model makes of each of the L tokens
+    (states,) = forward(MODEL, [mx.array(ids)], [window])  # (L, D): what the model makes of each of the L tokens
     scores = MODEL.head(states[-1:])  # (1, D) -> (1, V): what comes next is read from the last token alone
     return mx.argmax(scores).item()  # MLX is lazy: until `item` asks for the number, nothing has been computed
 

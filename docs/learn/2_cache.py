@@ -49,7 +49,7 @@ def new_slab(length: int) -> Slab:
 def next_token(ids: list[int], slab: Slab, start: int) -> int:
     """The tokens from `start` on go in, those before are in the slab; the best next one comes out."""
     window = Window(slab, slots=[0], starts=[start], L=len(ids) - start, lengths=[len(ids)])
-    (states,) = forward(MODEL, [mx.array([ids[start:]])], [window])  # (L, D), and L is 1 for all steps but the first
+    (states,) = forward(MODEL, [mx.array(ids[start:])], [window])  # (L, D), and L is 1 for all steps but the first
     scores = MODEL.head(states[-1:])  # (1, D) -> (1, V)
     return mx.argmax(scores).item()
 

@@ -46,7 +46,7 @@ def new_slab(slots: int, length: int) -> Slab:
 def prefill(slab: Slab, batch: list[list[int]]) -> list[int]:
     """The prompts go in, padded to a rectangle; the first token of each answer comes out."""
     longest = max(map(len, batch))
-    padded = [mx.array([ids + [0] * (longest - len(ids))]) for ids in batch]  # (1, longest) each
+    padded = [mx.array(ids + [0] * (longest - len(ids))) for ids in batch]  # (longest,) each
     windows = [Window(slab, slots=[i], starts=[0], L=longest, lengths=[len(ids)]) for i, ids in enumerate(batch)]
     states = forward(MODEL, padded, windows)  # (longest, D) each
     return best(mx.stack([state[len(ids) - 1] for state, ids in zip(states, batch, strict=True)]))  # before the padding

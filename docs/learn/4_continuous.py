@@ -73,7 +73,7 @@ class Scheduler:
 
 def run(slab: Slab, prefills: dict[int, Sequence], decodes: dict[int, Sequence]) -> dict[int, int]:
     """One forward pass for all of them. By slot: the token that comes next."""
-    ids = [mx.array([s.ids]) for s in prefills.values()]  # (1, length of the prompt) each
+    ids = [mx.array(s.ids) for s in prefills.values()]  # (length of the prompt,) each
     sizes = {slot: len(s.ids) for slot, s in prefills.items()}
     windows = [Window(slab, slots=[slot], starts=[0], L=size, lengths=[size]) for slot, size in sizes.items()]
     if decodes:

@@ -65,18 +65,21 @@ class Engine:
         ids, windows = [], []
         for c in plan.chunks:
             prompt = c.request.prompt
-            ids.append(mx.array([[*prompt[c.start : c.stop], *[0] * (c.width - c.stop + c.start)]]))  # padded
-            windows.append(Window(self.slab, slots=[c.slot], starts=[c.start], L=c.width, lengths=[len(prompt)]))
+            length = c.stop - c.start
+            ids.append(mx.array(prompt[c.start : c.stop]))  # (length,)
+            windows.append(Window(self.slab, slots=[c.slot], starts=[c.start], L=length, lengths=[len(prompt)]))
         decodes = sorted(plan.decodes, key=lambda d: d.slot)
-        slots, rows = [d.slot for d in decodes], [d.position for d in decodes]  # the newest tokens, and their rows
+        slots = [d.slot for d in decodes]
+        rows = [d.position for d in decodes]  # where the newest tokens go
         if slots:
             ids.append(self.newest[mx.array(slots)])  # (B,), and Python has not read them
             windows.append(Window(self.slab, slots=slots, starts=rows, L=1, lengths=[row + 1 for row in rows]))
         self.most = max(self.most, sum(array.size for array in ids))  # tokens in a step
-        states, sampled = forward(MODEL, ids, windows), mx.full(SLOTS, -1, mx.int32)
+        states = forward(MODEL, ids, windows)
+        sampled = mx.full(SLOTS, -1, mx.int32)
         for c, state in zip(plan.chunks, states, strict=False):
             if c.emits:  # the last chunk of a prompt
-                sampled[c.slot] = mx.argmax(MODEL.head(state[c.stop - c.start - 1 : c.stop - c.start]))
+                sampled[c.slot] = mx.argmax(MODEL.head(state[-1:]))
         if slots:
             sampled[mx.array(slots)] = mx.argmax(MODEL.head(states[-1]), axis=-1).astype(mx.int32)
         self.newest = mx.where(sampled >= 0, sampled, self.newest)

@@ -1,0 +1,479 @@
+/* The matrix product of a server for language models: a row has the same bits however many rows there are.
+
+   The problem. To give each sequence its next token, a model multiplies a few rows of numbers, one row for each
+   sequence, with each of its matrices of weights. A matrix has hundreds of thousands of weights, and each of them is
+   used once for each row. So with one row, or with eight, the time goes into reading the weights from memory, and
+   hardly any into arithmetic.
+
+   A usual BLAS (the library that multiplies matrices) is made for the opposite case: hundreds of rows. Then arithmetic
+   is what takes the time, and it pays to copy the weights into another order first. With eight rows the copy takes
+   longer than the product. And a BLAS chooses how it adds numbers up by the shape of the product. Floating-point
+   addition rounds, so another order gives other last digits: a row's result depends on how many other rows there are.
+
+   The way out. This file reads the weights where they lie, once for all rows, and makes
+
+       every number of the result as one sum, taken in one order.
+
+   The order depends on how the weights lie, and on the processor's vectors, but on nothing else: not on the number of
+   rows, not on the row's place among them, not on who computes it. That sentence is the whole proof that a request's
+   answer does not depend on its company. Two layouts of the weights W have each their order. LANES is how many numbers
+   a vector register holds, and x is a row that comes in:
+
+       as stored, (N, K)   y[j] = sum over k of x[k] W[j][k]   W[j] is contiguous, so we load LANES weights of one j.
+                           Lane i adds up every LANES-th product, from k = i on. Then the lanes are added, in pairs.
+
+       turned, (K, N)      y[j] = sum over k of x[k] W[k][j]   W[k] is contiguous, so we load LANES weights of one k.
+                           Each lane is another j, and adds up its products from the first k to the last. So zeros at
+                           the end of x change nothing: attention may read further than a sequence is long.
+
+   Every multiply-add is a fused one, and is named (`fma_`): with `a * b + c` the compiler would choose, in each loop
+   anew, whether to round once or twice. The file is compiled without -ffast-math, which lets a compiler reorder sums.
+
+   How to read on: the vectors of each processor; a tile, which is the part of the result that is held in registers;
+   strips and blocks of tiles, which stay in the caches; threads; and `cblas_sgemm`, the name by which MLX calls this. */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
+
+/* --- the vectors of each processor -------------------------------------------------------------------------------
+
+   `ROWS` x `COLS` vectors are the sums of a tile. Together with a row's vector for each of ROWS and one vector of
+   weights they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins what was loaded in a register; without it
+   GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, into four numbers. */
+
+enum { COLS = 4, WIDEST = 8 };
+
+#if defined(__AVX512F__)
+
+#include <immintrin.h>
+enum { LANES = 16, ROWS = 6 };
+typedef __m512 vec;
+typedef __m128 four;
+#define KEEP(v) __asm__("" : "+v"(v))
+#define REST() _mm_pause()
+INLINE vec load(const float *from) { return _mm512_loadu_ps(from); }
+INLINE void store(float *to, vec v) { _mm512_storeu_ps(to, v); }
+INLINE void store_four(float *to, four v) { _mm_storeu_ps(to, v); }
+INLINE vec all(float number) { return _mm512_set1_ps(number); }
+INLINE vec fma_(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+INLINE four add_lanes(vec a, vec b, vec c, vec d) {
+  vec ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  vec cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+  vec abcd = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  abcd = _mm512_add_ps(abcd, _mm512_permute_ps(abcd, 0x4e)); /* each quarter has four lanes of a, of b, ... */
+  abcd = _mm512_add_ps(abcd, _mm512_permute_ps(abcd, 0xb1));
+  __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+  return _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, abcd));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+#include <immintrin.h>
+enum { LANES = 8, ROWS = 3 };
+typedef __m256 vec;
+typedef __m128 four;
+#define KEEP(v) __asm__("" : "+x"(v))
+#define REST() _mm_pause()
+INLINE vec load(const float *from) { return _mm256_loadu_ps(from); }
+INLINE void store(float *to, vec v) { _mm256_storeu_ps(to, v); }
+INLINE void store_four(float *to, four v) { _mm_storeu_ps(to, v); }
+INLINE vec all(float number) { return _mm256_set1_ps(number); }
+INLINE vec fma_(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+INLINE four add_lanes(vec a, vec b, vec c, vec d) {
+  vec abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d)); /* each half has half the lanes of a, of b, ... */
+  return _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
+}
+
+#elif defined(__aarch64__)
+
+#include <arm_neon.h>
+enum { LANES = 4, ROWS = 6 };
+typedef float32x4_t vec, four;
+#define KEEP(v) __asm__("" : "+w"(v))
+#define REST() __asm__ volatile("yield")
+INLINE vec load(const float *from) { return vld1q_f32(from); }
+INLINE void store(float *to, vec v) { vst1q_f32(to, v); }
+INLINE void store_four(float *to, four v) { vst1q_f32(to, v); }
+INLINE vec all(float number) { return vdupq_n_f32(number); }
+INLINE vec fma_(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+INLINE four add_lanes(vec a, vec b, vec c, vec d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
+
+#else /* any other processor: four lanes, and each product is rounded before it is added */
+
+enum { LANES = 4, ROWS = 3 };
+typedef float vec __attribute__((vector_size(16), aligned(4), may_alias));
+typedef vec four;
+#define KEEP(v)
+#define REST()
+INLINE vec load(const float *from) { return *(const vec *)from; }
+INLINE void store(float *to, vec v) { *(vec *)to = v; }
+INLINE void store_four(float *to, four v) { *(four *)to = v; }
+INLINE vec all(float number) { return (vec){number, number, number, number}; }
+INLINE vec fma_(vec a, vec b, vec c) { return a * b + c; }
+INLINE float fma_one(float a, float b, float c) { return a * b + c; }
+
+INLINE four add_lanes(vec a, vec b, vec c, vec d) {
+  return (four){(a[0] + a[1]) + (a[2] + a[3]), (b[0] + b[1]) + (b[2] + b[3]),
+                (c[0] + c[1]) + (c[2] + c[3]), (d[0] + d[1]) + (d[2] + d[3])};
+}
+
+#endif
+
+/* --- a tile: up to ROWS rows of the result and COLS vectors of each, all in registers -------------------------------- */
+
+typedef struct { /* y = alpha x W + beta y */
+  long M, N, K;  /* x is (M, K), the result (M, N) */
+  const float *x, *w;
+  float *y;
+  long ldx, ldw, ldy; /* numbers from a row to the next, of x, of w and of y */
+  float alpha, beta;
+  int is_turned; /* w is (K, N), and else (N, K) */
+} Product;
+
+INLINE int is_plain(const Product *p) { return p->alpha == 1 && p->beta == 0; }
+
+INLINE void put(const Product *p, long m, long j, float sum) {
+  float *y = p->y + m * p->ldy + j;
+  *y = p->beta ? p->alpha * sum + p->beta * *y : p->alpha * sum; /* with a beta of 0, y may hold anything */
+}
+
+/* W as stored: `cols` columns j of the result for `rows` rows from m on. With `is_first`, the weights come from memory,
+   and are used again for the rows below. So what the next tile needs is fetched ahead. */
+INLINE void stored_tile(const Product *p, long m, long j, const int rows, const int cols, const int is_first) {
+  const float *x = p->x + m * p->ldx;
+  const float *w = p->w + j * p->ldw;
+  vec sum[ROWS][COLS];
+  for (int r = 0; r < rows; r++)
+    for (int c = 0; c < COLS; c++) sum[r][c] = all(0);
+
+  long k = 0;
+  for (; k + LANES <= p->K; k += LANES) {
+    vec own[ROWS];
+    for (int r = 0; r < rows; r++) {
+      own[r] = load(x + r * p->ldx + k);
+      KEEP(own[r]);
+    }
+    for (int c = 0; c < cols; c++) {
+      vec weights = load(w + c * p->ldw + k);
+      KEEP(weights);
+      if (is_first) __builtin_prefetch(w + (c + COLS) * p->ldw + k);
+      for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);
+    }
+  }
+
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    four sums = add_lanes(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+    if (cols == COLS && k == p->K && is_plain(p)) {
+      store_four(p->y + (m + r) * p->ldy + j, sums);
+      continue;
+    }
+    float total[COLS];
+    store_four(total, sums);
+    for (int c = 0; c < cols; c++) {
+      for (long i = k; i < p->K; i++) total[c] = fma_one(x[r * p->ldx + i], w[c * p->ldw + i], total[c]);
+      put(p, m + r, j + c, total[c]);
+    }
+  }
+}
+
+/* W turned: `cols` vectors of columns, from column j on. A single row has registers for WIDEST of them. */
+INLINE long turned_tile(const Product *p, long m, long j, const int rows, const int cols) {
+  const float *x = p->x + m * p->ldx;
+  const float *w = p->w + j;
+  vec sum[ROWS][WIDEST];
+  for (int r = 0; r < rows; r++)
+    for (int c = 0; c < cols; c++) sum[r][c] = all(0);
+
+  for (long k = 0; k < p->K; k++, w += p->ldw) {
+    vec own[ROWS];
+    for (int r = 0; r < rows; r++) {
+      own[r] = all(x[r * p->ldx + k]);
+      KEEP(own[r]);
+    }
+    for (int c = 0; c < cols; c++) {
+      vec weights = load(w + c * LANES);
+      KEEP(weights);
+      for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);
+    }
+  }
+
+  for (int r = 0; r < rows; r++)
+    for (int c = 0; c < cols; c++) {
+      if (is_plain(p)) {
+        store(p->y + (m + r) * p->ldy + j + c * LANES, sum[r][c]);
+        continue;
+      }
+      float total[LANES];
+      store(total, sum[r][c]);
+      for (int i = 0; i < LANES; i++) put(p, m + r, j + c * LANES + i, total[i]);
+    }
+  return cols;
+}
+
+/* W turned, and fewer columns left than a vector has: the same sum, number by number. */
+static void turned_number(const Product *p, long m, long j) {
+  float total = 0;
+  for (long k = 0; k < p->K; k++) total = fma_one(p->x[m * p->ldx + k], p->w[k * p->ldw + j], total);
+  put(p, m, j, total);
+}
+
+/* --- strips: tiles of the same rows side by side ------------------------------------------------------------------------
+
+   A tile's loops are unrolled into registers if their bounds are constants. So there is a function for each height. */
+
+INLINE void stored_strip(const Product *p, long m, long j, long to, const int rows, const int is_first) {
+  for (; j + COLS <= to; j += COLS) stored_tile(p, m, j, rows, COLS, is_first);
+  for (; j < to; j++) stored_tile(p, m, j, rows, 1, 0);
+}
+
+/* `cols` vectors of columns, of which there are up to 4; or up to 8 for a single row. Returns how many it took. */
+INLINE long turned_some(const Product *p, long m, long j, long cols, const int rows) {
+  if (rows == 1 && cols >= 8) return turned_tile(p, m, j, rows, 8);
+  if (rows == 1 && cols >= 6) return turned_tile(p, m, j, rows, 6);
+  if (cols >= 4) return turned_tile(p, m, j, rows, 4);
+  if (cols == 3) return turned_tile(p, m, j, rows, 3);
+  if (cols == 2) return turned_tile(p, m, j, rows, 2);
+  return turned_tile(p, m, j, rows, 1);
+}
+
+typedef void Strip(const Product *p, long m, long j, long to);
+typedef long Some(const Product *p, long m, long j, long cols);
+#define HEIGHT(rows)                                                                                                    \
+  static NOINLINE void first##rows(const Product *p, long m, long j, long to) { stored_strip(p, m, j, to, rows, 1); }   \
+  static NOINLINE void stored##rows(const Product *p, long m, long j, long to) { stored_strip(p, m, j, to, rows, 0); }  \
+  static NOINLINE long turned##rows(const Product *p, long m, long j, long cols) { return turned_some(p, m, j, cols, rows); }
+
+HEIGHT(1) HEIGHT(2) HEIGHT(3)
+#if defined(__AVX512F__) || defined(__aarch64__)
+HEIGHT(4) HEIGHT(5) HEIGHT(6)
+#define HEIGHTS(kind) {0, kind##1, kind##2, kind##3, kind##4, kind##5, kind##6}
+#else
+#define HEIGHTS(kind) {0, kind##1, kind##2, kind##3}
+#endif
+static Strip *const first_strips[] = HEIGHTS(first);
+static Strip *const stored_strips[] = HEIGHTS(stored);
+static Some *const turned_tiles[] = HEIGHTS(turned);
+
+/* --- blocks: which strip comes when, so that what is used again is still in a cache ---------------------------------- */
+
+enum { HIGH = 65536, WIDE = 5120 }; /* numbers of x and of W in a block: 256 KiB for a second cache, 20 for a first one */
+
+static long at_most(long number, long limit) { return number < limit ? number : limit; }
+
+/* How many rows the next strip takes, if so many are left: 7 are 4 + 3, not 6 + 1. */
+static long next_height(long left) {
+  long strips = (left + ROWS - 1) / ROWS;
+  return (left + strips - 1) / strips;
+}
+
+/* W as stored, a block of rows m0..m1 and columns j0..j1. The first strip brings W's part into the cache. */
+static void stored_block(const Product *p, long m0, long m1, long j0, long j1) {
+  for (long m = m0, rows; m < m1; m += rows) {
+    rows = next_height(m1 - m);
+    (m == m0 ? first_strips : stored_strips)[rows](p, m, j0, j1);
+  }
+}
+
+/* The part of a product in rows m0..m1 and columns j0..j1. */
+static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
+  if (p->is_turned) {
+    long whole = j0 + (j1 - j0) / LANES * LANES;
+    for (long m = m0, rows; m < m1; m += rows) {
+      rows = next_height(m1 - m);
+      for (long j = j0; j < whole;) j += LANES * turned_tiles[rows](p, m, j, (whole - j) / LANES);
+    }
+    for (long m = m0; m < m1; m++)
+      for (long j = whole; j < j1; j++) turned_number(p, m, j);
+    return;
+  }
+  long high = HIGH / (p->K + 1) + ROWS;
+  long wide = (WIDE / (p->K + 1) + COLS) / COLS * COLS;
+  for (long m = m0; m < m1; m += high)
+    for (long j = j0; j < j1; j += wide)
+      stored_block(p, m, at_most(m + high, m1), j, at_most(j + wide, j1));
+}
+
+/* --- threads: a product is cut into shares, and whoever is free takes the next one -------------------------------------
+
+   The thread that calls computes, too. It never waits for a helper that has not come: it takes shares until there are
+   none, and then waits only for shares that a helper is computing just now. So a helper that gets no processor, because
+   another program has it, costs nothing. Helpers that find no share look for one for SPIN_NS, and then sleep. A thread
+   that waits for a helper's last share does the same, so that the helper may have this thread's processor.
+
+   A share is a range of rows, or of columns: never a part of a sum. So it makes no difference who computes it. */
+
+enum {
+  SPIN_NS = 50000,
+  ALONE = 40000, /* multiplications: a product with fewer is done before a helper would be here */
+  SHARE = 20000, /* multiplications that a share has at least */
+  HEIGHT_OF_SHARE = 12,
+  WIDTH_OF_SHARE = 16, /* numbers: 64 bytes, so that no two shares write to one line of the cache */
+};
+
+static struct {
+  pthread_mutex_t owner; /* held by the thread whose product is shared out */
+  Product product;
+  int shares, by_rows;
+  atomic_int untaken, unfinished; /* shares */
+
+  pthread_mutex_t sleep; /* held to fall asleep, and to wake others */
+  pthread_cond_t more, done;
+  atomic_int helpers_asleep, owner_asleep;
+} pool = {
+  .owner = PTHREAD_MUTEX_INITIALIZER,
+  .sleep = PTHREAD_MUTEX_INITIALIZER,
+  .more = PTHREAD_COND_INITIALIZER,
+  .done = PTHREAD_COND_INITIALIZER,
+};
+static int threads = 1;
+
+static long nanoseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+static void compute_share(const Product *p, long share, long shares, int by_rows) {
+  long unit = by_rows ? HEIGHT_OF_SHARE : WIDTH_OF_SHARE;
+  long all = by_rows ? p->M : p->N;
+  long units = (all + unit - 1) / unit;
+  long from = units * share / shares * unit;
+  long to = at_most(units * (share + 1) / shares * unit, all);
+  if (by_rows) multiply(p, from, to, 0, p->N);
+  else multiply(p, 0, p->M, from, to);
+}
+
+/* Compute a share, if one is left. Once a share is taken, the product stays as it is until the share is finished. */
+static int take_share(void) {
+  if (atomic_load(&pool.untaken) <= 0) return 0;
+  int left = atomic_fetch_sub(&pool.untaken, 1);
+  if (left <= 0) return 0;
+  compute_share(&pool.product, pool.shares - left, pool.shares, pool.by_rows);
+  int was_last = atomic_fetch_sub(&pool.unfinished, 1) == 1;
+  if (was_last && atomic_load(&pool.owner_asleep)) {
+    pthread_mutex_lock(&pool.sleep);
+    pthread_cond_signal(&pool.done);
+    pthread_mutex_unlock(&pool.sleep);
+  }
+  return 1;
+}
+
+static void *helper(void *nothing) {
+  for (;;) {
+    long until = nanoseconds() + SPIN_NS;
+    while (nanoseconds() < until) {
+      if (take_share()) until = nanoseconds() + SPIN_NS;
+      else { REST(); }
+    }
+    pthread_mutex_lock(&pool.sleep);
+    atomic_fetch_add(&pool.helpers_asleep, 1); /* first this, then a look: `share_out` does it the other way round */
+    while (atomic_load(&pool.untaken) <= 0) pthread_cond_wait(&pool.more, &pool.sleep);
+    atomic_fetch_sub(&pool.helpers_asleep, 1);
+    pthread_mutex_unlock(&pool.sleep);
+  }
+  return nothing;
+}
+
+static void share_out(const Product *p, int shares, int by_rows) {
+  pool.product = *p;
+  pool.shares = shares;
+  pool.by_rows = by_rows;
+  atomic_store(&pool.unfinished, shares);
+  atomic_store(&pool.untaken, shares); /* from here on helpers take shares */
+  int asleep = atomic_load(&pool.helpers_asleep);
+  if (asleep) {
+    pthread_mutex_lock(&pool.sleep);
+    for (int i = 0; i < asleep && i < shares - 1; i++) pthread_cond_signal(&pool.more);
+    pthread_mutex_unlock(&pool.sleep);
+  }
+  while (take_share()) {}
+
+  long until = nanoseconds() + SPIN_NS;
+  while (atomic_load(&pool.unfinished) && nanoseconds() < until) REST();
+  if (atomic_load(&pool.unfinished)) {
+    pthread_mutex_lock(&pool.sleep);
+    atomic_store(&pool.owner_asleep, 1);
+    while (atomic_load(&pool.unfinished)) pthread_cond_wait(&pool.done, &pool.sleep);
+    atomic_store(&pool.owner_asleep, 0);
+    pthread_mutex_unlock(&pool.sleep);
+  }
+}
+
+static void run(const Product *p) {
+  double work = (double)p->M * p->N * p->K;
+  if (threads == 1 || work < ALONE || pthread_mutex_trylock(&pool.owner)) {
+    multiply(p, 0, p->M, 0, p->N); /* also if another thread's product is shared out just now */
+    return;
+  }
+  int by_rows = p->N < WIDTH_OF_SHARE * threads || (p->is_turned && p->M >= HEIGHT_OF_SHARE * threads);
+  long units = by_rows ? (p->M + HEIGHT_OF_SHARE - 1) / HEIGHT_OF_SHARE : (p->N + WIDTH_OF_SHARE - 1) / WIDTH_OF_SHARE;
+  long shares = at_most(at_most(8 * threads, units), (long)(work / SHARE));
+  share_out(p, (int)shares, by_rows);
+  pthread_mutex_unlock(&pool.owner);
+}
+
+/* --- what others call ------------------------------------------------------------------------------------------------ */
+
+atomic_long rows_products; /* how many have been computed here: `blas.py` looks whether MLX comes by */
+const int rows_lanes = LANES;
+
+/* A process that forks keeps no helper, and must find no lock held by one. */
+static void hold(void) { pthread_mutex_lock(&pool.owner); pthread_mutex_lock(&pool.sleep); }
+static void let_go(void) { pthread_mutex_unlock(&pool.sleep); pthread_mutex_unlock(&pool.owner); }
+
+/* Start helpers, so that `wanted` threads compute. Called before the first product. Returns how many there are. */
+int rows_start(int wanted) {
+  static int is_known_to_fork;
+  if (!is_known_to_fork) pthread_atfork(hold, let_go, let_go);
+  is_known_to_fork = 1;
+  for (; threads < wanted; threads++) {
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, helper, NULL)) break;
+    pthread_detach(thread);
+  }
+  return threads;
+}
+
+/* The usual name and arguments of a product of float32 matrices: C = alpha A B + beta C, each of A and B as it is (111)
+   or transposed (112), row by row (101) or column by column (102). */
+void cblas_sgemm(int order, int turn_a, int turn_b, int M, int N, int K, float alpha, const float *a, int lda,
+                 const float *b, int ldb, float beta, float *c, int ldc) {
+  if (order == 102) { /* a matrix column by column is its transpose row by row, and (A B)^T = B^T A^T */
+    cblas_sgemm(101, turn_b, turn_a, N, M, K, alpha, b, ldb, a, lda, beta, c, ldc);
+    return;
+  }
+  if (M <= 0 || N <= 0) return;
+  atomic_fetch_add_explicit(&rows_products, 1, memory_order_relaxed);
+  float *copy = NULL;
+  if (turn_a != 111 && K > 0) { /* rare: the numbers of a row do not lie side by side, so they are copied */
+    copy = malloc(sizeof(float) * M * K);
+    if (!copy) {
+      fprintf(stderr, "nanobatch: no memory for a matrix of %d x %d\n", M, K);
+      abort();
+    }
+    for (long m = 0; m < M; m++)
+      for (long k = 0; k < K; k++) copy[m * K + k] = a[k * lda + m];
+    a = copy;
+    lda = K;
+  }
+  Product product = {
+    .M = M, .N = N, .K = K, .x = a, .w = b, .y = c, .ldx = lda, .ldw = ldb, .ldy = ldc,
+    .alpha = alpha, .beta = beta, .is_turned = turn_b == 111,
+  };
+  run(&product);
+  free(copy);
+}

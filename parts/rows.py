@@ -1,0 +1,328 @@
+"""Our own matrix product, `rows.c`: compiled at the first start, kept for the next, and looked at before it is trusted.
+
+The problem. `rows.c` is what makes an answer independent of its company, and it is written for the processor that it
+runs on. A wheel that is built elsewhere cannot know the processor, and to ship one for each is another project. But
+most machines have a C compiler, and two seconds are short.
+
+The way out. At the first start the machine's compiler makes a library of `rows.c`. The library is kept in the user's
+cache, under a name that says all it was made from: the source, the compiler, its options and the processor. So homes
+that are shared between machines hold one for each, and a change of anything makes a new one.
+
+What this file keeps:
+    A program loads code only from a folder that nobody else can write to, or from one that it has just made itself.
+    No product is trusted by its name: at each start `is_right` compares it with sums in plain Python.
+    A compiler that is missing, broken or hangs is a reason for the next best library (`blas.py`), and never an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import random
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+from array import array
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).with_name("rows.c")
+OPTIONS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-ffp-contract=off"]
+PATIENCE_S = 30  # for the compiler
+MOST_THREADS = 16  # by default; memory is the limit before so many, and nobody has tried more
+
+
+class Form(NamedTuple):
+    """One of the ways in which `rows.c` can be compiled. Each has an order of its own, so bits of its own."""
+
+    machine: str  # the architecture that the form is for; empty: any
+    features: str  # words of /proc/cpuinfo: what the processor must be able to do
+    options: str  # what the compiler is told; instruction sets are named, since "native" means another on each machine
+
+
+FORMS = {  # the first one that fits is taken
+    "avx512": Form("x86_64", "avx512f avx2 fma", "-mavx512f -mavx2 -mfma"),
+    "avx2": Form("x86_64", "avx2 fma", "-mavx2 -mfma"),
+    "neon": Form("aarch64", "", ""),
+    "plain": Form("", "", ""),
+}
+
+
+class Unbuilt(Exception):
+    """The product cannot be had here. The text says why, and what would help."""
+
+
+def load(name: str = "", say: Callable[[str], None] = lambda line: None) -> tuple[ctypes.CDLL, str]:
+    """The library in this form, or in the best one for this processor; and the form's name.
+
+    `say` is told if the compiler has to run.
+    """
+    forms = forms_here()
+    if name and name not in forms:
+        raise Unbuilt(f"this processor has no form {name!r} of rows.c; choose among {', '.join(forms)}")
+    form = name or forms[0]
+    count = threads()
+    library = _load_kept(form, say)
+    library.rows_start(count)
+    if not is_right(library):
+        raise Unbuilt(f"what {' '.join(find_compiler())} makes of rows.c does not multiply right")
+    return library, form
+
+
+def forms_here() -> list[str]:
+    """The names of the forms that this processor can run, the best one first."""
+    able = processor()
+
+    def fits(form: Form) -> bool:
+        return form.machine in ("", platform.machine()) and set(form.features.split()) <= able
+
+    return [name for name, form in FORMS.items() if fits(form)]
+
+
+@cache
+def processor() -> frozenset[str]:
+    """What the first processor says that it can do, word by word."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return frozenset()
+    said = {name.strip(): words.split() for name, _, words in (line.partition(":") for line in lines)}
+    return frozenset(said.get("flags", said.get("Features", [])))
+
+
+# --- threads -------------------------------------------------------------------------------------------------------
+
+
+def threads() -> int:
+    """How many threads multiply: NANOBATCH_THREADS, or as many as there are cores for this process."""
+    asked = os.environ.get("NANOBATCH_THREADS", "")
+    if not asked:
+        return min(cores(), MOST_THREADS)
+    if not (asked.isascii() and asked.isdecimal() and 1 <= int(asked[:6]) <= 1024):
+        raise ImportError(f"NANOBATCH_THREADS={asked[:40]!r}, but it must be a whole number from 1 to 1024")
+    return int(asked)
+
+
+def cores(root: Path = Path("/")) -> int:
+    """The cores that this process may use: a scheduler, a container or an administrator may have taken some away.
+
+    `root` is where the files of the system are.
+    """
+    count = len(os.sched_getaffinity(0))
+    return max(1, int(min(count, quota(root))))
+
+
+def quota(root: Path) -> float:
+    """How many cores' worth of time the control groups of this process allow, the narrowest of them.
+
+    A group's limit holds for all groups within, so each folder from the process's own group up to the root is read.
+    """
+    least = float("inf")
+    for line in _words(root / "proc/self/cgroup"):
+        _, kind, path = line.split(":", 2)
+        if kind == "":  # version 2: one tree for everything
+            place = root / "sys/fs/cgroup"
+        elif "cpu" in kind.split(","):
+            place = root / "sys/fs/cgroup" / kind
+        else:
+            continue
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            least = min(least, _limit(place.joinpath(*parts[:depth])))
+    return least
+
+
+def _limit(group: Path) -> float:
+    """What one control group allows: microseconds of work, over the microseconds in which it may be done."""
+    numbers = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+    try:
+        allowed, period = " ".join(numbers).split()
+        return int(allowed) / int(period) if int(allowed) > 0 else float("inf")
+    except (ValueError, ZeroDivisionError):  # "max", or no such files
+        return float("inf")
+
+
+def _words(file: Path) -> list[str]:
+    """A small file's lines. None if it cannot be read."""
+    try:
+        return file.read_text().splitlines()
+    except (OSError, ValueError):
+        return []
+
+
+# --- from source to library ----------------------------------------------------------------------------------------
+
+
+def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
+    """The library from the user's cache; compiled first, if it is not there."""
+    compiler = find_compiler()
+    options = [*OPTIONS, *FORMS[form].options.split()]
+    kept, why_not = cache_folder()
+    target = kept and kept / file_name(compiler, options)
+    if target and target.exists():
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError:
+            pass  # damaged: it is made anew
+    name = Path(compiler[0]).name
+    say(f"compiling rows.c, its matrix product, with {name}; {why_not or 'once, in about two seconds'}")
+    try:
+        private = tempfile.TemporaryDirectory(prefix="nanobatch-")
+    except OSError as error:
+        raise Unbuilt(f"there is no folder to compile in ({error.strerror})") from None
+    with private as folder:
+        made = Path(folder, "rows.so")
+        compile_to(made, compiler, options)
+        places = [made]
+        if target and keep(made, target):
+            places.insert(0, target)
+        for place in places:
+            try:
+                return ctypes.CDLL(str(place))  # stays loaded when its file goes
+            except OSError:
+                continue
+    raise Unbuilt("no folder that this process can write to allows programs to be run from it")
+
+
+def find_compiler() -> list[str]:
+    """The machine's C compiler, as the beginning of a command."""
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise Unbuilt(f"the environment's CC is no command ({error})") from None
+    for command in (named, ["cc"], ["gcc"], ["clang"]):
+        found = command and shutil.which(command[0])
+        if found:
+            return [found, *command[1:]]
+    raise Unbuilt("there is no C compiler; apt install gcc")
+
+
+def file_name(compiler: list[str], options: list[str]) -> str:
+    """A name that says all that a library is made from."""
+    version = run([*compiler, "--version"])
+    made_from = [SOURCE.read_text(), version, *options, platform.machine(), *sorted(processor())]
+    return f"rows-{hashlib.sha256(chr(0).join(made_from).encode()).hexdigest()[:32]}.so"
+
+
+def compile_to(target: Path, compiler: list[str], options: list[str]) -> None:
+    run([*compiler, *options, "-o", str(target), str(SOURCE)])
+    if not target.exists():
+        raise Unbuilt(f"{compiler[0]} has compiled nothing")
+
+
+def run(command: list[str]) -> str:
+    """What a command prints. It ends after PATIENCE_S, and so does all that it has started."""
+    options = {"env": os.environ | {"LC_ALL": "C"}, "start_new_session": True, "text": True, "errors": "replace"}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        process = subprocess.Popen(command, **options, **pipes)
+    except OSError as error:
+        raise Unbuilt(f"{command[0]} cannot be run ({error.strerror})") from None
+    try:
+        said, _ = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        raise Unbuilt(f"{command[0]} did not end within {PATIENCE_S} seconds") from None
+    finally:
+        if process.poll() is None:  # it hangs, or Ctrl-C has come
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode:
+        lines = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines() or ["no message"]
+        raise Unbuilt(f"{command[0]} fails with code {process.returncode}: {lines[0].strip()[:200]}")
+    return said
+
+
+# --- where libraries are kept --------------------------------------------------------------------------------------
+
+
+def cache_folder() -> tuple[Path | None, str]:
+    """The folder for libraries in the user's cache. None if there is no safe one; then also why not.
+
+    Whoever can write to this folder can make us run anything. So it must be ours, a real folder, and nobody else may
+    write to it.
+    """
+    try:
+        place = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not place.is_absolute():
+            place = Path.home() / ".cache"
+        folder = place / "nanobatch"
+        place.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+    except FileExistsError:
+        return None, f"{folder} is no folder, so it cannot be kept"
+    except (OSError, RuntimeError):
+        return None, "the user's cache cannot be written to, so it cannot be kept"
+    if stat.S_ISLNK(about.st_mode):
+        return None, f"{folder} is a link, so nothing is kept there"
+    if about.st_uid != os.getuid():
+        return None, f"{folder} belongs to another user, so nothing is kept there"
+    if about.st_mode & 0o022:
+        return None, f"others may write to {folder}, so nothing is kept there"
+    if not os.access(folder, os.W_OK) or os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+        return None, f"no program may be written to {folder} and run from it, so it cannot be kept"
+    return folder, ""
+
+
+def keep(made: Path, target: Path) -> bool:
+    """Put a library into the cache. Another process sees all of it or nothing: it gets its name when it is whole."""
+    try:
+        handle, written = tempfile.mkstemp(dir=target.parent)
+        try:
+            with open(handle, "wb") as file:
+                file.write(made.read_bytes())
+            os.chmod(written, 0o700)
+            os.replace(written, target)
+        except BaseException:
+            os.unlink(written)
+            raise
+    except OSError:
+        return False
+    return True
+
+
+# --- a look before it is trusted -----------------------------------------------------------------------------------
+
+SHAPES = [(1, 5, 3), (2, 4, 16), (5, 9, 33), (7, 37, 17), (13, 3, 20), (9, 130, 40)]  # rows, columns, numbers in a sum
+
+
+def is_right(library: ctypes.CDLL) -> bool:
+    """Does the library multiply right, in odd shapes too, and is a row alone the same as among others?
+
+    Small whole numbers have exact sums, in whatever order they are added. So Python's sums are the right ones. Whether
+    a row's bits are the same in any company is seen with numbers that are rounded.
+    """
+    draw = random.Random(0)
+    for M, N, K in SHAPES:
+        x = [byte - 128 for byte in draw.randbytes(M * K)]
+        w = [byte - 128 for byte in draw.randbytes(N * K)]
+        rough = [number / 7 for number in x]
+        for turned in (False, True):
+            y = _multiply(library, x, w, M, N, K, turned)
+            for m, n in ((0, 0), (M // 2, N // 2), (M - 1, N - 1)):
+                row = x[m * K : m * K + K]
+                column = w[n::N] if turned else w[n * K : n * K + K]
+                if y[m * N + n] != sum(map(int.__mul__, row, column)):
+                    return False
+            together = _multiply(library, rough, w, M, N, K, turned)
+            alone = [_multiply(library, rough[m * K : m * K + K], w, 1, N, K, turned) for m in range(M)]
+            if together.tobytes() != b"".join(row.tobytes() for row in alone):
+                return False
+    return True
+
+
+def _multiply(library: ctypes.CDLL, x: list, w: list, M: int, N: int, K: int, turned: bool) -> array:
+    """x (M, K) times W, (N, K) as stored or (K, N) turned, with whatever the result's memory held before."""
+    x, w, y = array("f", x), array("f", w), array("f", [float("nan")]) * (M * N)
+    places = [ctypes.c_void_p(each.buffer_info()[0]) for each in (x, w, y)]
+    one, zero = ctypes.c_float(1), ctypes.c_float(0)
+    layout = (111, N) if turned else (112, K)
+    library.cblas_sgemm(101, 111, layout[0], M, N, K, one, places[0], K, places[1], layout[1], zero, places[2], N)
+    return y
