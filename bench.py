@@ -637,7 +637,7 @@ def take_sample(text: str) -> int:
     try:
         answer = {"figures": take(spec)}
         if spec.contestant != "llama.cpp":  # which has products of its own
-            answer["blas"] = str(device.blas)
+            answer["blas"] = blas_name()
     except (ValueError, QueueFull) as error:
         answer = {"error": str(error)}
     print(json.dumps(answer))
@@ -843,10 +843,16 @@ def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
         "mlx": installed["mlx"],
         "mlx-lm": installed.get("mlx-lm", "none"),
         "llama-cpp-python": installed.get("llama-cpp-python", "none"),
-        "BLAS": str(device.blas),
+        "BLAS": blas_name(),
         "commit": commit_of(ROOT),
         **{f"commit of {name}": commit_of(folder) for name, folder in checkouts.items()},
     }
+
+
+def blas_name() -> str:
+    """What multiplies matrices in this process, short enough for the head of a column."""
+    blas = device.blas
+    return f"{blas.name} ({blas.kernels})" if blas.kernels else blas.name
 
 
 def commit_of(folder: Path) -> str:
