@@ -149,9 +149,9 @@ def _set(settings: Mapping[str, str | None]) -> None:
 
 def _load_rows(form: str) -> Blas:
     """Our own product, made global once it has been looked at."""
-    library, form = rows.load(form, say)
-    _global(library._name)
-    return Blas("rows", f"{form}, {library.rows_start(1)} threads", library=library)
+    library, said = rows.load(form, say)
+    ctypes.CDLL(library._name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+    return Blas("rows", said, library=library)
 
 
 def _global(library: str | Path) -> ctypes.CDLL | None:

@@ -15,37 +15,46 @@
        every number of the result as one sum, taken in one order.
 
    The order depends on how the weights lie, and on the processor's vectors, but on nothing else: not on the number of
-   rows, not on the row's place among them, not on who computes it. That sentence is the whole proof that a request's
-   answer does not depend on its company. Two layouts of the weights W have each their order. LANES is how many numbers
-   a vector register holds, and x is a row that comes in:
+   rows, not on the row's place among them, not on the thread that computes it. That sentence is the proof: a product
+   shows nothing of a request's company. (What MLX does row by row, such as a norm, never did.) Each of two layouts of
+   the weights W has an order of its own. LANES is how many numbers a vector register holds, and x is one row:
 
        as stored, (N, K)   y[j] = sum over k of x[k] W[j][k]   W[j] is contiguous, so we load LANES weights of one j.
-                           Lane i adds up every LANES-th product, from k = i on. Then the lanes are added, in pairs.
+                           Lane i adds up every LANES-th product, from k = i on. Then the lanes are added, in pairs,
+                           and at last the K % LANES products that are left, one by one.
 
        turned, (K, N)      y[j] = sum over k of x[k] W[k][j]   W[k] is contiguous, so we load LANES weights of one k.
                            Each lane is another j, and adds up its products from the first k to the last. So zeros at
-                           the end of x change nothing: attention may read further than a sequence is long.
+                           the end of x change nothing, if W is finite there: attention may read further than a
+                           sequence is long. (`kv.py` scrubs rows that may not be finite.)
 
    Every multiply-add is a fused one, and is named (`fma_`): with `a * b + c` the compiler would choose, in each loop
-   anew, whether to round once or twice. The file is compiled without -ffast-math, which lets a compiler reorder sums.
+   anew, whether to round once or twice. (The plain form has none, and -ffp-contract=off keeps the compiler from making
+   one.) The file is compiled without -ffast-math, which lets a compiler reorder sums.
 
    How to read on: the vectors of each processor; a tile, which is the part of the result that is held in registers;
    strips and blocks of tiles, which stay in the caches; threads; and `cblas_sgemm`, the name by which MLX calls this. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <semaphore.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
+
+#ifdef __FAST_MATH__
+#error "-ffast-math lets the compiler add up in any order"
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
 
 /* --- the vectors of each processor -------------------------------------------------------------------------------
 
-   `ROWS` x `COLS` vectors are the sums of a tile. Together with a row's vector for each of ROWS and one vector of
-   weights they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins what was loaded in a register; without it
+   `ROWS` x `COLS` vectors are the sums of a tile. Together with one vector of x for each row and one vector of weights
+   they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins what was loaded in a register; without it
    GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, into four numbers. */
 
 enum { COLS = 4, WIDEST = 8 };
@@ -53,6 +62,7 @@ enum { COLS = 4, WIDEST = 8 };
 #if defined(__AVX512F__)
 
 #include <immintrin.h>
+const char rows_form[] = "avx512";
 enum { LANES = 16, ROWS = 6 };
 typedef __m512 vec;
 typedef __m128 four;
@@ -78,6 +88,7 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) {
 #elif defined(__AVX2__) && defined(__FMA__)
 
 #include <immintrin.h>
+const char rows_form[] = "avx2";
 enum { LANES = 8, ROWS = 3 };
 typedef __m256 vec;
 typedef __m128 four;
@@ -98,6 +109,7 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) {
 #elif defined(__aarch64__)
 
 #include <arm_neon.h>
+const char rows_form[] = "neon";
 enum { LANES = 4, ROWS = 6 };
 typedef float32x4_t vec, four;
 #define KEEP(v) __asm__("" : "+w"(v))
@@ -113,6 +125,7 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) { return vpaddq_f32(vpaddq_f32
 
 #else /* any other processor: four lanes, and each product is rounded before it is added */
 
+const char rows_form[] = "plain";
 enum { LANES = 4, ROWS = 3 };
 typedef float vec __attribute__((vector_size(16), aligned(4), may_alias));
 typedef vec four;
@@ -147,11 +160,11 @@ INLINE int is_plain(const Product *p) { return p->alpha == 1 && p->beta == 0; }
 
 INLINE void put(const Product *p, long m, long j, float sum) {
   float *y = p->y + m * p->ldy + j;
-  *y = p->beta ? p->alpha * sum + p->beta * *y : p->alpha * sum; /* with a beta of 0, y may hold anything */
+  *y = p->beta ? fma_one(p->alpha, sum, p->beta * *y) : p->alpha * sum; /* with a beta of 0, y may hold anything */
 }
 
 /* W as stored: `cols` columns j of the result for `rows` rows from m on. With `is_first`, the weights come from memory,
-   and are used again for the rows below. So what the next tile needs is fetched ahead. */
+   and are used again for the rows below. So the next COLS columns are fetched ahead. */
 INLINE void stored_tile(const Product *p, long m, long j, const int rows, const int cols, const int is_first) {
   const float *x = p->x + m * p->ldx;
   const float *w = p->w + j * p->ldw;
@@ -241,7 +254,7 @@ INLINE void stored_strip(const Product *p, long m, long j, long to, const int ro
 }
 
 /* `cols` vectors of columns, of which there are up to 4; or up to 8 for a single row. Returns how many it took. */
-INLINE long turned_some(const Product *p, long m, long j, long cols, const int rows) {
+INLINE long turned_tile_of(const Product *p, long m, long j, long cols, const int rows) {
   if (rows == 1 && cols >= 8) return turned_tile(p, m, j, rows, 8);
   if (rows == 1 && cols >= 6) return turned_tile(p, m, j, rows, 6);
   if (cols >= 4) return turned_tile(p, m, j, rows, 4);
@@ -251,11 +264,11 @@ INLINE long turned_some(const Product *p, long m, long j, long cols, const int r
 }
 
 typedef void Strip(const Product *p, long m, long j, long to);
-typedef long Some(const Product *p, long m, long j, long cols);
+typedef long Tile(const Product *p, long m, long j, long cols);
 #define HEIGHT(rows)                                                                                                    \
   static NOINLINE void first##rows(const Product *p, long m, long j, long to) { stored_strip(p, m, j, to, rows, 1); }   \
   static NOINLINE void stored##rows(const Product *p, long m, long j, long to) { stored_strip(p, m, j, to, rows, 0); }  \
-  static NOINLINE long turned##rows(const Product *p, long m, long j, long cols) { return turned_some(p, m, j, cols, rows); }
+  static NOINLINE long turned##rows(const Product *p, long m, long j, long cols) { return turned_tile_of(p, m, j, cols, rows); }
 
 HEIGHT(1) HEIGHT(2) HEIGHT(3)
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -266,11 +279,12 @@ HEIGHT(4) HEIGHT(5) HEIGHT(6)
 #endif
 static Strip *const first_strips[] = HEIGHTS(first);
 static Strip *const stored_strips[] = HEIGHTS(stored);
-static Some *const turned_tiles[] = HEIGHTS(turned);
+static Tile *const turned_tiles[] = HEIGHTS(turned);
+_Static_assert(sizeof turned_tiles / sizeof *turned_tiles == ROWS + 1, "a function for each height");
 
 /* --- blocks: which strip comes when, so that what is used again is still in a cache ---------------------------------- */
 
-enum { HIGH = 65536, WIDE = 5120 }; /* numbers of x and of W in a block: 256 KiB for a second cache, 20 for a first one */
+enum { HIGH = 65536, WIDE = 5120 }; /* numbers in a block: of x 256 KiB, for the L2 cache, and of W 20 KiB, for the L1 cache */
 
 static long at_most(long number, long limit) { return number < limit ? number : limit; }
 
@@ -309,14 +323,18 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
 
 /* --- threads: a product is cut into shares, and whoever is free takes the next one -------------------------------------
 
-   The thread that calls computes, too. It never waits for a helper that has not come: it takes shares until there are
-   none, and then waits only for shares that a helper is computing just now. So a helper that gets no processor, because
-   another program has it, costs nothing. Helpers that find no share look for one for SPIN_NS, and then sleep. A thread
-   that waits for a helper's last share does the same, so that the helper may have this thread's processor.
+   The calling thread computes, too. It never waits for a helper thread that has not started on a share: it takes shares
+   until there are none, and then waits only for shares that helpers have started on. So a helper costs nothing while
+   another program has its processor. A helper that finds no share looks for one for SPIN_NS, and then sleeps. A caller
+   that waits for a helper's last share does the same, so that the helper may have the caller's processor.
+
+   Threads sleep at semaphores. (With a condition variable of glibc, the thread that signals may have to wait for others
+   that were signalled earlier: up to 88 ms on a busy machine.)
 
    A share is a range of rows, or of columns: never a part of a sum. So it makes no difference who computes it. */
 
 enum {
+  OWNER_SLEEPS = 1 << 20, /* added to `unfinished`, which is smaller */
   SPIN_NS = 50000,
   ALONE = 40000, /* multiplications: a product with fewer is done before a helper would be here */
   SHARE = 20000, /* multiplications that a share has at least */
@@ -329,17 +347,10 @@ static struct {
   Product product;
   int shares, by_rows;
   atomic_int untaken, unfinished; /* shares */
-
-  pthread_mutex_t sleep; /* held to fall asleep, and to wake others */
-  pthread_cond_t more, done;
-  atomic_int helpers_asleep, owner_asleep;
-} pool = {
-  .owner = PTHREAD_MUTEX_INITIALIZER,
-  .sleep = PTHREAD_MUTEX_INITIALIZER,
-  .more = PTHREAD_COND_INITIALIZER,
-  .done = PTHREAD_COND_INITIALIZER,
-};
-static int threads = 1;
+  atomic_int asleep;              /* helpers that wait at `wake`, and for which nobody has posted there */
+  sem_t wake, done;
+} pool = {.owner = PTHREAD_MUTEX_INITIALIZER};
+static atomic_int threads = 1;
 
 static long nanoseconds(void) {
   struct timespec now;
@@ -363,12 +374,7 @@ static int take_share(void) {
   int left = atomic_fetch_sub(&pool.untaken, 1);
   if (left <= 0) return 0;
   compute_share(&pool.product, pool.shares - left, pool.shares, pool.by_rows);
-  int was_last = atomic_fetch_sub(&pool.unfinished, 1) == 1;
-  if (was_last && atomic_load(&pool.owner_asleep)) {
-    pthread_mutex_lock(&pool.sleep);
-    pthread_cond_signal(&pool.done);
-    pthread_mutex_unlock(&pool.sleep);
-  }
+  if (atomic_fetch_sub(&pool.unfinished, 1) == OWNER_SLEEPS + 1) sem_post(&pool.done);
   return 1;
 }
 
@@ -379,11 +385,8 @@ static void *helper(void *nothing) {
       if (take_share()) until = nanoseconds() + SPIN_NS;
       else { REST(); }
     }
-    pthread_mutex_lock(&pool.sleep);
-    atomic_fetch_add(&pool.helpers_asleep, 1); /* first this, then a look: `share_out` does it the other way round */
-    while (atomic_load(&pool.untaken) <= 0) pthread_cond_wait(&pool.more, &pool.sleep);
-    atomic_fetch_sub(&pool.helpers_asleep, 1);
-    pthread_mutex_unlock(&pool.sleep);
+    atomic_fetch_add(&pool.asleep, 1);
+    while (sem_wait(&pool.wake)) {} /* again, if it was interrupted */
   }
   return nothing;
 }
@@ -394,23 +397,15 @@ static void share_out(const Product *p, int shares, int by_rows) {
   pool.by_rows = by_rows;
   atomic_store(&pool.unfinished, shares);
   atomic_store(&pool.untaken, shares); /* from here on helpers take shares */
-  int asleep = atomic_load(&pool.helpers_asleep);
-  if (asleep) {
-    pthread_mutex_lock(&pool.sleep);
-    for (int i = 0; i < asleep && i < shares - 1; i++) pthread_cond_signal(&pool.more);
-    pthread_mutex_unlock(&pool.sleep);
-  }
+  int woken = (int)at_most(atomic_load(&pool.asleep), shares - 1);
+  atomic_fetch_sub(&pool.asleep, woken);
+  for (int i = 0; i < woken; i++) sem_post(&pool.wake);
   while (take_share()) {}
 
   long until = nanoseconds() + SPIN_NS;
   while (atomic_load(&pool.unfinished) && nanoseconds() < until) REST();
-  if (atomic_load(&pool.unfinished)) {
-    pthread_mutex_lock(&pool.sleep);
-    atomic_store(&pool.owner_asleep, 1);
-    while (atomic_load(&pool.unfinished)) pthread_cond_wait(&pool.done, &pool.sleep);
-    atomic_store(&pool.owner_asleep, 0);
-    pthread_mutex_unlock(&pool.sleep);
-  }
+  if (atomic_fetch_add(&pool.unfinished, OWNER_SLEEPS))
+    while (sem_wait(&pool.done)) {}
 }
 
 static void run(const Product *p) {
@@ -429,22 +424,33 @@ static void run(const Product *p) {
 /* --- what others call ------------------------------------------------------------------------------------------------ */
 
 atomic_long rows_products; /* how many have been computed here: `blas.py` looks whether MLX comes by */
-const int rows_lanes = LANES;
 
-/* A process that forks keeps no helper, and must find no lock held by one. */
-static void hold(void) { pthread_mutex_lock(&pool.owner); pthread_mutex_lock(&pool.sleep); }
-static void let_go(void) { pthread_mutex_unlock(&pool.sleep); pthread_mutex_unlock(&pool.owner); }
+/* A child that was forked has no helpers, so it computes alone. */
+static void hold(void) { pthread_mutex_lock(&pool.owner); }
+static void let_go(void) { pthread_mutex_unlock(&pool.owner); }
+static void let_go_alone(void) { threads = 1; let_go(); }
 
 /* Start helpers, so that `wanted` threads compute. Called before the first product. Returns how many there are. */
 int rows_start(int wanted) {
   static int is_known_to_fork;
-  if (!is_known_to_fork) pthread_atfork(hold, let_go, let_go);
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_mutex_lock(&pool.owner);
+  if (!is_known_to_fork) pthread_atfork(hold, let_go, let_go_alone);
   is_known_to_fork = 1;
+  if (threads == 1) { /* no helper yet, or no longer */
+    pool.asleep = 0;
+    sem_init(&pool.wake, 0, 0);
+    sem_init(&pool.done, 0, 0);
+  }
+  pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's own threads */
   for (; threads < wanted; threads++) {
     pthread_t thread;
     if (pthread_create(&thread, NULL, helper, NULL)) break;
     pthread_detach(thread);
   }
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  pthread_mutex_unlock(&pool.owner);
   return threads;
 }
 
@@ -457,6 +463,7 @@ void cblas_sgemm(int order, int turn_a, int turn_b, int M, int N, int K, float a
     return;
   }
   if (M <= 0 || N <= 0) return;
+  if (K < 0 || alpha == 0) K = 0; /* nothing is added up */
   atomic_fetch_add_explicit(&rows_products, 1, memory_order_relaxed);
   float *copy = NULL;
   if (turn_a != 111 && K > 0) { /* rare: the numbers of a row do not lie side by side, so they are copied */

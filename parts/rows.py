@@ -29,6 +29,7 @@ import subprocess
 import tempfile
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -60,7 +61,7 @@ class Unbuilt(Exception):
 
 
 def load(name: str = "", say: Callable[[str], None] = lambda line: None) -> tuple[ctypes.CDLL, str]:
-    """The library in this form, or in the best one for this processor; and the form's name.
+    """The library in this form, or in the best one for this processor; and in words, what it is.
 
     `say` is told if the compiler has to run.
     """
@@ -70,10 +71,10 @@ def load(name: str = "", say: Callable[[str], None] = lambda line: None) -> tupl
     form = name or forms[0]
     count = threads()
     library = _load_kept(form, say)
-    library.rows_start(count)
-    if not is_right(library):
+    if not is_form(library, form) or not is_right(library, count):
+        Path(library._name).unlink(missing_ok=True)
         raise Unbuilt(f"what {' '.join(find_compiler())} makes of rows.c does not multiply right")
-    return library, form
+    return library, f"{form}, {library.rows_start(count)} threads"
 
 
 def forms_here() -> list[str]:
@@ -105,7 +106,7 @@ def threads() -> int:
     asked = os.environ.get("NANOBATCH_THREADS", "")
     if not asked:
         return min(cores(), MOST_THREADS)
-    if not (asked.isascii() and asked.isdecimal() and 1 <= int(asked[:6]) <= 1024):
+    if not (asked.isascii() and asked.isdecimal() and len(asked) <= 4 and 1 <= int(asked) <= 1024):
         raise ImportError(f"NANOBATCH_THREADS={asked[:40]!r}, but it must be a whole number from 1 to 1024")
     return int(asked)
 
@@ -126,11 +127,11 @@ def quota(root: Path) -> float:
     """
     least = float("inf")
     for line in _words(root / "proc/self/cgroup"):
-        _, kind, path = line.split(":", 2)
+        kind, _, path = line.partition(":")[2].partition(":")
         if kind == "":  # version 2: one tree for everything
             place = root / "sys/fs/cgroup"
         elif "cpu" in kind.split(","):
-            place = root / "sys/fs/cgroup" / kind
+            place = root / "sys/fs/cgroup/cpu"
         else:
             continue
         parts = Path(path.lstrip("/")).parts
@@ -166,7 +167,7 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
     options = [*OPTIONS, *FORMS[form].options.split()]
     kept, why_not = cache_folder()
     target = kept and kept / file_name(compiler, options)
-    if target and target.exists():
+    if target and is_ours(target, stat.S_ISREG):
         try:
             return ctypes.CDLL(str(target))
         except OSError:
@@ -174,7 +175,7 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
     name = Path(compiler[0]).name
     say(f"compiling rows.c, the matrix product, with {name}; {why_not or 'once, in two seconds'}")
     try:
-        private = tempfile.TemporaryDirectory(prefix="nanobatch-")
+        private = tempfile.TemporaryDirectory(prefix="nanobatch-", ignore_cleanup_errors=True)
     except OSError as error:
         raise Unbuilt(f"there is no folder to compile in ({error.strerror})") from None
     with private as folder:
@@ -207,7 +208,8 @@ def find_compiler() -> list[str]:
 def file_name(compiler: list[str], options: list[str]) -> str:
     """A name that says all that a library is made from."""
     version = run([*compiler, "--version"])
-    made_from = [SOURCE.read_text(), version, *options, platform.machine(), *sorted(processor())]
+    source = SOURCE.read_text(encoding="utf-8")
+    made_from = [source, version, *compiler, *options, platform.machine(), *sorted(processor())]
     return f"rows-{hashlib.sha256(chr(0).join(made_from).encode()).hexdigest()[:32]}.so"
 
 
@@ -218,21 +220,22 @@ def compile_to(target: Path, compiler: list[str], options: list[str]) -> None:
 
 
 def run(command: list[str]) -> str:
-    """What a command prints. It ends after PATIENCE_S, and so does all that it has started."""
+    """What a command prints. After PATIENCE_S it is ended, and so is all that it has started in its group."""
     options = {"env": os.environ | {"LC_ALL": "C"}, "start_new_session": True, "text": True, "errors": "replace"}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         process = subprocess.Popen(command, **options, **pipes)
     except OSError as error:
         raise Unbuilt(f"{command[0]} cannot be run ({error.strerror})") from None
-    try:
-        said, _ = process.communicate(timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        raise Unbuilt(f"{command[0]} did not end within {PATIENCE_S} seconds") from None
-    finally:
-        if process.poll() is None:  # it hangs, or Ctrl-C has come
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    with process:  # leaving it waits for the compiler, and not for what the compiler has started
+        try:
+            said, _ = process.communicate(timeout=PATIENCE_S)
+        except BaseException as error:  # something hangs, or Ctrl-C has come
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise Unbuilt(f"{command[0]} did not end within {PATIENCE_S} seconds") from None
+            raise
     if process.returncode:
         lines = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines() or ["no message"]
         raise Unbuilt(f"{command[0]} fails with code {process.returncode}: {lines[0].strip()[:200]}")
@@ -246,7 +249,7 @@ def cache_folder() -> tuple[Path | None, str]:
     """The folder for libraries in the user's cache. None if there is no safe one; then also why not.
 
     Whoever can write to this folder can make us run anything. So it must be ours, a real folder, and nobody else may
-    write to it.
+    write to it, nor put another in its place. Before that is known, nothing is made there.
     """
     try:
         place = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -254,21 +257,36 @@ def cache_folder() -> tuple[Path | None, str]:
             place = Path.home() / ".cache"
         folder = place / "nanobatch"
         place.mkdir(parents=True, exist_ok=True)
+        if not is_ours(place.resolve(), stat.S_ISDIR, shared=True):
+            return None, f"{place} belongs to another user, or others may write to it, so nothing is kept there"
         folder.mkdir(mode=0o700, exist_ok=True)
-        about = folder.lstat()
+        may_run = not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
     except FileExistsError:
         return None, f"{folder} is no folder, so it cannot be kept"
     except (OSError, RuntimeError):
         return None, "the user's cache cannot be written to, so it cannot be kept"
-    if stat.S_ISLNK(about.st_mode):
-        return None, f"{folder} is a link, so nothing is kept there"
-    if about.st_uid != os.getuid():
-        return None, f"{folder} belongs to another user, so nothing is kept there"
-    if about.st_mode & 0o022:
-        return None, f"others may write to {folder}, so nothing is kept there"
-    if not os.access(folder, os.W_OK) or os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+    if not is_ours(folder, stat.S_ISDIR):
+        return None, f"{folder} is a link, or another user's, or others may write to it, so nothing is kept there"
+    if not may_run or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         return None, f"no program may be written to {folder} and run from it, so it cannot be kept"
     return folder, ""
+
+
+def is_ours(path: Path, is_kind: Callable[[int], bool], shared: bool = False) -> bool:
+    """Is this a real folder or file (`is_kind`) of this user, that nobody else can change?
+
+    `shared`: root's will do, and so will a folder like /tmp, where nobody can rename what is another's (sticky bit).
+    """
+    try:
+        about = path.lstat()
+    except OSError:
+        return False
+    if not is_kind(about.st_mode):
+        return False
+    if not shared:
+        return about.st_uid == os.getuid() and not about.st_mode & 0o022
+    is_closed = not about.st_mode & 0o002 or bool(about.st_mode & stat.S_ISVTX)
+    return about.st_uid in (os.getuid(), 0) and is_closed
 
 
 def keep(made: Path, target: Path) -> bool:
@@ -278,10 +296,12 @@ def keep(made: Path, target: Path) -> bool:
         try:
             with open(handle, "wb") as file:
                 file.write(made.read_bytes())
+                file.flush()
+                os.fsync(handle)  # else a power cut may leave a name without its contents
             os.chmod(written, 0o700)
             os.replace(written, target)
         except BaseException:
-            os.unlink(written)
+            Path(written).unlink(missing_ok=True)
             raise
     except OSError:
         return False
@@ -293,12 +313,21 @@ def keep(made: Path, target: Path) -> bool:
 SHAPES = [(1, 5, 3), (2, 4, 16), (5, 9, 33), (7, 37, 17), (13, 3, 20), (9, 130, 40)]  # rows, columns, numbers in a sum
 
 
-def is_right(library: ctypes.CDLL) -> bool:
+def is_form(library: ctypes.CDLL, form: str) -> bool:
+    """Is the library of this form? A compiler may have been told, by `CC`, to use other instructions."""
+    try:
+        return (ctypes.c_char * (len(form) + 1)).in_dll(library, "rows_form").value == form.encode()
+    except ValueError:  # it has no such name
+        return False
+
+
+def is_right(library: ctypes.CDLL, threads: int = 1) -> bool:
     """Does the library multiply right, in odd shapes too, and is a row alone the same as among others?
 
     Small whole numbers have exact sums, in whatever order they are added. So Python's sums are the right ones. Whether
     a row's bits are the same in any company is seen with numbers that are rounded.
     """
+    library.rows_start(threads)
     draw = random.Random(0)
     for M, N, K in SHAPES:
         x = [byte - 128 for byte in draw.randbytes(M * K)]

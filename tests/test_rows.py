@@ -78,8 +78,8 @@ BUGS = {
         "atomic_store(&pool.untaken, shares - 1);\n  atomic_store(&pool.unfinished, shares - 1);",
     ),
     "y is read though beta is 0": (
-        "*y = p->beta ? p->alpha * sum + p->beta * *y : p->alpha * sum;",
-        "*y = p->alpha * sum + p->beta * *y;",
+        "*y = p->beta ? fma_one(p->alpha, sum, p->beta * *y) : p->alpha * sum;",
+        "*y = fma_one(p->alpha, sum, p->beta * *y);",
     ),
 }
 
@@ -87,6 +87,8 @@ BUGS = {
 @NEEDS_COMPILER
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(tmp_path, bug):
+    if "unnamed" in bug and rows.forms_here()[0] == "plain":
+        pytest.skip("the plain form has no fused multiply-adds that could go unnamed")
     right, planted = BUGS[bug]
     source = rows.SOURCE.read_text()
     assert source.count(right) == 1
@@ -174,8 +176,8 @@ def test_a_number_of_threads_that_is_none_is_refused_in_one_line(count):
         (
             {
                 "proc/self/cgroup": "7:memory:/x\n4:cpu,cpuacct:/x\n0::/\n",
-                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "200000\n",
-                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
             },
             2,
         ),
@@ -214,7 +216,7 @@ def load() -> tuple[str, ctypes.CDLL]:
     """What was said, and the library."""
     said = []
     library, form = rows.load("plain", said.append)
-    assert form == "plain" and len(said) <= 1
+    assert form.startswith("plain, ") and len(said) <= 1
     return "".join(said), library
 
 
@@ -348,6 +350,33 @@ def test_a_compiler_that_hangs_is_ended_with_all_that_it_has_started(home, monke
     while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@NEEDS_COMPILER
+def test_a_library_that_another_could_have_put_there_is_not_loaded(home):
+    load()
+    (kept,) = home.iterdir()
+    for mode, said in ((0o777, True), (0o700, False)):
+        kept.chmod(mode)
+        assert ("compiling" in load()[0]) == said
+        (kept,) = home.iterdir()
+        assert kept.stat().st_mode & 0o777 == 0o700
+
+
+@NEEDS_COMPILER
+def test_options_of_the_compiler_make_another_library_and_none_under_a_false_name(home, monkeypatch):
+    monkeypatch.setenv("CC", f"{COMPILER} -fvisibility=hidden")
+    with pytest.raises(rows.Unbuilt, match="does not multiply right"):
+        load()
+    monkeypatch.setenv("CC", f"{COMPILER} -ffast-math")
+    with pytest.raises(rows.Unbuilt, match="any order"):
+        load()
+    if rows.forms_here()[0] != "plain":
+        monkeypatch.setenv("CC", f"{COMPILER} {rows.FORMS[rows.forms_here()[0]].options}")
+        with pytest.raises(rows.Unbuilt, match="does not multiply right"):
+            load()
+    monkeypatch.setenv("CC", COMPILER)
+    assert rows.is_right(load()[1])
 
 
 @NEEDS_COMPILER
