@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 from parts.device import has_gpu, mx
 
-BUCKET = 32  # attention reads a multiple of this many rows, so that the shapes are few
-# The longer a decoding sequence is, the more coarsely its reach is rounded up. So neighbouring slots more often read
-# equally far, and share one product.
+BUCKET = 32  # on a GPU, attention reads a multiple of this many rows, so that the shapes are few
+# The longer a decoding sequence is, the more coarsely its reach is rounded up. So neighbouring slots more often fall
+# into the same bucket, and share one product.
 COARSER = ((512, 128), (128, 64), (0, BUCKET))  # (beyond so many rows, a multiple of)
 
 
@@ -102,9 +102,9 @@ class Window:
     models whose positions depend on how long a sequence is (`Rope.length`). (These are Python ints, because `+=` on an
     `mx.array` changes it for every other holder of the array, too.)
 
-    `looks` says how far they read. Each sequence reads as far as its own length asks, in whole buckets: if all read as
-    far as the longest, the short ones would wait for it. How far a sequence reads does not show in its numbers. Rows
-    that it must not see have the weight 0, and adding 0 changes no sum.
+    `looks` says how far they read. Neighbours whose lengths fall into the same bucket read as far as the longest of them,
+    and share one product. If all sequences did, the short ones would wait for the longest. How far a sequence reads
+    does not show in its numbers. Rows that it must not see have the weight 0, and adding 0 changes no sum.
     """
 
     def __init__(self, slab: Slab, slots: list[int], starts: list[int], L: int, lengths: list[int]):
@@ -135,7 +135,9 @@ class Window:
         if has_kernel and self.B == 1 and not slides:  # "causal" says all: the last token sees the last row
             return [Look(0, 1, self.starts[0] + self.L, "causal")]
         reaches = [self.slab.reach(start + self.L, self.L == 1) for start in self.starts]
-        longest = max(reaches)
+        # On a GPU, reaches in whole buckets keep the shapes few. On a CPU they only tell who reads together.
+        ends = reaches if has_gpu() else [start + self.L for start in self.starts]
+        longest = max(ends)
         # Row j is visible from position p if j <= p. That is causality, and it also hides what earlier owners left.
         visible = (mx.arange(longest) <= self.positions[:, :, None])[:, None]  # (B, 1, L, longest)
         if slides:
@@ -147,7 +149,11 @@ class Window:
         # Neighbouring slots are a view of the slab. On a GPU, one more product costs more than reading less saves.
         other = [a != b and not has_gpu() for a, b in pairwise(reaches)]
         cuts = [i for i in range(1, self.B) if self.slots[i] - self.slots[i - 1] > 1 or other[i - 1]]
-        return [Look(i, j, T := max(reaches[i:j]), mask[i:j, ..., :T]) for i, j in pairwise([0, *cuts, self.B])]
+        looks = []
+        for i, j in pairwise([0, *cuts, self.B]):
+            T = max(ends[i:j])
+            looks.append(Look(start=i, stop=j, T=T, mask=mask[i:j, ..., :T]))
+        return looks
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B, Hkv, L, Dh).
