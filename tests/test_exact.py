@@ -177,7 +177,14 @@ def plant(monkeypatch, bug: str) -> None:
 
         monkeypatch.setattr(kv.Window, "write", misplaced)
     elif bug == "a chunk reads no further than itself":
-        monkeypatch.setattr(kv.Slab, "reach", lambda self, rows, decoding: 32)
+
+        def near(self, *form):
+            return [
+                look._replace(T=min(look.T, self.L), mask=look.mask[..., : self.L]) if self.L > 1 else look
+                for look in looks(self, *form)
+            ]
+
+        monkeypatch.setattr(kv.Window, "looks", near)
     elif bug == "a prefix is matched one token too long":
         common = Prefixes._common
         monkeypatch.setattr(
