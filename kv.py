@@ -102,8 +102,8 @@ class Window:
     models whose positions depend on how long a sequence is (`Rope.length`). (These are Python ints, because `+=` on an
     `mx.array` changes it for every other holder of the array, too.)
 
-    `looks` says how far they read. Neighbours whose lengths fall into the same bucket read as far as the longest of them,
-    and share one product. If all sequences did, the short ones would wait for the longest. How far a sequence reads
+    `looks` says how far they read. Neighbours whose lengths fall into the same bucket share one product, and read as far
+    as the longest of them. If all sequences did, the short ones would wait for the longest. How far a sequence reads
     does not show in its numbers. Rows that it must not see have the weight 0, and adding 0 changes no sum.
     """
 

@@ -311,8 +311,7 @@ class Runner:
         )
 
     def _forward(self, order: Order) -> tuple[list[mx.array], list[Piece]]:
-        """Run the passes of a step. Returns the states, (n, D), of all tokens that are to be followed by one: theirs
-        are the pieces beside them."""
+        """Run the passes of a step. Returns the states, (n, D), from which tokens are to be sampled, and their pieces."""
         states: list[mx.array] = []
         asking: list[Piece] = []
         for groups in self._passes(order):
@@ -323,7 +322,7 @@ class Runner:
             # Where no token is asked for, we start what has been written: the rest of the last layer is never run.
             self._start(*(found if any(asked) else self.slab.written()))
             for group, x in zip(compress(groups, asked), found, strict=False):
-                last = len(group[0].ids)  # of a chunk, only the last token before the padding is followed by one
+                last = len(group[0].ids)  # of a chunk, a token is sampled from the last state before the padding
                 states.append(x[last - 1 : last] if last else x)
                 asking += group
         return states, asking

@@ -74,7 +74,8 @@ def load(name: str = "", say: Callable[[str], None] = lambda line: None) -> tupl
     if not is_form(library, form) or not is_right(library, count):
         Path(library._name).unlink(missing_ok=True)
         raise Unbuilt(f"what {' '.join(find_compiler())} makes of rows.c does not multiply right")
-    return library, f"{form}, {library.rows_start(count)} threads"
+    started = library.rows_start(count)
+    return library, f"{form}, {started} thread{'s' * (started > 1)}"
 
 
 def forms_here() -> list[str]:

@@ -498,7 +498,7 @@ def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(mod
         (broken / name).write_text("#!/bin/sh\nexit 1\n")
         (broken / name).chmod(0o755)
     empty = {"XDG_CACHE_HOME": str(tmp_path / "cache")}  # here our own product is not kept yet
-    environments = [{"PATH": "/nowhere"}, {"PATH": str(broken)}, {"TMPDIR": "/proc"}, {"HOME": "/nowhere"}]
+    environments = [{"PATH": "/nowhere"}, {"PATH": str(broken)}, {"TMPDIR": "/proc"}, {"HOME": "/proc/nowhere"}]
     environments += [environment | empty for environment in environments]
     for environment in environments:
         done = run(*arguments, **environment)
