@@ -102,9 +102,9 @@ class Window:
     models whose positions depend on how long a sequence is (`Rope.length`). (These are Python ints, because `+=` on an
     `mx.array` changes it for every other holder of the array, too.)
 
-    `looks` says how far they read. Neighbours whose lengths fall into the same bucket share one product, and read as far
-    as the longest of them. If all sequences did, the short ones would wait for the longest. How far a sequence reads
-    does not show in its numbers. Rows that it must not see have the weight 0, and adding 0 changes no sum.
+    `looks` says how far they read. Neighbours whose lengths fall into the same bucket share one product, and read as
+    far as the longest of them. If all sequences did, the short ones would wait for the longest. How far a sequence
+    reads does not show in its numbers. Rows that it must not see have the weight 0, and adding 0 changes no sum.
     """
 
     def __init__(self, slab: Slab, slots: list[int], starts: list[int], L: int, lengths: list[int]):

@@ -311,7 +311,7 @@ class Runner:
         )
 
     def _forward(self, order: Order) -> tuple[list[mx.array], list[Piece]]:
-        """Run the passes of a step. Returns the states, (n, D), from which tokens are to be sampled, and their pieces."""
+        """Run the passes of a step. Returns the states (n, D) from which tokens are to be sampled, and their pieces."""
         states: list[mx.array] = []
         asking: list[Piece] = []
         for groups in self._passes(order):
