@@ -336,7 +336,7 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
 enum {
   OWNER_SLEEPS = 1 << 20, /* added to `unfinished`, which is smaller */
   SPIN_NS = 50000,
-  ALONE = 40000, /* multiplications: a product with fewer is done before a helper would be here */
+  ALONE = 150000, /* multiplications: a product with fewer is done before a helper would be here */
   SHARE = 20000, /* multiplications that a share has at least */
   HEIGHT_OF_SHARE = 12,
   WIDTH_OF_SHARE = 16, /* numbers: 64 bytes, so that no two shares write to one line of the cache */

@@ -91,7 +91,7 @@ static void *student(void *seed) {
   for (int i = 0; i < 60; i++)
     for (int turned = 0; turned < 2; turned++) {
       draw_and_examine(&state, 40, 70, 150, turned);
-      draw_and_examine(&state, 9, 900, 90, turned); /* computed in shares */
+      draw_and_examine(&state, 9, 1500, 150, turned); /* computed in shares */
       examine(&state, 1 + i % 3, 5, 0, turned);     /* nothing is added up */
     }
   for (int M = 1; M <= 33; M += 8) examine(&state, M, 400, 288, 0);
