@@ -324,17 +324,17 @@ def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
 
 
 def test_a_busy_machine_is_quiet_again_afterwards():
+    before = children()  # the suite may have a child of its own, which may end meanwhile
     with bench.busy_cores():
-        others = children()
-        assert len(others) == bench.cores()
-    assert children() == []
+        assert len(children() - before) == bench.cores()
+    assert children() <= before
 
 
-def children() -> list[str]:
+def children() -> set[str]:
     path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     if not path.exists():
         pytest.skip("no /proc here")
-    return path.read_text().split()
+    return set(path.read_text().split())
 
 
 def test_planning_is_measured_without_a_model():
