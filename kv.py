@@ -117,16 +117,13 @@ class Window:
         self.B = len(slots)
         self.first = mx.array(starts)  # (B,)
         self.positions = self.first[:, None] + mx.arange(L) if L > 1 else self.first[:, None]  # (B, L)
-        # The row of every number that `write` writes. Made here, it serves all layers.
-        self._is_all = slots == list(range(slab.slots))
-        if self._is_all:  # the row in its head
-            self._row = mx.broadcast_to(self.first[:, None, None, None], (self.B, slab.Hkv, 1, slab.Dh))
-        else:  # the row in the whole slab
-            rows = []
-            for slot, start in zip(slots, starts, strict=True):
-                first = slot * slab.Hkv * slab.length + start
-                rows += [[first + head * slab.length] for head in range(slab.Hkv)]
-            self._row = mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
+        # The slab of a layer as one list of rows has all rows of a slot's first head, then those of its second, and so
+        # on. Here stands where in that list `write` puts the rows of decoding sequences, in every layer alike.
+        rows = []
+        for slot, start in zip(slots, starts, strict=True):
+            first = slot * slab.Hkv * slab.length + start
+            rows += [[first + head * slab.length] for head in range(slab.Hkv)]
+        self._row = mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))  # (B * Hkv, Dh)
 
     def looks(self, G: int, span: int | None = None, by_formula: bool = False) -> list[Look]:
         """How far the sequences read. `attention` folds G query heads into one product, so a mask is made for all G."""
@@ -168,10 +165,8 @@ class Window:
             if self.B == 1:  # a run of rows in one slot
                 slot, start = self.slots[0], self.starts[0]
                 slab[layer][slot : slot + 1, :, start : start + self.L] = new
-            elif self._is_all:  # one row in every slot
+            else:  # one row in each slot, and for each head
                 # This is one operation. A scatter by arrays of slots and rows would take ten nodes of the graph.
-                slab[layer] = mx.put_along_axis(slab[layer], self._row, new, axis=2)
-            else:  # one row in some slots: the same operation, on the slab as one list of rows
                 rows = mx.put_along_axis(slab[layer].flatten(0, 2), self._row, new.flatten(0, 2), axis=0)
                 slab[layer] = rows.reshape(slab[layer].shape)
 

@@ -539,11 +539,21 @@ class Engine:
         if plan:
             self._flights.append((plan, self.runner.run(order)))
             self._unstarted = None
-        if commits := bool(self._flights) and (not plan or len(self._flights) > self.run_ahead):
+        in_flight = 1 if plan and self._runs_ahead(plan) else 0  # how many steps need not be read yet
+        commits = len(self._flights) > in_flight
+        while len(self._flights) > in_flight:
             self._commit(*self._flights[0])
             if self._flights:  # the engine may have been closed meanwhile, by a listener
                 self._flights.popleft()
         return bool(plan or commits)
+
+    def _runs_ahead(self, plan: Plan) -> bool:
+        """Is the next step started before this one is read?
+
+        On a CPU, not if somebody waits for a first token. MLX's queue is short there: to start the next step takes
+        nearly as long as the step itself, and the token would come only then.
+        """
+        return self.run_ahead and (device.has_gpu() or not any(chunk.emits for chunk in plan.chunks))
 
     def _plan(self) -> tuple[Plan | None, Order | None]:
         """What the scheduler decides, and the same as an order: in plain numbers, for the device."""

@@ -82,6 +82,26 @@ def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
     return powers / mx.sum(powers, axis=-1, keepdims=True)
 
 
+DOWN, ACROSS = 8, 16  # a block of `argmax`
+
+
+def argmax(x: mx.array) -> tuple[mx.array, mx.array]:  # (n, V) -> the largest of each row (n,), and its place (n,)
+    """The first of the largest numbers.
+
+    The tuned form looks for the first of the best blocks, and then within that block. On a CPU, MLX takes a third of
+    the time for the largest number of each column than for those of rows, so a block is a small matrix.
+    """
+    n, V = x.shape
+    if device.has_gpu() or V % (ACROSS * DOWN):
+        place = mx.argmax(x, axis=-1)
+        return mx.take_along_axis(x, place[:, None], axis=-1)[:, 0], place
+    blocks = x.reshape(n, -1, DOWN, ACROSS)
+    best = blocks.max(axis=2).max(axis=2)  # (n, blocks)
+    block = mx.argmax(best, axis=-1)[:, None]
+    within = mx.take_along_axis(blocks.flatten(2), block[:, :, None], axis=1)[:, 0]  # (n, DOWN * ACROSS)
+    return best.max(axis=-1), block[:, 0] * (DOWN * ACROSS) + mx.argmax(within, axis=-1)
+
+
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
     """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by its position.
 

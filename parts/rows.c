@@ -57,7 +57,7 @@
    they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins what was loaded in a register; without it
    GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, into four numbers. */
 
-enum { COLS = 4, WIDEST = 8 };
+enum { COLS = 4, WIDEST = 8, LINE = 16 }; /* LINE: numbers in a line of the cache */
 
 #if defined(__AVX512F__)
 
@@ -248,8 +248,21 @@ static void turned_number(const Product *p, long m, long j) {
 
    A tile's loops are unrolled into registers if their bounds are constants. So there is a function for each height. */
 
-INLINE void stored_strip(const Product *p, long m, long j, long to, const int rows, const int is_first) {
-  for (; j + COLS <= to; j += COLS) stored_tile(p, m, j, rows, COLS, is_first);
+typedef struct { /* weights that are used next: each tile brings some of them into the L2 cache */
+  const float *at;
+  long each; /* how many numbers a tile fetches */
+} Ahead;
+
+INLINE void fetch(Ahead *ahead) {
+  const float *stop = ahead->at + ahead->each;
+  for (; ahead->at < stop; ahead->at += LINE) __builtin_prefetch(ahead->at, 0, 2);
+}
+
+INLINE void stored_strip(const Product *p, long m, long j, long to, Ahead *ahead, const int rows, const int is_first) {
+  for (; j + COLS <= to; j += COLS) {
+    fetch(ahead);
+    stored_tile(p, m, j, rows, COLS, is_first);
+  }
   for (; j < to; j++) stored_tile(p, m, j, rows, 1, 0);
 }
 
@@ -263,12 +276,18 @@ INLINE long turned_tile_of(const Product *p, long m, long j, long cols, const in
   return turned_tile(p, m, j, rows, 1);
 }
 
-typedef void Strip(const Product *p, long m, long j, long to);
+typedef void Strip(const Product *p, long m, long j, long to, Ahead *ahead);
 typedef long Tile(const Product *p, long m, long j, long cols);
-#define HEIGHT(rows)                                                                                                    \
-  static NOINLINE void first##rows(const Product *p, long m, long j, long to) { stored_strip(p, m, j, to, rows, 1); }   \
-  static NOINLINE void stored##rows(const Product *p, long m, long j, long to) { stored_strip(p, m, j, to, rows, 0); }  \
-  static NOINLINE long turned##rows(const Product *p, long m, long j, long cols) { return turned_tile_of(p, m, j, cols, rows); }
+#define HEIGHT(rows)                                                                   \
+  static NOINLINE void first##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
+    stored_strip(p, m, j, to, ahead, rows, 1);                                         \
+  }                                                                                    \
+  static NOINLINE void stored##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
+    stored_strip(p, m, j, to, ahead, rows, 0);                                         \
+  }                                                                                    \
+  static NOINLINE long turned##rows(const Product *p, long m, long j, long cols) {     \
+    return turned_tile_of(p, m, j, cols, rows);                                        \
+  }
 
 HEIGHT(1) HEIGHT(2) HEIGHT(3)
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -294,11 +313,17 @@ static long next_height(long left) {
   return (left + strips - 1) / strips;
 }
 
-/* W as stored, a block of rows m0..m1 and columns j0..j1. The first strip brings W's part into the cache. */
+/* W as stored, a block of rows m0..m1 and columns j0..j1. The first strip brings W's part into the L1 cache. If several
+   strips follow, there is time to fetch the next block's part meanwhile, a few lines with each tile. */
 static void stored_block(const Product *p, long m0, long m1, long j0, long j1) {
+  long strips = (m1 - m0 + ROWS - 1) / ROWS;
+  long tiles = strips * ((j1 - j0) / COLS);
+  Ahead ahead = {.at = p->w + j1 * p->ldw};
+  if (strips >= 4 && tiles) ahead.each = (j1 - j0) * p->ldw / tiles;
+
   for (long m = m0, rows; m < m1; m += rows) {
     rows = next_height(m1 - m);
-    (m == m0 ? first_strips : stored_strips)[rows](p, m, j0, j1);
+    (m == m0 ? first_strips : stored_strips)[rows](p, m, j0, j1, &ahead);
   }
 }
 
@@ -339,7 +364,8 @@ enum {
   ALONE = 150000, /* multiplications: a product with fewer is done before a helper would be here */
   SHARE = 20000, /* multiplications that a share has at least */
   HEIGHT_OF_SHARE = 12,
-  WIDTH_OF_SHARE = 16, /* numbers: 64 bytes, so that no two shares write to one line of the cache */
+  WIDTH_OF_SHARE = LINE, /* no two shares write to one line of the cache */
+  MANY = 64, /* rows: then a share takes long, so there are twice as many, and nobody waits long for the last */
 };
 
 static struct {
@@ -416,7 +442,8 @@ static void run(const Product *p) {
   }
   int by_rows = p->N < WIDTH_OF_SHARE * threads || (p->is_turned && p->M >= HEIGHT_OF_SHARE * threads);
   long units = by_rows ? (p->M + HEIGHT_OF_SHARE - 1) / HEIGHT_OF_SHARE : (p->N + WIDTH_OF_SHARE - 1) / WIDTH_OF_SHARE;
-  long shares = at_most(at_most(8 * threads, units), (long)(work / SHARE));
+  long each = p->M < MANY ? 8 : 16; /* shares for each thread */
+  long shares = at_most(at_most(each * threads, units), (long)(work / SHARE));
   share_out(p, (int)shares, by_rows);
   pthread_mutex_unlock(&pool.owner);
 }

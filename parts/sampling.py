@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 from parts.checks import real, shown, whole
 from parts.device import mx
+from parts.ops import argmax
 
 PENALTY_CONTEXT = 20  # repetition_penalty looks at this many of the last tokens, whether of the prompt or of the answer
 SHORT_LIST = 64  # for a top_k up to this, so many tokens are sorted
@@ -188,8 +189,7 @@ def choose(logits: mx.array, picks: Sequence[Pick], memory: Memory) -> tuple[mx.
         members = [picks[place] for place in places]
         own = logits if len(places) == len(picks) else logits[mx.array(places)]
         if group == "greedy":
-            chosen = mx.argmax(own, axis=-1)
-            best = take(own, chosen[:, None])[:, 0]
+            best, chosen = argmax(own)
         else:
             x = edit(own.astype(mx.float32), members, memory)  # (n, V)
             best, spread = Spread.of(x)

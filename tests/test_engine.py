@@ -227,6 +227,19 @@ def test_an_engine_serves_once_at_a_time(engine):
         pass
 
 
+def test_on_a_cpu_a_first_token_does_not_wait_for_the_next_step(parts):
+    """To start the next step takes nearly as long as that step there, so the token is read before."""
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        running = engine.submit([1] * 8, Sampling(max_tokens=40, ignore_eos=True))
+        engine.step()
+        assert len(running.tokens) == 1
+        engine.step()
+        assert len(running.tokens) == 1  # the second one is read when the third has been started
+        late = engine.submit([2] * 8, FEW)
+        engine.step()
+        assert (len(running.tokens), len(late.tokens)) == (3, 1)
+
+
 # --- cancelling, failing, closing --------------------------------------------------------------------------------
 
 

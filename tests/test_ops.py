@@ -56,6 +56,31 @@ def test_gelu_is_its_formula_from_far_below_zero_to_far_above():
     assert ops.gelu(half).dtype == mx.float16 and np.abs(wide(ops.gelu(half)) - wanted[::100]).max() < 0.02
 
 
+@pytest.mark.parametrize("V", [100, 128, 384, 32_000])  # 100 has no whole blocks
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_argmax_is_the_first_of_the_largest_wherever_it_stands(V, dtype):
+    random = np.random.default_rng(V)
+    x = random.integers(-5, 5, (400, V)).astype(np.float32)  # full of ties, within a block and among blocks
+    x[:100, :] = random.standard_normal((100, V))
+    x[100] = -np.inf
+    x[101] = 3.0
+    for row, place in enumerate(random.integers(0, V, 50)):
+        x[200 + row, place] = 7.0  # alone, at any place
+    best, place = ops.argmax(mx.array(x).astype(dtype))
+    x = wide(mx.array(x).astype(dtype))
+    assert place.tolist() == x.argmax(axis=-1).tolist()
+    assert np.array_equal(wide(best), x.max(axis=-1))
+
+
+@pytest.mark.parametrize("place", [0, 5, 130, 255])
+def test_a_number_that_is_none_shows_in_what_argmax_calls_the_largest(place):
+    """NaN passes a comparison in silence. A row that holds one must not yield a token."""
+    x = normal(3, 256)
+    x[1, place] = np.nan
+    best, _ = ops.argmax(mx.array(x))
+    assert np.isfinite(wide(best)).tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("L", [1, 5])
 def test_a_window_hides_the_rows_before_it_and_no_other(L):
     """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot hides nothing."""
