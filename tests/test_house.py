@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "parts/load": "parts/checkpoint parts/weights parts/fields parts/ops parts/ranks parts/device kv",
     "parts/text": "parts/device parts/fields parts/template",
     "parts/template": "",
-    "parts/sampling": "parts/device parts/checkpoint",
+    "parts/sampling": "parts/device parts/ops",
     "parts/ops": "parts/device parts/checkpoint",
     "parts/ranks": "parts/device parts/checkpoint parts/fields parts/answers",
     "parts/meet": "parts/ranks parts/device parts/fields parts/program",
