@@ -48,15 +48,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kv import Slab, Window
-from parts import answers, device, models
+from parts import answers, device
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
-from parts.checkpoint import Config
 from parts.device import device_lock, device_stream, mx
-from parts.fields import ModelError
-from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, is_exact, slab_shape
+from parts.files import ModelError
 from parts.loop import Loop
 from parts.meet import join
-from parts.ops import capped, rms_norm, softmax, turning
+from parts.model import find as models
+from parts.model.config import Config
+from parts.model.fit import Sizes, far_position, fit_all, is_exact, slab_shape
+from parts.model.layers import Layer, Model
+from parts.model.load import ModelReader
+from parts.model.ops import capped, rms_norm, softmax
+from parts.model.rope import turning
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
 from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
@@ -93,7 +97,7 @@ def forward(
 
     Some families have norms behind a branch (`attn_after`), before it, or both; where there is none stands None. What
     else a family changes is data, too: how positions turn and how far attention looks back in a layer (`kinds`), and
-    what the MLP is made of (`Mlp` in `parts/ops.py`).
+    what the MLP is made of (`Mlp` in `parts/model/layers.py`).
     """
     c = model.config
     sizes = [array.size for array in ids]  # N is their sum

@@ -12,7 +12,7 @@ import ask
 import bench
 import serve
 import tui
-from parts.checkpoint import FAMILIES
+from parts.model.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
