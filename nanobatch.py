@@ -1,37 +1,22 @@
-"""A serving engine for Llama models: the forward pass, the runner that turns an order into tokens, and the engine.
+"""Chapter 5: the engine. An order becomes tokens (`Runner`), and the wheel turns (`Engine`): plan -> run -> commit.
 
-The problem. A language model answers one token at a time, and for each token the machine reads every weight it has.
-That reading takes most of the time, and it costs almost the same for eight sequences as for one. So an engine that
-serves many people wants many sequences in every step: that is batching. This file holds the step.
+The problem. Requests come at any moment, and each is at another place of its answer. The chapters before have the
+parts: a forward pass that takes them all (`llama.py`), a slab that holds their keys and values (`kv.py`), a scheduler
+that decides what runs next (`sched.py`), and a sampler for each of them (`sampling.py`). Here they are tied together:
 
-    prompt -> submit -> plan (sched.py) -> order -> Runner: forward over the slab (kv.py), sample -> commit -> text
-              any thread |___________________ one thread at a time ___________________________|      any thread
+    prompt -> submit -> plan (sched.py) -> order -> Runner: forward over the slab, sample -> commit -> text
+              any thread |___________________ one thread at a time ______________________|      any thread
 
-Read it in this order: `forward` below (one page, everything a Llama does), then `kv.py` (where keys and values live),
-`sched.py` (what runs next), and back here for `Runner` and for `Engine.step`, which ties them together: plan -> run ->
-commit. What all of this leans on lies in `parts/`, and can wait: the operations (`ops.py`), how a token is chosen
-(`sampling.py`), tokens to text (`text.py`), handles and snapshots (`answers.py`), the thread that steps (`loop.py`).
+One turn of the wheel is `Engine.step`. A plan names requests; an order names slots and numbers, and is all that the
+device half needs to know.
 
-The glossary, used everywhere in this project:
-
-    N    tokens in one forward pass                   D    model width
-    B    sequences in one window of it                H    query heads
-    L    new tokens of each sequence                  Hkv  key and value heads; G = H / Hkv queries share one
-    S    length of a slot of the slab                 Dh   size of one head
-    T    how far attention reads (`reach`)            C    width of a prefill chunk
-    V    vocabulary
-
-    slot     a sequence's place in the slab: S rows
-    row      a place in a slot, for one token's key and value
-    window   the rows of the slab that a chunk, or all decoding sequences, write and read in a forward pass
-    prefill  the prompt goes into the slot, in chunks
-    decode   one new token for a sequence
     ghost    a sequence that runs in a step although its request has ended: the step was planned before the end was seen
 
 The invariant: a request's answer depends on its prompt, its `Sampling` and the model alone: not on its neighbours, not
 on its slot, and not on the moment when it came. (A request that draws its tokens at random needs a seed for that.)
-Where `engine.exact` is True, that holds for every bit of the logits. The proof is one sentence, in `parts/rows.c`:
-every number of a matrix product is one sum, taken in one order.
+
+Where next: what all of this leans on lies in `parts/`, and can wait. Handles and snapshots and the thread that steps,
+how a folder becomes a model, how tokens become text.
 """
 
 from __future__ import annotations
@@ -43,11 +28,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, chain, compress, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kv import Slab, Window
+from llama import forward
 from parts import answers, device
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
 from parts.device import device_lock, device_stream, mx
@@ -55,123 +41,14 @@ from parts.files import ModelError
 from parts.loop import Loop
 from parts.meet import join
 from parts.model import find as models
-from parts.model.config import Config
 from parts.model.fit import Sizes, far_position, fit_all, is_exact, slab_shape
-from parts.model.layers import Layer, Model
+from parts.model.layers import Model
 from parts.model.load import ModelReader
-from parts.model.ops import capped, rms_norm, softmax
-from parts.model.rope import turning
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
 from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
 
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot"]
-
-
-# --- the forward pass --------------------------------------------------------------------------------------------
-
-
-def forward(
-    model: Model, ids: Sequence[mx.array], windows: Sequence[Window], asked: Sequence[bool] = ()
-) -> list[mx.array]:  # for each window its token ids -> for each that is asked its hidden states (tokens, D)
-    """Everything a Llama does, for the chunks of prompts and the decoding sequences that share this pass.
-
-    Each chunk has a window of its own (B = 1, L = C), and all decoding sequences share one (L = 1). The tokens of all
-    windows lie side by side, N in all. Norms, projections and the MLP treat each token by itself, so each weight is
-    read once for all of them. Only attention needs to know which sequence a token belongs to.
-
-    Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Runner.run` starts the whole of it. MLX
-    computes only what is evaluated. A chunk that does not end its prompt (`asked` is False) contributes only keys and
-    values in the last layer.
-
-    A layer with small numbers. Two sequences decode (B = 2, L = 1, N = 2); D = 8, H = 4 heads of Dh = 2, Hkv = 2 of
-    them have keys and values, and attention looks back on T = 6 rows of the slab:
-
-        x (2,8) - norm - qkv (2,16) -+- q (2,4,1,2) - turn - folded (2,2,2,2) -+- scores (2,2,2,6) - softmax -+
-            |                        +- k (2,2,1,2) - turn - slab - keys (2,2,6,2)                            |
-            |                        +- v (2,2,1,2) -------- slab - values (2,2,6,2) -------------------------+
-            + <--------------------------------- o (2,8) <- heads side by side (2,8) <- sums of values -------+
-            |
-            +- norm - gate, up (2,hidden) each - silu(gate) * up - down (2,8)
-            + <-------------------------------------------------------+
-
-    Some families have norms behind a branch (`attn_after`), before it, or both; where there is none stands None. What
-    else a family changes is data, too: how positions turn and how far attention looks back in a layer (`kinds`), and
-    what the MLP is made of (`Mlp` in `parts/model/layers.py`).
-    """
-    c = model.config
-    sizes = [array.size for array in ids]  # N is their sum
-    turns = [[turning(kind, window) for window in windows] for kind in model.kinds]
-    looks = [[window.looks(c.H // c.Hkv, kind.span, bool(c.cap)) for window in windows] for kind in model.kinds]
-    x = model.table.rows(mx.concatenate(ids))  # (N, D)
-    for index, layer in enumerate(model.layers):
-        # Attention: each token's query is compared with the keys of all tokens up to itself; the result weights their
-        # values.
-        qkv = layer.qkv(rms_norm(x, layer.attn_norm, c.norm_eps))  # (N, (H + 2 Hkv) * Dh)
-        queries, seen = [], looks[layer.kind]
-        for own, window, turn in zip(cut(qkv, sizes), windows, turns[layer.kind], strict=True):
-            q, k, v = heads(c, layer, own, window, turn)  # (B, H, L, Dh), twice (B, Hkv, L, Dh)
-            window.write(index, k, v)  # all windows write before the first one reads
-            queries.append(q)
-        if index == c.layers - 1 and any(asked) and not all(asked):
-            x = mx.concatenate(list(compress(cut(x, sizes), asked)))
-            sizes, queries, windows, seen = (list(compress(each, asked)) for each in (sizes, queries, windows, seen))
-        sums = [
-            attention(part, *window.read(index, look), look.mask, c.cap)
-            for q, window, own in zip(queries, windows, seen, strict=True)
-            for part, look in zip(cut(q, [look.stop - look.start for look in own]), own, strict=True)
-        ]
-        sums = mx.concatenate(sums)  # (N, H * Dh): heads side by side
-        x = x + rms_norm(model.ranks.sum(layer.o(sums)), layer.attn_after, c.norm_eps)  # (N, D)
-        # The MLP: each token by itself.
-        branch = layer.mlp(rms_norm(x, layer.mlp_norm, c.norm_eps))
-        x = x + rms_norm(model.ranks.sum(branch), layer.mlp_after, c.norm_eps)
-    return cut(rms_norm(x, model.norm, c.norm_eps), sizes)
-
-
-def cut(x: mx.array, sizes: Sequence[int]) -> list[mx.array]:  # (N, ...) -> (size, ...) each
-    return mx.split(x, list(accumulate(sizes))[:-1]) if len(sizes) > 1 else [x]
-
-
-def heads(
-    c: Config, layer: Layer, qkv: mx.array, window: Window, turn: Callable[[mx.array], mx.array]
-) -> tuple[mx.array, mx.array, mx.array]:  # (B * L, (H + 2 Hkv) * Dh) -> (B, H, L, Dh), twice (B, Hkv, L, Dh)
-    """A window's queries, keys and values, head by head, queries and keys turned by their positions."""
-    if c.qk_norm == "width":
-        q, k, v = mx.split(qkv, [c.H * c.Dh, (c.H + c.Hkv) * c.Dh], axis=-1)
-        qkv = mx.concatenate([rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps), v], axis=-1)
-    qkv = qkv.reshape(window.B, window.L, c.H + 2 * c.Hkv, c.Dh).transpose(0, 2, 1, 3)  # (B, H + 2 Hkv, L, Dh)
-    qk, v = mx.split(qkv, [c.H + c.Hkv], axis=1)
-    if c.qk_norm == "head":
-        q, k = mx.split(qk, [c.H], axis=1)
-        q, k = rms_norm(q, layer.q_norm, c.norm_eps), rms_norm(k, layer.k_norm, c.norm_eps)
-        qk = mx.concatenate([q, k], axis=1)
-    q, k = mx.split(turn(qk), [c.H], axis=1)  # q and k turn alike: one operation for both
-    return q, k, v
-
-
-def attention(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, cap: float | None = None) -> mx.array:
-    """softmax(q k^T + mask) v     q (B, H, L, Dh), k and v (B, Hkv, T, Dh) -> (B * L, H * Dh)
-
-    Where is the 1 / sqrt(Dh) of the papers? Half of it is in q and half in k, since `rope_angles` makes them shorter
-    while it turns them. There it costs nothing.
-
-    G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the rows of one matrix
-    product, and each key is read once for all of them.
-
-    On a GPU, one kernel does all of this and keeps no scores; it divides by sqrt(Dh) and shares the keys itself. It
-    knows no cap of the scores, which Gemma 2 has.
-    """
-    B, H, L, Dh = q.shape
-    if device.has_gpu() and not cap:
-        sums = mx.fast.scaled_dot_product_attention(q, k, v, scale=Dh**-0.5, mask=mask)
-        return sums.transpose(0, 2, 1, 3).reshape(B * L, H * Dh)
-    folded = q.reshape(B, k.shape[1], -1, Dh)  # (B, Hkv, G * L, Dh)
-    scores = folded @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
-    if cap:
-        scores = capped(scores * Dh**-0.5 if device.has_gpu() else scores, cap)
-    weights = softmax(scores + mask).astype(v.dtype)
-    return (weights @ v).reshape(B, H, L, Dh).transpose(0, 2, 1, 3).reshape(B * L, H * Dh)
 
 
 # --- the runner: an order becomes tokens ---------------------------------------------------------------------------
@@ -181,48 +58,51 @@ PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 
 
 class Piece(NamedTuple):
-    """What one slot does in a step: a chunk of its prompt goes in, or its newest token does."""
+    """A chunk of a prompt that goes into a slot."""
 
     slot: int
-    ids: tuple[int, ...]  # the chunk's tokens; empty for the newest token, which may be known to the device alone
-    start: int  # the row of the first of them
-    length: int  # of its prompt, for models whose positions depend on it
+    ids: tuple[int, ...]
+    start: int  # the row of its first token
     source: int | None  # rows 0..start are copied from this slot before
-    asked: bool  # a token is sampled from the last of them
+    asked: bool  # it ends its prompt: a token is sampled from its last one
 
 
 class Order(NamedTuple):
     """What the device does in one step: numbers and sampling settings, no requests.
 
-    Together with the slab and each slot's newest token, it decides the result. So other ranks can run it, too, and the
-    same orders give the same bits.
+    Together with the slab and each slot's newest token, an order decides the result. So other ranks can run it, too,
+    and the same orders give the same bits.
     """
 
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
     chunks: tuple[Piece, ...]
-    newest: tuple[Piece, ...]  # one token for each slot that decodes
+    decodes: tuple[tuple[int, int], ...]  # (slot, row): the slot's newest token goes into this row
     picks: Mapping[int, Pick]  # by slot: how its token is chosen
 
     def pack(self) -> list[int]:
         """All but the picks as whole numbers, for the ranks that follow: they choose no token."""
-        numbers = [len(self.scrubs), len(self.chunks), len(self.newest), *chain(*self.scrubs)]
-        for piece in (*self.chunks, *self.newest):
+        numbers = [len(self.scrubs), len(self.chunks), len(self.decodes)]
+        numbers += chain(*self.scrubs)
+        for piece in self.chunks:
             source = -1 if piece.source is None else piece.source
-            numbers += [piece.slot, piece.start, piece.length, source, piece.asked, len(piece.ids), *piece.ids]
+            numbers += [piece.slot, piece.start, source, piece.asked, len(piece.ids), *piece.ids]
+        numbers += chain(*self.decodes)
         return numbers
 
     @staticmethod
     def unpack(numbers: Sequence[int]) -> Order:
         rest = iter(numbers)
-        take = lambda count: tuple(islice(rest, count))  # noqa: E731
 
-        def piece() -> Piece:
-            slot, start, length, source, asked, count = take(6)
-            return Piece(slot, take(count), start, length, None if source < 0 else source, bool(asked))
+        def some(count: int) -> tuple[int, ...]:
+            return tuple(islice(rest, count))
 
-        scrubs, chunks, newest = take(3)
-        scrubbed = tuple(take(3) for _ in range(scrubs))
-        return Order(scrubbed, tuple(piece() for _ in range(chunks)), tuple(piece() for _ in range(newest)), {})
+        scrubs, chunks, decodes = some(3)
+        scrubbed = tuple(some(3) for _ in range(scrubs))
+        pieces = []
+        for _ in range(chunks):
+            slot, start, source, asked, count = some(5)
+            pieces.append(Piece(slot, some(count), start, None if source < 0 else source, bool(asked)))
+        return Order(scrubbed, tuple(pieces), tuple(some(2) for _ in range(decodes)), {})
 
     @staticmethod
     def most_numbers(sizes: Sizes) -> int:
@@ -231,23 +111,41 @@ class Order(NamedTuple):
         A slot has one chunk in a step, so no budget fills more than a chunk for each slot.
         """
         tokens = min(sizes.slots * sizes.chunk, max(sizes.budget, sizes.chunk))
-        return 3 + sizes.slots * (3 + 6) + tokens
+        return 3 + sizes.slots * (3 + 5) + tokens
 
     @staticmethod
     def of(plan: Plan, handles: Mapping[int, Handle]) -> Order:
         """A plan without its requests."""
-        chunks, newest, picks = [], [], {}
-        for c in plan.chunks:
-            ids = c.request.prompt[c.start : c.stop]
-            chunks.append(Piece(c.slot, ids, c.start, len(c.request.prompt), c.source, c.emits))
-        for d in plan.decodes:
-            newest.append(Piece(d.slot, (), d.position, len(d.request.prompt), None, True))
+        chunks = []
+        for chunk in plan.chunks:
+            ids = chunk.request.prompt[chunk.start : chunk.stop]
+            chunks.append(Piece(chunk.slot, ids, chunk.start, chunk.source, chunk.emits))
+        decodes = sorted((decode.slot, decode.position) for decode in plan.decodes)  # neighbouring slots are one view
+        picks = {}
         for member in plan.emitters:
             request, handle = member.request, handles[member.request.id]
             index = request.planned - 1  # the token that has just been planned
-            recent = request.prompt[-PENALTY_CONTEXT:] if index == 0 and handle.sampling.repetition_penalty != 1 else ()
+            recent = ()
+            if index == 0 and handle.sampling.repetition_penalty != 1:
+                recent = request.prompt[-PENALTY_CONTEXT:]
             picks[member.slot] = Pick(member.slot, handle.sampling, handle.seed, index, recent)
-        return Order(plan.scrubs, tuple(chunks), tuple(newest), picks)
+        return Order(plan.scrubs, tuple(chunks), tuple(decodes), picks)
+
+    def passes(self) -> list[tuple[list[Piece], tuple[tuple[int, int], ...]]]:
+        """The chunks and the decoding sequences of each forward pass: in nearly all steps there is one pass.
+
+        So each weight is read once a step. Only a chunk that copies rows which the pass is to write starts a new pass.
+        """
+        chunks: list[list[Piece]] = [[]]
+        written: set[int] = set()  # the slots that this pass writes
+        for piece in self.chunks:
+            if piece.source in written:
+                chunks.append([])
+                written = set()
+            chunks[-1].append(piece)
+            written.add(piece.slot)
+        *first, last = chunks
+        return [*((pieces, ()) for pieces in first), (last, self.decodes)]
 
 
 class Flight(NamedTuple):
@@ -274,7 +172,9 @@ class Runner:
     """
 
     def __init__(self, model: Model, sizes: Sizes, clock: Callable[[], float] = time.perf_counter):
-        self.model, self.ranks, self.clock = model, model.ranks, clock
+        self.model = model.for_slots_of(sizes.max_len)
+        self.ranks = model.ranks
+        self.clock = clock
         self._device_s = 0.0  # of the step that is being started: its flight's figures so far
         self._wait_s = 0.0
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
@@ -298,8 +198,8 @@ class Runner:
             self._tell(order)
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
-        states, asking = self._forward(order)
-        emitted, logprobs = self._choose(states, asking, order.picks)
+        logits, slots = self._forward(order)
+        emitted, logprobs = self._choose(logits, slots, order.picks)
         emitted = self.ranks.first(emitted)
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
         self._enqueue(emitted, self._newest, self._memory.recent, logprobs)
@@ -314,34 +214,94 @@ class Runner:
             wait_s=self._wait_s,
         )
 
-    def _forward(self, order: Order) -> tuple[list[mx.array], list[Piece]]:
-        """Run the passes of a step. Returns the states (n, D) from which tokens are to be sampled, and their pieces."""
-        states: list[mx.array] = []
-        asking: list[Piece] = []
-        for groups in self._passes(order):
-            self._copy_prefix(groups[0][0])
-            parts = [self._window(group) for group in groups]
-            asked = [group[0].asked for group in groups]
-            found = forward(self.model, *zip(*parts, strict=True), asked)
-            # Where no token is asked for, we start what has been written: the rest of the last layer is never run.
-            self._start(*(found if any(asked) else self.slab.written()))
-            for group, x in zip(compress(groups, asked), found, strict=False):
-                last = len(group[0].ids)  # of a chunk, a token is sampled from the last state before the padding
-                states.append(x[last - 1 : last] if last else x)
-                asking += group
-        return states, asking
+    def _forward(self, order: Order) -> tuple[list[mx.array], list[int]]:  # (n, V) of each pass, and n slots in all
+        """Run the passes of a step. Returns the logits from which tokens are to be sampled, and whose they are."""
+        logits = []
+        slots = []
+        for chunks, decodes in order.passes():
+            for piece in chunks:
+                self._copy_prefix(piece)
+            ids: list[mx.array] = []
+            windows: list[Window] = []
+            asked: list[int] = []  # places among the tokens of this pass
+            count = 0  # its tokens so far
+            for piece in chunks:
+                padded = self._padded(piece)
+                ids.append(mx.array(padded))
+                windows.append(Window(self.slab, [piece.slot], [piece.start], len(padded)))
+                if piece.asked:
+                    asked.append(count + len(piece.ids) - 1)
+                    slots.append(piece.slot)
+                count += len(padded)
+            if decodes:
+                decoding = [slot for slot, _ in decodes]
+                ids.append(self._newest[mx.array(decoding)])  # these are on the device, and nothing has read them yet
+                windows.append(Window(self.slab, decoding, [row for _, row in decodes], 1))
+                asked += range(count, count + len(decodes))
+                slots += decoding
+            found = forward(self.model, mx.concatenate(ids), windows, asked)
+            if asked:
+                logits.append(found)
+                self._start(found)
+            else:  # no logits are computed: we start what has been written
+                self._start(*self.slab.written())
+        return logits, slots
+
+    def _padded(self, piece: Piece) -> list[int]:
+        """The token ids of a chunk. On a GPU some zeros follow, so that the widths are few.
+
+        A GPU prepares its kernels for each shape anew. The padding's keys land in rows that the sequence has yet to
+        reach and will write over.
+        """
+        width = len(piece.ids)
+        if device.has_gpu():
+            width = min(-(-width // PADDING) * PADDING, self.slab.length - piece.start)
+        return [*piece.ids, *[0] * (width - len(piece.ids))]
 
     def _choose(
-        self, states: Sequence[mx.array], asking: Sequence[Piece], picks: Mapping[int, Pick]
+        self, logits: Sequence[mx.array], slots: Sequence[int], picks: Mapping[int, Pick]
     ) -> tuple[mx.array, list[Logprobs]]:  # -> (slots,): the tokens, -1 where none is asked for; what was measured
-        """Choose a token for each piece. All of them go through the head together, so it is read once a step."""
+        """Choose a token for each of these slots. A rank that follows has no logits, and is told the tokens."""
         emitted = mx.full(self.slab.slots, -1, mx.int32)
-        if not asking or not self.model.head:
+        if not slots or self.ranks.rank:
             return emitted, []
-        logits = self.model.head(mx.concatenate(states))  # (pieces, V)
-        tokens, logprobs = choose(logits, [picks[piece.slot] for piece in asking], self._memory)
-        emitted[mx.array([piece.slot for piece in asking])] = tokens
+        tokens, logprobs = choose(mx.concatenate(logits), [picks[slot] for slot in slots], self._memory)
+        emitted[mx.array(slots)] = tokens
         return emitted, logprobs
+
+    def _copy_prefix(self, piece: Piece) -> None:
+        """Take over another slot's first rows, if this chunk goes on from there."""
+        if piece.source is None:
+            return
+        prefix = self.slab.prefix(piece.source, piece.start)
+        self._start(*prefix)
+        self.slab.fill(piece.slot, prefix)
+
+    def _start(self, *results: mx.array) -> None:
+        """Start a forward pass, as soon as the one before has read the last of the slab.
+
+        subtle: an array is written in place only if nothing else holds its memory. A running pass keeps a reference to
+        the slab until it has read it; writing then would copy the slab, layer by layer. So we wait for the pass before.
+        What remains to be done for it, the sampling, is time enough to get the next one going.
+        """
+        began = self.clock()
+        mx.eval(self._started)
+        self._started = ()  # these may be views of the slab: let go of it before it is to be written
+        self._wait_s += self.clock() - began
+        self._enqueue(*results)
+        self._started = results
+
+    def _enqueue(self, *results) -> None:
+        """Add the operations that lead to these results to MLX's queue, from which the device takes them.
+
+        On a CPU the queue holds about fifty operations, and adding to a full queue waits. So nearly all of the device's
+        work is done while Python stands here.
+        """
+        began = self.clock()
+        mx.async_eval(results)
+        self._device_s += self.clock() - began
+
+    # --- several processes
 
     def _tell(self, order: Order) -> None:
         """Send the order to the ranks that follow. If this step's sums are timed, the step before is ended first."""
@@ -363,79 +323,11 @@ class Runner:
         if self.ranks.rank:
             return  # it will be told to
         with device_lock, device_stream():
-            pick = {0: Pick(0, Sampling(), 0, 0)}
-            self.run(Order((), (Piece(0, (0,), 0, 1, None, True),), (), pick)).read()
-            self.run(Order((), (), (Piece(0, (), 1, 1, None, True),), pick)).read()
+            picks = {0: Pick(0, Sampling(), 0, 0)}
+            prompt = Piece(slot=0, ids=(0,), start=0, source=None, asked=True)
+            self.run(Order((), (prompt,), (), picks)).read()
+            self.run(Order((), (), ((0, 1),), picks)).read()
             self.reset()
-
-    def _passes(self, order: Order) -> list[list[Sequence[Piece]]]:
-        """The forward passes of a step. Each is a list of groups, and each group of pieces shares a window.
-
-        Chunks and decoding sequences share one pass, so each weight is read once a step. Only a chunk that copies
-        another slot's prefix starts a new pass, because an earlier chunk may still be writing those rows.
-        """
-        passes: list[list[Sequence[Piece]]] = []
-        for chunk in order.chunks:
-            if not passes or chunk.source is not None:
-                passes.append([])
-            passes[-1].append((chunk,))
-        if order.newest:
-            if not passes:
-                passes.append([])
-            passes[-1].append(sorted(order.newest, key=lambda piece: piece.slot))  # neighbouring slots are one view
-        return passes
-
-    def _copy_prefix(self, piece: Piece) -> None:
-        """Take over another slot's first rows, if this chunk goes on from there."""
-        if piece.source is None:
-            return
-        prefix = self.slab.prefix(piece.source, piece.start)
-        self._start(*prefix)
-        self.slab.fill(piece.slot, prefix)
-
-    def _window(self, group: Sequence[Piece]) -> tuple[mx.array, Window]:
-        """The token ids of a chunk, (C,), or of all decoding sequences, (B,), and their window.
-
-        A GPU prepares its kernels for each shape anew. So there a chunk is padded, so that the shapes are few. The
-        padding's keys land in rows that the sequence has yet to reach and will write over.
-        """
-        slab, first, rope = self.slab, group[0], self.model.config.rope
-        if first.ids:
-            width = len(first.ids)
-            if device.has_gpu():
-                width = min(-(-width // PADDING) * PADDING, slab.length - first.start)
-            ids = [*first.ids, *[0] * (width - len(first.ids))]
-            return mx.array(ids), Window(slab, [first.slot], [first.start], width, [first.length])
-        slots = [piece.slot for piece in group]
-        starts = [piece.start for piece in group]
-        lengths = [rope.length(piece.length, piece.start) for piece in group]
-        # The ids are on the device, and nothing has read them yet.
-        return self._newest[mx.array(slots)], Window(slab, slots, starts, 1, lengths)
-
-    def _start(self, *results: mx.array) -> None:
-        """Start a forward pass, as soon as the one before has read the last of the slab.
-
-        subtle: an array is written in place only if nothing else holds its memory. A running pass keeps a reference to
-        the slab until it has read it; writing then would copy the slab, layer by layer: with two layers of 75 MB, a
-        step took 82 ms instead of 12. So we wait for the pass before. What remains to be done for it, the head and the
-        sampling, is time enough to get the next one going, and the device does not stand still.
-        """
-        began = self.clock()
-        mx.eval(self._started)
-        self._started = ()  # these may be views of the slab: let go of it before it is to be written
-        self._wait_s += self.clock() - began
-        self._enqueue(*results)
-        self._started = results
-
-    def _enqueue(self, *results) -> None:
-        """Add the operations that lead to these results to MLX's queue, from which the device takes them.
-
-        On a CPU the queue holds about fifty operations, and adding to a full queue waits. So nearly all of the device's
-        work is done while Python stands here.
-        """
-        began = self.clock()
-        mx.async_eval(results)
-        self._device_s += self.clock() - began
 
 
 # --- the engine ----------------------------------------------------------------------------------------------------
@@ -656,11 +548,10 @@ class Engine:
         self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
         ids, shown = self.text.read(prompt)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
-        shares = self.model.config.rope.shares(len(ids)) if self.reuse else 0
         with self.changed:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")
-            request = Request(self._next_id, ids, max_tokens, self.clock(), shares)
+            request = Request(self._next_id, ids, max_tokens, self.clock(), self.reuse)
             handle = Handle(self, request, sampling, shown, origin, listener, ended)
             try:
                 self._next_id += 1

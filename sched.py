@@ -62,7 +62,7 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     arrived: float
-    shares: int = 1  # it may take over the rows of requests with the same number, and give its own; 0: of none
+    shares: bool = True  # it may take over rows of other prompts that begin alike, and give its own
     trail: Trail = field(default_factory=Trail)  # its prompt's beginnings, which it may share with others
     policy: str = ""  # the one that admitted it
     slot: int | None = None

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -63,21 +62,16 @@ class Prefixes:
         self.by_use = list(range(slots))  # the slot that was used longest ago stands first: it is written over next
         self._tokens: list[Sequence[int]] = [()] * slots  # by slot: those of its rows, and perhaps more of the prompt
         self._held: list[list[Beginning]] = [[] for _ in range(slots)]  # by slot: the beginnings it holds, in order
-        # By kind: where all its beginnings go on from.
-        self._roots: defaultdict[int, Beginning] = defaultdict(Beginning)
+        self._root = Beginning()  # where all beginnings go on from
         # (a beginning, the next piece's tokens) -> the beginning that is longer by this piece. The tokens are bytes,
         # which remember their hash: a dictionary wants it again when an entry dies, and that may be inside a plan.
         self._longer: WeakValueDictionary[tuple[Beginning, bytes], Beginning] = WeakValueDictionary()
 
-    def read(self, prompt: Sequence[int], kind: int) -> Trail:
-        """A prompt and its beginnings. Equal prompts of different kinds have different rows; those of 0 share none.
-
-        (A model may turn positions in another way where a prompt is long.)
-        """
-        if not kind:
+    def read(self, prompt: Sequence[int], shares: bool) -> Trail:
+        """A prompt and its beginnings. One that shares no rows has none."""
+        if not shares:
             return Trail(prompt)
-        root = self._roots[kind]
-        return Trail(prompt, self._beginnings(prompt, root), root)
+        return Trail(prompt, self._beginnings(prompt, self._root), self._root)
 
     def _beginnings(self, tokens: Sequence[int], after: Beginning) -> list[Beginning]:
         """The beginnings of a text, as far as they are longer than `after`, behind which these tokens stand."""
@@ -141,7 +135,7 @@ class Prefixes:
         return most if most[0] >= near[0] + worth else near
 
     def share(self, one: Trail, other: Trail, rows: int) -> bool:
-        """Do two prompts begin with the same `rows` rows, as far as whole pieces tell? Those of kind 0 never do."""
+        """Do two prompts begin with the same `rows` rows, as far as whole pieces tell?"""
         n = rows // self.piece
         if n * self.piece >= len(one.tokens) or n > min(len(one.beginnings), len(other.beginnings)):
             return False

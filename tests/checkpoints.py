@@ -157,7 +157,7 @@ class Reference:
         """`config` respells fields of config.json that mlx-lm does not read."""
         self.model, _ = mlx_lm.utils.load_model(folder, model_config=config)
         self.model.set_dtype(mx.float32)
-        # mlx-lm takes longrope's long factors for all prompts. transformers, and we, take the short ones up to the
+        # mlx-lm takes longrope's long factors always. We take the short ones where slots are no longer than the
         # original length: so for these the reference has them in place of the long ones.
         given = json.loads((folder / "config.json").read_text()) | (config or {})
         scaling, self.short, self.bound = given.get("rope_scaling") or {}, None, given.get(ORIGINAL, 0)
@@ -166,7 +166,7 @@ class Reference:
             self.short = Reference(folder, (config or {}) | {"rope_scaling": short})
 
     def of(self, length: int) -> "Reference":
-        """The reference for prompts of this length."""
+        """The reference for sequences of up to this length."""
         return self.short if self.short and length <= self.bound else self
 
     def logits(self, tokens: list[int]) -> np.ndarray:

@@ -146,8 +146,7 @@ def play(
         )
         beside = many if far and handle is not far else 0
         total += Count(many, differ, handle.metrics.cached_tokens, beside, 0)
-        rope = engine.model.config.rope
-        if many > 1 and rope.shares(len(prompt)) == rope.shares(len(prompt) + many - 1):
+        if many > 1:
             # The same answer read as a prompt: its rows come from a chunk, and not one by one.
             whole = other.submit([*prompt, *handle.tokens[: many - 1]], Sampling(max_tokens=1, ignore_eos=True))
             whole.result()

@@ -22,17 +22,20 @@ class Tap:
         head, run = runner.model.head, runner.run
 
         def tapped_head(x):
-            calls.append(head(x))
-            return calls[-1]
+            logits = head(x)
+            if len(x):  # a pass in which no token is asked for has none
+                calls.append(logits)
+            return logits
 
         def tapped_run(order: Order):
             calls.clear()
             flight = run(order)
             owners = {request.slot: request.id for request in engine.sched.running.values()}
             asked = [chunk.slot for chunk in order.chunks if chunk.asked]
-            asked += sorted(piece.slot for piece in order.newest)
-            assert len(calls) == bool(asked), "the head is read once a step, if it is asked"
-            for slot, logits in zip(asked, np.array(calls[0]) if asked else (), strict=True):
+            asked += [slot for slot, _ in order.decodes]
+            assert len(calls) <= len(order.passes()), "the head is read once a pass"
+            found = [row for logits in calls for row in np.array(logits)]
+            for slot, logits in zip(asked, found, strict=True):
                 self.logits[owners[slot], order.picks[slot].index] = logits
             return flight
 

@@ -26,7 +26,7 @@ from unittest import mock
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import kv  # noqa: E402, I001
-import nanobatch  # noqa: E402
+import llama  # noqa: E402
 from parts import device  # noqa: E402
 from parts.device import mx  # noqa: E402
 from parts.model.load import read_model  # noqa: E402
@@ -119,9 +119,8 @@ def ours(folder: Path, slots: list[int]) -> Counter:
     newest = mx.array(slots)
 
     def step() -> list[mx.array]:
-        window = kv.Window(slab, slots, starts, 1, [start + 1 for start in starts])
-        states = nanobatch.forward(model, [newest], [window])
-        return [model.head(states[0]), *slab.k, *slab.v]
+        window = kv.Window(slab, slots, starts, 1)
+        return [llama.forward(model, newest, [window], range(len(slots))), *slab.k, *slab.v]
 
     return count(step)
 

@@ -94,12 +94,12 @@ def test_half_precision_and_packed_weights_are_no_further_off_than_mlx_lm(weight
     assert np.mean(ours) < 1.1 * np.mean(peers), (np.mean(ours), np.mean(peers))
 
 
-def test_dynamic_positions_beyond_the_trained_length_follow_each_request(tmp_path):
-    """`mx.fast.rope` has one set of frequencies for all sequences, so there the formula stays."""
+def test_dynamic_positions_beyond_the_trained_length_have_one_theta(tmp_path):
     folder = make_checkpoint(
         tmp_path, seed=7, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=40
     )
-    reference, rng = Reference(folder), np.random.default_rng(7)
+    theta = 10_000.0 * (2.0 * 256 / 40 - 1.0) ** (16 / 14)
+    reference, rng = Reference(folder, {"rope_scaling": None, "rope_theta": theta}), np.random.default_rng(7)
     asks = random_asks(rng, 12, longest=120, tokens=12)
     with Engine.load(folder, dtype="float32", slots=4, max_len=256, chunk=32) as engine:
         handles = run_schedule(engine, asks, rng)
@@ -153,15 +153,17 @@ def test_attention_sees_the_slab_itself_and_never_a_copy(monkeypatch):
     monkeypatch.setattr(mx, "take", None)
     slab = Slab(1, 8, 2, 256, 16, mx.float32)
     slots, starts = [0, 1, 3, 7], [5, 200, 100, 64]
-    window = Window(slab, slots, starts, 1, [start + 1 for start in starts])
-    looks = window.looks(2)
-    assert [(look.start, look.stop, look.T) for look in looks] == [(0, 2, 256), (2, 3, 128), (3, 4, 96)]
-    new = mx.arange(4 * 2 * 16).reshape(4, 2, 1, 16) + 1.0
+    window = Window(slab, slots, starts, 1)
+    looks = window.looks(None, kernel_heads=4)
+    assert [(look.slots, look.T) for look in looks] == [(slice(0, 2), 256), (slice(3, 4), 128), (slice(7, 8), 96)]
+    new = mx.arange(4 * 2 * 16).reshape(4, 2, 16) + 1.0
     window.write(0, new, -new)
+    sequences = iter(zip(starts, np.array(new), strict=True))
     for look in looks:
         k, v = (np.array(x) for x in window.read(0, look))
-        for row, start in enumerate(starts[look.start : look.stop]):
-            written = np.array(new[look.start + row, :, 0])
+        assert look.mask.shape == (look.B, 4, 1, look.T)
+        for row in range(look.B):
+            start, written = next(sequences)
             assert np.array_equal(k[row, :, start], written) and np.array_equal(v[row, :, start], -written)
             seen = np.array(look.mask)[row].all(0)[0]
             assert seen.sum() == start + 1 and seen[: start + 1].all()
@@ -174,30 +176,27 @@ def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
         engine.sched.plan = lambda now: plans.append(plan(now)) or plans[-1]
         engine.submit([1] * 400, Sampling(max_tokens=2)).result()
         assert [(chunk.start, chunk.stop) for chunk in plans[0].chunks] == [(0, 400)]
-    window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48, [100])
-    assert window.looks(2) == [kv.Look(0, 1, 112, "causal")]
+    window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48)
+    assert window.looks(None, kernel_heads=4) == [kv.Look(slice(1, 2), 112, "causal")]
 
 
 @pytest.mark.parametrize(("start", "count", "width"), [(0, 1, 16), (0, 16, 16), (5, 17, 32), (90, 30, 32), (120, 5, 8)])
 def test_a_chunk_is_padded_so_that_the_shapes_are_few_and_never_beyond_its_slot(tmp_path, start, count, width):
     """The padding's token is 0. On a CPU there is none."""
     ids = tuple(range(1, count + 1))
-    piece = Piece(1, ids, start, start + count, None, True)
+    piece = Piece(1, ids, start, None, True)
     with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=128, chunk=32) as engine:
         assert engine.runner.slab.length == 128
-        given, window = engine.runner._window([piece])
-        assert given.tolist() == [*ids, *[0] * (width - count)]
-        assert (window.slots, window.starts, window.L, window.lengths) == ([1], [start], width, [start + count])
+        assert engine.runner._padded(piece) == [*ids, *[0] * (width - count)]
         with mock.patch.object(device, "has_gpu", lambda: False):
-            given, window = engine.runner._window([piece])
-            assert (given.tolist(), window.L) == (list(ids), count)
+            assert engine.runner._padded(piece) == list(ids)
 
 
 def test_idle_slots_take_no_part(tmp_path):
     """A GPU pays for idle rows, above all where weights are packed."""
     with Engine.load(make_checkpoint(tmp_path), slots=4, max_len=256) as engine:
-        widths, head = [], engine.model.head
-        object.__setattr__(engine.model, "head", lambda x: widths.append(x.shape[0]) or head(x))
+        widths, head = [], engine.runner.model.head
+        object.__setattr__(engine.runner.model, "head", lambda x: widths.append(x.shape[0]) or head(x))
         engine.generate([[1, 2], [3, 4, 5]], Sampling(max_tokens=4, ignore_eos=True))
         assert set(widths) == {2}
 

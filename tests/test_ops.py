@@ -8,17 +8,18 @@ import pytest
 from checkpoints import make_checkpoint
 
 from kv import Slab, Window
-from nanobatch import attention, heads
+from llama import attention, heads
 from parts import sampling
 from parts.device import mx
 from parts.model import ops
 from parts.model.config import read_config
-from parts.model.layers import Dense, Quantized, SideBySide
+from parts.model.layers import Dense, Norm, Quantized, SideBySide
 from parts.model.load import read_model
-from parts.model.ops import rms_norm, silu
+from parts.model.ops import silu
 from parts.model.ops import softmax as ours_softmax
-from parts.model.rope import Rope, both_of_a_plane, rope_angles, rope_frequencies, rotate
+from parts.model.rope import Kind, Rope, both_of_a_plane, rope_frequencies, rotate, turning
 
+PLAIN = Kind(rope=None, span=None, cap=None, frequencies=None, periods=None)
 HALF = [(mx.float16, 2e-3), (mx.bfloat16, 2e-2)]
 
 
@@ -37,10 +38,10 @@ def wide(x: mx.array) -> np.ndarray:
 def test_rms_norm_is_its_formula():
     x, weight = normal(3, 5, 64, scale=4.0), normal(64, seed=1)
     wanted = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
-    assert np.abs(wide(rms_norm(mx.array(x), mx.array(weight), 1e-5)) - wanted).max() < 2e-5
+    assert np.abs(wide(Norm(mx.array(weight), 1e-5)(mx.array(x))) - wanted).max() < 2e-5
     small = x * 1e-4  # where eps counts
     wanted = small.astype(np.float64) / np.sqrt((small.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
-    assert np.abs(wide(rms_norm(mx.array(small), mx.array(weight), 1e-5)) - wanted).max() < 2e-6
+    assert np.abs(wide(Norm(mx.array(weight), 1e-5)(mx.array(small))) - wanted).max() < 2e-6
 
 
 def test_silu_is_its_formula_from_far_below_zero_to_far_above():
@@ -88,11 +89,12 @@ def test_a_number_that_is_none_shows_in_what_argmax_calls_the_largest(place):
 @pytest.mark.parametrize("L", [1, 5])
 def test_a_window_hides_the_rows_before_it_and_no_other(L):
     """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot hides nothing."""
-    window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L, [41])
-    (look,) = window.looks(2, 10)
-    seen = wide(look.mask).reshape(-1, L, look.T)[0] == 0
+    window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L)
+    (look,) = window.looks(10)
+    assert look.slots == slice(1, 2) and look.mask.shape == (1, 1, 1, L, look.T)
+    seen = wide(look.mask).reshape(L, look.T) == 0
     assert [np.flatnonzero(row).tolist() for row in seen] == [list(range(31 + n, 41 + n)) for n in range(L)]
-    (whole,), (longer,) = window.looks(2), window.looks(2, 96)
+    (whole,), (longer,) = window.looks(), window.looks(96)
     assert mx.array_equal(whole.mask, longer.mask)
 
 
@@ -147,25 +149,14 @@ def test_softmax_in_half_precision_is_as_close_as_half_precision_is(dtype, close
 # --- positions ---------------------------------------------------------------------------------------------------
 
 
-def test_rotate_is_mx_fast_rope_at_every_row_and_position(tmp_path):
+def test_rotate_is_mx_fast_rope_at_every_position(tmp_path):
     model = read_model(make_checkpoint(tmp_path, head_dim=24))
-    x = mx.array(normal(5, 6, 1, 24))
-    starts = [0, 1, 31, 100, 200]
-    slab = Slab(1, 5, 2, 256, 24, mx.float32)
-    window = Window(slab, list(range(5)), starts, 1, [s + 1 for s in starts])
-    ours = np.array(rotate(x, *rope_angles(model.kinds[0], window))) * 24**0.25  # attention wants it shorter
-    for row, start in enumerate(starts):
-        each = mx.fast.rope(x[row : row + 1], 24, traditional=False, base=10000.0, scale=1.0, offset=start)
-        assert np.abs(ours[row] - np.array(each[0])).max() < 2e-6, f"row {row} at {start}"
-
-
-def test_a_chunks_positions_go_up_one_by_one(tmp_path):
-    model = read_model(make_checkpoint(tmp_path, head_dim=24))
-    x = mx.array(normal(1, 6, 32, 24))
-    window = Window(Slab(1, 5, 2, 256, 24, mx.float32), [3], [64], 32, [100])
-    ours = np.array(rotate(x, *rope_angles(model.kinds[0], window))) * 24**0.25
-    fast = mx.fast.rope(x, 24, traditional=False, base=10000.0, scale=1.0, offset=64)
-    assert np.abs(ours - np.array(fast)).max() < 5e-6
+    positions = [0, 1, 31, 100, 200]
+    x = mx.array(normal(5, 6, 24))
+    ours = np.array(turning(model.kinds[0], mx.array(positions))(x))
+    for row, position in enumerate(positions):
+        each = mx.fast.rope(x[row][None, :, None], 24, traditional=False, base=10000.0, scale=1.0, offset=position)
+        assert np.abs(ours[row] - np.array(each[0, :, 0])).max() < 2e-6, f"row {row} at {position}"
 
 
 def rope(**settings) -> Rope:
@@ -209,11 +200,10 @@ def test_yarn_slows_by_the_number_of_the_plane_between_two_bounds(part):
     assert ours.shape == (32,) and (ours[R // 2 :] == 0).all()
 
 
-def test_longrope_has_other_factors_for_prompts_beyond_the_trained_length():
+def test_longrope_has_other_factors_for_sequences_beyond_the_trained_length():
     settings = rope(type="longrope", short=(1.0, 1.5), long=(4.0, 8.0), original_length=100)
     assert np.allclose(wide(rope_frequencies(settings, 4, 100)), [1.0, 0.01 / 1.5])
     assert np.allclose(wide(rope_frequencies(settings, 4, 101)), [0.25, 0.01 / 8])
-    assert settings.length(90, 120) == 90 and rope(type="dynamic").length(90, 120) == 121
 
 
 @pytest.mark.parametrize(("turned", "interleaved"), [(None, True), (6, False), (6, True), (10, False)])
@@ -256,25 +246,25 @@ def test_the_gain_of_what_is_turned_is_transformers(tmp_path, scaling, gain):
 def test_attention_is_mx_fast_scaled_dot_product_attention(H, Hkv, L):
     q, k, v = (
         mx.array(normal(*shape, seed=seed))
-        for seed, shape in enumerate(((2, H, L, 16), (2, Hkv, 32, 16), (2, Hkv, 32, 16)))
+        for seed, shape in enumerate(((2, L, H, 16), (2, Hkv, 32, 16), (2, Hkv, 32, 16)))
     )
     visible = mx.arange(32) <= mx.array([[9], [20]])[:, :, None] + mx.arange(L)[None, :, None]  # (2, L, 32)
     mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (2, 1, L, 32)
-    ours = attention(q * 16**-0.5, k, v, mx.concatenate([mask] * (H // Hkv), axis=2))
-    fast = mx.fast.scaled_dot_product_attention(q, k, v, scale=16**-0.5, mask=mask)  # (2, H, L, 16)
+    ours = attention(q.flatten(0, 1), k, v, mask[:, None], PLAIN)
+    fast = mx.fast.scaled_dot_product_attention(q.swapaxes(1, 2), k, v, scale=16**-0.5, mask=mask)  # (2, H, L, 16)
     assert ours.shape == (2 * L, H * 16)
-    assert np.abs(np.array(ours) - np.array(fast.transpose(0, 2, 1, 3).reshape(2 * L, H * 16))).max() < 1e-5
+    assert np.abs(np.array(ours) - np.array(fast.swapaxes(1, 2).reshape(2 * L, H * 16))).max() < 1e-5
 
 
 def test_heads_stand_where_the_fused_projection_puts_them():
-    """(B * L, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a turn."""
-    c = SimpleNamespace(H=4, Hkv=2, Dh=6, qk_norm="")
-    window = Window(Slab(1, 3, 2, 32, 6, mx.float32), [0, 1, 2], [0, 1, 2], 1, [1, 2, 3])
+    """(N, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a turn."""
+    model = SimpleNamespace(config=SimpleNamespace(H=4, Hkv=2, Dh=6))
+    layer = SimpleNamespace(qkv=lambda x: x, qk_norm=lambda x: x)
     x = normal(3, 8 * 6)
-    q, k, v = heads(c, None, mx.array(x), window, lambda x: x)
+    q, k, v = heads(model, layer, mx.array(x), lambda x: x)
     apart = x.reshape(3, 8, 6)
     for ours, wanted in ((q, apart[:, :4]), (k, apart[:, 4:6]), (v, apart[:, 6:])):
-        assert np.array_equal(np.array(ours), wanted[:, :, None])
+        assert np.array_equal(np.array(ours), wanted)
 
 
 # --- products ----------------------------------------------------------------------------------------------------

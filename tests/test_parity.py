@@ -15,6 +15,7 @@ from harness import Tap, random_asks, run_schedule
 
 import nanobatch
 from kv import Slab, Window
+from llama import forward
 from nanobatch import Engine, Model
 from parts.device import mx
 from parts.model.load import read_model
@@ -234,7 +235,7 @@ def compare(engine: Engine, reference: Reference, seed: int, prompts: int) -> di
     for handle in handles:
         assert handle.finish_reason == "length" and len(handle.tokens) == handle.sampling.max_tokens
         prompt = list(handle.request.prompt)
-        expected = reference.of(len(prompt)).logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]  # (tokens, V)
+        expected = reference.of(engine.sched.max_len).logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]  # (tokens, V)
         ours = tap.of(handle)
         for index, token in enumerate(handle.tokens):
             behind = expected[index].max() - expected[index][token]
@@ -306,27 +307,24 @@ def whole(model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32) -> np.n
     c = model.config
     slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, model.dtype)
     assert slab.k[0].dtype == dtype
-    window = Window(slab, [0], [0], len(tokens), [len(tokens)])
-    logits = model.head(nanobatch.forward(model, [mx.array(tokens)], [window])[0])
+    window = Window(slab, [0], [0], len(tokens))
+    logits = forward(model, mx.array(tokens), [window], range(len(tokens)))
     assert logits.shape == (len(tokens), c.V)
     return np.array(logits.astype(mx.float32))
 
 
-def test_dynamic_rope_beyond_the_trained_length_follows_each_requests_own_length(tmp_path):
-    """A prompt turns by its whole length, then each token by its own: the same in company as alone.
-
-    mlx-lm is asked as one would run it by hand: the prompt in one pass, then token by token.
-    """
-    folder = make_checkpoint(
-        tmp_path, seed=7, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=40
-    )
-    reference = Reference(folder)
+def test_dynamic_rope_beyond_the_trained_length_has_one_theta_for_all_sequences_of_an_engine(tmp_path):
+    """It is chosen by the length of a slot. mlx-lm is told that theta by hand, and no rule."""
+    scaling = {"type": "dynamic", "factor": 2.0}
+    folder = make_checkpoint(tmp_path, seed=7, rope_scaling=scaling, max_position_embeddings=40)
+    theta = 10_000.0 * (2.0 * 256 / 40 - 1.0) ** (16 / 14)
+    reference = Reference(folder, {"rope_scaling": None, "rope_theta": theta})
     rng = np.random.default_rng(7)
     asks = random_asks(rng, 40, longest=200, tokens=TOKENS)
     with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
+        assert engine.model.config.Dh == 16
         handles = run_schedule(engine, asks, rng)
-    beyond = sum(len(ask.prompt) + ask.max_tokens > 40 for ask in asks)
-    assert beyond >= 6
+    assert sum(len(ask.prompt) + ask.max_tokens > 40 for ask in asks) >= 6
     for handle, ask in zip(handles, asks, strict=True):
         tokens, margins = reference.greedy(ask.prompt, ask.max_tokens)
         assert min(margins) > CLOSE

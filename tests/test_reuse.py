@@ -83,34 +83,21 @@ def test_the_memory_that_was_not_used_for_longest_goes_first(parts):
         assert engine.submit(b, SHORT).result().metrics.cached_tokens == 0
 
 
-def test_dynamic_rope_beyond_the_trained_length_shares_nothing(tmp_path):
-    """There a prompt's length turns all of its keys, so the same beginning has other rows in a longer prompt."""
-    folder = make_checkpoint(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=100)
-    with Engine.load(folder, slots=2, max_len=256, chunk=32) as engine:
-        opening = tokens(90)
-        prompts = [opening, [*opening[:80], 1], opening + tokens(50, seed=1)]
-        results = [engine.submit(prompt, SHORT).result() for prompt in prompts]
-        assert [r.metrics.cached_tokens for r in results] == [0, 80, 0]
-        longer = engine.submit(opening + tokens(60, seed=2), SHORT).result()
-        assert longer.metrics.cached_tokens == 0
-
-
-def test_prompts_of_longropes_two_sets_of_factors_share_no_rows(tmp_path):
-    """Beyond the trained length each plane turns in another way. Long prompts share rows with long ones alone."""
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_prompts_within_and_beyond_the_trained_length_share_rows_where_positions_are_stretched(kind, tmp_path):
+    """How positions turn depends on the length of a slot, and not on a prompt's: so equal tokens have equal rows."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
-    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 100, **factors}
-    folder = make_checkpoint(tmp_path, rope_scaling=scaling)
+    scaling = {"rope_type": kind, "factor": 2.0, **(factors if kind == "longrope" else {})}
+    folder = make_checkpoint(
+        tmp_path, rope_scaling=scaling, max_position_embeddings=100, original_max_position_embeddings=100
+    )
     opening = tokens(96)
     prompts = [opening, [*opening[:80], 1], opening + tokens(50, seed=1), opening + tokens(60, seed=2)]
-    alone = []
-    for prompt in prompts:
-        with Engine.load(folder, slots=1, max_len=256, chunk=32) as engine:
-            alone.append(engine.submit(prompt, SHORT).result().tokens)
+    with Engine.load(folder, slots=1, max_len=256, chunk=32, reuse=False) as engine:
+        alone = [result.tokens for result in engine.generate(prompts, SHORT)]
     with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
-        results = engine.generate(prompts, SHORT)
-    first, short, other, long = [r.metrics.cached_tokens for r in results]
-    assert first == other == 0
-    assert 80 - 32 < short <= 80 and 96 - 32 < long <= 96  # what they did not wait for is less than a chunk
+        results = [engine.submit(prompt, SHORT).result() for prompt in prompts]
+    assert [r.metrics.cached_tokens for r in results] == [0, 80, 96, 96]
     assert [r.tokens for r in results] == alone
 
 
@@ -233,16 +220,6 @@ def test_two_conversations_with_one_system_prompt_keep_a_slot_each(parts):
                 said[who] = said[who] + handle.tokens + tokens(28, seed=turn)
         assert cached == [[0, 167, 199], [64, 167, 199]]
         assert [len(each) for each in slots] == [1, 1] and slots[0] != slots[1]
-
-
-def test_an_answer_that_grows_beyond_the_trained_length_is_not_taken_over_there(tmp_path):
-    """Beyond it, dynamic rope turns each row by the length at which it was written."""
-    folder = make_checkpoint(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=100)
-    with Engine.load(folder, slots=2, max_len=256, chunk=32) as engine:
-        first = engine.submit(tokens(70), Sampling(max_tokens=60, ignore_eos=True)).result()
-        said = tokens(70) + first.tokens
-        cached = [engine.submit(said[:n], SHORT).result().metrics.cached_tokens for n in (100, 101, 130)]
-        assert cached == [99, 0, 0]
 
 
 @pytest.fixture(scope="module")

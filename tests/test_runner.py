@@ -78,7 +78,7 @@ def record(parts) -> Recorded:
 def test_the_record_holds_everything_that_an_order_can_say(record):
     orders = record.orders
     assert sum(bool(order.scrubs) for order in orders) >= 1
-    assert sum(len(order.chunks) > 1 for order in orders) > 5 and sum(len(order.newest) > 1 for order in orders) > 20
+    assert sum(len(order.chunks) > 1 for order in orders) > 5 and sum(len(order.decodes) > 1 for order in orders) > 20
     assert sum(piece.source is not None for order in orders for piece in order.chunks) > 2
     asked = [[piece.asked for piece in order.chunks] for order in orders]
     assert sum(any(each) and not all(each) for each in asked) > 2, "no pass in which only some chunks end their prompts"
@@ -96,10 +96,10 @@ def test_the_record_holds_everything_that_an_order_can_say(record):
 def test_an_order_says_who_samples_and_nothing_else_does(record):
     compared = 0
     for order, tokens in zip(record.orders, record.tokens, strict=True):
-        pieces = (*order.chunks, *order.newest)
-        asked = {piece.slot for piece in pieces if piece.asked}
+        slots = [piece.slot for piece in order.chunks] + [slot for slot, _ in order.decodes]
+        asked = {piece.slot for piece in order.chunks if piece.asked} | {slot for slot, _ in order.decodes}
         assert order.picks.keys() == asked
-        assert len({piece.slot for piece in pieces}) == len(pieces), "a slot moves on by two units"
+        assert len(set(slots)) == len(slots), "a slot moves on by two units"
         assert {slot for slot, token in enumerate(tokens) if token >= 0} == asked
         compared += len(asked)
     assert compared > 100
@@ -141,39 +141,47 @@ def test_to_wait_between_two_steps_or_not_changes_no_bit(parts, record):
         runner.slab.check()
 
 
-def test_a_pass_for_each_chunk_and_one_for_the_decoding_sequences_give_the_same_bits_as_one_for_all(parts, record):
+def test_a_pass_for_each_sequence_gives_the_same_bits_as_one_for_all(parts, record, monkeypatch):
     """How tokens are gathered into passes and windows is a matter of speed alone."""
+
+    def one_by_one(order: Order) -> list:
+        return [([piece], ()) for piece in order.chunks] + [([], (decode,)) for decode in order.decodes]
+
+    monkeypatch.setattr(Order, "passes", one_by_one)
     with device_lock, device_stream():
         played = Recorded(Runner(parts[0], SIZES))
-        played.runner._passes = lambda order: [[(piece,)] for piece in (*order.chunks, *order.newest)]
         for order in record.orders:
             played.play(order)
         assert played.tokens == record.tokens and played.logprobs == record.logprobs
         assert played.slab == record.slab
 
 
-def test_a_step_is_one_pass_unless_a_chunk_takes_over_rows_and_idle_slots_are_in_no_window(record):
-    """Each piece is in one window. The windows name the slots that work, and no other."""
-    several = 0
+def test_a_step_is_one_pass_unless_a_chunk_copies_rows_that_the_pass_is_to_write(record):
+    """Each chunk is in one pass, in its turn, and all decoding sequences are in the last one."""
+    copies = 0
     for order in record.orders:
-        passes = record.runner._passes(order)
-        pieces = [piece for groups in passes for group in groups for piece in group]
-        assert sorted(pieces) == sorted((*order.chunks, *order.newest))
-        copying = [piece for piece in pieces if piece.source is not None]
-        assert [groups[0][0] for groups in passes if groups[0][0].source is not None] == copying
-        assert len(passes) <= 1 + len(copying)
-        several += len(passes) > 1
-        for group in (group for groups in passes for group in groups):
-            ids, window = record.runner._window(group)
-            assert window.slots == sorted(piece.slot for piece in group)
-            assert window.starts == [piece.start for piece in group]
-            assert ids.size == window.B * window.L == sum(len(piece.ids) or 1 for piece in group)
-    idle = sum(len(order.chunks) + len(order.newest) < SIZES.slots for order in record.orders)
-    assert several > 1 and idle > 10
+        passes = order.passes()
+        assert tuple(piece for chunks, _ in passes for piece in chunks) == order.chunks
+        assert [decodes for _, decodes in passes] == [()] * (len(passes) - 1) + [order.decodes]
+        for chunks, _ in passes:
+            written = set()
+            for piece in chunks:
+                assert piece.source not in written
+                written.add(piece.slot)
+        copies += sum(piece.source is not None for piece in order.chunks)
+    idle = sum(len(order.chunks) + len(order.decodes) < SIZES.slots for order in record.orders)
+    assert copies > 1 and idle > 10
 
 
-def test_all_rows_that_are_asked_for_go_through_the_head_together(parts, record):
-    """The head is the widest weight there is. It is read once a step, and not at all where no token is asked for."""
+def test_a_chunk_that_copies_what_this_step_writes_waits_for_its_pass():
+    first, other = Piece(0, (1, 2, 3), 0, None, True), Piece(1, (4, 5), 0, None, True)
+    copies, copies_old = Piece(2, (9,), 2, 0, True), Piece(3, (9,), 2, 7, True)
+    order = Order((), (first, other, copies_old, copies), ((5, 8),), {})
+    assert order.passes() == [([first, other, copies_old], ()), ([copies], ((5, 8),))]
+
+
+def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other(parts, record):
+    """The head is the widest weight there is."""
     sizes = []
     model = replace(parts[0], head=lambda x: sizes.append(len(x)) or parts[0].head(x))
     with device_lock, device_stream():
@@ -181,13 +189,13 @@ def test_all_rows_that_are_asked_for_go_through_the_head_together(parts, record)
         for order in record.orders:
             sizes.clear()
             played.play(order)
-            assert sizes == ([len(order.picks)] if order.picks else [])
+            assert sum(sizes) == len(order.picks) and len(sizes) == len(order.passes())
         assert played.tokens == record.tokens
 
 
 def test_how_long_an_order_can_be_is_known_beforehand(record):
     assert all(len(order.pack()) <= Order.most_numbers(SIZES) for order in record.orders)
-    chunks = tuple(Piece(slot, (7,) * SIZES.chunk, 0, 99, None, False) for slot in range(SIZES.slots))
+    chunks = tuple(Piece(slot, (7,) * SIZES.chunk, 0, None, False) for slot in range(SIZES.slots))
     scrubs = tuple((slot, 0, 9) for slot in range(SIZES.slots))
     fullest = Order(scrubs, chunks, (), {})
     assert len(fullest.pack()) == Order.most_numbers(SIZES._replace(budget=2**31))
@@ -199,7 +207,7 @@ def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
     with device_lock, device_stream():
         runner = Runner(parts[0], SIZES, clock=lambda: float(next(ticks)))
         began = next(ticks)
-        chunk = Piece(2, (7, 8, 9), 0, 3, None, True)
+        chunk = Piece(2, (7, 8, 9), 0, None, True)
         flight = runner.run(Order((), (chunk,), (), {2: Pick(2, Sampling(), 0, 0)}))
         assert flight.began == began + 1 and flight.build_s > 0
         assert flight.device_s == 2  # the forward pass was started, then the sampling
@@ -218,7 +226,7 @@ def test_what_ranks_wait_for_while_they_are_timed_is_not_called_python(parts, mo
     monkeypatch.setattr("parts.ranks.time.perf_counter", clock)
     with device_lock, device_stream():
         runner = Runner(replace(parts[0], ranks=timed), SIZES, clock=clock)
-        flight = runner.run(Order((), (), (Piece(0, (), 1, 1, None, True),), {0: Pick(0, Sampling(), 0, 0)}))
+        flight = runner.run(Order((), (), ((0, 1),), {0: Pick(0, Sampling(), 0, 0)}))
         sums = 2 * parts[0].config.layers
         assert timed._summed_s == sums
         assert timed.waited_s == 2 * sums

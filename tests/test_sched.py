@@ -568,15 +568,14 @@ def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(p
     assert found > 500 and (piece == 1 or between > 100)
 
 
-def test_prompts_of_different_kinds_share_nothing_and_those_of_none_not_even_with_each_other():
+def test_a_prompt_that_shares_nothing_finds_no_rows_and_gives_none():
     prefixes, prompt = Prefixes(2, piece=4), tuple(range(20))
-    one, two, none = (prefixes.read(prompt, kind) for kind in (1, 2, 0))
-    prefixes.hold(0, one, 20), prefixes.hold(1, none, 20)
-    assert [prefixes.find(each, (0, 1)) for each in (one, two, none)] == [(19, 0), (0, None), (0, None)]
-    assert prefixes.share(one, prefixes.read(prompt, 1), 8)
-    assert not any(
-        prefixes.share(each, other, 8) for each, other in ((one, two), (one, none), (none, one), (none, none))
-    )
+    one, none = (prefixes.read(prompt, shares) for shares in (True, False))
+    prefixes.hold(0, one, 20)
+    prefixes.hold(1, none, 20)
+    assert [prefixes.find(each, (0, 1)) for each in (one, none)] == [(19, 0), (0, None)]
+    assert prefixes.share(one, prefixes.read(prompt, True), 8)
+    assert not any(prefixes.share(each, other, 8) for each, other in ((one, none), (none, one), (none, none)))
     assert not prefixes.share(one, one, 20), "the last token must be computed"
 
 

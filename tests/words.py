@@ -112,7 +112,7 @@ class WordRunner:
         for slot, pick in order.picks.items():
             before, after = (speak(self.prompts[slot], count) for count in (pick.index, pick.index + 1))
             tokens[slot] = self.text.token(after[len(before) :])
-        cost = 0.01 * bool(order.newest) + 0.005 * len(order.chunks)
+        cost = 0.01 * bool(order.decodes) + 0.005 * len(order.chunks)
         self.flight = WordFlight(self, tokens, began, cost, device_s=max(0.0, self.clock() - began - 0.001))
         return self.flight
 

@@ -11,7 +11,8 @@ Where next: `load.py`, which makes a model of a folder.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from parts.device import mx, tree_flatten
@@ -130,13 +131,12 @@ class Experts(NamedTuple):
 
 
 class Capped(NamedTuple):
-    """A head whose logits never exceed a cap."""
+    """The end of a head whose logits never exceed a cap."""
 
-    head: Dense | Quantized
     cap: float
 
-    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., V)
-        return capped(self.head(x), self.cap)
+    def __call__(self, x: mx.array) -> mx.array:  # (..., V) -> the same
+        return capped(x, self.cap)
 
 
 class SideBySide(NamedTuple):
@@ -148,17 +148,64 @@ class SideBySide(NamedTuple):
         return mx.concatenate([part(x) for part in self.parts], axis=-1)
 
 
+class Norm(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) * weight: the numbers of each row get the same size."""
+
+    weight: mx.array  # (D,)
+    eps: float
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> the same
+        return mx.fast.rms_norm(x, self.weight, self.eps)
+
+
+class QKNorm(NamedTuple):
+    """Some families have norms of queries and of keys: of each head, or over all heads of a token at once."""
+
+    q: Norm
+    k: Norm
+    H: int  # the first H heads are queries
+    over_all: bool
+
+    def __call__(self, qk: mx.array) -> mx.array:  # (N, H + Hkv, Dh) -> the same
+        q, k = mx.split(qk, [self.H], axis=1)
+        if self.over_all:
+            q, k = self.q(q.flatten(1)).reshape(q.shape), self.k(k.flatten(1)).reshape(k.shape)
+        else:
+            q, k = self.q(q), self.k(k)
+        return mx.concatenate([q, k], axis=1)
+
+
+Step = Callable[[mx.array], mx.array]
+
+
+class Chain(NamedTuple):
+    """One step after the other."""
+
+    steps: tuple[Step, ...]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+def chain(*steps: Step | None) -> Step:
+    """These steps as one. What a model does not have is None; if it has none of them, x stays as it is."""
+    there = tuple(step for step in steps if step is not None)
+    return there[0] if len(there) == 1 else Chain(there)
+
+
 class Layer(NamedTuple):
-    qkv: Dense | Quantized | SideBySide  # D -> (H + 2 Hkv) * Dh
-    o: Dense | Quantized  # H * Dh -> D
-    mlp: Mlp | Experts  # D -> D
-    kind: int = 0  # of attention: which of the model's `kinds`
-    attn_norm: mx.array | None = None  # (D,), of what goes into attention; None where the family has none
-    attn_after: mx.array | None = None  # of what comes out of it
-    mlp_norm: mx.array | None = None
-    mlp_after: mx.array | None = None
-    q_norm: mx.array | None = None  # (Dh,), or (H * Dh,) and (Hkv * Dh,)
-    k_norm: mx.array | None = None
+    """What `forward` calls, one after the other. A family's own things are inside: there is nothing to ask."""
+
+    index: int  # its place in the model, and in the slab
+    kind: int  # of attention: which of the model's `kinds`
+    attn_norm: Step  # (N, D) -> the same
+    qkv: Step  # (N, D) -> (N, (H + 2 Hkv) * Dh)
+    qk_norm: Step  # (N, H + Hkv, Dh) -> the same
+    out: Step  # (N, H * Dh) -> (N, D)
+    mlp_norm: Step  # (N, D) -> the same
+    mlp: Step  # (N, D) -> the same
 
 
 @dataclass(frozen=True)
@@ -167,18 +214,22 @@ class Model:
 
     config: Config
     layers: list[Layer]
-    norm: mx.array  # (D,)
+    norm: Norm
     table: Dense | Quantized  # the embedding, as a projection D -> V
-    head: Dense | Quantized | Capped | None  # D -> V; the table where the checkpoint ties them; None on a follower
+    head: Step  # (n, D) -> (n, V), by the table where the checkpoint ties them; a rank that follows leaves x as it is
     kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self.norm.dtype
+        return self.norm.weight.dtype
 
     @property
     def is_float32(self) -> bool:
         """Are all weights float32 numbers: none in half precision, none packed into a few bits?"""
         weights = tree_flatten((self.layers, self.norm, self.table, self.head))
         return all(weight.dtype == mx.float32 for _, weight in weights if isinstance(weight, mx.array))
+
+    def for_slots_of(self, length: int) -> Model:
+        """The same model, with the positions that it wants where sequences may be as long as this."""
+        return replace(self, kinds=tuple(kind.stretched(length, self.config.Dh, self.dtype) for kind in self.kinds))

@@ -15,11 +15,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from parts import checks, device
-from parts.device import has_gpu, mx, readable
+from parts.device import has_gpu, mx, readable, tree_flatten
 from parts.files import ModelError
 from parts.model.config import read_config
 from parts.model.fit import Sizes, fit
-from parts.model.layers import Capped, Dense, Experts, Layer, Mlp, Model, Quantized, SideBySide, Stack
+from parts.model.layers import (
+    Capped,
+    Dense,
+    Experts,
+    Layer,
+    Mlp,
+    Model,
+    Norm,
+    QKNorm,
+    Quantized,
+    SideBySide,
+    Stack,
+    chain,
+)
 from parts.model.rope import Kind
 from parts.model.share import Share
 from parts.model.weights import DTYPES, Weights, quantization
@@ -73,30 +86,44 @@ class ModelReader:
         # One layer at a time, evaluated at once: else the files' copy and ours would stand in memory together.
         positions = [c.positions(i) for i in range(c.layers)]
         kinds = list(dict.fromkeys(positions))
-        layers = [self.layer(f"model.layers.{i}.", kinds.index(each)) for i, each in enumerate(positions)]
-        norm, table = self.tensor("model.norm.weight"), self.linear("model.embed_tokens")
-        head = None if self.ranks.rank else table if c.tied else self.linear("lm_head")
-        if head and c.head_cap:
-            head = Capped(head, c.head_cap)
-        kinds = tuple(Kind.of(*each, c.Dh, norm.dtype) for each in kinds)
+        layers = [self.layer(i, kinds.index(each)) for i, each in enumerate(positions)]
+        norm = self.norm("model.norm")
+        table = self.linear("model.embed_tokens")
+        head = None
+        if self.ranks.rank == 0:
+            head = table if c.tied else self.linear("lm_head")
+        cap = Capped(c.head_cap) if head and c.head_cap else None
+        dtype = norm.weight.dtype
+        kinds = tuple(Kind.of(rope, span, c.cap, c.Dh, dtype) for rope, span in kinds)
         mx.eval(norm, table, head, [(kind.frequencies, kind.periods) for kind in kinds])
-        return Model(c, layers, norm, table, head, kinds, self.ranks)
+        return Model(c, layers, norm, table, chain(head, cap), kinds, self.ranks)
 
-    def layer(self, name: str, kind: int) -> Layer:
+    def layer(self, index: int, kind: int) -> Layer:
         if device.exiting.is_set():
             raise RuntimeError("the program is ending")
-        norms = dict(self.config.norms)
-        if self.config.qk_norm:
-            norms |= {f"{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
+        c, name = self.config, f"model.layers.{index}."
+        # Of the norms that a family has around its two branches, each is before a branch or behind it.
+        norms = {place: self.norm(f"{name}{module}") for place, module in c.norms.items()}
+        qk_norm = None
+        if c.qk_norm:
+            q_norm, k_norm = (self.norm(f"{name}self_attn.{part}_norm") for part in "qk")
+            qk_norm = QKNorm(q_norm, k_norm, c.H, c.qk_norm == "width")
+        summed = self.ranks.sum if self.ranks.size > 1 else None  # each rank has a share of every branch
         layer = Layer(
+            index=index,
             kind=kind,
-            **{norm: self.tensor(f"{name}{module}.weight") for norm, module in norms.items()},
+            attn_norm=chain(norms.get("attn_norm")),
             qkv=self.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
-            o=self.linear(f"{name}self_attn.o_proj"),
-            mlp=self.mlp(f"{name}mlp."),
+            qk_norm=chain(qk_norm),
+            out=chain(self.linear(f"{name}self_attn.o_proj"), summed, norms.get("attn_after")),
+            mlp_norm=chain(norms.get("mlp_norm")),
+            mlp=chain(self.mlp(f"{name}mlp."), summed, norms.get("mlp_after")),
         )
-        mx.eval(layer)
+        mx.eval([array for _, array in tree_flatten(layer) if isinstance(array, mx.array)])
         return layer
+
+    def norm(self, module: str) -> Norm:
+        return Norm(self.tensor(f"{module}.weight"), self.config.norm_eps)
 
     def mlp(self, name: str) -> Mlp | Experts:
         if self.config.experts:

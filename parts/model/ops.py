@@ -18,11 +18,6 @@ from parts import device
 from parts.device import mx
 
 
-def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:  # (..., D) -> (..., D)
-    """x / sqrt(mean(x^2) + eps) * weight     Where a family has no norm there is no weight, and x stays as it is."""
-    return x if weight is None else mx.fast.rms_norm(x, weight, eps)
-
-
 def silu(x: mx.array) -> mx.array:
     """x / (1 + e^-x): nearly 0 below 0, nearly x above.
 

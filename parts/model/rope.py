@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from kv import Window
 from parts import device
 from parts.device import mx
 
@@ -32,27 +31,15 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
-    short: tuple[float, ...] = ()  # by what each plane's turn is slowed, for prompts up to the original length
+    short: tuple[float, ...] = ()  # by what each plane's turn is slowed, for sequences up to the original length
     long: tuple[float, ...] = ()  # and for longer ones
     gain: float = 1.0  # what is turned becomes longer by this
     turned: int | None = None  # how many numbers of a head turn, from the first; None means all
     interleaved: bool = False  # neighbours are a plane, not number i and number i + Dh/2
 
-    def follows(self, length: int) -> bool:
-        """Do a sequence's positions turn by its own length, because it is so long?"""
+    def is_too_short(self, length: int) -> bool:
+        """Is the length that the model was trained for less than this, so that planes turn by another rule?"""
         return self.type in ("dynamic", "longrope") and length > self.original_length
-
-    def shares(self, length: int) -> int:
-        """Which prompts have the same rows where they begin alike: those with the same number; with 0 none has."""
-        return 1 if not self.follows(length) else 2 if self.type == "longrope" else 0
-
-    def length(self, prompt: int, row: int) -> int:
-        """The length that says how a token in this row turns.
-
-        With longrope it is the prompt's: then a sequence has one set of factors from its first token to its last. With
-        `dynamic` it grows with each new token.
-        """
-        return prompt if self.type == "longrope" else max(prompt, row + 1)
 
     def order(self, Dh: int) -> list[int]:
         """Where each number of a head comes from, so that number i and number i + Dh/2 are a plane.
@@ -67,7 +54,7 @@ class Rope:
         return firsts + seconds
 
 
-def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
+def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (N, heads, Dh) -> the same
     """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by its position.
 
     The dot product of two turned vectors depends on the difference of their angles alone. So attention sees how far
@@ -83,31 +70,43 @@ class Kind(NamedTuple):
 
     rope: Rope | None  # None: it knows no positions
     span: int | None  # how many rows a token looks back on, its own included; None: all
+    cap: float | None  # what the scores come near to, and never exceed
     frequencies: mx.array | None  # (Dh/2,)
     periods: mx.array | None  # 1 / frequencies, for a GPU
 
     @staticmethod
-    def of(rope: Rope | None, span: int | None, Dh: int, dtype: mx.Dtype) -> Kind:
-        frequencies = rope and rope_frequencies(rope, Dh)
+    def of(rope: Rope | None, span: int | None, cap: float | None, Dh: int, dtype: mx.Dtype, length: int = 0) -> Kind:
+        """`length`: how long a sequence may be."""
+        frequencies = rope and rope_frequencies(rope, Dh, length)
         has_kernel = rope and device.has_gpu() and rope.gain == 1
-        return Kind(rope, span, frequencies, rope_periods(frequencies, dtype) if has_kernel else None)
+        return Kind(rope, span, cap, frequencies, rope_periods(frequencies, dtype) if has_kernel else None)
+
+    def stretched(self, length: int, Dh: int, dtype: mx.Dtype) -> Kind:
+        """The same for sequences that may be so long. Most models know one way to turn."""
+        if self.rope is None or not self.rope.is_too_short(length):
+            return self
+        return Kind.of(self.rope, self.span, self.cap, Dh, dtype, length)
+
+    @property
+    def has_kernel(self) -> bool:
+        """A GPU's kernel for attention knows no cap of the scores."""
+        return device.has_gpu() and not self.cap
 
 
-def turning(kind: Kind, window: Window) -> Callable[[mx.array], mx.array]:  # (B, heads, L, Dh) -> the same
-    """How a window's queries and keys are turned: `rotate`, by the angles of their positions.
+def turning(kind: Kind, positions: mx.array) -> Callable[[mx.array], mx.array]:  # (N, heads, Dh) -> the same
+    """How the queries and keys of tokens at these positions (N,) are turned: `rotate`, by the positions' angles.
 
-    On a GPU it is one kernel of MLX's, which makes nothing shorter or longer, where that is right (`rope_periods`). It
-    has one frequency a plane for all sequences: so not where they follow each sequence's length.
+    On a GPU it is one kernel of MLX's, where that is right (`rope_periods`).
     """
     rope = kind.rope
     if rope is None:
-        return unturned
-    if not device.has_gpu() or kind.periods is None or rope.follows(max(window.lengths)):
-        cos, sin = rope_angles(kind, window)
+        return lambda x: x
+    if kind.periods is None:
+        cos, sin = rope_angles(kind, positions)
         return partial(rotate, cos=cos, sin=sin)
     scale = 1 / rope.factor if rope.type == "linear" else 1.0
-    options = {"traditional": False, "base": None, "scale": scale, "freqs": kind.periods}
-    return lambda x: mx.fast.rope(x, x.shape[-1], offset=window.first, **options)
+    options = {"traditional": False, "base": None, "scale": scale, "offset": positions, "freqs": kind.periods}
+    return lambda x: mx.fast.rope(x[:, :, None], x.shape[-1], **options)[:, :, 0]  # each token is a sequence of one
 
 
 def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # (Dh/2,) -> (Dh/2,)
@@ -127,31 +126,17 @@ def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # 
     return periods
 
 
-def rope_angles(kind: Kind, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh) each
+def rope_angles(kind: Kind, positions: mx.array) -> tuple[mx.array, mx.array]:  # (N,) -> (N, 1, Dh) each
     """cos and sin of each position times each plane's frequency, once for both numbers that are turned in the plane."""
-    rope, frequencies = kind.rope, kind.frequencies  # (Dh/2,)
-    Dh = 2 * frequencies.size
-    if rope.follows(max(window.lengths)):
-        frequencies = mx.stack([rope_frequencies(rope, Dh, n) for n in window.lengths])[:, None]  # (B, 1, Dh/2)
-    positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
-    angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
-    size = shorter(Dh)
-    if rope.gain != 1:  # of what turns
-        size = mx.where(kind.frequencies > 0, size * rope.gain, size)
-    return both_of_a_plane(mx.cos(angles) * size, mx.sin(angles) * size)
-
-
-def shorter(Dh: int) -> float:
-    """Attention wants the product of q and k, divided by sqrt(Dh). So what is turned is made shorter by Dh^1/4 as well.
-
-    The kernel that a GPU has for attention divides by itself.
-    """
-    return 1.0 if device.has_gpu() else Dh**-0.25
-
-
-def unturned(x: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
-    """What stands for `rotate` in a layer whose attention knows no positions."""
-    return x if device.has_gpu() else x * shorter(x.shape[-1])
+    rope = kind.rope
+    if rope.type == "linear":
+        positions = positions * (1 / rope.factor)
+    angles = positions[:, None, None] * kind.frequencies  # (N, 1, Dh/2)
+    cos, sin = mx.cos(angles), mx.sin(angles)
+    if rope.gain != 1:  # what turns becomes longer
+        gain = mx.where(kind.frequencies > 0, rope.gain, 1.0)
+        cos, sin = cos * gain, sin * gain
+    return both_of_a_plane(cos, sin)
 
 
 def both_of_a_plane(cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:  # (..., Dh/2) -> (..., Dh) each
@@ -167,19 +152,19 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
 
     A model is stretched beyond the length it was trained for by turning its planes more slowly. `linear` slows all of
     them (in `rope_angles`, by dividing the positions). `llama3` and `yarn` slow the slow ones only, because the fast
-    ones tell neighbours apart. `dynamic` raises theta with the length of the sequence: a prompt's own length for all of
-    its tokens, then each new token's. So the same token at the same place turns differently in a longer prompt.
-    `longrope` names a factor for each plane, found by search, and others for prompts beyond the trained length.
+    ones tell neighbours apart. `dynamic` raises theta with `length`. `longrope` names a factor for each plane, found by
+    search, and others for sequences beyond the trained length. Here `length` is that of a slot: so all sequences of an
+    engine turn alike, and may share rows.
     """
     theta, R = rope.theta, rope.turned or Dh
-    if rope.follows(length) and rope.type == "dynamic":
+    if rope.is_too_short(length) and rope.type == "dynamic":
         theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (R / (R - 2))
     if rope.type in ("default", "linear", "dynamic"):
         frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))  # theta ** (-2 i / R)
     else:
         periods = theta ** (mx.arange(0, R, 2) / R)  # positions for one radian
         if rope.type == "longrope":
-            frequencies = 1 / (periods * mx.array(rope.long if rope.follows(length) else rope.short))
+            frequencies = 1 / (periods * mx.array(rope.long if rope.is_too_short(length) else rope.short))
         else:
             keep = kept_of_planes(rope, R, rope.original_length / (2 * mx.pi * periods))
             # A mixture of the frequency and the slowed one. It is written for its reciprocal, for each type as mlx-lm
