@@ -52,7 +52,7 @@ def forward(model: Model, ids: mx.array, windows: Sequence[Window], asked: Seque
     """
     positions = mx.concatenate([window.positions for window in windows])  # (N,)
     turns = [turning(kind, positions) for kind in model.kinds]
-    chosen = mx.array(asked, mx.int32)
+    chosen = mx.array(list(asked), mx.int32)
     x = model.table.rows(ids)  # (N, D)
     for layer in model.layers:
         h = layer.attn_norm(x)

@@ -203,7 +203,6 @@ class Runner:
         emitted = self.ranks.first(emitted)
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
         self._enqueue(emitted, self._newest, self._memory.recent, logprobs)
-        self._wait_s += self.ranks.waited_s
         took = self.clock() - began
         return Flight(
             tokens=emitted,
@@ -304,13 +303,11 @@ class Runner:
     # --- several processes
 
     def _tell(self, order: Order) -> None:
-        """Send the order to the ranks that follow. If this step's sums are timed, the step before is ended first."""
+        """Send the order to the ranks that follow."""
         numbers = order.pack()
         began = self.clock()
-        self.ranks.tell(numbers, decodes=not order.chunks)
+        self.ranks.tell(numbers)
         self._device_s += self.clock() - began
-        if self.ranks.is_timed:
-            self._start()
 
     def follow(self) -> None:
         """What every rank but the first does: it runs the orders of rank 0, until there are no more."""

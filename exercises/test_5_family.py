@@ -28,7 +28,8 @@ from checkpoints import Reference, make_checkpoint, make_config, save
 from hints import not_done, not_right
 
 from kv import Slab, Window
-from nanobatch import Engine, Sampling, forward
+from llama import forward
+from nanobatch import Engine, Sampling
 from parts.device import mx
 from parts.files import ModelError
 from parts.model.families import FAMILIES
@@ -61,8 +62,8 @@ def folder(tmp_path_factory):
 def scores(folder) -> np.ndarray:
     model = read_model(folder)
     slab = Slab(*slab_shape(model.config, 1, 64, 32), model.dtype)
-    (states,) = forward(model, [mx.array([IDS])], [Window(slab, slots=[0], starts=[0], L=len(IDS), lengths=[len(IDS)])])
-    return np.array(model.head(states))
+    window = Window(slab, slots=[0], starts=[0], L=len(IDS))
+    return np.array(forward(model, mx.array(IDS), [window], asked=range(len(IDS))))
 
 
 def compare(ours: np.ndarray, wanted: np.ndarray, hint: str) -> None:

@@ -247,7 +247,6 @@ class RanksView(NamedTuple):
 
     backend: str = ""  # empty: there is one process
     memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
-    sums_ms: float | None = None  # of a step: how long its sums took, and waiting for the slowest rank
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 LOST = 3  # the exit code of a process that another rank has left alone
 LOOK_S = 0.2  # so often a rank looks after its neighbours
-TIMED = 32  # after so many steps, the sums of one are timed again
 GOODBYE_S = 5.0  # so long the leader waits for its own goodbye, once a rank has left
 GRACE_S = 1.0  # so long the leader's clients have to take their errors
 
@@ -70,9 +69,6 @@ class Ranks:
         self.room = 0  # how many numbers an order can have
         self.told: Callable[[str], None] | None = None  # the leader's: ends all requests with this error
         self.view = RanksView()
-        # Orders since a step was timed, and, in such a step, how long its sums took so far.
-        self._untimed, self._summed_s = TIMED // 2, None
-        self.waited_s = 0.0  # in a timed step: how long Python has waited for the device so far
         self._lines, self._ends = lines, threading.Lock()
         self._hangs_together = size > 1  # until the end, the loss of a rank is the loss of all
         self._takes_leave = False  # then a rank that is gone has heard of the end, or will never hear of it
@@ -86,33 +82,16 @@ class Ranks:
         """Are there others who follow?"""
         return self.size > 1 and self.rank == 0
 
-    @property
-    def is_timed(self) -> bool:
-        """Does the leader look at the clock before and after each sum of this step? It must then wait for each."""
-        return self._summed_s is not None
-
     # --- what all ranks do together, inside of a graph
 
     def sum(self, x: mx.array) -> mx.array:
-        """The sum over all ranks. To time it, all that comes before is computed first, and then nothing but the sum."""
-        if not self.is_timed:
-            return x if self.size == 1 else self._add(x)
-        asked = time.perf_counter()
-        mx.eval(x)
-        began = time.perf_counter()
-        x = self._add(x)
-        mx.eval(x)
-        ended = time.perf_counter()
-        self._summed_s += ended - began
-        self.waited_s += ended - asked
-        return x
-
-    def _add(self, x: mx.array) -> mx.array:
-        """In the order of the ranks.
+        """The sum over all ranks, in the order of the ranks.
 
         subtle: with three ranks or more, a backend adds in an order that depends on a number's place in the array, so a
         request's bits would depend on its company. Two numbers have the same sum in either order.
         """
+        if self.size == 1:
+            return x
         if self.size == 2:
             return mx.distributed.all_sum(x, stream=self._stream)
         return functools.reduce(operator.add, mx.distributed.all_gather(x[None], stream=self._stream))
@@ -149,19 +128,10 @@ class Ranks:
         holds = f"{c.H} query and {c.Hkv} key heads in {readable(memory[self.rank])}"
         return f"; rank {self.rank} of {self.size} by {self.backend}: {holds}"
 
-    def tell(self, order: Sequence[int], decodes: bool) -> None:
-        """The leader: what the others do next. It does not wait until they have heard it. A step begins.
-
-        It may be timed if it only decodes. Of a chunk that asks for no token, the last sums are never run; timing would
-        run them here, and on no other rank.
-        """
+    def tell(self, order: Sequence[int]) -> None:
+        """The leader: what the others do next. It does not wait until they have heard it."""
         assert len(order) < self.room, (len(order), self.room)
         mx.async_eval(self.first(mx.array([1, *order, *[0] * (self.room - 1 - len(order))], mx.int32)))
-        if self.is_timed:  # the step before was
-            self.view = self.view._replace(sums_ms=1000 * self._summed_s)
-        times = decodes and self._untimed >= TIMED
-        self._untimed, self._summed_s = (0, 0.0) if times else (self._untimed + 1, None)
-        self.waited_s = 0.0
 
     def hear(self) -> list[int] | None:
         """The others: the next order, None if there will be none.

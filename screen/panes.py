@@ -338,8 +338,7 @@ def ranks_line(ranks: RanksView) -> str:
     if not ranks.memory:
         return ""
     memory = ", ".join(f"{nbytes / 2**20:,.0f}" for nbytes in ranks.memory)
-    sums = "" if ranks.sums_ms is None else f"; of a recent step, sums took {ranks.sums_ms:.1f} ms"
-    return f"{len(ranks.memory)} by {ranks.backend}, of {memory} MiB{sums}"
+    return f"{len(ranks.memory)} by {ranks.backend}, of {memory} MiB"
 
 
 def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Line]:

@@ -235,7 +235,8 @@ def compare(engine: Engine, reference: Reference, seed: int, prompts: int) -> di
     for handle in handles:
         assert handle.finish_reason == "length" and len(handle.tokens) == handle.sampling.max_tokens
         prompt = list(handle.request.prompt)
-        expected = reference.of(engine.sched.max_len).logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]  # (tokens, V)
+        right = reference.of(engine.sched.max_len)
+        expected = right.logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]  # (tokens, V)
         ours = tap.of(handle)
         for index, token in enumerate(handle.tokens):
             behind = expected[index].max() - expected[index][token]

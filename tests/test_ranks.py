@@ -383,8 +383,6 @@ def test_two_processes_answer_like_one(tmp_path):
         together = [json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[[")]
         assert together == alone and min(map(len, alone)) >= 8
         assert len({token for answers in alone for answer in answers for token in answer}) > 20
-        sums = re.findall(r"^sums took (\S+) ms", pair.said(0), re.M)
-        assert len(sums) == 2 and all(0 < float(ms) < 60_000 for ms in sums), sums
         assert len(re.findall(r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0", pair.said(1))) == 2
 
 

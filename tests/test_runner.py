@@ -10,7 +10,6 @@ from harness import random_asks
 from nanobatch import Engine, Order, Piece, Runner, Sampling
 from parts.device import device_lock, device_stream
 from parts.model.fit import Sizes
-from parts.ranks import Ranks
 from parts.sampling import Pick
 
 SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100, summary="")
@@ -215,24 +214,6 @@ def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
         assert flight.build_s + flight.device_s + flight.wait_s == next(ticks) - 1 - flight.began
         tokens, logprobs = flight.read()
         assert tokens[2] >= 0 and [*tokens[:2], *tokens[3:]] == [-1, -1, -1] and logprobs == {}
-
-
-def test_what_ranks_wait_for_while_they_are_timed_is_not_called_python(parts, monkeypatch):
-    """To time the sums of a step, each of them is waited for while the graph is built. That was called building."""
-    ticks = iter(range(10**6))
-    clock = lambda: float(next(ticks))  # noqa: E731
-    timed = Ranks()
-    timed._summed_s = 0.0
-    monkeypatch.setattr("parts.ranks.time.perf_counter", clock)
-    with device_lock, device_stream():
-        runner = Runner(replace(parts[0], ranks=timed), SIZES, clock=clock)
-        flight = runner.run(Order((), (), ((0, 1),), {0: Pick(0, Sampling(), 0, 0)}))
-        sums = 2 * parts[0].config.layers
-        assert timed._summed_s == sums
-        assert timed.waited_s == 2 * sums
-        assert flight.wait_s == 2 * sums + 1
-        assert flight.build_s + flight.device_s + flight.wait_s == next(ticks) - 1 - flight.began
-        flight.read()
 
 
 def test_warming_up_leaves_no_trace(parts, record):

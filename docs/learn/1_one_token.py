@@ -14,12 +14,13 @@ token is the one that means "end", we stop.
 This is called greedy decoding. Everything that a serving engine does is this loop, for many lists at a time, without
 doing anything twice.
 
-The function is `forward` in `nanobatch.py`. We use the real one, and read it later. It wants two things:
+The function is `forward` in `llama.py`. We use the real one, and read it later. It wants three things:
 
 - The tokens' numbers.
 - A place where it may write down what it has to remember about each token. That place is a *slab* (`kv.py`), and a
   *window* says which part of it is meant. This chapter makes a new slab for each step, and throws it away. The next
   chapter asks what that costs.
+- Which tokens are asked what comes next. Here it is the last one.
 
 To put a list of tokens through the model, all side by side, is a *prefill*. In this chapter every step is one, and it
 computes all tokens that there are: look at the column that says how many. (On a quiet machine the milliseconds follow
@@ -35,7 +36,7 @@ import time
 from board import Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
-from nanobatch import forward
+from llama import forward
 from parts.device import mx
 from parts.model.fit import slab_shape
 
@@ -51,9 +52,8 @@ def new_slab(length: int) -> Slab:
 def next_token(ids: list[int]) -> int:
     """All tokens go in, and the best next one comes out."""
     # Slot 0, from row 0 on, all tokens. (These are lists, because a window can hold several sequences: chapter 3.)
-    window = Window(new_slab(len(ids)), slots=[0], starts=[0], L=len(ids), lengths=[len(ids)])
-    (states,) = forward(MODEL, [mx.array(ids)], [window])  # (L, D): what the model makes of each of the L tokens
-    scores = MODEL.head(states[-1:])  # (1, D) -> (1, V): what comes next is read from the last token alone
+    window = Window(new_slab(len(ids)), slots=[0], starts=[0], L=len(ids))
+    scores = forward(MODEL, mx.array(ids), [window], asked=[len(ids) - 1])  # (1, V): what comes after the last token
     return mx.argmax(scores).item()  # MLX is lazy: until `item` asks for the number, nothing has been computed
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     print(f"""
 Question: the last step computed {len(ids) - 1} tokens. The step before had computed all of them but one. Norms,
 projections and the MLP treat each token by itself. So for what are the old tokens needed again?
-The real code answers: nanobatch.py, attention.
+The real code answers: llama.py, attention.
 Next: python docs/learn/2_cache.py""")
 
 

@@ -33,7 +33,7 @@ from statistics import median
 from board import Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
-from nanobatch import forward
+from llama import forward
 from parts.device import mx
 from parts.model.fit import slab_shape
 
@@ -48,9 +48,9 @@ def new_slab(length: int) -> Slab:
 
 def next_token(ids: list[int], slab: Slab, start: int) -> int:
     """The tokens from `start` on go in, those before are in the slab; the best next one comes out."""
-    window = Window(slab, slots=[0], starts=[start], L=len(ids) - start, lengths=[len(ids)])
-    (states,) = forward(MODEL, [mx.array(ids[start:])], [window])  # (L, D), and L is 1 for all steps but the first
-    scores = MODEL.head(states[-1:])  # (1, D) -> (1, V)
+    new = ids[start:]  # in all steps but the first, this is one token
+    window = Window(slab, slots=[0], starts=[start], L=len(new))
+    scores = forward(MODEL, mx.array(new), [window], asked=[len(new) - 1])  # (1, V)
     return mx.argmax(scores).item()
 
 

@@ -32,7 +32,7 @@ import time
 from board import PROMPTS, Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
-from nanobatch import forward
+from llama import forward
 from parts.device import mx
 from parts.model.fit import slab_shape
 
@@ -46,22 +46,24 @@ def new_slab(slots: int, length: int) -> Slab:
 def prefill(slab: Slab, batch: list[list[int]]) -> list[int]:
     """The prompts go in, padded to a rectangle; the first token of each answer comes out."""
     longest = max(map(len, batch))
-    padded = [mx.array(ids + [0] * (longest - len(ids))) for ids in batch]  # (longest,) each
-    windows = [Window(slab, slots=[i], starts=[0], L=longest, lengths=[len(ids)]) for i, ids in enumerate(batch)]
-    states = forward(MODEL, padded, windows)  # (longest, D) each
-    return best(mx.stack([state[len(ids) - 1] for state, ids in zip(states, batch, strict=True)]))  # before the padding
+    padded, windows, asked = [], [], []
+    for slot, ids in enumerate(batch):
+        asked.append(len(padded) + len(ids) - 1)  # the prompt's last token, before the padding
+        padded += ids + [0] * (longest - len(ids))
+        windows.append(Window(slab, slots=[slot], starts=[0], L=longest))
+    return best(forward(MODEL, mx.array(padded), windows, asked))
 
 
 def decode(slab: Slab, batch: list[list[int]]) -> list[int]:
     """The newest token of each sequence goes in; the next one of each comes out."""
-    slots, lengths = list(range(len(batch))), [len(ids) for ids in batch]
-    window = Window(slab, slots=slots, starts=[length - 1 for length in lengths], L=1, lengths=lengths)
-    (states,) = forward(MODEL, [mx.array([ids[-1] for ids in batch])], [window])  # (B, D)
-    return best(states)
+    slots = list(range(len(batch)))
+    window = Window(slab, slots=slots, starts=[len(ids) - 1 for ids in batch], L=1)
+    newest = mx.array([ids[-1] for ids in batch])  # (B,)
+    return best(forward(MODEL, newest, [window], asked=slots))
 
 
-def best(states: mx.array) -> list[int]:  # (B, D) -> B tokens
-    return mx.argmax(MODEL.head(states), axis=-1).tolist()
+def best(scores: mx.array) -> list[int]:  # (B, V) -> B tokens
+    return mx.argmax(scores, axis=-1).tolist()
 
 
 def answer(prompts: list[str], numbers: range, timeline: Timeline) -> tuple[list[list[int]], int]:

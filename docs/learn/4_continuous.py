@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from board import PROMPTS, Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
-from nanobatch import forward
+from llama import forward
 from parts.device import mx
 from parts.model.fit import slab_shape
 
@@ -73,17 +73,17 @@ class Scheduler:
 
 def run(slab: Slab, prefills: dict[int, Sequence], decodes: dict[int, Sequence]) -> dict[int, int]:
     """One forward pass for all of them. By slot: the token that comes next."""
-    ids = [mx.array(s.ids) for s in prefills.values()]  # (length of the prompt,) each
-    sizes = {slot: len(s.ids) for slot, s in prefills.items()}
-    windows = [Window(slab, slots=[slot], starts=[0], L=size, lengths=[size]) for slot, size in sizes.items()]
+    ids, windows, asked = [], [], []
+    for slot, s in prefills.items():
+        ids += s.ids
+        windows.append(Window(slab, slots=[slot], starts=[0], L=len(s.ids)))
+        asked.append(len(ids) - 1)  # of a prompt, its last token
     if decodes:
-        lengths = [len(s.ids) for s in decodes.values()]
-        ids.append(mx.array([s.ids[-1] for s in decodes.values()]))  # (B,): the newest token of each
-        rows = [length - 1 for length in lengths]
-        windows.append(Window(slab, slots=list(decodes), starts=rows, L=1, lengths=lengths))
-    states = forward(MODEL, ids, windows)
-    last = [state[-1:] for state in states[: len(prefills)]] + states[len(prefills) :]  # of a prompt, its last token
-    tokens = mx.argmax(MODEL.head(mx.concatenate(last)), axis=-1)
+        asked += range(len(ids), len(ids) + len(decodes))
+        ids += [s.ids[-1] for s in decodes.values()]  # the newest token of each
+        rows = [len(s.ids) - 1 for s in decodes.values()]
+        windows.append(Window(slab, slots=list(decodes), starts=rows, L=1))
+    tokens = mx.argmax(forward(MODEL, mx.array(ids), windows, asked), axis=-1)
     return dict(zip([*prefills, *decodes], tokens.tolist(), strict=True))
 
 

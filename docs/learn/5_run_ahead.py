@@ -26,7 +26,7 @@ from collections import deque
 from board import Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
-from nanobatch import forward
+from llama import forward
 from parts.device import mx
 from parts.model.fit import slab_shape
 from sched import Plan, Request, Scheduler
@@ -62,26 +62,25 @@ class Engine:
 
     def run(self, plan: Plan) -> mx.array:  # (slots,)
         """Start a step. The answer: what each slot samples, or -1."""
-        ids, windows = [], []
+        ids, windows, asked, slots, count = [], [], [], [], 0
         for c in plan.chunks:
-            prompt = c.request.prompt
-            length = c.stop - c.start
-            ids.append(mx.array(prompt[c.start : c.stop]))  # (length,)
-            windows.append(Window(self.slab, slots=[c.slot], starts=[c.start], L=length, lengths=[len(prompt)]))
-        decodes = sorted(plan.decodes, key=lambda d: d.slot)
-        slots = [d.slot for d in decodes]
-        rows = [d.position for d in decodes]  # where the newest tokens go
-        if slots:
-            ids.append(self.newest[mx.array(slots)])  # (B,), and Python has not read them
-            windows.append(Window(self.slab, slots=slots, starts=rows, L=1, lengths=[row + 1 for row in rows]))
-        self.most = max(self.most, sum(array.size for array in ids))  # tokens in a step
-        states = forward(MODEL, ids, windows)
+            ids.append(mx.array(c.request.prompt[c.start : c.stop]))
+            windows.append(Window(self.slab, slots=[c.slot], starts=[c.start], L=c.stop - c.start))
+            count += c.stop - c.start
+            if c.emits:  # the last chunk of a prompt: its last token is asked
+                asked.append(count - 1)
+                slots.append(c.slot)
+        if decodes := sorted((d.slot, d.position) for d in plan.decodes):
+            decoding = [slot for slot, _ in decodes]
+            ids.append(self.newest[mx.array(decoding)])  # (B,), and Python has not read them
+            windows.append(Window(self.slab, slots=decoding, starts=[row for _, row in decodes], L=1))
+            asked += range(count, count + len(decodes))
+            slots += decoding
+        self.most = max(self.most, count + len(decodes))  # tokens in a step
         sampled = mx.full(SLOTS, -1, mx.int32)
-        for c, state in zip(plan.chunks, states, strict=False):
-            if c.emits:  # the last chunk of a prompt
-                sampled[c.slot] = mx.argmax(MODEL.head(state[-1:]))
+        scores = forward(MODEL, mx.concatenate(ids), windows, asked)
         if slots:
-            sampled[mx.array(slots)] = mx.argmax(MODEL.head(states[-1]), axis=-1).astype(mx.int32)
+            sampled[mx.array(slots)] = mx.argmax(scores, axis=-1).astype(mx.int32)
         self.newest = mx.where(sampled >= 0, sampled, self.newest)
         mx.async_eval(sampled, self.newest)  # start it, and wait for nothing
         return sampled
