@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,6 +20,7 @@ from xml.etree import ElementTree
 import pytest
 
 import tui
+from parts.journal import Call, Figures
 from sched import POLICIES
 
 ROOT = Path(__file__).parent.parent
@@ -121,6 +123,46 @@ def test_a_pane_that_is_half_done_is_told_what_is_missing_and_not_what_is_there(
         test()
     monkeypatch.setattr(tui, "LOWER", (*tui.LOWER, "memory"))
     test()
+
+
+def count_as_hung_up(is_one: Callable[[Call], bool], patch: pytest.MonkeyPatch) -> None:
+    """Exercise 4, solved: `Figures` counts the calls of which this is true."""
+    count, text = Figures.count, Figures.text
+
+    def count_too(self: Figures, call: Call) -> None:
+        count(self, call)
+        self.found = getattr(self, "found", 0) + is_one(call)
+
+    def text_too(self: Figures, *args) -> str:
+        name = "nanobatch_hung_up_total"
+        return f"{text(self, *args)}# TYPE {name} counter\n{name} {getattr(self, 'found', 0)}\n"
+
+    patch.setattr(Figures, "count", count_too)
+    patch.setattr(Figures, "text", text_too)
+
+
+@pytest.mark.parametrize(
+    ("is_one", "is_right"),
+    [
+        (lambda call: call.hung_up, True),
+        (lambda call: call.reason == "cancelled", False),
+        (lambda call: call.status == 499 or call.reason == "cancelled", False),
+        (lambda call: call.reason == "cancelled" and call.status != 503, False),
+    ],
+)
+def test_a_metric_is_right_only_if_it_counts_clients_that_hung_up(is_one, is_right, monkeypatch):
+    """What the server itself cancelled was counted, too, and all three tests passed."""
+    count_as_hung_up(is_one, monkeypatch)
+    failed = [name for name, test in exercise_of("metric", monkeypatch).items() if fails(test)]
+    assert bool(failed) != is_right, failed
+
+
+def fails(test: Callable[[], None]) -> bool:
+    try:
+        test()
+    except AssertionError:
+        return True
+    return False
 
 
 def test_every_exercise_has_its_command_and_says_where_to_look():
