@@ -105,8 +105,9 @@ def test_a_policy_that_is_half_done_is_told_the_other_half_by_every_test(monkeyp
     monkeypatch.setitem(POLICIES, "gentle", "one newcomer a step.")
     tests = exercise_of("policy", monkeypatch).values()
     for test in tests:
-        with pytest.raises(pytest.fail.Exception, match=r"not done yet: .*Scheduler\._room has no line"):
+        with pytest.raises(pytest.fail.Exception, match=r"not done yet: .*Scheduler\._room has no line") as raised:
             test()
+        assert raised.value.__suppress_context__, "the traceback of a KeyError stands above the hint"
     assert len(tests) == 3
 
 
