@@ -15,7 +15,8 @@ Read first: docs/models.md, then what `parts/checkpoint.py` does about granite, 
 the head is tied to the embedding, so that one array has to be both? (There mlx-lm's minicpm does not divide at all.
 The published model does. For greedy answers it makes no difference; for scores and for sampling it does.)
 
-Where: `FAMILIES` and `read_config` in `parts/checkpoint.py`.
+Where: `parts/checkpoint.py`. A name in `FAMILIES`, and in `OWN` a function like granite's: it gets the config's fields,
+and returns what the family has of its own.
 
 How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of `tests/test_parity.py`
 and a line in docs/models.md and README.md, too; `python -m pytest` says so.
