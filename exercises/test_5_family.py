@@ -19,7 +19,7 @@ Where: `parts/checkpoint.py`. A name in `FAMILIES`, and in `OWN` a function like
 and returns what the family has of its own.
 
 How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of `tests/test_parity.py`
-and a line in docs/models.md and README.md, too; `python -m pytest` says so.
+and a line in docs/models.md, too; `python -m pytest` says so.
 """
 
 import numpy as np
