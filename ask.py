@@ -20,8 +20,8 @@ import sys
 from dataclasses import fields
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling
-from parts import models
 from parts.checks import one_line, printable
+from parts.model import find
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def show_models() -> int:
     """A table of what is here. The name is what `--model` takes."""
-    lines = [("model", "family", "parameters", "bits", "on disk", "served"), *models.listed()]
+    lines = [("model", "family", "parameters", "bits", "on disk", "served"), *find.listed()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

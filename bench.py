@@ -80,11 +80,11 @@ from xml.sax.saxutils import escape
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Request, Sampling, Scheduler
 from parts import device
 from parts.answers import Metrics, Result, StepView
-from parts.checkpoint import read_config
 from parts.checks import one_line, read_whole, shown
 from parts.device import mx
 from parts.meet import join
-from parts.models import find
+from parts.model.config import read_config
+from parts.model.find import find
 from peers import ENVIRONMENT, PEERS, LlamaCpp, MlxLm, News, cores, obstacle
 
 ROOT = Path(__file__).resolve().parent

@@ -48,15 +48,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kv import Slab, Window
-from parts import answers, device, models
+from parts import answers, device
 from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
-from parts.checkpoint import Config
 from parts.device import device_lock, device_stream, mx
-from parts.fields import ModelError
-from parts.load import Layer, Model, ModelReader, Sizes, far_position, fit_all, is_exact, slab_shape
+from parts.files import ModelError
 from parts.loop import Loop
 from parts.meet import join
-from parts.ops import capped, rms_norm, softmax, turning
+from parts.model import find as models
+from parts.model.config import Config
+from parts.model.fit import Sizes, far_position, fit_all, is_exact, slab_shape
+from parts.model.layers import Layer, Model
+from parts.model.load import ModelReader
+from parts.model.ops import capped, rms_norm, softmax
+from parts.model.rope import turning
 from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
 from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
@@ -93,7 +97,7 @@ def forward(
 
     Some families have norms behind a branch (`attn_after`), before it, or both; where there is none stands None. What
     else a family changes is data, too: how positions turn and how far attention looks back in a layer (`kinds`), and
-    what the MLP is made of (`Mlp` in `parts/ops.py`).
+    what the MLP is made of (`Mlp` in `parts/model/layers.py`).
     """
     c = model.config
     sizes = [array.size for array in ids]  # N is their sum
@@ -483,7 +487,7 @@ class Engine:
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
         self.ranks, sizes = model.ranks, fit_all(model, slots, max_len, chunk, budget, usual_len)
         self.ranks.room = 1 + Order.most_numbers(sizes)
-        limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue}
+        limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue, "hurry": not device.has_gpu()}
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, far=far_position(model.config), **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
         self._ledger = Ledger()
@@ -534,26 +538,21 @@ class Engine:
             device   |   run N             |   run N+1           |   run N+2
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
                                            ^ N's tokens are read here, and N+1 already runs
+
+        On a CPU, a step that yields a first token is read at once (`Plan.read_at_once`). MLX's queue is short there: to
+        start the next step takes nearly as long as that step itself, and the token would come only then.
         """
         plan, order = self._plan() if plans else (None, None)
         if plan:
             self._flights.append((plan, self.runner.run(order)))
             self._unstarted = None
-        in_flight = 1 if plan and self._runs_ahead(plan) else 0  # how many steps need not be read yet
+        in_flight = 1 if plan and self.run_ahead and not plan.read_at_once else 0  # how many need not be read yet
         commits = len(self._flights) > in_flight
         while len(self._flights) > in_flight:
             self._commit(*self._flights[0])
             if self._flights:  # the engine may have been closed meanwhile, by a listener
                 self._flights.popleft()
         return bool(plan or commits)
-
-    def _runs_ahead(self, plan: Plan) -> bool:
-        """Is the next step started before this one is read?
-
-        On a CPU, not if somebody waits for a first token. MLX's queue is short there: to start the next step takes
-        nearly as long as the step itself, and the token would come only then.
-        """
-        return self.run_ahead and (device.has_gpu() or not any(chunk.emits for chunk in plan.chunks))
 
     def _plan(self) -> tuple[Plan | None, Order | None]:
         """What the scheduler decides, and the same as an order: in plain numbers, for the device."""

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from parts.checkpoint import Config
 from parts.device import has_gpu, mx
-from parts.load import ModelReader
+from parts.model.config import Config
+from parts.model.load import ModelReader
 
 News = tuple[int, list[int], bool]  # what a request got in a step: its key, its tokens, whether it has ended
 

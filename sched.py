@@ -128,6 +128,7 @@ class Plan:
     waiting: int  # how many are left in line
     policy: str  # the one that it was made under
     emitters: tuple[Chunk | Decode, ...]  # the members of this step that yield a token each
+    read_at_once: bool  # its tokens are read before the next step is planned: a first token is among them
 
 
 Accept = Callable[[Request, int], str | None]  # delivers a token; says why the answer ends there, or None
@@ -144,12 +145,13 @@ class Scheduler:
         far: int = 2**63,  # from this row on, attention costs a token more than the rest of its layer
         policy: str = DEFAULT,
         max_queue: int = 10_000,
+        hurry: bool = False,  # a first token is read before the next step is planned
     ):
         for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("max_queue", max_queue)):
             if value < 1:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
         self.slots, self.max_len, self.chunk, self.budget, self.far = slots, max_len, chunk, budget, far
-        self.max_queue, self.draining_to = max_queue, None
+        self.max_queue, self.hurry, self.draining_to = max_queue, hurry, None
         self.steps = self.submitted = 0
         self.start_over(())
         self.drain(policy)
@@ -204,7 +206,8 @@ class Scheduler:
         for member in emitters:
             member.request.planned += 1
         seen = blocked, len(self.waiting), self.policy
-        return Plan(self.steps, now, admitted, scrubs, chunks, decodes, held, *seen, emitters)
+        read_at_once = self.hurry and any(chunk.emits for chunk in chunks)
+        return Plan(self.steps, now, admitted, scrubs, chunks, decodes, held, *seen, emitters, read_at_once)
 
     def _admit(self, now: float) -> tuple[Request, ...]:
         """Give free slots to requests in line, oldest first."""

@@ -11,12 +11,13 @@ The task. Serve MiniCPM. It is a Llama with three multipliers, which stand in it
 Nothing of that has to be done in every step. A product with a number can be folded into the weights while they are
 loaded, so `forward` stays as it is. One family does so already: granite.
 
-Read first: docs/models.md, then what `parts/checkpoint.py` does about granite, and `tensor` in `parts/load.py`. What if
-the head is tied to the embedding, so that one array has to be both? (There mlx-lm's minicpm does not divide at all.
-The published model does. For greedy answers it makes no difference; for scores and for sampling it does.)
+Read first: docs/models.md, then what `parts/model/families.py` does about granite, and `tensor` in
+`parts/model/load.py`. What if the head is tied to the embedding, so that one array has to be both? (There mlx-lm's
+minicpm does not divide at all. The published model does. For greedy answers it makes no difference; for scores and for
+sampling it does.)
 
-Where: `parts/checkpoint.py`. A name in `FAMILIES`, and in `OWN` a function like granite's: it gets the config's fields,
-and returns what the family has of its own.
+Where: `parts/model/families.py`. A name in `FAMILIES`, and in `OWN` a function like granite's: it gets the config's
+fields, and returns what the family has of its own.
 
 How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of `tests/test_parity.py`
 and a line in docs/models.md, too; `python -m pytest` says so.
@@ -29,9 +30,11 @@ from hints import not_done, not_right
 
 from kv import Slab, Window
 from nanobatch import Engine, Sampling, forward
-from parts.checkpoint import FAMILIES, ModelError
 from parts.device import mx
-from parts.load import Model, slab_shape
+from parts.files import ModelError
+from parts.model.families import FAMILIES
+from parts.model.fit import slab_shape
+from parts.model.load import read_model
 from parts.text import Text
 
 CONFIG = {
@@ -49,7 +52,7 @@ IDS = list(range(7, 47))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     if "minicpm" not in FAMILIES:
-        not_done("parts/checkpoint.py: FAMILIES has no 'minicpm'")
+        not_done("parts/model/families.py: FAMILIES has no 'minicpm'")
     try:
         return make_checkpoint(tmp_path_factory.mktemp("minicpm"), seed=4, **CONFIG)
     except ModelError as error:
@@ -57,7 +60,7 @@ def folder(tmp_path_factory):
 
 
 def scores(folder) -> np.ndarray:
-    model = Model.load(folder)
+    model = read_model(folder)
     slab = Slab(*slab_shape(model.config, 1, 64, 32), model.dtype)
     (states,) = forward(model, [mx.array([IDS])], [Window(slab, slots=[0], starts=[0], L=len(IDS), lengths=[len(IDS)])])
     return np.array(model.head(states))
@@ -87,7 +90,7 @@ def test_a_tied_head_has_the_scores_of_an_untied_one_that_holds_the_same_numbers
 def test_the_family_answers_as_mlx_lm_does(folder):
     """Greedy, three prompts at once, unless mlx-lm's two best tokens are nearer than rounding."""
     prompts, reference = [(5, 9, 200), tuple(range(30, 90)), (77,)], Reference(folder)
-    with Engine(Model.load(folder), Text(folder, 272), slots=2, max_len=128, chunk=32) as engine:
+    with Engine(read_model(folder), Text(folder, 272), slots=2, max_len=128, chunk=32) as engine:
         results = engine.generate(prompts, Sampling(max_tokens=TOKENS, ignore_eos=True))
     for prompt, result in zip(prompts, results, strict=True):
         tokens, margins = reference.greedy(prompt, TOKENS)

@@ -37,6 +37,7 @@ from checkpoints import make_checkpoint
 from hints import not_done
 
 from nanobatch import Engine, Model, Sampling, Text
+from parts.model.load import read_model
 
 ANIMALS = "cat, dog, owl, bee, cow, hen, pig, fox"
 WORDY = f"Is fox in this list: {ANIMALS}?"
@@ -91,7 +92,7 @@ def test_speculation_stops_where_the_answer_ends():
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory) -> tuple[Model, Text]:
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), seed=1)
-    return Model.load(folder), Text(folder, 272)
+    return read_model(folder), Text(folder, 272)
 
 
 def test_speculation_survives_wrong_guesses_up_to_the_end_of_a_slot(random_model):

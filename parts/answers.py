@@ -239,6 +239,7 @@ class Limits(NamedTuple):
     budget: int
     far: int
     max_queue: int
+    hurry: bool
 
 
 class RanksView(NamedTuple):
@@ -493,7 +494,7 @@ class Ledger:
         newest = max(seen.request, next(reversed(sched.waiting), -1))
         return Snapshot(
             now=now,
-            limits=Limits(sched.slots, sched.max_len, sched.chunk, sched.budget, sched.far, sched.max_queue),
+            limits=Limits(*(getattr(sched, name) for name in Limits._fields)),
             policy=sched.policy,
             draining_to=sched.draining_to,
             slots=tuple(SlotView.of(slot, owners.get(slot), sched, slot in shut) for slot in range(sched.slots)),

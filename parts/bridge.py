@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from parts import openai
 from parts.answers import describe
-from parts.fields import read_json
+from parts.files import read_json
 from parts.http import Visit, reply
 from parts.journal import Figures
 from parts.openai import Refusal, Shape, Words, ending, event

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from parts import program
 from parts.checks import one_line, shown
 from parts.device import mx
-from parts.fields import ModelError
+from parts.files import ModelError
 from parts.ranks import ALONE, Ranks
 
 SILENCE_MS = 4000  # a machine that has not answered for so long has lost its connection

@@ -1,4 +1,4 @@
-"""One model over several processes: which share of it each of them holds, and how they work together.
+"""One model over several processes: how they work together.
 
 The problem. A model that does not fit one machine must be cut up. Here each layer is cut: every process, called a
 *rank*, has some of the heads and some of the hidden numbers of the MLP, and computes for all tokens what these
@@ -9,10 +9,7 @@ tensor parallelism.
                                                                  |
     x - norm - qkv of heads 2, 3 - attention - o of heads 2, 3 --+-- sum --- x      rank 1
 
-With small numbers: H = 6 query heads, Hkv = 2 key heads, so G = 3. What each rank has:
-
-    2 ranks   queries 0 1 2, key 0    |  queries 3 4 5, key 1
-    4 ranks   queries 0, key 0  |  queries 1 2, key 0  |  queries 3, key 1  |  queries 4 5, key 1
+Which heads and numbers a rank has stands in `parts/model/share.py`.
 
 Rank 0 leads. It alone has requests, texts, the scheduler, the head and the sampler. Before each step it tells the
 others the order, as plain numbers, and at its end the tokens. The others follow: they hear an order, run it, and hear
@@ -26,8 +23,8 @@ A rank that is lost is not survived, since its share of the model is gone. But i
 for ever: every rank looks several times a second whether its neighbours' connections still stand. If one does not, the
 leader ends all requests with an error, and each process exits with the code `LOST`.
 
-Where next: `meet.py`, how ranks find each other; `load.py`, which takes a rank's share of the weights; `Runner` in
-`nanobatch.py`, which tells and follows.
+Where next: `meet.py`, how ranks find each other; `parts/model/load.py`, which takes a rank's share of the weights;
+`Runner` in `nanobatch.py`, which tells and follows.
 """
 
 from __future__ import annotations
@@ -42,14 +39,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from parts.answers import RanksView
-from parts.checkpoint import Config
 from parts.checks import one_line
 from parts.device import device_lock, device_stream, has_gpu, mx, readable
-from parts.fields import ModelError
 
 if TYPE_CHECKING:
     from parts.meet import Line
@@ -61,63 +55,11 @@ GOODBYE_S = 5.0  # so long the leader waits for its own goodbye, once a rank has
 GRACE_S = 1.0  # so long the leader's clients have to take their errors
 
 
-# --- shares ------------------------------------------------------------------------------------------------------
+class Heads(Protocol):
+    """What is told of a rank's share of the model: its heads."""
 
-
-def evenly(count: int, ranks: int) -> list[range]:
-    """0..count in neighbouring pieces that differ by one at most."""
-    return [range(count * r // ranks, count * (r + 1) // ranks) for r in range(ranks)]
-
-
-class Share(NamedTuple):
-    """What one rank has of each layer."""
-
-    queries: range  # heads
-    keys: range  # heads, and as many value heads
-    hidden: range  # numbers inside the MLP
-
-    @staticmethod
-    def of(c: Config, rank: int, size: int) -> Share:
-        """With fewer key heads than ranks, several ranks have the same key head and divide its query heads."""
-        if size > 1 and c.qk_norm == "width":
-            raise ModelError(f"{c.model_type} cannot be shared: it has a norm over all heads. Start one process.")
-        if size > 1 and c.experts:  # a last bit may decide which experts a token takes, and it must be the same on all
-            raise ModelError(f"{c.model_type} cannot be shared: each process would choose experts. Start one process.")
-        if size > min(c.H, c.hidden):
-            most = min(c.H, c.hidden)
-            raise ModelError(f"{size} ranks cannot share a model with {c.H} attention heads; start {most} or less.")
-        G = c.H // c.Hkv
-        if size <= c.Hkv:
-            keys = evenly(c.Hkv, size)[rank]
-            queries = range(keys.start * G, keys.stop * G)
-        else:
-            key = rank * c.Hkv // size
-            sharers = [r for r in range(size) if r * c.Hkv // size == key]
-            part = evenly(G, len(sharers))[sharers.index(rank)]
-            keys, queries = range(key, key + 1), range(key * G + part.start, key * G + part.stop)
-        block = 64 if c.hidden % 64 == 0 and c.hidden >= 64 * size else 1  # quantized numbers share scales in blocks
-        hidden = evenly(c.hidden // block, size)[rank]
-        return Share(queries, keys, range(hidden.start * block, hidden.stop * block))
-
-    def config(self, c: Config) -> Config:
-        """The model as this rank sees it."""
-        return replace(c, H=len(self.queries), Hkv=len(self.keys), hidden=len(self.hidden))
-
-    def cut(self, module: str, Dh: int) -> tuple[range | None, range | None]:
-        """Which rows and which columns of a module's weight (out, in); None means all."""
-        queries, keys = (range(heads.start * Dh, heads.stop * Dh) for heads in (self.queries, self.keys))
-        return {
-            "q_proj": (queries, None),
-            "k_proj": (keys, None),
-            "v_proj": (keys, None),
-            "o_proj": (None, queries),
-            "gate_proj": (self.hidden, None),
-            "up_proj": (self.hidden, None),
-            "down_proj": (None, self.hidden),
-        }.get(module.rpartition(".")[2], (None, None))
-
-
-# --- the ranks -----------------------------------------------------------------------------------------------------
+    H: int  # query heads
+    Hkv: int  # key heads
 
 
 class Ranks:
@@ -196,7 +138,7 @@ class Ranks:
 
     # --- orders
 
-    def settle(self, c: Config, told: Callable[[str], None]) -> str:
+    def settle(self, c: Heads, told: Callable[[str], None]) -> str:
         """The model is loaded. From here on, `told` ends the leader's requests if a rank is lost. Says what this is."""
         if self.size == 1:
             return ""

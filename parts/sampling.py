@@ -31,13 +31,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from parts import device
 from parts.checks import real, shown, whole
 from parts.device import mx
-from parts.ops import argmax
 
 PENALTY_CONTEXT = 20  # repetition_penalty looks at this many of the last tokens, whether of the prompt or of the answer
 SHORT_LIST = 64  # for a top_k up to this, so many tokens are sorted
 SORTABLE = 4096  # for a larger one, or for top_p alone, a whole vocabulary up to this size is; of a larger one, nothing
+DOWN, ACROSS = 8, 16  # a block of `argmax`
 BLOCK = 64  # logits are padded to a multiple of this, so that they fall into blocks
 LIMITS = {  # for each field that is a number: the check, the least and the most
     "max_tokens": (whole, 1, math.inf),
@@ -203,6 +204,23 @@ def choose(logits: mx.array, picks: Sequence[Pick], memory: Memory) -> tuple[mx.
         together = together[mx.array([order.index(place) for place in range(len(picks))])]
     memory.add(picks, together)
     return together, logprobs
+
+
+def argmax(x: mx.array) -> tuple[mx.array, mx.array]:  # (n, V) -> the largest of each row (n,), and its place (n,)
+    """The first of the largest numbers.
+
+    The tuned form looks for the first of the best blocks, and then within that block. On a CPU, MLX takes a third of
+    the time for the largest number of each column than for those of rows, so a block is a small matrix.
+    """
+    n, V = x.shape
+    if device.has_gpu() or V % (ACROSS * DOWN):
+        place = mx.argmax(x, axis=-1)
+        return mx.take_along_axis(x, place[:, None], axis=-1)[:, 0], place
+    blocks = x.reshape(n, -1, DOWN, ACROSS)
+    best = blocks.max(axis=2).max(axis=2)  # (n, blocks)
+    block = mx.argmax(best, axis=-1)[:, None]
+    within = mx.take_along_axis(blocks.flatten(2), block[:, :, None], axis=1)[:, 0]  # (n, DOWN * ACROSS)
+    return best.max(axis=-1), block[:, 0] * (DOWN * ACROSS) + mx.argmax(within, axis=-1)
 
 
 def edit(x: mx.array, picks: list[Pick], memory: Memory) -> mx.array:  # (n, V) -> (n, V)

@@ -6,7 +6,7 @@ token and end in another, and a model that speaks in turns wants its prompts wra
 What this file keeps. The pieces of a `TextStream` join to the decoded whole. No piece ends within a character, and no
 part of a stop string is ever shown. The cost of a token does not depend on how long the answer is already.
 
-Where next: `checkpoint.py`, which reads the rest of a model folder.
+Where next: `parts/model/config.py`, which reads the rest of a model folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from parts.checks import one_line, shown
-from parts.fields import ModelError, check_plain, read_json, read_text
+from parts.files import ModelError, check_plain, read_json, read_text
 
 
 class Prompt(NamedTuple):

@@ -156,7 +156,8 @@ def replay(
     """The same requests through the same scheduler under another policy, on the clock of the prices.
 
     The scheduler needs only lengths and arrival times: no text, no model. `moment` says what the clock showed when a
-    request arrived. Like the engine, this loop runs ahead: a step is planned before the one before is committed.
+    request arrived. Like the engine, this loop runs ahead: a step is planned before the one before is committed, unless
+    that one is to be read at once.
     """
     sched = Scheduler(**limits._asdict(), policy=policy)
     coming = deque()
@@ -173,7 +174,7 @@ def replay(
     while coming or sched.waiting or sched.running:
         while coming and coming[0].arrived <= now:
             sched.submit(coming.popleft())
-        plan: Plan | None = sched.plan(now)
+        plan: Plan | None = None if flight and flight.read_at_once else sched.plan(now)
         if flight:
             now += prices.of(len(flight.decodes), len(flight.chunks))
             sched.commit(flight, [0] * len(flight.emitters), accept, now)

@@ -14,9 +14,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from parts.checkpoint import Config, read_config
 from parts.device import mx
-from parts.weights import FUSED
+from parts.model.config import Config, read_config
+from parts.model.weights import FUSED
 
 V = 272  # 256 bytes, four special tokens, and some ids that no text has
 BOS, EOS = 256, 257

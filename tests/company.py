@@ -33,6 +33,7 @@ from harness import Ask, Tap, random_asks, run_schedule  # noqa: E402
 
 from nanobatch import Engine, Handle, Model, Sampling, Text  # noqa: E402
 from parts.device import mx  # noqa: E402
+from parts.model.load import read_model  # noqa: E402
 from sched import POLICIES  # noqa: E402
 
 # A neighbour whose prompt is long has the long factors, all others the short ones.
@@ -81,7 +82,7 @@ NONE = Count(0, 0, 0, 0, 0)
 
 def make_models(folder: Path) -> list[tuple[Model, Text]]:
     folders = [make_checkpoint(folder / str(i), seed=i, **shape) for i, shape in enumerate(SHAPES)]
-    return [(model := Model.load(each), Text(each, model.config.V)) for each in folders]
+    return [(model := read_model(each), Text(each, model.config.V)) for each in folders]
 
 
 def random_sizes(rng: np.random.Generator, is_long: bool, slots: int) -> dict:

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 from nanobatch import Engine, Model, Text
+from parts.model.load import read_model
 
 
 def pytest_report_header() -> str:
@@ -44,7 +45,7 @@ def everywhere(pytestconfig: pytest.Config) -> subprocess.Popen:
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory) -> tuple[Model, Text]:
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), seed=1)
-    return Model.load(folder), Text(folder, 272)
+    return read_model(folder), Text(folder, 272)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from doors import Server  # noqa: E402
 from nanobatch import Engine, Sampling  # noqa: E402
 from parts.device import mx  # noqa: E402
 from parts.http import Options  # noqa: E402
-from parts.models import find  # noqa: E402
+from parts.model.find import find  # noqa: E402
 from serve import Door  # noqa: E402
 
 # The clients: so many raw sockets in one process, which parse as little as possible. It prints seconds, tokens, and

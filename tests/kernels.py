@@ -26,8 +26,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import kv  # noqa: E402, I001
 import nanobatch  # noqa: E402
-from parts import device, load, ops  # noqa: E402
+from parts import device  # noqa: E402
 from parts.device import mx  # noqa: E402
+from parts.model.load import read_model  # noqa: E402
+from parts.model import fit, load, ops  # noqa: E402
 import mlx_lm.utils  # noqa: E402
 from checkpoints import make_checkpoint  # noqa: E402
 from mlx_lm.models.cache import BatchKVCache, KVCache  # noqa: E402
@@ -68,7 +70,7 @@ FUSED = ((mx.fast, "rms_norm"), (mx.fast, "rope"), (mx.fast, "scaled_dot_product
 def as_on_a_gpu() -> Iterator[None]:
     """Whatever asks for the device is told that there is a GPU. MLX computes on the CPU all the same."""
     with ExitStack() as stack:
-        for module in (device, kv, load):
+        for module in (device, kv, fit, load):
             stack.enter_context(mock.patch.object(module, "has_gpu", lambda: True))
         yield
 
@@ -109,7 +111,7 @@ def count(step: Callable[[], list[mx.array]]) -> Counter:
 
 def ours(folder: Path, slots: list[int]) -> Counter:
     """A step in which these of eight slots decode, all of them at rows of their own."""
-    model = load.Model.load(folder, "checkpoint")
+    model = read_model(folder, "checkpoint")
     c = model.config
     slab = kv.Slab(c.layers, 8 if len(slots) > 1 else 1, c.Hkv, 256, c.Dh, model.dtype)
     starts = [20 + slot for slot in slots]

@@ -21,6 +21,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 # nanobatch first: it puts a fast BLAS under MLX, before mlx-lm, which the checkpoints need, imports MLX.
 from nanobatch import Engine, Model, QueueFull, Sampling, Text  # noqa: E402, I001
+from parts.model.load import read_model  # noqa: E402
 from checkpoints import make_checkpoint  # noqa: E402
 
 CLIENTS = 4
@@ -145,7 +146,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = make_checkpoint(Path(folder), seed=1)
-        model, text = Model.load(path), Text(path, 272)
+        model, text = read_model(path), Text(path, 272)
         began = time.monotonic()
         report = soak(model, text, args.requests, args.seed, log=sys.stdout)
     print(

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from nanobatch import Engine, Handle, Model, Sampling, Text  # noqa: E402
+from parts.model.load import read_model  # noqa: E402
 
 THREADS = 16
 SHORT = Sampling(max_tokens=2, ignore_eos=True)
@@ -165,7 +166,7 @@ def main() -> int:
             from checkpoints import make_checkpoint  # it needs mlx-lm, which takes seconds to import
 
             path = make_checkpoint(Path(folder), seed=1)
-        model, began = Model.load(path), time.monotonic()
+        model, began = read_model(path), time.monotonic()
         wrong, acts = storm(model, Text(path, model.config.V), args.requests, args.seed)
     print(*sorted(set(wrong)), sep="\n")
     forbidden = sum(count for (_, name), count in acts.items() if name in FORBIDDEN)

@@ -21,7 +21,7 @@ from checkpoints import BOS, make_tokenizer
 from tokenizers import AddedToken, processors
 
 from nanobatch import Text
-from parts.checkpoint import ModelError
+from parts.files import ModelError
 
 LLAMA2 = """\
 {% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\

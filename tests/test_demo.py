@@ -24,8 +24,8 @@ import nanobatch
 import stories
 import tui
 from nanobatch import Engine, Sampling
-from parts.checkpoint import DEMO
 from parts.device import mx
+from parts.model.find import DEMO
 from screen.room import BURST, EVENING, load_engine
 
 TASKS = [skill for skill in corpus.SKILLS if skill not in ("story", "facts", "elsewhere")]

@@ -373,10 +373,11 @@ def test_a_listener_that_closes_another_engine_does_not_wait_for_its_thread(part
     code = f"""
 import sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from nanobatch import Engine, Model, Sampling, Text
+from nanobatch import Engine, Sampling, Text
+from parts.model.load import read_model
 from parts.loop import Loop
 folder = Path({str(parts_folder)!r})
-one, other = (Engine(Model.load(folder), Text(folder, 272), slots=2, max_len=128, chunk=32) for _ in range(2))
+one, other = (Engine(read_model(folder), Text(folder, 272), slots=2, max_len=128, chunk=32) for _ in range(2))
 loop = Loop(other).start()
 def listener(handle, piece):
     global waiting

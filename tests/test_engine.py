@@ -14,8 +14,9 @@ import pytest
 from checkpoints import make_checkpoint
 
 import nanobatch
-from nanobatch import Engine, Model, QueueFull, Runner, Sampling, Text
+from nanobatch import Engine, QueueFull, Runner, Sampling, Text
 from parts.device import mx
+from parts.model.load import read_model
 
 ROOT = Path(__file__).parent.parent
 LONG = Sampling(max_tokens=60, ignore_eos=True)
@@ -485,7 +486,7 @@ def count_copies(folder: Path) -> tuple[int, int]:
     such prompts follow each opening, each beside a prompt of its own. One layer with wide projections makes the pass
     before slow until it has read.
     """
-    model = Model.load(folder)
+    model = read_model(folder)
     say = Sampling(max_tokens=12, ignore_eos=True)
     with Engine(model, Text(folder, model.config.V), slots=5, max_len=16_384, chunk=64, budget=400) as engine:
         copies, passes, find = 0, [], engine.runner._passes

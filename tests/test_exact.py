@@ -17,9 +17,10 @@ from harness import Ask, Tap, random_asks, run_schedule
 import kv
 import nanobatch
 from nanobatch import Engine, Model, Runner, Sampling, Text
-from parts import ops, rows
+from parts import rows
 from parts.device import mx
-from parts.ops import Dense
+from parts.model import ops
+from parts.model.layers import Dense
 from parts.prefix import Prefixes
 
 

@@ -17,10 +17,13 @@ from test_parity import CONFIGS, LLAMA3, compare, whole
 
 import kv
 from kv import Slab, Window
-from nanobatch import Engine, Model, Piece, Sampling
-from parts import device, ops
+from nanobatch import Engine, Piece, Sampling
+from parts import device
 from parts.device import mx
-from parts.ops import Dense, Quantized, rope_periods
+from parts.model import ops
+from parts.model.layers import Dense, Quantized
+from parts.model.load import read_model
+from parts.model.rope import rope_periods
 from parts.text import Text
 from sched import POLICIES
 
@@ -108,14 +111,14 @@ def test_dynamic_positions_beyond_the_trained_length_follow_each_request(tmp_pat
 def test_where_mlx_turns_only_the_first_sequence_right_it_is_not_asked(tmp_path, monkeypatch):
     """Some releases turned one token of each sequence by the first sequence's position."""
     folder = make_checkpoint(tmp_path, rope_scaling={"rope_type": "llama3", **LLAMA3})
-    assert Model.load(folder).kinds[0].periods is not None
+    assert read_model(folder).kinds[0].periods is not None
     right = mx.fast.rope
 
     def wrong(x, *args, offset, **options):
         return right(x, *args, offset=offset[:1] if x.shape[2] == 1 else offset, **options)
 
     monkeypatch.setattr(mx.fast, "rope", wrong)
-    assert Model.load(folder).kinds[0].periods is None
+    assert read_model(folder).kinds[0].periods is None
     with Engine.load(folder, dtype="float32", slots=4, max_len=256, chunk=32) as engine:
         compare(engine, Reference(folder), 0, prompts=6)
 
@@ -129,7 +132,7 @@ def test_the_trial_passes_where_mlx_is_right(dtype):
 def test_a_soak(tmp_path):
     """300 requests from four threads, with cancels: each gets what it gets alone, and ends once."""
     folder = make_checkpoint(tmp_path, seed=1)
-    report = soak(Model.load(folder, "float32"), Text(folder, 272), 300)
+    report = soak(read_model(folder, "float32"), Text(folder, 272), 300)
     assert report.wrong == 0 and report.compared > 100 and report.cancelled > 20
 
 

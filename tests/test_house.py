@@ -27,20 +27,15 @@ MAY_IMPORT = {
     "demo/*": "nanobatch demo/*",
     "tui": "screen/* serve parts/program",
     "nanobatch": "kv sched parts/*",
-    "parts/load": "parts/checkpoint parts/weights parts/fields parts/ops parts/ranks parts/device kv",
-    "parts/text": "parts/fields parts/template",
+    "parts/model/*": "parts/model/* parts/files parts/ranks parts/device kv",
+    "parts/text": "parts/files parts/template",
     "parts/template": "",
-    "parts/sampling": "parts/device parts/ops",
-    "parts/ops": "parts/device parts/checkpoint",
-    "parts/ranks": "parts/device parts/checkpoint parts/fields parts/answers",
-    "parts/meet": "parts/ranks parts/device parts/fields parts/program",
-    "parts/checkpoint": "parts/fields",
-    "parts/weights": "parts/checkpoint parts/fields parts/device",
-    "parts/fields": "",
-    "parts/models": "parts/checkpoint parts/weights parts/fields parts/device",
+    "parts/sampling": "parts/device",
+    "parts/ranks": "parts/device parts/answers",
+    "parts/meet": "parts/ranks parts/device parts/files parts/program",
     "parts/answers": "sched",
     "parts/loop": "parts/answers",
-    "parts/bridge": "parts/http parts/journal parts/openai parts/answers parts/fields sched",
+    "parts/bridge": "parts/http parts/journal parts/openai parts/answers parts/files sched",
     "parts/watch": "parts/http parts/openai parts/wire",
     "parts/http": "parts/journal parts/openai",
     "parts/wire": "parts/journal parts/answers",
@@ -53,6 +48,7 @@ MAY_IMPORT = {
     "parts/blas": "parts/rows",
     "parts/rows": "",
     "parts/checks": "",
+    "parts/files": "",
     "parts/program": "",
 }
 ANY_FILE_MAY_IMPORT = "parts/checks"
@@ -84,7 +80,7 @@ STANDARD_LIBRARY |= {"parts/blas": "", "parts/rows": "", "parts/device": "mlx"} 
 
 def names() -> list[str]:
     """All files but the demo's: "nanobatch", "parts/ops" and so on, without the ending."""
-    return [name for folder in (".", "parts", "screen") for name in files_in(folder)]
+    return [name for folder in (".", "parts", "parts/*", "screen") for name in files_in(folder)]
 
 
 @cache
@@ -93,7 +89,7 @@ def everything() -> list[str]:
 
 
 def files_in(folder: str) -> list[str]:
-    return [path.relative_to(ROOT).with_suffix("").as_posix() for path in sorted((ROOT / folder).glob("*.py"))]
+    return [path.relative_to(ROOT).with_suffix("").as_posix() for path in sorted(ROOT.glob(f"{folder}/*.py"))]
 
 
 @cache
@@ -129,7 +125,7 @@ def imports(name: str, text: str | None = None) -> set[Import]:
     ours = set(everything())
 
     def resolve(parts: list[str]) -> str:
-        for path in ("/".join(parts[:2]), parts[0], f"demo/{parts[0]}"):
+        for path in ("/".join(parts[:3]), "/".join(parts[:2]), parts[0], f"demo/{parts[0]}"):
             if path in ours:
                 return path
         return parts[0]
@@ -306,7 +302,7 @@ def test_an_import_is_found_wherever_it_stands():
     text = """
 import json, mlx.core as mx
 from parts import device, text
-from parts.ops import silu
+from parts.model.ops import silu
 if TYPE_CHECKING:
     from nanobatch import Engine
 else:
@@ -316,11 +312,11 @@ class A:
         with open("x"):
             from nanobatch import Engine
 """
-    outside = {Import(m, False) for m in ("json", "mlx", "parts/device", "parts/text", "parts/ops", "kv")}
+    outside = {Import(m, False) for m in ("json", "mlx", "parts/device", "parts/text", "parts/model/ops", "kv")}
     assert imports("tui", text) == {*outside, Import("nanobatch", True)}
-    assert imports("parts/load", "from . import device\nfrom .ops import silu") == {
+    assert imports("parts/load", "from . import device\nfrom .model.ops import silu") == {
         Import("parts/device", False),
-        Import("parts/ops", False),
+        Import("parts/model/ops", False),
     }
 
 

@@ -16,10 +16,14 @@ import pytest
 from checkpoints import V, make_checkpoint, make_tokenizer
 from transformers import AutoConfig
 
-from nanobatch import Engine, Model, Sampling, Text
-from parts import checkpoint, device, text, weights
-from parts.checkpoint import FAMILIES, ModelError
+from nanobatch import Engine, Sampling, Text
+from parts import device, text
 from parts.device import mx
+from parts.files import ModelError
+from parts.model import config as configs
+from parts.model import families, weights
+from parts.model.families import FAMILIES
+from parts.model.load import read_model
 
 
 @pytest.fixture(scope="module")
@@ -68,35 +72,35 @@ def change_weights(folder, change) -> None:
 
 
 def test_one_file_and_many_with_an_index_are_the_same_model(whole, sharded):
-    one, many = Model.load(whole), Model.load(sharded)
+    one, many = read_model(whole), read_model(sharded)
     assert np.array_equal(np.array(one.layers[1].qkv.weight), np.array(many.layers[1].qkv.weight))
     assert np.array_equal(np.array(one.head.weight), np.array(many.head.weight))
 
 
 def test_on_a_cpu_weights_become_float32_unless_told_otherwise(tmp_path):
     folder = make_checkpoint(tmp_path, dtype=mx.float16)
-    assert Model.load(folder).dtype == mx.float32
-    assert Model.load(folder, "checkpoint").dtype == mx.float16
+    assert read_model(folder).dtype == mx.float32
+    assert read_model(folder, "checkpoint").dtype == mx.float16
 
 
 def test_a_tied_model_keeps_one_table_and_ignores_a_head_that_is_stored_twice(folder):
     change_config(folder, tie_word_embeddings=True)
-    model = Model.load(folder)
+    model = read_model(folder)
     assert model.head is model.table
 
 
 def test_where_the_config_leaves_tying_open_the_weights_decide(folder):
     change_config(folder, tie_word_embeddings=...)
-    model = Model.load(folder)
+    model = read_model(folder)
     assert model.head is not model.table
     change_weights(folder, lambda w: w.pop("lm_head.weight"))
-    model = Model.load(folder)
+    model = read_model(folder)
     assert model.head is model.table
 
 
 def test_rope_tables_that_old_checkpoints_carry_are_ignored(folder):
     change_weights(folder, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(8)}))
-    Model.load(folder)
+    read_model(folder)
 
 
 def test_end_tokens_are_the_union_of_config_generation_config_and_tokenizer(folder):
@@ -271,7 +275,7 @@ def test_experts_that_are_missing_too_many_or_of_another_shape(tmp_path):
     """Each expert may be a tensor by itself. A gap among them would shift all that come after it."""
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     folder = make_checkpoint(tmp_path, model_type="qwen3_moe", experts_apart=True, **settings)
-    Model.load(folder)
+    read_model(folder)
     change_config(folder, num_experts=5)
     refused(folder, "4 experts", "implies 5")
     change_config(folder, num_experts=4, num_experts_per_tok=5)
@@ -385,7 +389,7 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
     ],
 )
 def test_each_familys_way_to_say_in_which_layers_attention_slides(tmp_path, settings, window, whole):
-    config = checkpoint.read_config(make_checkpoint(tmp_path, **settings), True)
+    config = configs.read_config(make_checkpoint(tmp_path, **settings), True)
     assert config.window == window and [*config.whole] == whole
 
 
@@ -394,7 +398,7 @@ def test_what_a_familys_config_leaves_unsaid_is_what_transformers_takes_for_it(t
     for family in FAMILIES:
         unsaid = {"head_dim": None, "rope_theta": None, "rms_norm_eps": None}
         folder = make_checkpoint(tmp_path / family, model_type=family, **unsaid)
-        ours = checkpoint.read_config(folder, True)
+        ours = configs.read_config(folder, True)
         given = json.loads((folder / "config.json").read_text())
         theirs = AutoConfig.for_model(**given)
         assert ours.norm_eps == theirs.rms_norm_eps, family
@@ -425,11 +429,11 @@ def test_a_config_as_transformers_writes_it_is_accepted_or_refused_with_all_that
     config = AutoConfig.for_model(family).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
     if family in FAMILIES:
-        ours = checkpoint.read_config(tmp_path, True)
+        ours = configs.read_config(tmp_path, True)
         assert (ours.D, ours.layers) == (config["hidden_size"], config["num_hidden_layers"])
         return
     with pytest.raises(ModelError, match=rf"{family}.*Supported: {', '.join(FAMILIES)}"):
-        checkpoint.read_config(tmp_path, True)
+        configs.read_config(tmp_path, True)
 
 
 def test_gemmas_norms_may_be_zero_since_one_is_added(tmp_path):
@@ -437,7 +441,7 @@ def test_gemmas_norms_may_be_zero_since_one_is_added(tmp_path):
     folder = make_checkpoint(tmp_path, model_type="gemma2", head_dim=16)
     name = "model.layers.0.input_layernorm.weight"
     change_weights(folder, lambda w: w.update({name: mx.zeros_like(w[name])}))
-    assert np.array(Model.load(folder).layers[0].attn_norm).tolist() == [1.0] * 64
+    assert np.array(read_model(folder).layers[0].attn_norm).tolist() == [1.0] * 64
 
 
 def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):
@@ -446,7 +450,7 @@ def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):
         rope_scaling={"type": "linear", "factor": 3.0},
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
     )
-    assert Model.load(folder).config.rope.type == "linear"
+    assert read_model(folder).config.rope.type == "linear"
 
 
 def test_a_header_whose_bytes_do_not_fit_its_shapes(folder):
@@ -462,7 +466,7 @@ def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
     refused(whole, "weights", "KiB")
     model = None
     monkeypatch.setattr(device, "free_memory", lambda: 10_000_000)
-    model, text = Model.load(whole), Text(whole, V)
+    model, text = read_model(whole), Text(whole, V)
     with pytest.raises(ValueError, match=r"64 slots of 2,048.*--slots \d+ or --max-len \d+"):
         Engine(model, text, slots=64, max_len=2048)
     with Engine(model, text) as engine:  # not asked for a size, it takes one that fits
@@ -543,11 +547,11 @@ SCALING = """
 
 def strange(rng: random.Random, config: dict) -> dict:
     """A good config with one to three values replaced, in it or in its rope scaling."""
-    config = config | {"model_type": rng.choice([*checkpoint.FAMILIES])}
+    config = config | {"model_type": rng.choice([*families.FAMILIES])}
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = rng.choice(STRANGE)
         if rng.random() < 0.3:
-            usual = {"rope_type": rng.choice(checkpoint.ROPE_TYPES), "factor": 2.0}
+            usual = {"rope_type": rng.choice(configs.ROPE_TYPES), "factor": 2.0}
             usual |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
             config["rope_scaling"] = usual | {rng.choice(SCALING.split()): value}
         else:

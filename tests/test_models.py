@@ -11,8 +11,9 @@ from huggingface_hub import constants
 
 import ask
 from nanobatch import Engine
-from parts import device, models
-from parts.checkpoint import ModelError
+from parts import device
+from parts.files import ModelError
+from parts.model import find as models
 
 
 @pytest.fixture

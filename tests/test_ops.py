@@ -8,12 +8,16 @@ import pytest
 from checkpoints import make_checkpoint
 
 from kv import Slab, Window
-from nanobatch import Model, attention, heads
-from parts import ops
-from parts.checkpoint import Rope, read_config
+from nanobatch import attention, heads
+from parts import sampling
 from parts.device import mx
-from parts.ops import Dense, Quantized, SideBySide, rms_norm, rope_angles, rope_frequencies, rotate, silu
-from parts.ops import softmax as ours_softmax
+from parts.model import ops
+from parts.model.config import read_config
+from parts.model.layers import Dense, Quantized, SideBySide
+from parts.model.load import read_model
+from parts.model.ops import rms_norm, silu
+from parts.model.ops import softmax as ours_softmax
+from parts.model.rope import Rope, both_of_a_plane, rope_angles, rope_frequencies, rotate
 
 HALF = [(mx.float16, 2e-3), (mx.bfloat16, 2e-2)]
 
@@ -66,7 +70,7 @@ def test_argmax_is_the_first_of_the_largest_wherever_it_stands(V, dtype):
     x[101] = 3.0
     for row, place in enumerate(random.integers(0, V, 50)):
         x[200 + row, place] = 7.0  # alone, at any place
-    best, place = ops.argmax(mx.array(x).astype(dtype))
+    best, place = sampling.argmax(mx.array(x).astype(dtype))
     x = wide(mx.array(x).astype(dtype))
     assert place.tolist() == x.argmax(axis=-1).tolist()
     assert np.array_equal(wide(best), x.max(axis=-1))
@@ -77,7 +81,7 @@ def test_a_number_that_is_none_shows_in_what_argmax_calls_the_largest(place):
     """NaN passes a comparison in silence. A row that holds one must not yield a token."""
     x = normal(3, 256)
     x[1, place] = np.nan
-    best, _ = ops.argmax(mx.array(x))
+    best, _ = sampling.argmax(mx.array(x))
     assert np.isfinite(wide(best)).tolist() == [True, False, True]
 
 
@@ -144,7 +148,7 @@ def test_softmax_in_half_precision_is_as_close_as_half_precision_is(dtype, close
 
 
 def test_rotate_is_mx_fast_rope_at_every_row_and_position(tmp_path):
-    model = Model.load(make_checkpoint(tmp_path, head_dim=24))
+    model = read_model(make_checkpoint(tmp_path, head_dim=24))
     x = mx.array(normal(5, 6, 1, 24))
     starts = [0, 1, 31, 100, 200]
     slab = Slab(1, 5, 2, 256, 24, mx.float32)
@@ -156,7 +160,7 @@ def test_rotate_is_mx_fast_rope_at_every_row_and_position(tmp_path):
 
 
 def test_a_chunks_positions_go_up_one_by_one(tmp_path):
-    model = Model.load(make_checkpoint(tmp_path, head_dim=24))
+    model = read_model(make_checkpoint(tmp_path, head_dim=24))
     x = mx.array(normal(1, 6, 32, 24))
     window = Window(Slab(1, 5, 2, 256, 24, mx.float32), [3], [64], 32, [100])
     ours = np.array(rotate(x, *rope_angles(model.kinds[0], window))) * 24**0.25
@@ -218,7 +222,7 @@ def test_numbers_in_another_order_turn_as_mlx_turns_them_in_theirs(turned, inter
     settings, Dh = rope(turned=turned, interleaved=interleaved), 10
     x, order = mx.array(normal(1, 3, 5, Dh)), mx.array(settings.order(Dh))
     angles = (mx.arange(5)[:, None] + 7) * rope_frequencies(settings, Dh)
-    ours = rotate(x[..., order], *ops.both_of_a_plane(mx.cos(angles), mx.sin(angles)))
+    ours = rotate(x[..., order], *both_of_a_plane(mx.cos(angles), mx.sin(angles)))
     theirs = mx.fast.rope(x, turned or Dh, traditional=interleaved, base=10_000.0, scale=1.0, offset=7)
     assert sorted(settings.order(Dh)) == list(range(Dh))
     assert np.abs(wide(ours) - wide(theirs[..., order])).max() < 2e-6

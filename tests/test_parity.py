@@ -17,6 +17,7 @@ import nanobatch
 from kv import Slab, Window
 from nanobatch import Engine, Model
 from parts.device import mx
+from parts.model.load import read_model
 
 PROMPTS, TOKENS = 16, 32  # of each configuration
 FEWER = int(os.environ.get("NANOBATCH_PARITY_PROMPTS", 9))  # prompts where a family differs little from a Llama
@@ -295,7 +296,7 @@ def test_half_precision_that_stays_as_it_is_comes_close(dtype, tmp_path):
     """Half precision ties often, so tokens may differ; the logits must stay within its rounding."""
     folder = make_checkpoint(tmp_path, seed=6, dtype=dtype)
     tokens = np.random.default_rng(6).integers(0, 256, 50).tolist()
-    ours = whole(Model.load(folder, "checkpoint"), tokens, dtype)
+    ours = whole(read_model(folder, "checkpoint"), tokens, dtype)
     error = np.abs(ours - Reference(folder).logits(tokens))
     assert error.mean() < (0.05 if dtype == mx.bfloat16 else 0.01)
 

@@ -11,7 +11,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 import bench
 import peers
 from bench import Ask
-from nanobatch import Engine, Model, Sampling, Text
+from nanobatch import Engine, Sampling, Text
+from parts.model.load import read_model
 
 V = 272
 
@@ -194,7 +195,7 @@ def test_a_peer_answers_with_our_tokens(parts, tmp_path, who):
     folder = make_checkpoint(tmp_path / "model", seed=1)
     rng = np.random.default_rng(0)
     asks = [Ask(rng.integers(0, V, n).tolist(), 24) for n in (1, 5, 40, 90, 17, 64)]
-    with Engine(Model.load(folder), Text(folder, V), slots=4, max_len=128) as engine:
+    with Engine(read_model(folder), Text(folder, V), slots=4, max_len=128) as engine:
         handles = [engine.submit(ask.prompt, Sampling(max_tokens=24, ignore_eos=True)) for ask in asks]
         ours = [handle.result().tokens for handle in handles]
     peer = peers.PEERS[who][0](str(folder), 4, 128)

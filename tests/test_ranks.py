@@ -31,12 +31,15 @@ from rank import SIZES, live
 
 from nanobatch import Engine, Order
 from parts import meet, program, ranks, rows
-from parts.checkpoint import ModelError, read_config
 from parts.device import mx
-from parts.load import ModelReader, Sizes, check_alike, is_exact
+from parts.files import ModelError
 from parts.meet import join
-from parts.ops import Dense, Quantized
-from parts.ranks import LOST, Ranks, Share
+from parts.model.config import read_config
+from parts.model.fit import Sizes, check_alike, is_exact
+from parts.model.layers import Dense, Quantized
+from parts.model.load import ModelReader
+from parts.model.share import Share
+from parts.ranks import LOST, Ranks
 
 ROOT = Path(__file__).parent.parent
 

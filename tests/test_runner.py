@@ -9,7 +9,7 @@ from harness import random_asks
 
 from nanobatch import Engine, Order, Piece, Runner, Sampling
 from parts.device import device_lock, device_stream
-from parts.load import Sizes
+from parts.model.fit import Sizes
 from parts.ranks import Ranks
 from parts.sampling import Pick
 

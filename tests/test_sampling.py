@@ -10,6 +10,7 @@ from checkpoints import Reference, make_checkpoint
 from nanobatch import Engine, Model, Sampling, Text
 from parts import sampling
 from parts.device import mx
+from parts.model.load import read_model
 from parts.sampling import Memory, Pick, choose, uniform
 
 DRAWS = 20_000
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parts(folder) -> tuple[Model, Text]:
-    return Model.load(folder), Text(folder, V)
+    return read_model(folder), Text(folder, V)
 
 
 @pytest.fixture(params=["sorted", "bisected"])

@@ -766,15 +766,16 @@ def test_the_screen_tells_of_the_ranks_that_share_the_model():
 
 
 @pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("hurry", [False, True])
 @pytest.mark.parametrize("policy", ["continuous", "static", "serial"])
-def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse):
+def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
     """A decode step takes 10 ms here, a chunk 5: on that clock the replay is the run, cell for cell.
 
     The replay knows no text, only how much of each prompt was taken over.
     """
     stage = Stage(policy=policy).load()
     stage.engine.reuse = reuse
-    limits = {"chunk": 32, "budget": 64, "far": 20}  # long prompts have narrow chunks
+    limits = {"chunk": 32, "budget": 64, "far": 20, "hurry": hurry}  # long prompts have narrow chunks
     for name, value in limits.items():
         setattr(stage.engine.sched, name, value)
     stage.session.obey("/burst 20")

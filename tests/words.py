@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from nanobatch import Engine, Order
-from parts.checkpoint import Config, Rope
 from parts.device import mx
+from parts.model.config import Config
+from parts.model.rope import Rope
 from parts.ranks import ALONE
 from sched import Scheduler
 

@@ -36,7 +36,7 @@ from board import PROMPTS, Timeline, launch, load, rate, show_answers
 from kv import Slab, Window
 from nanobatch import forward
 from parts.device import mx
-from parts.load import slab_shape
+from parts.model.fit import slab_shape
 
 SLOTS, LONGEST = 4, 128
 MODEL, TEXT = load()

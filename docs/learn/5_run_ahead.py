@@ -28,7 +28,7 @@ from board import Timeline, launch, load, rate, show_answers
 from kv import Slab, Window
 from nanobatch import forward
 from parts.device import mx
-from parts.load import slab_shape
+from parts.model.fit import slab_shape
 from sched import Plan, Request, Scheduler
 
 STORY = "Once there was a fox. The fox was kind, and every day it went to the lake with a small lantern. " * 24

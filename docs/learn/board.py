@@ -20,8 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout, from which nothing is installed
 
-from parts.checkpoint import DEMO
-from parts.load import Model
+from parts.model.find import DEMO
+from parts.model.layers import Model
+from parts.model.load import read_model
 from parts.text import Text
 from screen.ink import GLYPHS, NAMES
 
@@ -41,7 +42,7 @@ WIDTH = 96  # steps in a line; a longer run goes on below
 
 def load() -> tuple[Model, Text]:
     """The demo model: 2.7 million weights, which tell stories, count, spell and reverse words, and add up to 99."""
-    model = Model.load(DEMO)
+    model = read_model(DEMO)
     return model, Text(DEMO, model.config.V)
 
 

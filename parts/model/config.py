@@ -10,90 +10,17 @@ Where next: `weights.py`, which holds the tensors against the config; `load.py`,
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from parts.checks import real, shown
-from parts.fields import Fields, ModelError, read_json
+from parts.files import ModelError, read_json
+from parts.model.families import FAMILIES, GEMMAS, NORMS, OWN, sliding_window
+from parts.model.fields import Fields
+from parts.model.rope import Rope
 
-# The families, and what a config.json may leave unsaid where Llama's means something else (docs/models.md).
-FAMILIES: dict[str, dict] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 128},
-    "granite": {},
-    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    "olmo2": {"rms_norm_eps": 1e-5},
-    "smollm3": {"rope_theta": 2_000_000.0},
-    "seed_oss": {"attention_bias": True, "head_dim": 128},
-    "gemma2": {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
-    "qwen3_moe": {"moe_intermediate_size": 768},
-    "gemma3_text": {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1_000_000.0},
-}
-GEMMAS = ("gemma2", "gemma3_text")
-NORMS = {  # by where they stand around a branch: what a layer's norms are to `forward`, and what the files call them
-    "before": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
-    "after": {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"},
-    "around": {
-        "attn_norm": "input_layernorm",
-        "attn_after": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_after": "post_feedforward_layernorm",
-    },
-}
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-DEMO = Path(__file__).resolve().parent.parent / "demo" / "model"
-
-
-# --- the config --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rope:
-    """How positions become angles (`rope_frequencies` in `ops.py`)."""
-
-    type: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
-    short: tuple[float, ...] = ()  # by what each plane's turn is slowed, for prompts up to the original length
-    long: tuple[float, ...] = ()  # and for longer ones
-    gain: float = 1.0  # what is turned becomes longer by this
-    turned: int | None = None  # how many numbers of a head turn, from the first; None means all
-    interleaved: bool = False  # neighbours are a plane, not number i and number i + Dh/2
-
-    def follows(self, length: int) -> bool:
-        """Do a sequence's positions turn by its own length, because it is so long?"""
-        return self.type in ("dynamic", "longrope") and length > self.original_length
-
-    def shares(self, length: int) -> int:
-        """Which prompts have the same rows where they begin alike: those with the same number; with 0 none has."""
-        return 1 if not self.follows(length) else 2 if self.type == "longrope" else 0
-
-    def length(self, prompt: int, row: int) -> int:
-        """The length that says how a token in this row turns.
-
-        With longrope it is the prompt's: then a sequence has one set of factors from its first token to its last. With
-        `dynamic` it grows with each new token.
-        """
-        return prompt if self.type == "longrope" else max(prompt, row + 1)
-
-    def order(self, Dh: int) -> list[int]:
-        """Where each number of a head comes from, so that number i and number i + Dh/2 are a plane.
-
-        The planes that do not turn stand behind those that do. This is done to the rows of q and k while they are
-        loaded. A product of q and k does not depend on the order of their numbers.
-        """
-        turned = Dh if self.turned is None else self.turned
-        step, other = (2, 1) if self.interleaved else (1, turned // 2)
-        firsts = [step * i for i in range(turned // 2)] + list(range(turned, (turned + Dh) // 2))
-        seconds = [i + other for i in firsts[: turned // 2]] + list(range((turned + Dh) // 2, Dh))
-        return firsts + seconds
 
 
 @dataclass(frozen=True)
@@ -202,7 +129,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
     attention_bias = bool(get("attention_bias", False))
     max_positions = fields.number("max_position_embeddings", 2048)
     tied = bool(get("tie_word_embeddings", not has_head))
-    window, whole = _window(fields, family)
+    window, whole = sliding_window(fields, family)
     own = OWN[family](fields, D, Dh, tied) if family in OWN else {}
     return Config(
         model_type=family,
@@ -245,104 +172,6 @@ def _refuse(fields: Fields, family: str) -> None:
     mode = (get("quantization") or {}).get("mode", "affine")
     if mode != "affine":
         raise fields.refuse("quantization mode", mode, ("affine",))
-
-
-def _gemma(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    """Gemma multiplies the embedding by sqrt(D), and divides q k^T by the root of a number that it names.
-
-    Its third release has a norm between q_proj and q k^T, so there the norm takes the factor. The second has caps if
-    its config does not say, and none where it says null.
-    """
-    is_third, caps = fields.values["model_type"] == "gemma3_text", {}
-    for name, part, usual in (("cap", "attn", 50.0), ("head_cap", "final", 30.0)):
-        field, usual = f"{part}_logit_softcapping", None if is_third else usual
-        has_cap = fields.values.get(field, usual) is not None
-        caps[name] = fields.number(field, usual, real, 1e-6) if has_cap else None
-    attention = fields.number("query_pre_attn_scalar", 256, real, 1e-6) ** -0.5 * Dh**0.5
-    scaled = {"embed_tokens": D**0.5, "norm": D**-0.5 if tied else 1}
-    third = {"near": Rope("default", _near(fields)), "qk_norm": "head"} if is_third else {}
-    scaled["q_norm" if is_third else "q_proj"] = attention
-    return {"multipliers": scaled, "norms_at": "around", "norms_add": True, "gelu": True, **caps, **third}
-
-
-def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    """Granite's four multipliers, each as a factor of the weights that it can be folded into.
-
-    Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the quotient of the two. A
-    tied head is the embedding, multiplied with it: so the last norm, which nothing but the head reads, divides.
-    """
-    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-    embedding, attention, residual, logits = (fields.number(name, 1.0, real, 1e-6) for name in names)
-    branches = dict.fromkeys(("o_proj", "down_proj"), residual)
-    last = 1 / (logits * embedding) if tied else 1 / logits
-    return {"multipliers": {"embed_tokens": embedding, "q_proj": attention * Dh**0.5, **branches, "norm": last}}
-
-
-def _experts(fields: Fields, *_) -> dict[str, Any]:
-    """Qwen3's mixture of experts; transformers' fifth release writes their number under another name."""
-    if fields.number("decoder_sparse_step", 1) != 1:
-        raise fields.refuse("decoder_sparse_step", fields.values["decoder_sparse_step"], ("1, experts in all layers",))
-    name = "num_experts" if fields.values.get("num_experts") is not None else "num_local_experts"
-    experts, taken = fields.number(name, 128), fields.number("num_experts_per_tok", 8)
-    if taken > experts:
-        raise fields.refuse("num_experts_per_tok", taken, (f"1 to {experts}, as many as there are",))
-    whole = bool(fields.values.get("norm_topk_prob"))
-    return {"qk_norm": "head", "experts": experts, "taken": taken, "whole_shares": whole}
-
-
-def _unturned(fields: Fields) -> Collection[int]:
-    """SmolLM3 names the layers that have positions, by a 1 or a 0 for each, or says that every nth has none."""
-    layers, has = fields.number("num_hidden_layers"), fields.values.get("no_rope_layers")
-    interval = fields.number("no_rope_layer_interval", 4)
-    if has is None:
-        return range(interval - 1, layers, interval)
-    if not isinstance(has, list) or len(has) < layers or not all(value in (0, 1) for value in has):
-        raise fields.refuse("no_rope_layers", has, (f"a 1 or a 0 for each of {layers} layers",))
-    return frozenset(i for i in range(layers) if not has[i])
-
-
-# What a family's `Config` has beside what all have.
-OWN: dict[str, Callable[..., dict[str, Any]]] = {
-    "qwen3": lambda *_: {"qk_norm": "head"},
-    "granite": _granite,
-    "phi3": lambda *_: {"fused": True},
-    "olmo2": lambda *_: {"qk_norm": "width", "norms_at": "after"},
-    "smollm3": lambda fields, *_: {"unturned": _unturned(fields)},
-    "gemma2": _gemma,
-    "qwen3_moe": _experts,
-    "gemma3_text": _gemma,
-}
-
-
-def _window(fields: Fields, family: str) -> tuple[int | None, Collection[int]]:
-    """The length of the sliding window, if any layer has one, and the layers that have none."""
-    raw, layers = fields.values, fields.number("num_hidden_layers")
-    kinds, whole = raw.get("layer_types"), ()
-    if kinds is not None:
-        known = {"full_attention", "sliding_attention"}
-        if not isinstance(kinds, list) or len(kinds) < layers or not set(map(str, kinds)) <= known:
-            raise fields.refuse("layer_types", kinds, (f"for each of {layers} layers {' or '.join(sorted(known))}",))
-        whole = frozenset(i for i in range(layers) if kinds[i] == "full_attention")
-    elif family in GEMMAS:  # every second layer, or every sixth, has none
-        every = 2 if family == "gemma2" else fields.number("sliding_window_pattern", 6)
-        whole = range(every - 1, layers, every)
-    elif family in ("qwen2", "qwen3"):  # the first have none
-        whole = range(
-            min(layers, fields.number("max_window_layers", 28, least=0) if raw.get("use_sliding_window") else layers)
-        )
-    elif family != "mistral" and not (family == "phi3" and raw.get("sliding_window") is not None):
-        return None, ()
-    if len(whole) == layers or raw.get("sliding_window", 4096) is None:
-        return None, ()
-    return fields.number("sliding_window", 4096), whole
-
-
-def _near(fields: Fields) -> float:
-    """The theta of Gemma 3's layers that have a window. Since transformers' fifth release it stands with the rope's."""
-    nested = fields.values.get("rope_parameters")
-    nested = nested.get("sliding_attention") if isinstance(nested, dict) else None
-    usual = fields.number("rope_local_base_freq", 1e4, real, 1)
-    return Fields(fields.path, nested if isinstance(nested, dict) else {}).number("rope_theta", usual, real, 1)
 
 
 def _rope(fields: Fields, family: str, Dh: int, max_positions: int) -> Rope:

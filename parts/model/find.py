@@ -7,7 +7,7 @@ cannot be served; its owner should learn that before a minute of loading, and wh
 What this file keeps. A model that lies here as a whole is used as it is, and the network is never asked. `listed` reads
 names, configs and headers, never a weight, and no broken model ends it.
 
-Where next: `checkpoint.py`, for what a folder holds.
+Where next: `config.py`, for what a folder holds.
 """
 
 import math
@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parts import device
-from parts.checkpoint import DEMO, FAMILIES, read_config
 from parts.checks import one_line, printable, shown
 from parts.device import readable
-from parts.fields import ModelError, read_json
-from parts.weights import DTYPES, Weights
+from parts.files import ModelError, read_json
+from parts.model.config import read_config
+from parts.model.families import FAMILIES
+from parts.model.weights import DTYPES, Weights
 
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; no other file is ever read
 LM_STUDIO = (Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models"))
 

@@ -17,10 +17,10 @@ import re
 import struct
 from pathlib import Path
 
-from parts.checkpoint import Config
 from parts.checks import one_line, shown
 from parts.device import mx
-from parts.fields import LONGEST, ModelError, check_plain, read_json, what_is
+from parts.files import LONGEST, ModelError, check_plain, read_json, what_is
+from parts.model.config import Config
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # as phi3 stores them
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)

@@ -5,13 +5,13 @@ fields hold what nobody expects. A KeyError says nothing to the user who has dow
 
 What this file keeps. Whatever is wrong is a `ModelError`: the file, the field and its value, and what to do.
 
-Where next: `checkpoint.py`, which reads a config and weights with it.
+Where next: `parts/model/config.py` and `parts/model/weights.py`, which read a config and weights with it.
 """
 
 import json
 from pathlib import Path
 
-from parts.checks import one_line, shown, whole
+from parts.checks import one_line
 
 LONGEST = 100_000_000  # bytes of a text file, or of the header of a file with weights
 
@@ -57,29 +57,6 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again.")
     return value
-
-
-class Fields:
-    """Typed access to `config.json`: a wrong or missing field is named in a `ModelError`, instead of a KeyError."""
-
-    def __init__(self, path: Path, values: dict):
-        self.path, self.values = path, values
-
-    def number(self, key: str, default=None, check=whole, least=1):
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ModelError(f"{self.path} lacks {key!r}; download it again.")
-        if check is whole and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        try:
-            return check(f"{self.path}: {key}", value, least, 2**62 - 1)
-        except ValueError as error:
-            raise ModelError(f"{error}.") from None
-
-    def refuse(self, key: str, value, supported) -> ModelError:
-        said = f"{self.path}: {key} = {shown(value)} is not supported. Supported: {', '.join(supported)}."
-        return ModelError(said, f"{key} {shown(value)} not supported")
 
 
 def what_is(head: bytes) -> str | None:

@@ -7,68 +7,28 @@ multiplies fastest. And memory that runs out is no exception in MLX: the process
 What this file keeps. A model and its slab are measured before the first tensor is read: what does not fit is refused,
 with sizes that would. Tensors are taken layer by layer, so the files' copy and ours never stand in memory together.
 
-Where next: `checkpoint.py`, for what a folder holds; `ops.py`, for what the weights are made into.
+Where next: `config.py`, for what a folder holds; `layers.py`, for what the weights are made into.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-import zlib
-from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
-from kv import BUCKET, Slab
 from parts import checks, device
-from parts.checkpoint import Config, read_config
-from parts.device import has_gpu, mx, readable, tree_flatten
-from parts.fields import ModelError
-from parts.ops import Capped, Dense, Experts, Kind, Mlp, Quantized, SideBySide, Stack
-from parts.ranks import ALONE, Ranks, Share
-from parts.weights import DTYPES, Weights, quantization
+from parts.device import has_gpu, mx, readable
+from parts.files import ModelError
+from parts.model.config import read_config
+from parts.model.fit import Sizes, fit
+from parts.model.layers import Capped, Dense, Experts, Layer, Mlp, Model, Quantized, SideBySide, Stack
+from parts.model.rope import Kind
+from parts.model.share import Share
+from parts.model.weights import DTYPES, Weights, quantization
+from parts.ranks import ALONE, Ranks
 
 
-class Layer(NamedTuple):
-    qkv: Dense | Quantized | SideBySide  # D -> (H + 2 Hkv) * Dh
-    o: Dense | Quantized  # H * Dh -> D
-    mlp: Mlp | Experts  # D -> D
-    kind: int = 0  # of attention: which of the model's `kinds`
-    attn_norm: mx.array | None = None  # (D,), of what goes into attention; None where the family has none
-    attn_after: mx.array | None = None  # of what comes out of it
-    mlp_norm: mx.array | None = None
-    mlp_after: mx.array | None = None
-    q_norm: mx.array | None = None  # (Dh,), or (H * Dh,) and (Hkv * Dh,)
-    k_norm: mx.array | None = None
-
-
-@dataclass(frozen=True)
-class Model:
-    """A config and its weights, ready for `forward`."""
-
-    config: Config
-    layers: list[Layer]
-    norm: mx.array  # (D,)
-    table: Dense | Quantized  # the embedding, as a projection D -> V
-    head: Dense | Quantized | Capped | None  # D -> V; the table where the checkpoint ties them; None on a follower
-    kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
-    ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        return self.norm.dtype
-
-    @property
-    def is_float32(self) -> bool:
-        """Are all weights float32 numbers: none in half precision, none packed into a few bits?"""
-        weights = tree_flatten((self.layers, self.norm, self.table, self.head))
-        return all(weight.dtype == mx.float32 for _, weight in weights if isinstance(weight, mx.array))
-
-    @staticmethod
-    def load(folder: Path, dtype: str = "auto") -> Model:
-        return ModelReader(folder, dtype).read()
+def read_model(folder: Path, dtype: str = "auto") -> Model:
+    """The model in a folder, for one process. The memory that a slab takes beside it is not looked at."""
+    return ModelReader(folder, dtype).read()
 
 
 class ModelReader:
@@ -211,122 +171,3 @@ def cut_out(matrix: mx.array, rows: range | None, columns: range | None) -> mx.a
 
 
 # --- does it fit? ------------------------------------------------------------------------------------------------
-
-
-class Sizes(NamedTuple):
-    """What an engine is made with, and a line about it."""
-
-    slots: int
-    max_len: int  # of a slot, in tokens
-    chunk: int
-    budget: int
-    summary: str
-
-
-def fit(
-    c: Config,
-    itemsize: int,
-    free: int | None,
-    slots: int | None = None,
-    max_len: int | None = None,
-    chunk: int | None = None,
-    budget: int | None = None,
-    usual_len: int = 1024,
-    **other,  # options of an engine that take no memory
-) -> Sizes:
-    """Slots and their length as asked for, or chosen to fit the memory. A ValueError if that cannot be.
-
-    `itemsize` is the bytes of one number in the slab, `free` those that can be taken.
-    """
-    for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("budget", budget)):
-        if value is not None:
-            checks.whole(name, value, 1, 2**31 - 1)
-    if chunk is None:
-        chunk = 512 if has_gpu() else 128  # a CPU is as quick with 128 tokens at a time, a GPU is not
-    if chunk % BUCKET:
-        raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
-    count, length = slots or 8, max_len or min(usual_len, c.max_positions)
-    room = math.inf if free is None else 0.9 * free
-
-    def taken(count: int, length: int) -> int:
-        return Slab.nbytes(*slab_shape(c, count, length, chunk), itemsize)
-
-    def most_slots() -> int:
-        return largest(count, lambda n: taken(n, length) <= room)
-
-    def longest() -> int:
-        return chunk * largest(length // chunk, lambda n: taken(count, n * chunk) <= room)
-
-    if slots is None:
-        count = max(1, most_slots())
-    if max_len is None and taken(count, length) > room:
-        length = max(chunk, longest())
-    slab = readable(taken(count, length))
-    if taken(count, length) > room:
-        ways = [f"{flag} {n}" for flag, n in (("--slots", most_slots()), ("--max-len", longest())) if n]
-        raise ValueError(
-            f"{count} slots of {length:,} tokens take {slab}, but {readable(max(0, free))} are free; "
-            f"{' or '.join(ways) or 'nothing smaller'} would fit"
-        )
-    free = "" if free is None else f"; {readable(free)} of memory are free"
-    layers, many = f"{c.layers} layer{'s' * (c.layers > 1)}", f"{count} slot{'s' * (count > 1)}"
-    summary = f"{c.model_type}, {layers}; {many} of {length:,} tokens in a slab of {slab}{free}"
-    return Sizes(count, length, chunk, budget or count + chunk * (2 + count // 8) // 2, summary)
-
-
-def fit_all(model: Model, *sizes: int | None) -> Sizes:
-    """What fits beside a model that is loaded. Of several ranks all have the same, so it is the least that fits one."""
-    ranks, c, itemsize = model.ranks, model.config, model.dtype.size
-    own = fit(c, itemsize, device.free_memory(), *sizes)
-    if ranks.size == 1:
-        return own
-    check_alike(model)
-    slots, max_len, chunk, budget = ranks.least(*own[:4])
-    return fit(c, itemsize, None, slots, max_len, chunk, budget)
-
-
-def check_alike(model: Model) -> None:
-    """Have all ranks the same program and model? Else they would add up nonsense, and MLX would not complain."""
-    here = Path(__file__).parent
-    sources = [zlib.crc32(path.read_bytes()) for path in (here.parent / "nanobatch.py", *sorted(here.glob("*.py")))]
-    alike = {
-        "version of nanobatch and MLX": (mx.__version__, sources),
-        "model and dtype": (replace(model.config, H=0, Hkv=0, hidden=0), str(model.dtype)),
-        "weights": model.norm.tolist(),  # another training has changed these, too, if not every one
-    }
-    for what, own in alike.items():
-        marks = model.ranks.gather(zlib.crc32(repr(own).encode()) // 2)
-        if len({mark for (mark,) in marks}) > 1:
-            raise ModelError(f"rank {model.ranks.rank}: the ranks have not the same {what}; give all of them one.")
-
-
-def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest n up to `limit` that fits, 0 if not even 1 does. Everything smaller than what fits, fits."""
-    return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
-
-
-def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
-    """Arguments for `Slab`. A slot is a whole number of chunks long: more than the padding of the last one needs."""
-    return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
-
-
-def far_position(c: Config) -> int:
-    """The position at which looking back on all before costs a token as much as everything else in a layer does.
-
-    Measured on CPUs, with heads of 32 to 64: for one query head to look at one row (the score, its share of the
-    softmax, the value added up) costs as much as 300 multiplications by weights. On a GPU it has not been measured:
-    there chunks stay as wide as they are.
-    """
-    weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden * c.taken
-    return sys.maxsize if has_gpu() else max(1, weights // (300 * c.H))
-
-
-def is_exact(model: Model) -> bool:
-    """Do a request's logits have the same bits in any company?
-
-    Our own product sees to that for float32 numbers on a CPU, if each process that shares the model has it. (Each may
-    have it in a form of its own, since what a process adds to a sum is the same in any company.) Nobody has shown it
-    for packed weights and for half precision.
-    """
-    marks = model.ranks.gather(device.is_exact() and model.is_float32)
-    return all(mark == [True] for mark in marks)

@@ -1,0 +1,184 @@
+"""What a model is made of: projections, MLPs, layers, and the model itself.
+
+The problem. `forward` multiplies by a projection and does not ask how it is stored. But a checkpoint may have a matrix
+whole, packed into a few bits, or as one of many experts.
+
+What this file keeps. Whatever stands for a projection is called with the input and answers with the output. It is a
+plain record of arrays, made once, when the model is loaded.
+
+Where next: `load.py`, which makes a model of a folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parts.device import mx, tree_flatten
+from parts.model.config import Config
+from parts.model.ops import capped, gelu, softmax, swiglu
+from parts.model.rope import Kind
+from parts.ranks import ALONE, Ranks
+
+
+class Dense(NamedTuple):
+    """y = x W^T + b, with W as the checkpoint stores it."""
+
+    weight: mx.array  # (out, in)
+    bias: mx.array | None  # (out,)
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+    @staticmethod
+    def of(parts: list[tuple[mx.array, mx.array | None]]) -> Dense:
+        """From the checkpoint's weights and biases: one matrix that yields all their outputs side by side.
+
+        So the input is read once, and one product runs instead of three.
+        """
+        if len(parts) == 1:
+            return Dense(*parts[0])
+        weight = mx.concatenate([weight for weight, _ in parts])
+        if all(bias is None for _, bias in parts):
+            return Dense(weight, None)
+        biases = [mx.zeros(len(weight), weight.dtype) if bias is None else bias for weight, bias in parts]
+        return Dense(weight, mx.concatenate(biases))
+
+    def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
+        """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one array."""
+        return self.weight[ids]
+
+
+class Quantized(NamedTuple):
+    """The same with W packed: `bits` bits a number, and a scale and an offset for every `group` of them."""
+
+    weight: mx.array  # (out, in * bits / 32), uint32
+    scales: mx.array  # (out, in / group)
+    offsets: mx.array
+    bias: mx.array | None
+    bits: int
+    group: int
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
+        y = mx.quantized_matmul(x, self.weight, self.scales, self.offsets, True, self.group, self.bits)
+        return y if self.bias is None else y + self.bias
+
+    @staticmethod
+    def of(parts: list[Quantized]) -> Quantized:
+        """Several of the same input, packed alike, as one: each row of W is packed by itself."""
+        weight, scales, offsets = (mx.concatenate(arrays) for arrays in list(zip(*parts, strict=True))[:3])
+        biases = [mx.zeros(len(p.scales), p.scales.dtype) if p.bias is None else p.bias for p in parts]
+        bias = mx.concatenate(biases) if any(part.bias is not None for part in parts) else None
+        return Quantized(weight, scales, offsets, bias, parts[0].bits, parts[0].group)
+
+    def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
+        return mx.dequantize(self.weight[ids], self.scales[ids], self.offsets[ids], self.group, self.bits)
+
+
+class Mlp(NamedTuple):
+    """down(silu(gate(x)) * up(x))     In some families gelu(gate(x))."""
+
+    gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
+    down: Dense | Quantized  # hidden -> D
+    gelu: bool = False
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
+        gate, up = mx.split(self.gate_up(x), 2, axis=-1)  # (..., hidden) each
+        return self.down(gelu(gate) * up if self.gelu else swiglu(gate, up))
+
+
+class Stack(NamedTuple):
+    """One matrix for each expert. Each token is multiplied with those of its experts, by itself."""
+
+    weight: mx.array  # (experts, out, in), or packed as in `Quantized`
+    scales: mx.array | None = None
+    offsets: mx.array | None = None
+    bits: int = 0
+    group: int = 0
+
+    def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:  # (..., in) -> (..., k, 1, out)
+        if self.scales is None:
+            return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=chosen)
+        packed, sizes = (self.weight, self.scales, self.offsets), {"group_size": self.group, "bits": self.bits}
+        return mx.gather_qmm(x, *packed, rhs_indices=chosen, transpose=True, **sizes)
+
+
+class Experts(NamedTuple):
+    """The sum over a token's k best experts of share * down(silu(gate(x)) * up(x))     A router says which they are.
+
+    The shares are the router's softmax over all experts; in some models those of the k best are made to add up to 1.
+    Which experts a token takes depends on that token alone, and so do its bits.
+    """
+
+    router: Dense | Quantized  # D -> experts
+    gate: Stack
+    up: Stack
+    down: Stack
+    k: int
+    whole_shares: bool
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
+        shares = softmax(self.router(x))  # (..., experts)
+        chosen = mx.argpartition(shares, -self.k, axis=-1)[..., -self.k :]  # (..., k)
+        shares = mx.take_along_axis(shares, chosen, axis=-1)
+        if self.whole_shares:
+            shares = shares / shares.sum(axis=-1, keepdims=True)
+        x = x[..., None, None, :]  # (..., 1, 1, D): a product for each token and expert
+        y = self.down(swiglu(self.gate(x, chosen), self.up(x, chosen)), chosen)  # (..., k, 1, D)
+        return (y[..., 0, :] * shares[..., None]).sum(axis=-2)
+
+
+class Capped(NamedTuple):
+    """A head whose logits never exceed a cap."""
+
+    head: Dense | Quantized
+    cap: float
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., V)
+        return capped(self.head(x), self.cap)
+
+
+class SideBySide(NamedTuple):
+    """Projections of one input that cannot be one, because they are packed each in a way of its own."""
+
+    parts: tuple[Quantized | Dense, ...]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.concatenate([part(x) for part in self.parts], axis=-1)
+
+
+class Layer(NamedTuple):
+    qkv: Dense | Quantized | SideBySide  # D -> (H + 2 Hkv) * Dh
+    o: Dense | Quantized  # H * Dh -> D
+    mlp: Mlp | Experts  # D -> D
+    kind: int = 0  # of attention: which of the model's `kinds`
+    attn_norm: mx.array | None = None  # (D,), of what goes into attention; None where the family has none
+    attn_after: mx.array | None = None  # of what comes out of it
+    mlp_norm: mx.array | None = None
+    mlp_after: mx.array | None = None
+    q_norm: mx.array | None = None  # (Dh,), or (H * Dh,) and (Hkv * Dh,)
+    k_norm: mx.array | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A config and its weights, ready for `forward`."""
+
+    config: Config
+    layers: list[Layer]
+    norm: mx.array  # (D,)
+    table: Dense | Quantized  # the embedding, as a projection D -> V
+    head: Dense | Quantized | Capped | None  # D -> V; the table where the checkpoint ties them; None on a follower
+    kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
+    ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.norm.dtype
+
+    @property
+    def is_float32(self) -> bool:
+        """Are all weights float32 numbers: none in half precision, none packed into a few bits?"""
+        weights = tree_flatten((self.layers, self.norm, self.table, self.head))
+        return all(weight.dtype == mx.float32 for _, weight in weights if isinstance(weight, mx.array))

@@ -1,0 +1,75 @@
+"""The few operations of a Llama: the formula, and beside it the form that each device runs fastest.
+
+The problem. The first page of `nanobatch.py` shows what a Llama computes. How fast that goes depends on details that
+have nothing to do with a Llama: on a CPU, MLX takes three times as long for an `exp` as for a power. On a GPU, a step
+of a few tokens takes the time to read the weights, and some microseconds for each kernel (a function that runs there),
+however little it computes: so there the fewest kernels win.
+
+What this file keeps. Each docstring begins with the formula, and the code computes it, in whatever form: a test holds
+one against the other (`tests/test_ops.py`). No form depends on what else runs in the step, since a request's bits must
+not. The products of matrices are our own on a CPU (`rows.c`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from parts import device
+from parts.device import mx
+
+
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:  # (..., D) -> (..., D)
+    """x / sqrt(mean(x^2) + eps) * weight     Where a family has no norm there is no weight, and x stays as it is."""
+    return x if weight is None else mx.fast.rms_norm(x, weight, eps)
+
+
+def silu(x: mx.array) -> mx.array:
+    """x / (1 + e^-x): nearly 0 below 0, nearly x above.
+
+    The tuned form writes e^-x as a power of the number 1/e: on a CPU, MLX takes 2.7 ns for a power and 7.7 for an
+    `exp`. Half precision holds e to three digits only, so there the formula stays.
+    """
+    if x.dtype != mx.float32:
+        return x * mx.sigmoid(x)
+    return x / (mx.power(math.exp(-1), x) + 1)
+
+
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:  # (..., hidden) each -> (..., hidden)
+    """silu(gate) * up     On a GPU in one kernel, which MLX compiles from the formula."""
+    return one_kernel(gate, up) if device.has_gpu() else silu(gate) * up
+
+
+def one_kernel(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+if mx.default_device() == mx.gpu:  # for a CPU, MLX would call the machine's C++ compiler, if there is one
+    one_kernel = mx.compile(one_kernel, shapeless=True)
+
+
+def gelu(x: mx.array) -> mx.array:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
+
+    That is x / (1 + e^-u) with u twice what tanh is taken of: `silu`'s form, with its power.
+    """
+    u = math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)
+    if x.dtype != mx.float32:
+        return x * mx.sigmoid(u)
+    return x / (mx.power(math.exp(-1), u) + 1)
+
+
+def capped(x: mx.array, cap: float) -> mx.array:
+    """cap tanh(x / cap): nearly x near 0, and never beyond the cap."""
+    return cap * mx.tanh(x / cap)
+
+
+def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
+    """e^x / sum(e^x). The largest x is subtracted from all first: that changes no result, and no power overflows.
+
+    The tuned form takes five operations, with a power as in `silu`. For few numbers MLX's one operation would be a
+    little faster. But it rounds differently, and how many numbers there are depends on how far attention reads.
+    """
+    if x.dtype != mx.float32:
+        return mx.softmax(x, axis=-1)
+    powers = mx.power(math.e, x - mx.max(x, axis=-1, keepdims=True))
+    return powers / mx.sum(powers, axis=-1, keepdims=True)

@@ -1,0 +1,207 @@
+"""Rotary positions: how a position becomes angles, and how a query or a key is turned by them.
+
+The problem. Attention sees positions by turning queries and keys. Each family stretches the positions beyond the length
+that its model was trained for in a way of its own, and each device turns fastest in another form.
+
+What this file keeps. A `Rope` is what the config says, as plain data. A `Kind` is how attention treats positions in
+some of the layers. Each form is held against the formula, or against mlx-lm, by a test (`tests/test_ops.py`).
+
+Where next: `layers.py`, what a model is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from kv import Window
+from parts import device
+from parts.device import mx
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How positions become angles (`rope_frequencies`)."""
+
+    type: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+    short: tuple[float, ...] = ()  # by what each plane's turn is slowed, for prompts up to the original length
+    long: tuple[float, ...] = ()  # and for longer ones
+    gain: float = 1.0  # what is turned becomes longer by this
+    turned: int | None = None  # how many numbers of a head turn, from the first; None means all
+    interleaved: bool = False  # neighbours are a plane, not number i and number i + Dh/2
+
+    def follows(self, length: int) -> bool:
+        """Do a sequence's positions turn by its own length, because it is so long?"""
+        return self.type in ("dynamic", "longrope") and length > self.original_length
+
+    def shares(self, length: int) -> int:
+        """Which prompts have the same rows where they begin alike: those with the same number; with 0 none has."""
+        return 1 if not self.follows(length) else 2 if self.type == "longrope" else 0
+
+    def length(self, prompt: int, row: int) -> int:
+        """The length that says how a token in this row turns.
+
+        With longrope it is the prompt's: then a sequence has one set of factors from its first token to its last. With
+        `dynamic` it grows with each new token.
+        """
+        return prompt if self.type == "longrope" else max(prompt, row + 1)
+
+    def order(self, Dh: int) -> list[int]:
+        """Where each number of a head comes from, so that number i and number i + Dh/2 are a plane.
+
+        The planes that do not turn stand behind those that do. This is done to the rows of q and k while they are
+        loaded. A product of q and k does not depend on the order of their numbers.
+        """
+        turned = Dh if self.turned is None else self.turned
+        step, other = (2, 1) if self.interleaved else (1, turned // 2)
+        firsts = [step * i for i in range(turned // 2)] + list(range(turned, (turned + Dh) // 2))
+        seconds = [i + other for i in firsts[: turned // 2]] + list(range((turned + Dh) // 2, Dh))
+        return firsts + seconds
+
+
+def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
+    """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by its position.
+
+    The dot product of two turned vectors depends on the difference of their angles alone. So attention sees how far
+    apart two tokens are, and never where they stand. (a, b) becomes (a cos - b sin, b cos + a sin); `sin` holds the
+    minus.
+    """
+    a, b = mx.split(x, 2, axis=-1)
+    return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
+
+
+class Kind(NamedTuple):
+    """How attention treats positions in some of the layers. Most models have one kind of layer."""
+
+    rope: Rope | None  # None: it knows no positions
+    span: int | None  # how many rows a token looks back on, its own included; None: all
+    frequencies: mx.array | None  # (Dh/2,)
+    periods: mx.array | None  # 1 / frequencies, for a GPU
+
+    @staticmethod
+    def of(rope: Rope | None, span: int | None, Dh: int, dtype: mx.Dtype) -> Kind:
+        frequencies = rope and rope_frequencies(rope, Dh)
+        has_kernel = rope and device.has_gpu() and rope.gain == 1
+        return Kind(rope, span, frequencies, rope_periods(frequencies, dtype) if has_kernel else None)
+
+
+def turning(kind: Kind, window: Window) -> Callable[[mx.array], mx.array]:  # (B, heads, L, Dh) -> the same
+    """How a window's queries and keys are turned: `rotate`, by the angles of their positions.
+
+    On a GPU it is one kernel of MLX's, which makes nothing shorter or longer, where that is right (`rope_periods`). It
+    has one frequency a plane for all sequences: so not where they follow each sequence's length.
+    """
+    rope = kind.rope
+    if rope is None:
+        return unturned
+    if not device.has_gpu() or kind.periods is None or rope.follows(max(window.lengths)):
+        cos, sin = rope_angles(kind, window)
+        return partial(rotate, cos=cos, sin=sin)
+    scale = 1 / rope.factor if rope.type == "linear" else 1.0
+    options = {"traditional": False, "base": None, "scale": scale, "freqs": kind.periods}
+    return lambda x: mx.fast.rope(x, x.shape[-1], offset=window.first, **options)
+
+
+def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # (Dh/2,) -> (Dh/2,)
+    """1 / frequencies, as `mx.fast.rope` wants them. None on a CPU, and where a trial finds that operation wrong.
+
+    Some releases of MLX turned one token a sequence by the first sequence's position, whichever sequence it was of.
+    """
+    Dh, periods = 2 * frequencies.size, 1 / frequencies
+    first = mx.array([7, 0, 40])
+    for L in (1, 3):
+        x = mx.random.normal((3, 2, L, Dh), dtype, key=mx.random.key(0))
+        angles = (first[:, None] + mx.arange(L))[:, None, :, None] * frequencies
+        wanted = rotate(x, *both_of_a_plane(mx.cos(angles), mx.sin(angles)))
+        turned = mx.fast.rope(x, Dh, traditional=False, base=None, scale=1.0, offset=first, freqs=periods)
+        if mx.max(mx.abs(turned - wanted)).item() > 0.1:  # bfloat16 is off by 0.03, the wrong place by more than 1
+            return None
+    return periods
+
+
+def rope_angles(kind: Kind, window: Window) -> tuple[mx.array, mx.array]:  # (B, 1, L, Dh) each
+    """cos and sin of each position times each plane's frequency, once for both numbers that are turned in the plane."""
+    rope, frequencies = kind.rope, kind.frequencies  # (Dh/2,)
+    Dh = 2 * frequencies.size
+    if rope.follows(max(window.lengths)):
+        frequencies = mx.stack([rope_frequencies(rope, Dh, n) for n in window.lengths])[:, None]  # (B, 1, Dh/2)
+    positions = window.positions * (1 / rope.factor if rope.type == "linear" else 1.0)  # (B, L)
+    angles = (positions[:, :, None] * frequencies)[:, None]  # (B, 1, L, Dh/2)
+    size = shorter(Dh)
+    if rope.gain != 1:  # of what turns
+        size = mx.where(kind.frequencies > 0, size * rope.gain, size)
+    return both_of_a_plane(mx.cos(angles) * size, mx.sin(angles) * size)
+
+
+def shorter(Dh: int) -> float:
+    """Attention wants the product of q and k, divided by sqrt(Dh). So what is turned is made shorter by Dh^1/4 as well.
+
+    The kernel that a GPU has for attention divides by itself.
+    """
+    return 1.0 if device.has_gpu() else Dh**-0.25
+
+
+def unturned(x: mx.array) -> mx.array:  # (B, heads, L, Dh) -> the same
+    """What stands for `rotate` in a layer whose attention knows no positions."""
+    return x if device.has_gpu() else x * shorter(x.shape[-1])
+
+
+def both_of_a_plane(cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:  # (..., Dh/2) -> (..., Dh) each
+    return mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
+
+
+def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
+    """How far each of a head's Dh/2 planes turns from one position to the next.
+
+    Plane i turns by theta ** (-2 i / Dh): the first by 1, so it tells neighbours apart, the last by nearly 1 / theta,
+    so it takes tens of thousands of positions for one turn, and tells far from near. Where only a part of a head turns,
+    that part is the Dh of this formula, and the planes behind it stand still.
+
+    A model is stretched beyond the length it was trained for by turning its planes more slowly. `linear` slows all of
+    them (in `rope_angles`, by dividing the positions). `llama3` and `yarn` slow the slow ones only, because the fast
+    ones tell neighbours apart. `dynamic` raises theta with the length of the sequence: a prompt's own length for all of
+    its tokens, then each new token's. So the same token at the same place turns differently in a longer prompt.
+    `longrope` names a factor for each plane, found by search, and others for prompts beyond the trained length.
+    """
+    theta, R = rope.theta, rope.turned or Dh
+    if rope.follows(length) and rope.type == "dynamic":
+        theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (R / (R - 2))
+    if rope.type in ("default", "linear", "dynamic"):
+        frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))  # theta ** (-2 i / R)
+    else:
+        periods = theta ** (mx.arange(0, R, 2) / R)  # positions for one radian
+        if rope.type == "longrope":
+            frequencies = 1 / (periods * mx.array(rope.long if rope.follows(length) else rope.short))
+        else:
+            keep = kept_of_planes(rope, R, rope.original_length / (2 * mx.pi * periods))
+            # A mixture of the frequency and the slowed one. It is written for its reciprocal, for each type as mlx-lm
+            # computes it: far from the beginning, the last digit of a frequency is seen in the fourth of a logit.
+            slow = rope.factor * periods
+            mixed = slow * periods / (slow * keep + periods * (1 - keep))
+            frequencies = 1 / (mixed if rope.type == "yarn" else periods / ((1 - keep) / rope.factor + keep))
+    return frequencies if Dh == R else mx.concatenate([frequencies, mx.zeros((Dh - R) // 2)])
+
+
+def kept_of_planes(rope: Rope, R: int, turns: mx.array) -> mx.array:  # (R/2,): full turns within the trained length
+    """How much of each plane's frequency is kept: 0 where it is slowed by the whole factor, 1 where not at all.
+
+    Fewer turns than low_freq_factor: nothing is kept. More than high_freq_factor: all. In between `llama3` goes by the
+    number of turns. `yarn` goes by the number of the plane: from the last whole one before the one bound to the first
+    behind the other.
+    """
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if rope.type == "llama3":
+        return mx.clip((turns - low) / (high - low), 0, 1)
+    first, last = (
+        R * math.log(rope.original_length / (2 * math.pi * n)) / (2 * math.log(rope.theta)) for n in (high, low)
+    )
+    first, last = max(math.floor(first), 0), min(math.ceil(last), R - 1)
+    return 1 - mx.clip((mx.arange(R // 2) - first) / max(last - first, 0.001), 0, 1)
