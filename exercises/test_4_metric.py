@@ -9,7 +9,8 @@ an owner wants to know: people who leave have waited too long. Add the counter
     nanobatch_hung_up_total 3
 
 A client may hang up before its answer has begun (then the status is 499), or in the midst of a stream, whose status was
-200 long before. Both count. A counter begins at 0, is there from the first look on, and never goes down.
+200 long before. Both count. An answer that the server itself cancels, because it is ending, does not: its client was
+still there. A counter begins at 0, is there from the first look on, and never goes down.
 
 Read first: `Call` and `Figures` in `parts/journal.py`.
 
@@ -59,12 +60,17 @@ def test_the_metric_counts_those_who_hang_up_before_and_during_an_answer():
     assert told(figures) == 1
     figures.count(call(2, status=200, reason="cancelled", hung_up=True, stream=True))
     assert told(figures) == 2
+    figures.count(call(3, status=499, hung_up=True))  # in the midst of its own prompt: nothing had to be cancelled
+    assert told(figures) == 3
 
 
 def test_the_metric_counts_nobody_else():
-    """Neither an answer that was read to its end, nor a refusal, nor an error."""
+    """Not an answer that was read to its end, not a refusal, not an error, not what the server itself cancelled."""
     figures = Figures()
     told(figures)
-    for number, (status, reason) in enumerate([(200, "stop"), (400, "invalid"), (429, "queue_full"), (500, "error")]):
+    others = [(200, "stop"), (400, "invalid"), (429, "queue_full"), (500, "error"), (503, "cancelled")]
+    for number, (status, reason) in enumerate(others):
         figures.count(call(number, status=status, reason=reason))
-    assert told(figures) == 0
+        assert told(figures) == 0, f"status {status}, {reason}: this client did not hang up"
+    figures.count(call(9, status=200, reason="cancelled", stream=True))
+    assert told(figures) == 0, "a stream that the server itself cancelled: this client did not hang up"

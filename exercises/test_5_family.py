@@ -16,10 +16,11 @@ Read first: docs/models.md, then what `parts/model/families.py` does about grani
 minicpm does not divide at all. The published model does. For greedy answers it makes no difference; for scores and for
 sampling it does.)
 
-Where: `FAMILIES` and `OWN` in `parts/model/families.py`.
+Where: `parts/model/families.py`. A name in `FAMILIES`, and in `OWN` a function like granite's: it gets the config's
+fields, and returns what the family has of its own.
 
 How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of `tests/test_parity.py`
-and a line in docs/models.md and README.md, too; `python -m pytest` says so.
+and a line in docs/models.md, too; `python -m pytest` says so.
 """
 
 import numpy as np

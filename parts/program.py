@@ -113,8 +113,36 @@ def read_key(key: str) -> str:
     return key
 
 
+def version() -> str:
+    """Which nanobatch this is, and what it runs on: the first line of a report.
+
+    `pyproject.toml` alone holds the number. The programs run from the checkout, so no installed package knows it.
+    """
+    import platform  # these three are imported here, because most runs need none of them
+    import tomllib
+    from importlib import metadata
+
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
+        number = tomllib.load(file)["project"]["version"]
+    try:
+        mlx = f"mlx {metadata.version('mlx')}"
+    except metadata.PackageNotFoundError:
+        mlx = "no mlx"
+    return f"nanobatch {number} ({mlx}, Python {platform.python_version()}, {platform.system()} {platform.machine()})"
+
+
+class ShowVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
+        print(version())
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage, and exits with 2."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.add_argument("--version", action=ShowVersion, nargs=0, help="say which version this is, and exit")
 
     def parse_known_args(self, *arguments):
         try:

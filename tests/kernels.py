@@ -1,17 +1,16 @@
-"""How many kernels would a decode step launch on a GPU? Counted for us and for mlx-lm, on any machine.
+"""How many operations has the graph of a decode step on a GPU? Counted for us and for mlx-lm, on any machine.
 
     python tests/kernels.py
 
 A step of a few tokens takes the time to read the weights, and some microseconds for each kernel. The step's graph tells
-how many there are, without a GPU. Each node that computes is one, each part of a concatenation, and each call of what
-MLX has a kernel for there (`FUSED`). Nodes that only look at an array in another way (views) are none. The shape is
-Llama 3.2 1B's but for its widths, since no count depends on them: 32 heads of 64, 8 of keys and values, a tied head.
-The step ends with the logits.
+how many operations there are, without a GPU. Each node that computes is one, each part of a concatenation, and each
+call of a function that MLX has a kernel for (`FUSED`). Nodes that only look at an array in another way (views) are
+none. The shape is Llama 3.2 1B's but for its widths, since no count depends on them: 32 heads of 64, 8 of keys and
+values, a tied head. The step ends with the logits.
 
-What a graph does not show are the copies that a kernel makes of an input which does not lie as it wants it. By MLX's
-source for Metal, where several sequences decode, a layer of ours makes two (of what is to be turned, and of the
-queries) and, if some slots are idle, two more (of the keys and the values before they are written). One of mlx-lm's
-makes one (of the mask).
+This is no count of kernels. A kernel may first copy an input that does not lie as it wants it. And where MLX has no
+fused attention for a shape, one operation is several kernels: on CUDA, where several sequences decode, because they
+come with a mask (docs/speed.md says when).
 """
 
 import re
@@ -63,7 +62,7 @@ VIEWS = {
     "Transpose",
     "Unflatten",
 }
-# One kernel on a GPU; on a CPU MLX makes several nodes of them.
+# One node of a GPU's graph; on a CPU MLX makes several of them.
 FUSED = ((mx.fast, "rms_norm"), (mx.fast, "rope"), (mx.fast, "scaled_dot_product_attention"), (mx, "dequantize"))
 
 
@@ -77,7 +76,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def count(step: Callable[[], list[mx.array]]) -> Counter:
-    """How many kernels of each kind a step launches that answers with all that it makes."""
+    """How many operations of each kind a step has that answers with all that it makes."""
     calls: Counter = Counter()
     inputs: list[mx.array] = []
 

@@ -6,11 +6,13 @@ own runs `main` in this one (`here`), with the same two streams and the same exi
 
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -313,6 +315,16 @@ def test_a_signal_while_it_answers_ends_it_at_once_also_in_a_background_job(mode
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == code and time.monotonic() - began < 10  # its answer would have taken minutes
     assert b"Traceback" not in stderr
+
+
+@pytest.mark.parametrize("asked", [ask, serve, tui, bench], ids=lambda module: module.__name__)
+def test_every_program_says_its_version_on_standard_output_and_ends(here, asked):
+    """The number is the one in pyproject.toml, and stands nowhere else."""
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    done = here("--version", main=asked.main)
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+    line = rf"nanobatch {re.escape(number)} \(mlx \S+, Python \S+, \w+ \w+\)\n"
+    assert re.fullmatch(line, done.stdout.decode())
 
 
 @pytest.mark.parametrize(

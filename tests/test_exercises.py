@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,6 +20,7 @@ from xml.etree import ElementTree
 import pytest
 
 import tui
+from parts.journal import Call, Figures
 from sched import POLICIES
 
 ROOT = Path(__file__).parent.parent
@@ -92,6 +94,26 @@ def test_a_plausible_wrong_solution_fails(exercise, folders):
     assert any(said) and not any("not done yet" in message for message in said), said
 
 
+def test_right_solutions_keep_the_plan_of_the_house_and_the_pages_true(tmp_path):
+    """A ceiling on lines once turned the build red for whoever had done exercise 1, and done it right.
+
+    A new family is left out: the pages ask for a line about it, as the exercise says.
+    """
+    kinds = {exercise: "right" for exercise in EXERCISES if exercise != "family"}
+    tree = copy_of_the_tree(tmp_path, kinds)
+    for path in ROOT.glob("*.md"):
+        shutil.copy(path, tree)
+    for name in ("docs", "tools", ".ci", ".github"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    checks = [
+        str(path.relative_to(ROOT)) for name in ("house", "project") for path in ROOT.glob(f"tests/**/test_{name}.py")
+    ]
+    assert len(checks) == 2
+    command = [sys.executable, "-m", "pytest", *checks, "-q", "-p", "no:cacheprovider"]
+    run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr
+
+
 def exercise_of(name: str, monkeypatch) -> dict:
     monkeypatch.syspath_prepend(ROOT / "exercises")
     (path,) = (ROOT / "exercises").glob(f"test_?_{name}.py")
@@ -103,8 +125,9 @@ def test_a_policy_that_is_half_done_is_told_the_other_half_by_every_test(monkeyp
     monkeypatch.setitem(POLICIES, "gentle", "one newcomer a step.")
     tests = exercise_of("policy", monkeypatch).values()
     for test in tests:
-        with pytest.raises(pytest.fail.Exception, match=r"not done yet: .*Scheduler\._room has no line"):
+        with pytest.raises(pytest.fail.Exception, match=r"not done yet: .*Scheduler\._room has no line") as raised:
             test()
+        assert raised.value.__suppress_context__, "the traceback of a KeyError stands above the hint"
     assert len(tests) == 3
 
 
@@ -121,6 +144,46 @@ def test_a_pane_that_is_half_done_is_told_what_is_missing_and_not_what_is_there(
         test()
     monkeypatch.setattr(tui, "LOWER", (*tui.LOWER, "memory"))
     test()
+
+
+def count_as_hung_up(is_one: Callable[[Call], bool], patch: pytest.MonkeyPatch) -> None:
+    """Exercise 4, solved: `Figures` counts the calls of which this is true."""
+    count, text = Figures.count, Figures.text
+
+    def count_too(self: Figures, call: Call) -> None:
+        count(self, call)
+        self.found = getattr(self, "found", 0) + is_one(call)
+
+    def text_too(self: Figures, *args) -> str:
+        name = "nanobatch_hung_up_total"
+        return f"{text(self, *args)}# TYPE {name} counter\n{name} {getattr(self, 'found', 0)}\n"
+
+    patch.setattr(Figures, "count", count_too)
+    patch.setattr(Figures, "text", text_too)
+
+
+@pytest.mark.parametrize(
+    ("is_one", "is_right"),
+    [
+        (lambda call: call.hung_up, True),
+        (lambda call: call.reason == "cancelled", False),
+        (lambda call: call.status == 499 or call.reason == "cancelled", False),
+        (lambda call: call.reason == "cancelled" and call.status != 503, False),
+    ],
+)
+def test_a_metric_is_right_only_if_it_counts_clients_that_hung_up(is_one, is_right, monkeypatch):
+    """What the server itself cancelled was counted, too, and all three tests passed."""
+    count_as_hung_up(is_one, monkeypatch)
+    failed = [name for name, test in exercise_of("metric", monkeypatch).items() if fails(test)]
+    assert bool(failed) != is_right, failed
+
+
+def fails(test: Callable[[], None]) -> bool:
+    try:
+        test()
+    except AssertionError:
+        return True
+    return False
 
 
 def test_every_exercise_has_its_command_and_says_where_to_look():

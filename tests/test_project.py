@@ -1,90 +1,124 @@
-"""What the README promises is there."""
+"""What the pages promise is there, and runs as it is printed."""
 
-import ast
-import json
+import io
 import re
 import shlex
+import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import test_house
 
 import ask
 import bench
 import serve
 import tui
+from kv import Slab
+from nanobatch import Engine, Sampling
+from parts.model.config import Config
 from parts.model.families import FAMILIES
+from parts.model.rope import Rope
+from screen.room import Settings
+from tools import tables
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-RIGHT = (ROOT / "docs" / "right.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 FILES = (ROOT / "docs" / "files.md").read_text()
+MODELS = (ROOT / "docs" / "models.md").read_text()
+SLOTS = (ROOT / "docs" / "slots.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
-MODULES = [str(p.relative_to(ROOT)) for p in (*ROOT.glob("*.py"), *ROOT.glob("parts/*.py"), *ROOT.glob("screen/*.py"))]
+USE = (ROOT / "docs" / "use.md").read_text()
+ROOMS = ("parts", "door", "screen", "measure")
+MODULES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+MODULES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *MODULES)]
 
 
-def test_every_file_that_the_readme_names_exists():
-    names = set(re.findall(r"`((?:\w+/)?\w+\.py)`", README + FILES))
-    assert {"nanobatch.py", "kv.py", "sched.py", "tests/test_parity.py"} <= names
-    assert all((ROOT / name).exists() for name in names)
+def test_every_file_and_every_room_that_the_pages_name_exists():
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py|\w+/)`", README + FILES + USE + SLOTS + CONTRIBUTING))
+    assert {"nanobatch.py", "kv.py", "sched.py", "parts/"} <= named
+    missing = [name for name in sorted(named) if not (ROOT / name).exists()]
+    assert not missing, missing
 
 
-def test_the_readme_can_be_read_in_one_sitting():
-    assert len(README.splitlines()) <= 170
+def words(page: str) -> int:
+    """What a reader reads: words of prose, headings and tables. Code, pictures and targets of links do not count."""
+    page = re.sub(r"```.*?```|<!--.*?-->|!\[.*?\]\(.*?\)", "", page, flags=re.DOTALL)
+    page = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page)
+    return sum(any(letter.isalnum() for letter in word) for word in page.split())
 
 
-def test_the_readme_says_how_long_each_file_is():
-    """Within a tenth, so that not every patch has to count."""
-    counts = re.findall(r"^\| `((?:\w+/)?\w+\.py)` \| ([\d,]+) \|", README + FILES, re.MULTILINE)
+def test_the_readme_is_read_in_five_minutes():
+    assert words("## Run it\n\n![a picture](x.svg) Press `b`: 24 [prompts](y.md) | 3 |\n\n```sh\nls\n```\n") == 7
+    assert 500 < words(README) <= 1200
+
+
+def test_a_table_of_files_says_about_how_long_each_is():
+    """Within a third, so that no change to one of them has to count."""
+    counts = re.findall(r"^\| `((?:\w+/)*\w+\.py)` \| ([\d,]+) \|", FILES, re.MULTILINE)
     assert len(counts) >= 8
     for name, lines in counts:
-        assert len((ROOT / name).read_text().splitlines()) == pytest.approx(int(lines.replace(",", "")), rel=0.1), name
+        if (ROOT / name).exists():  # the other test says which do not
+            length = len((ROOT / name).read_text().splitlines())
+            assert length == pytest.approx(int(lines.replace(",", "")), rel=1 / 3), name
+
+
+def test_the_scheduler_has_about_200_lines_of_code():
+    """The one size that the project promises. There is room in it for what the exercises ask for."""
+    assert "in about 200 lines of code" in README
+    assert test_house.lines_of_code(test_house.source("sched")) == pytest.approx(200, rel=0.35)
 
 
 def test_every_place_that_answers_a_question_exists():
-    for name in re.findall(r"`((?:Scheduler|Engine|Runner|Flight|Window)\.\w+)`", README):
+    found = re.findall(r"`((?:Scheduler|Engine|Runner|Flight|Window)\.\w+)`", README + SLOTS)
+    assert len(found) > 8
+    for name in found:
         owner, method = name.split(".")
         texts = [(ROOT / name).read_text() for name in MODULES]
         assert any(f"class {owner}" in text and f"def {method}(" in text for text in texts), name
 
 
 def test_every_module_is_in_the_reading_path():
-    assert all(f"`{name}`" in README + FILES for name in MODULES)
+    missing = [name for name in MODULES if f"`{name}`" not in README + FILES]
+    assert not missing, missing
 
 
 def test_every_page_that_another_one_leads_to_is_there():
-    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("exercises/*.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exercises/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
 
 
-def test_every_flag_in_the_readme_is_understood():
-    commands = re.findall(r"python ask\.py ((?:.*\\\n)*.*)", README)
+def test_every_flag_of_the_command_line_that_a_page_names_is_understood():
+    commands = re.findall(r"python ask\.py ((?:.*\\\n)*.*)", README + USE)
     flags = {flag for command in commands for flag in re.findall(r"--[a-z-]+", command)}
     assert {"--model", "--max-tokens"} <= flags
-    for flag in flags - {"--help"}:
+    for flag in flags - {"--help", "--version"}:
         ask.parse_arguments([flag, "1"])
 
 
-def test_every_command_for_the_screen_in_the_readme_is_understood():
-    text = README + " ".join(FILES.split())
+def test_every_command_for_the_screen_that_a_page_names_is_understood():
+    text = README + USE + " ".join(FILES.split())
     commands = re.findall(r"(?<!')python tui\.py([^\n`]*)", text)  # not where it is an argument
-    assert len(commands) >= 3
+    assert len(commands) >= 5
     for command in commands:
         tui.parse_arguments(shlex.split(command.partition("#")[0]))
 
 
-def test_every_command_for_the_server_in_the_readme_is_understood():
-    commands = re.findall(r"python serve\.py([^\n`]*)", README)
-    assert len(commands) >= 1
+def test_every_command_for_the_server_that_a_page_names_is_understood():
+    commands = re.findall(r"python serve\.py([^\n`]*)", README + USE)
+    assert len(commands) >= 2
     for command in commands:
-        serve.parse_arguments(shlex.split(command))
-    flags = set(re.findall(r"`(--[a-z-]+)`", README.split("## Over HTTP")[1].split("\n## ")[0]))
+        serve.parse_arguments(shlex.split(command.partition("#")[0]))
+    flags = set(re.findall(r"`(--[a-z-]+)`", USE.split("## Over HTTP")[1].split("\n## ")[0]))
     for flag in flags:
         serve.parse_arguments([flag, "1"])
     assert "--api-key" in flags
 
 
-def test_every_command_for_the_benchmark_in_the_readme_is_understood(monkeypatch, tmp_path):
+def test_every_command_for_the_benchmark_that_a_page_names_is_understood(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "obstacle", lambda peer: None)  # a peer need not be installed to be named
     for checkout in (tmp_path / "now", tmp_path / "before"):  # the pages compare two that lie side by side
         (checkout / "docs").mkdir(parents=True)
@@ -96,125 +130,82 @@ def test_every_command_for_the_benchmark_in_the_readme_is_understood(monkeypatch
         bench.parse_arguments(shlex.split(command.partition("#")[0]))
 
 
-# The tables of docs/speed.md: file, part, figure, what a line is for, and the contestants, of whom the first is ours.
-OURS = "nanobatch continuous"
-TABLES = [
-    ("15m", "decode", "decode tokens/s", "rows", [OURS, "mlx-lm", "llama.cpp", "../before"]),
-    ("15m", "decode", "prefill ms", "rows", [OURS, "mlx-lm", "llama.cpp", "../before"]),
-    ("15m", "closed", "total tokens/s", "users", [OURS, "mlx-lm", "llama.cpp", "../before"]),
-    ("15m", "closed", "TTFT mean ms", "users", [OURS, "mlx-lm", "llama.cpp", "../before"]),
-    ("135m", "decode", "decode tokens/s", "rows", [OURS, "mlx-lm", "../before"]),
-]
+def test_every_table_of_figures_is_made_from_what_was_measured_and_counted():
+    """`python tools/tables.py` writes them anew."""
+    made = [found for page in tables.pages() for found in tables.MADE.findall(page.read_text())]
+    assert len(made) >= 6
+    for mark, _, text in made:
+        assert tables.made_anew(mark + text) == mark + text, f"{mark.strip()} is stale: python tools/tables.py"
 
 
-def table_of_speeds(name: str, part: str, figure: str, unit: str, contestants: list[str]) -> str:
-    """The table as the page must have it: of each contestant the median, and ours divided by it."""
-    found = bench.summarise(json.loads((ROOT / "docs" / f"bench-{name}.json").read_text())["records"])
-    counts = sorted(int(x.split()[1]) for at, x, what, who in found if (at, what, who) == (part, figure, OURS))
-    lines = [f"| {unit} | nanobatch | " + " | ".join(f"{who} | ratio" for who in contestants[1:]) + " |"]
-    lines += ["|---:" * (2 * len(contestants)) + "|"]
-    for count in counts:
-        ours, *others = (found[part, f"{unit} {count}", figure, who].median for who in contestants)
-        cells = [bench.number(ours)]
-        for other in others:
-            cells += [bench.number(other), f"{ours / other:.2f}"]
-        lines.append(f"| {count} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def test_every_picture_in_the_pages_is_there_and_shows_text():
+    assert re.findall(r"!\[.+?\]\((.+?)\)", README)[0] == "docs/race.svg", "the race comes first: it moves"
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    pictures = [page.parent / name for page in pages for name in re.findall(r"!\[.+?\]\((.+?)\)", page.read_text())]
+    assert len(pictures) >= 4
+    for picture in pictures:
+        assert picture.read_text().count("<text") > 5, picture
 
 
-@pytest.mark.parametrize("table", TABLES)
-def test_every_table_of_speeds_is_made_from_the_committed_results(table):
-    assert table_of_speeds(*table) in SPEED
-
-
-# The README's table: the beginning of a line, and where its figures are.
-TABLE = {
-    "15M parameters, one row": ("15m", "decode", "rows 1", "decode tokens/s", "mlx-lm"),
-    "15M, 8 rows |": ("15m", "decode", "rows 8", "decode tokens/s", "mlx-lm"),
-    "15M, 8 users in a closed": ("15m", "closed", "users 8", "total tokens/s", "mlx-lm"),
-    "15M, 8 users, mean time": ("15m", "closed", "users 8", "TTFT mean ms", "mlx-lm"),
-    "135M, 8 rows": ("135m", "decode", "rows 8", "decode tokens/s", "mlx-lm"),
-    "15M, 8 rows, llama.cpp": ("15m", "decode", "rows 8", "decode tokens/s", "llama.cpp"),
-}
-
-
-def test_the_readmes_table_of_speeds_is_in_the_committed_results():
-    lines = re.findall(r"^\| (\d+M.*)\|$", README.split("## How fast it is")[1].split("\n## ")[0], re.MULTILINE)
-    assert len(lines) == len(TABLE)
-    for line, (begins, (name, part, x, figure, peer)) in zip(lines, TABLE.items(), strict=True):
-        table = bench.summarise(json.loads((ROOT / "docs" / f"bench-{name}.json").read_text())["records"])
-        ours, theirs = (table[part, x, figure, who].median for who in (OURS, peer))
-        wanted = [bench.number(ours), bench.number(theirs), f"{ours / theirs:.2f}"]
-        assert line.startswith(begins) and [cell.strip() for cell in line.split("|")[1:]] == wanted, (line, wanted)
-
-
-def test_every_picture_in_the_readme_is_there_and_shows_text():
-    pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
-    assert len(pictures) >= 2
-    for picture in [*pictures, *(f"docs/{name}" for name in re.findall(r"!\[.+?\]\((.+?)\)", SPEED))]:
-        assert (ROOT / picture).read_text().count("<text") > 5
-
-
-def test_the_readmes_python_runs_as_printed(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_the_python_of_the_page_about_use_runs_as_printed(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
     exec(code, {})
     assert "ttft_s" in capsys.readouterr().out
 
 
-def test_ci_runs_the_readmes_install_and_test_commands_as_printed():
-    (command,) = re.findall(r"^(python3 -m venv .* && python -m pytest)$", README, re.MULTILINE)
+def test_the_python_of_the_page_about_slots_prints_what_stands_below_it():
+    ((code, printed),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", SLOTS, re.DOTALL)
+    with redirect_stdout(io.StringIO()) as out:
+        exec(code, {})
+    assert out.getvalue() == printed
+
+
+def test_what_the_page_about_slots_works_out_by_hand_is_what_the_engine_does():
+    demo = {"layers": 6, "Hkv": 2, "Dh": 32, "itemsize": 4}
+    llama = {"layers": 16, "Hkv": 8, "Dh": 64, "itemsize": 4}
+    for slots, length in ((8, 1024), (32, 256), (64, 128)):
+        assert Slab.nbytes(slots=slots, length=length, **demo) == 24 * 2**20
+    copies = [Slab.nbytes(slots=7, length=320, **shape) / 2**20 for shape in (demo, llama)]
+    assert "{:.1f} MiB of the demo's 24, and {:.0f} MiB".format(*copies) in " ".join(SLOTS.split())
+    with Engine.load("demo", slots=8, max_len=1024) as engine:
+        config = engine.model.config
+        assert (config.layers, config.Hkv, config.Dh, engine.model.dtype.size) == tuple(demo.values())
+        prompts = [[5 + at % 200 for at in range(320)] + [300 + request] * 9 for request in range(8)]
+        results = engine.generate(prompts, Sampling(max_tokens=2))
+        taken_over = [result.metrics.cached_tokens for result in results]
+        assert taken_over[0] == 0 and taken_over.count(320) >= 6, taken_over
+        with pytest.raises(ValueError, match="but a slot holds 1,024"):
+            engine.submit([1] * 1000, Sampling(max_tokens=100))
+
+
+def test_b_sends_as_many_prompts_as_the_readme_says():
+    assert f"Press `b`: {Settings().burst} prompts" in README
+
+
+def test_ci_runs_the_install_and_the_tests_as_the_pages_print_them():
+    (install,) = re.findall(r"^(python3 -m venv .*)$", README, re.MULTILINE)
+    (command,) = re.findall(r"^(python3 -m venv .* && python -m pytest)$", CONTRIBUTING, re.MULTILINE)
+    assert install in USE and command.startswith(install.replace("[cpu]'", "[cpu,test]'"))
     assert command in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_readmes_counts_are_those_of_the_tests():
-    import company
-    import test_exact
-    import test_parity
-
-    compared, own = test_parity.count()
-    for page in (README, RIGHT):
-        assert f"{len(test_parity.CONFIGS)} configurations" in page
-        assert f"{compared} prompts" in page
-        assert f"{test_exact.SCHEDULES} random schedules" in page and f" {test_exact.ELSEWHERE} on each other" in page
-        assert f"{len(company.SHAPES)} shapes of models" in page
-    assert f"({own} of the eight" in README and f"{own} of them of the" in RIGHT
+def test_the_readme_and_ci_say_the_same_of_a_mac():
+    """CI ran one, and the README said that nobody had."""
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    has_no_say = "continue-on-error: ${{ matrix.os == 'macos-latest' }}" in workflow
+    assert ("macos-latest" in workflow and has_no_say) == ("CI tries a Mac as well, without a say yet" in README)
 
 
-def test_what_the_pages_count_is_so():
-    import crowd
-    import test_exact
-    import test_house
-    import test_rows
-    import test_sched
-
-    from screen.room import Settings
-
-    tests = test_exact.test_a_planted_bug_is_caught, test_exact.test_a_bug_that_lets_the_company_show_is_caught
-    bugs = sum(len(mark.args[1]) for test in tests for mark in test.pytestmark)
-    assert f"{bugs} planted bugs" in RIGHT and f"catches {len(test_rows.BUGS)} more" in RIGHT
-    assert f"{test_sched.SCHEDULES:,} random schedules" in README
-    assert f"`b` sends {Settings().burst} prompts" in README
-    assert f"{len(crowd.KINDS)} models, tokens and bits" in (ROOT / "docs" / "machines.md").read_text()
-    lengths = {n.name: n.end_lineno - n.lineno + 1 for name in ("ask", "nanobatch") for n in tops(name)}
-    first, last = (next(n for n in tops("nanobatch") if n.name == name) for name in ("forward", "attention"))
-    assert within_a_tenth("`nanobatch.py`, `forward`", last.end_lineno - first.lineno)
-    assert within_a_tenth("`nanobatch.py`, `Runner`, `Engine.step`", lengths["Runner"] + lengths["Engine"])
-    assert within_a_tenth("`ask.py`, `main`", lengths["main"])
-    code = {name: test_house.lines_of_code(test_house.source(name)) for name in ("kv", "sched", "nanobatch")}
-    assert int(re.search(r"(\d+) lines of code:", README)[1]) == pytest.approx(sum(code.values()) + 40, rel=0.05)
-    assert int(re.search(r"about (\d+) lines of code", README)[1]) == pytest.approx(code["kv"], rel=0.05)
+def test_the_newest_entry_of_the_changelog_is_this_version_with_its_date():
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## (.*)$", CHANGELOG, re.MULTILINE)[1]
+    assert re.fullmatch(rf"{re.escape(number)}, \d{{4}}-\d\d-\d\d", newest)
 
 
-def tops(name: str) -> list:
-    """The functions and classes of a file."""
-    nodes = ast.parse((ROOT / f"{name}.py").read_text()).body
-    return [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-
-
-def within_a_tenth(place: str, lines: int) -> bool:
-    return int(re.search(rf"\| {re.escape(place)} \| (\d+) \|", README)[1]) == pytest.approx(lines, rel=0.1)
-
-
-def test_the_readme_names_every_family():
-    (line,) = re.findall(r"^Families: (.+?)\(", README, re.MULTILINE | re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", line)) == set(FAMILIES)
+def test_the_page_of_models_names_fields_that_a_config_has():
+    """It named one that had been renamed."""
+    rows = re.findall(r"^\| `\w+` \|.*\| (.*) \|$", MODELS.split("## What is supported")[0], re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([\w.]+)`", row)]
+    assert {*re.findall(r"^\| `(\w+)` \|", MODELS, re.MULTILINE)} == {"model_type", *FAMILIES} and len(named) > 15
+    missing = [name for name in named if name not in Config.__dataclass_fields__ and not hasattr(Rope, name[5:])]
+    assert not missing, missing

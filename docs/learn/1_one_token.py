@@ -23,9 +23,9 @@ The function is `forward` in `llama.py`. We use the real one, and read it later.
 - Which tokens are asked what comes next. Here it is the last one.
 
 To put a list of tokens through the model, all side by side, is a *prefill*. In this chapter every step is one, and it
-computes all tokens that there are: look at the column that says how many. (On a quiet machine the milliseconds follow
-it. They show it better in a longer answer, such as chapter 2 has.) Below, the program draws a character for each step:
-▒ for a prefill. The digit in ▒1▒▒ is the request's number, written over its second step.
+computes all tokens that there are: look at the column that says how many. (The time follows it. That shows in a longer
+answer, such as chapter 2 has.) Below, the program draws a character for each step: ▒ for a prefill. The digit in ▒1▒▒
+is the request's number, written over its second step.
 
 The demo model is a toy that tells stories, counts, spells and reverses words, and adds up numbers to 99. It is small,
 so a step takes milliseconds, and anyone can see whether its answer is right.
@@ -60,14 +60,13 @@ def next_token(ids: list[int]) -> int:
 def main() -> None:
     ids = TEXT.ask(PROMPT)  # the model's chat template stands around the prompt, as it did in the training
     length, computed, timeline, began = len(ids), 0, Timeline(slots=1), time.perf_counter()
-    print("step  tokens computed  ms  next token")
+    print("step  tokens computed  next token")
     while ids[-1] not in TEXT.end_tokens:
-        start, read = time.perf_counter(), len(ids)
+        read = len(ids)
         ids.append(next_token(ids))
         computed += read
         timeline.step({0: ("prefill", 1)})
-        took = 1000 * (time.perf_counter() - start)
-        print(f"{read - length + 1:>4}  {read:>15}  {took:>2.0f}  {TEXT.after([], ids[-1])!r}")
+        print(f"{read - length + 1:>4}  {read:>15}  {TEXT.after([], ids[-1])!r}")
     seconds, answer = time.perf_counter() - began, ids[length:]
     print(f" all  {computed:>15}  to read {length} tokens and write {len(answer)}")
 

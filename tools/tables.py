@@ -1,0 +1,125 @@
+"""Writes the tables of the pages anew, from what was measured and from what the tests count.
+
+    python tools/tables.py            writes those that are not as they should be
+    python tools/tables.py --check    only says which they are; exit code 1 if there are any
+
+A table that is made stands behind a comment, which a reader of the page does not see:
+
+    <!-- made: speeds bench-15m.json decode "decode tokens/s" -->
+    <!-- made: counts -->
+
+`speeds` shows one figure of one part of a benchmark: for each contestant the median, and ours divided by it. `counts`
+shows how much the tests compare. So a table is never typed, and the prose beside it says "about twice".
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+# `device` comes first, as in a program of ours.
+import bench  # noqa: E402
+from parts import device  # noqa: E402, F401  # isort: split
+
+OURS = "nanobatch continuous"
+MADE = re.compile(r"(<!-- made: (.+?) -->\n)((?:\|.*\n)*)")
+
+
+def table(heads: list[str], rows: list[list[str]], left: int = 0) -> str:
+    """A table in Markdown. The first `left` columns are words, the others numbers."""
+    rules = ["---" if column < left else "---:" for column in range(len(heads))]
+    lines = [f"| {' | '.join(heads)} |", f"|{'|'.join(rules)}|"]
+    for row in rows:
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def speeds(file: str, part: str, figure: str) -> str:
+    """A line for each number of rows, or of users."""
+    records = json.loads((ROOT / "docs" / file).read_text())["records"]
+    found = {}
+    for (at, x, name, contestant), summary in bench.summarise(records).items():
+        if (at, name) == (part, figure):
+            found.setdefault(x, {})[contestant] = summary.median
+    peers = [contestant for contestant in next(iter(found.values())) if contestant != OURS]
+    unit = next(iter(found)).split()[0]
+    heads = [unit, "nanobatch"]
+    for peer in peers:
+        heads += [peer, "ratio"]
+    rows = []
+    for x, medians in found.items():
+        row = [x.split()[1], bench.number(medians[OURS])]
+        for peer in peers:
+            row += [bench.number(medians[peer]), f"{medians[OURS] / medians[peer]:.2f}"]
+        rows.append(row)
+    return table(heads, rows)
+
+
+def counts() -> str:
+    """How much is compared, in the words of docs/right.md."""
+    parity, exact, company, product, sched, crowd = map(
+        of_the_tests, ("test_parity", "test_exact", "company", "test_rows", "test_sched", "crowd")
+    )
+    prompts, own = parity.count()
+    caught = exact.test_a_planted_bug_is_caught, exact.test_a_bug_that_lets_the_company_show_is_caught
+    bugs = sum(len(mark.args[1]) for test in caught for mark in test.pytestmark)
+    rows = {
+        "parity: configurations of models": len(parity.CONFIGS),
+        "parity: prompts, in random concurrent schedules": prompts,
+        "parity: of these, with a family that is least like a Llama": own,
+        "exactness: random schedules, on the form of the product that the processor takes": exact.SCHEDULES,
+        "exactness: random schedules, on each other form that it can run": exact.ELSEWHERE,
+        "exactness: shapes of models among them": len(company.SHAPES),
+        "exactness: planted bugs, all of them caught": bugs,
+        "the product itself: planted bugs, all of them caught": len(product.BUGS),
+        "the scheduler: random schedules, checked after every step": sched.SCHEDULES,
+        "ranks, by `crowd.py`, which the suite does not run: models": len(crowd.KINDS),
+    }
+    return table(["", "how many"], [[what, f"{many:,}"] for what, many in rows.items()], left=1)
+
+
+def of_the_tests(name: str):
+    """One of the modules that lie in tests/ or tools/, wherever exactly."""
+    (path,) = (path for room in ("tests", "tools") for path in (ROOT / room).rglob(f"{name}.py"))
+    for folder in (ROOT / "tests", ROOT / "tests" / "lib", path.parent):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    return importlib.import_module(name)
+
+
+MAKERS: dict[str, Callable[..., str]] = {"speeds": speeds, "counts": counts}
+
+
+def made_anew(page: str) -> str:
+    """The page, with its tables as they should be."""
+
+    def anew(found: re.Match) -> str:
+        maker, *arguments = shlex.split(found[2])
+        return found[1] + MAKERS[maker](*arguments)
+
+    return MADE.sub(anew, page)
+
+
+def pages() -> list[Path]:
+    return [path for path in sorted((ROOT / "docs").glob("*.md")) if MADE.search(path.read_text())]
+
+
+def main() -> int:
+    stale = [path for path in pages() if made_anew(path.read_text()) != path.read_text()]
+    for path in stale:
+        print(path.relative_to(ROOT))
+        if "--check" not in sys.argv:
+            path.write_text(made_anew(path.read_text()))
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
