@@ -113,9 +113,9 @@ def main() -> None:
     print(f"\nRequest 4, a talk of {len(requests[-1].prompt)} tokens, came after step 6. Below is its last message.")
     show_answers(TEXT, PROMPTS, [r.answer for r in requests])
     print("""
-Question: the loop is whole: `turn` has a twin, `Engine._turn`. What stands around it there, and what may fail here?
+Question: the loop is whole: `turn` has a twin, `Engine.step`. What stands around it there, and what may fail here?
 The real code answers: nanobatch.py, Engine.step.
-Next: `Runner.run` is the twin of `run`. Read nanobatch.py from the top.""")
+Next: `Runner.run` is the twin of `run`. Now read llama.py, and then the other chapters of the book.""")
 
 
 if __name__ == "__main__":
