@@ -79,7 +79,8 @@ from xml.sax.saxutils import escape
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Request, Sampling, Scheduler
 from parts import device
-from parts.answers import Metrics, Result, StepView
+from parts.api.handle import Result
+from parts.api.views import Metrics, StepView
 from parts.checks import one_line, read_whole, shown
 from parts.device import mx
 from parts.meet import join

@@ -48,11 +48,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kv import Slab, Window
-from parts import answers, device
-from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
+from parts import device
+from parts.api import listen as answers
+from parts.api.handle import Handle, Listener, Result, TokenLogprob
+from parts.api.ledger import Ledger
+from parts.api.loop import Loop
+from parts.api.settings import Sampling
+from parts.api.views import Snapshot, StepView
 from parts.device import device_lock, device_stream, mx
 from parts.files import ModelError
-from parts.loop import Loop
 from parts.meet import join
 from parts.model import find as models
 from parts.model.config import Config
@@ -61,8 +65,8 @@ from parts.model.layers import Layer, Model
 from parts.model.load import ModelReader
 from parts.model.ops import capped, rms_norm, softmax
 from parts.model.rope import turning
-from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
 from parts.text import Text
+from sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, choose
 from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
 
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot"]

@@ -44,7 +44,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from parts import blas, http, openai
-from parts.answers import describe
+from parts.api.listen import describe
 from parts.bridge import Answer, Mailbox, Served, defaults_of
 from parts.checks import one_line, read_whole, shown
 from parts.http import Gone, Options, Visit, refused, reply
@@ -55,7 +55,7 @@ from sched import POLICIES
 
 if TYPE_CHECKING:  # they need MLX, which is loaded when the socket has been bound
     from nanobatch import Engine
-    from parts.loop import Loop
+    from parts.api.loop import Loop
 
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
 

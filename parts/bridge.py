@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from starlette.responses import Response
 
 from parts import openai
-from parts.answers import describe
+from parts.api.listen import describe
 from parts.files import read_json
 from parts.http import Visit, reply
 from parts.journal import Figures

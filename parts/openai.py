@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parts.answers import Metrics, TokenLogprob
+from parts.api.handle import TokenLogprob
+from parts.api.views import Metrics
 from parts.checks import shown, whole
 
 if TYPE_CHECKING:  # it needs MLX, and a door is open before MLX is there

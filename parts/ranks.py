@@ -41,7 +41,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from parts.answers import RanksView
+from parts.api.views import RanksView
 from parts.checks import one_line
 from parts.device import device_lock, device_stream, has_gpu, mx, readable
 

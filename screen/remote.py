@@ -28,7 +28,7 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from parts import wire
-from parts.answers import RequestView
+from parts.api.views import RequestView
 from parts.checks import one_line, read_whole, shown
 from screen.ink import clean
 from screen.room import Ask, Room, View

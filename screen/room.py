@@ -26,9 +26,9 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from parts.answers import Snapshot
+from parts.api.loop import Loop, Stopwatch
+from parts.api.views import Snapshot
 from parts.journal import DoorView
-from parts.loop import Loop, Stopwatch
 from sched import POLICIES
 from screen.ink import clean
 

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from parts.answers import RequestView, SlotView, StepView
+from parts.api.views import RequestView, SlotView, StepView
 from parts.journal import Call
 from sched import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span

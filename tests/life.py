@@ -7,9 +7,9 @@ many functions are entered, and how often the reader must change to another file
 that a reader has to follow. To see whether a change to the code makes it longer, trace another checkout, too.
 
 Three things are left out. The layers after the first: the loop over layers enters the same functions again. What
-`parts/model/ops.py` and `parts/device.py` define: one may take it on trust. And the slab's windows. A comprehension, a
-generator expression or a lambda belongs to the function that it stands in. A function that is entered several times
-in a row takes one line.
+`ops.py`, `rope.py` and `layers.py` in `parts/model` and `parts/device.py` define: one may take it on trust. And the
+slab's windows. A comprehension, a generator expression or a lambda belongs to the function that it stands in. A
+function that is entered several times in a row takes one line.
 """
 
 import ast
@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 from nanobatch import Engine, Sampling  # noqa: E402
 
 # Left out by name, not by file: another checkout may keep the same functions elsewhere.
-TRUSTED = [node for name in ("ops", "device") for node in ast.parse((HERE / f"parts/{name}.py").read_text()).body]
+FILES = ("model/ops", "model/rope", "model/layers", "device")
+TRUSTED = [node for name in FILES for node in ast.parse((HERE / f"parts/{name}.py").read_text()).body]
 LEFT_OUT = {node.name for node in TRUSTED if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | {"Window"}
 
 
@@ -37,7 +38,8 @@ def is_ours(frame: FrameType) -> bool:
     code = frame.f_code
     if code.co_name.startswith("<") or code.co_qualname.split(".")[0] in LEFT_OUT:
         return False
-    return Path(code.co_filename).parent in (ROOT, ROOT / "parts")
+    file = Path(code.co_filename)
+    return file.parent == ROOT or ROOT / "parts" in file.parents
 
 
 def trace(engine: Engine, prompt: str) -> list[tuple[int, str, str]]:  # depth, file, function

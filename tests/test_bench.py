@@ -16,7 +16,7 @@ from checkpoints import make_checkpoint
 
 import bench
 from bench import Answer, Ask, Spec
-from parts.answers import StepView
+from parts.api.views import StepView
 from peers import PEERS, obstacle
 
 BENCH = Path(__file__).parent.parent / "bench.py"

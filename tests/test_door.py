@@ -14,8 +14,8 @@ from soak_http import soak
 
 import serve
 from parts import bridge, http, openai
+from parts.api.loop import Loop, Stopwatch
 from parts.http import Options
-from parts.loop import Loop, Stopwatch
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 
+import sampling
 from kv import Slab, Window
 from nanobatch import attention, heads
-from parts import sampling
 from parts.device import mx
 from parts.model import ops
 from parts.model.config import read_config

@@ -11,7 +11,7 @@ from nanobatch import Engine, Order, Piece, Runner, Sampling
 from parts.device import device_lock, device_stream
 from parts.model.fit import Sizes
 from parts.ranks import Ranks
-from parts.sampling import Pick
+from sampling import Pick
 
 SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100, summary="")
 KINDS = [

@@ -11,7 +11,7 @@ import serve
 from nanobatch import Sampling
 from parts import watch as watch_module
 from parts import wire
-from parts.answers import RequestView, Snapshot
+from parts.api.views import RequestView, Snapshot
 from parts.http import Options
 from parts.journal import Call, DoorView, Journal
 
