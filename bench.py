@@ -16,7 +16,7 @@ they come. (Here, a row is one sequence of the batch.)
     plan      planning by itself, where most is to be compared: how long are 64 slots kept waiting?
     sampling  a step in which all rows want the same setting, beside a greedy one: what does one user's wish cost all?
     busy      a decode step, and a burst of 24 prompts, while other programs keep each core busy: how much worse?
-    newcomer  mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings (`parts/blas.py`)
+    newcomer  mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings (`parts/device/blas.py`)
     same      how many of a peer's tokens are ours, on the peer's BLAS: a peer that computes something else is no peer
 
 How a fair answer is made. `--vs` measures others beside this checkout, in all parts that they can do. Each of them has
@@ -78,11 +78,11 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Request, Sampling, Scheduler
-from parts import device
 from parts.api.handle import Result
 from parts.api.views import Metrics, StepView
 from parts.checks import one_line, read_whole, shown
-from parts.device import mx
+from parts.device import mlx as device
+from parts.device.mlx import mx
 from parts.meet import join
 from parts.model.config import read_config
 from parts.model.find import find

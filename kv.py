@@ -29,7 +29,7 @@ This file knows slots, rows and lengths, never requests. Where next: `sched.py`,
 from itertools import pairwise
 from typing import NamedTuple
 
-from parts.device import has_gpu, mx
+from parts.device.mlx import has_gpu, mx
 
 BUCKET = 32  # on a GPU, attention reads a multiple of this many rows, so that the shapes are few
 # The longer a decoding sequence is, the more coarsely its reach is rounded up. So neighbouring slots more often fall

@@ -30,7 +30,7 @@ The glossary, used everywhere in this project:
 
 The invariant: a request's answer depends on its prompt, its `Sampling` and the model alone: not on its neighbours, not
 on its slot, and not on the moment when it came. (A request that draws its tokens at random needs a seed for that.)
-Where `engine.exact` is True, that holds for every bit of the logits. The proof is one sentence, in `parts/rows.c`:
+Where `engine.exact` is True, that holds for every bit of the logits. The proof is one sentence (`parts/device/rows.c`):
 every number of a matrix product is one sum, taken in one order.
 """
 
@@ -48,14 +48,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kv import Slab, Window
-from parts import device
 from parts.api import listen as answers
 from parts.api.handle import Handle, Listener, Result, TokenLogprob
 from parts.api.ledger import Ledger
 from parts.api.loop import Loop
 from parts.api.settings import Sampling
 from parts.api.views import Snapshot, StepView
-from parts.device import device_lock, device_stream, mx
+from parts.device import mlx as device
+from parts.device.mlx import device_lock, device_stream, mx
 from parts.files import ModelError
 from parts.meet import join
 from parts.model import find as models

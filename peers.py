@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from parts.device import has_gpu, mx
+from parts.device.mlx import has_gpu, mx
 from parts.model.config import Config
 from parts.model.load import ModelReader
 

@@ -30,9 +30,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from parts import device
 from parts.api.settings import SHORT_LIST, Sampling
-from parts.device import mx
+from parts.device import mlx as device
+from parts.device.mlx import mx
 
 PENALTY_CONTEXT = 20  # repetition_penalty looks at this many of the last tokens, whether of the prompt or of the answer
 SORTABLE = 4096  # for a larger one, or for top_p alone, a whole vocabulary up to this size is; of a larger one, nothing

@@ -43,10 +43,11 @@ from typing import TYPE_CHECKING
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from parts import blas, http, openai
+from parts import http, openai
 from parts.api.listen import describe
 from parts.bridge import Answer, Mailbox, Served, defaults_of
 from parts.checks import one_line, read_whole, shown
+from parts.device import blas
 from parts.http import Gone, Options, Visit, refused, reply
 from parts.journal import DoorView, Figures, Journal, LogFile
 from parts.openai import Refusal, ending

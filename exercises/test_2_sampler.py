@@ -32,7 +32,7 @@ from hints import not_done
 import ask
 import sampling
 from parts.api.settings import Sampling
-from parts.device import mx
+from parts.device.mlx import mx
 from sampling import Memory, Pick, choose
 
 PROBABILITIES = (0.50, 0.30, 0.10, 0.06, 0.04)

@@ -29,7 +29,7 @@ from hints import not_done, not_right
 
 from kv import Slab, Window
 from nanobatch import Engine, Sampling, forward
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.files import ModelError
 from parts.model.families import FAMILIES
 from parts.model.fit import slab_shape

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from parts import program
 from parts.checks import one_line, shown
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.files import ModelError
 from parts.ranks import ALONE, Ranks
 

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from parts.api.views import RanksView
 from parts.checks import one_line
-from parts.device import device_lock, device_stream, has_gpu, mx, readable
+from parts.device.mlx import device_lock, device_stream, has_gpu, mx, readable
 
 if TYPE_CHECKING:
     from parts.meet import Line

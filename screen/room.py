@@ -427,11 +427,11 @@ class EngineRoom(Room):
 def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]) -> Engine:
     """How the room gets its engine. This is the first code to import MLX."""
     report("starting MLX")
-    from parts import blas
+    from parts.device import blas
 
     blas.say = report  # before MLX is imported, its matrix product may have to be compiled
     from nanobatch import Engine
-    from parts import device
+    from parts.device import mlx as device
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
     if args.model == "demo":  # its prompts and answers are short: so they fill more of a slot, and some take two chunks

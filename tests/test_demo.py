@@ -24,7 +24,7 @@ import nanobatch
 import stories
 import tui
 from nanobatch import Engine, Sampling
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.find import DEMO
 from screen.room import BURST, EVENING, load_engine
 

@@ -27,11 +27,11 @@ MAY_IMPORT = {
     "demo/*": "nanobatch parts/* demo/*",
     "tui": "screen/* serve parts/api/* parts/program",
     "nanobatch": "kv sched sampling parts/*",
-    "parts/model/*": "parts/model/* parts/files parts/ranks parts/device kv",
+    "parts/model/*": "parts/model/* parts/files parts/ranks parts/device/* kv",
     "parts/text": "parts/files parts/template",
     "parts/template": "",
-    "parts/ranks": "parts/device parts/files parts/api/*",
-    "parts/meet": "parts/ranks parts/device parts/files parts/program",
+    "parts/ranks": "parts/device/* parts/files parts/api/*",
+    "parts/meet": "parts/ranks parts/device/* parts/files parts/program",
     "parts/bridge": "parts/http parts/journal parts/openai parts/api/* parts/files sched",
     "parts/watch": "parts/http parts/openai parts/wire",
     "parts/http": "parts/journal parts/openai",
@@ -39,13 +39,11 @@ MAY_IMPORT = {
     "parts/journal": "parts/api/*",
     "parts/openai": "parts/api/*",
     "parts/api/*": "parts/api/* sched",
-    "sampling": "parts/device parts/api/settings",
-    "kv": "parts/device",
+    "sampling": "parts/device/* parts/api/settings",
+    "kv": "parts/device/*",
     "sched": "parts/prefix",
     "parts/prefix": "",
-    "parts/device": "parts/blas",
-    "parts/blas": "parts/rows",
-    "parts/rows": "",
+    "parts/device/*": "parts/device/*",
     "parts/checks": "",
     "parts/files": "",
     "parts/program": "",
@@ -64,14 +62,14 @@ SCREEN = """
     room
     ink places
 """
-SCREEN_MAY_IMPORT = "parts/api/* parts/journal parts/wire parts/blas sched"
+SCREEN_MAY_IMPORT = "parts/api/* parts/journal parts/wire sched"
 # The screen shows its first frame before MLX is loaded: what it needs of the engine it imports inside a function.
 BEHIND_THE_FIRST_FRAME = {"tui": "nanobatch", "screen/*": "nanobatch", "parts/bridge": "nanobatch"}
-BEHIND_THE_FIRST_FRAME |= {"screen/room": "parts/blas parts/device"}  # loading says what multiplies
+BEHIND_THE_FIRST_FRAME |= {"screen/room": "parts/device/*"}  # loading says what multiplies
 
 WITHOUT_MLX = "sched parts/prefix parts/api/* parts/openai parts/journal parts/wire"
 STANDARD_LIBRARY = {"sched": "", "parts/prefix": "", "parts/checks": "", "parts/program": ""}
-STANDARD_LIBRARY |= {"parts/blas": "", "parts/rows": "", "parts/device": "mlx"}  # and this package
+STANDARD_LIBRARY |= {"parts/device/blas": "", "parts/device/rows": "", "parts/device/mlx": "mlx"}  # and this package
 
 
 # --- reading the source ------------------------------------------------------------------------------------------
@@ -283,7 +281,8 @@ def test_a_line_of_code_is_no_prose():
 def test_an_import_is_found_wherever_it_stands():
     text = """
 import json, mlx.core as mx
-from parts import device, text
+from parts import text
+from parts.device import mlx as device
 from parts.model.ops import silu
 if TYPE_CHECKING:
     from nanobatch import Engine
@@ -294,10 +293,10 @@ class A:
         with open("x"):
             from nanobatch import Engine
 """
-    outside = {Import(m, False) for m in ("json", "mlx", "parts/device", "parts/text", "parts/model/ops", "kv")}
+    outside = {Import(m, False) for m in ("json", "mlx", "parts/device/mlx", "parts/text", "parts/model/ops", "kv")}
     assert imports("tui", text) == {*outside, Import("nanobatch", True)}
-    assert imports("parts/load", "from . import device\nfrom .model.ops import silu") == {
-        Import("parts/device", False),
+    assert imports("parts/load", "from .device import mlx\nfrom .model.ops import silu") == {
+        Import("parts/device/mlx", False),
         Import("parts/model/ops", False),
     }
 

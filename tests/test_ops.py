@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint
 import sampling
 from kv import Slab, Window
 from nanobatch import attention, heads
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model import ops
 from parts.model.config import read_config
 from parts.model.layers import Dense, Quantized, SideBySide

@@ -16,7 +16,7 @@ from harness import Tap, random_asks, run_schedule
 import nanobatch
 from kv import Slab, Window
 from nanobatch import Engine, Model
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.load import read_model
 
 PROMPTS, TOKENS = 16, 32  # of each configuration

@@ -30,8 +30,9 @@ from harness import random_asks, run_schedule
 from rank import SIZES, live
 
 from nanobatch import Engine, Order
-from parts import meet, program, ranks, rows
-from parts.device import mx
+from parts import meet, program, ranks
+from parts.device import rows
+from parts.device.mlx import mx
 from parts.files import ModelError
 from parts.meet import join
 from parts.model.config import read_config
@@ -401,7 +402,7 @@ def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
 @pytest.mark.parametrize(("own", "says", "exact"), [(True, 1, True), (True, 0, False), (False, 1, False)])
 def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
     """Once it had to be the same product, down to the number of its threads."""
-    monkeypatch.setattr("parts.device.is_exact", lambda: own)
+    monkeypatch.setattr("parts.device.mlx.is_exact", lambda: own)
     assert is_exact(replace(parts[0], ranks=Beside([says]))) is exact
 
 

@@ -8,7 +8,7 @@ import pytest
 from harness import random_asks
 
 from nanobatch import Engine, Order, Piece, Runner, Sampling
-from parts.device import device_lock, device_stream
+from parts.device.mlx import device_lock, device_stream
 from parts.model.fit import Sizes
 from parts.ranks import Ranks
 from sampling import Pick

@@ -9,7 +9,7 @@ from checkpoints import Reference, make_checkpoint
 
 import sampling
 from nanobatch import Engine, Model, Sampling, Text
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.load import read_model
 from sampling import Memory, Pick, choose, uniform
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from nanobatch import Engine, Order
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.config import Config
 from parts.model.rope import Rope
 from parts.ranks import ALONE

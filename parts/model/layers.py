@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parts.device import mx, tree_flatten
+from parts.device.mlx import mx, tree_flatten
 from parts.model.config import Config
 from parts.model.ops import capped, gelu, softmax, swiglu
 from parts.model.rope import Kind

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parts import checks, device
-from parts.device import has_gpu, mx, readable
+from parts import checks
+from parts.device import mlx as device
+from parts.device.mlx import has_gpu, mx, readable
 from parts.files import ModelError
 from parts.model.config import read_config
 from parts.model.fit import Sizes, fit

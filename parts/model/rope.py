@@ -18,8 +18,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kv import Window
-from parts import device
-from parts.device import mx
+from parts.device import mlx as device
+from parts.device.mlx import mx
 
 
 @dataclass(frozen=True)
