@@ -10,7 +10,7 @@ serves many people wants many sequences in every step: that is batching. This fi
 Read it in this order: `forward` below (one page, everything a Llama does), then `kv.py` (where keys and values live),
 `sched.py` (what runs next), and back here for `Runner` and for `Engine.step`, which ties them together: plan -> run ->
 commit. What all of this leans on lies in `parts/`, and can wait: the operations (`ops.py`), how a token is chosen
-(`sampling.py`), tokens to text (`text.py`), handles and snapshots (`answers.py`), the thread that steps (`loop.py`).
+(`sampling.py`), tokens to text (`tokens.py`), handles and snapshots (`answers.py`), the thread that steps (`loop.py`).
 
 The glossary, used everywhere in this project:
 
@@ -65,7 +65,7 @@ from parts.model.layers import Layer, Model
 from parts.model.load import ModelReader
 from parts.model.ops import capped, rms_norm, softmax
 from parts.model.rope import turning
-from parts.text import Text
+from parts.text.tokens import Text
 from sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, choose
 from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
 

@@ -34,7 +34,7 @@ from parts.files import ModelError
 from parts.model.families import FAMILIES
 from parts.model.fit import slab_shape
 from parts.model.load import read_model
-from parts.text import Text
+from parts.text.tokens import Text
 
 CONFIG = {
     "model_type": "minicpm",

@@ -34,7 +34,7 @@ from sched import QueueFull
 
 if TYPE_CHECKING:  # they need MLX
     from nanobatch import Engine, Handle
-    from parts.text import Prompt
+    from parts.text.tokens import Prompt
 
 TOO_LONG = "context_length_exceeded"
 SUFFIX = secrets.token_hex(2)  # of this process: behind a balancer, two servers never give the same id

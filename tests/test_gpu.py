@@ -24,7 +24,7 @@ from parts.model import ops
 from parts.model.layers import Dense, Quantized
 from parts.model.load import read_model
 from parts.model.rope import rope_periods
-from parts.text import Text
+from parts.text.tokens import Text
 from sched import POLICIES
 
 

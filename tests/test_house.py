@@ -28,8 +28,7 @@ MAY_IMPORT = {
     "tui": "screen/* serve parts/api/* parts/program",
     "nanobatch": "kv sched sampling parts/*",
     "parts/model/*": "parts/model/* parts/files parts/ranks parts/device/* kv",
-    "parts/text": "parts/files parts/template",
-    "parts/template": "",
+    "parts/text/*": "parts/text/* parts/files",
     "parts/ranks": "parts/device/* parts/files parts/api/*",
     "parts/meet": "parts/ranks parts/device/* parts/files parts/program",
     "parts/bridge": "parts/http parts/journal parts/openai parts/api/* parts/files sched",
@@ -281,7 +280,7 @@ def test_a_line_of_code_is_no_prose():
 def test_an_import_is_found_wherever_it_stands():
     text = """
 import json, mlx.core as mx
-from parts import text
+from parts.text import tokens as text
 from parts.device import mlx as device
 from parts.model.ops import silu
 if TYPE_CHECKING:
@@ -293,7 +292,7 @@ class A:
         with open("x"):
             from nanobatch import Engine
 """
-    outside = {Import(m, False) for m in ("json", "mlx", "parts/device/mlx", "parts/text", "parts/model/ops", "kv")}
+    outside = {Import(m, False) for m in ("json", "mlx", "parts/device/mlx", "parts/text/tokens", "parts/model/ops", "kv")}
     assert imports("tui", text) == {*outside, Import("nanobatch", True)}
     assert imports("parts/load", "from .device import mlx\nfrom .model.ops import silu") == {
         Import("parts/device/mlx", False),

@@ -24,7 +24,7 @@ def test_every_place_that_the_drawing_names_exists():
             "nanobatch",
             "sched",
             "parts/bridge",
-            "parts/text",
+            "parts/text/tokens",
             *(f"parts/api/{each}" for each in API),
         )
         for name in places(ROOT / f"{path}.py")

@@ -43,7 +43,7 @@ class Result:
 class Answering(Protocol):
     """What a handle needs of an engine."""
 
-    text: Any  # makes text of tokens (`parts/text.py`)
+    text: Any  # makes text of tokens (`parts/text/tokens.py`)
 
     def cancel(self, handle: Handle) -> None: ...
 
