@@ -83,9 +83,9 @@ from parts.api.views import Metrics, StepView
 from parts.checks import one_line, read_whole, shown
 from parts.device import mlx as device
 from parts.device.mlx import mx
-from parts.meet import join
 from parts.model.config import read_config
 from parts.model.find import find
+from parts.ranks.meet import join
 from peers import ENVIRONMENT, PEERS, LlamaCpp, MlxLm, News, cores, obstacle
 
 ROOT = Path(__file__).resolve().parent
@@ -336,7 +336,7 @@ class Sample:
         else:
             peer, *_ = PEERS[spec.contestant]
             self.contestant = peer(spec.folder, spec.rows, self.longest)
-        if program.rank():  # of several processes (parts/ranks.py), one measures
+        if program.rank():  # of several processes (parts/ranks/ranks.py), one measures
             self.contestant.engine.follow()
             return
         drive(self.contestant, self.asks(spec.rows, output=min(spec.output, 16)))

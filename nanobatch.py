@@ -57,7 +57,6 @@ from parts.api.views import Snapshot, StepView
 from parts.device import mlx as device
 from parts.device.mlx import device_lock, device_stream, mx
 from parts.files import ModelError
-from parts.meet import join
 from parts.model import find as models
 from parts.model.config import Config
 from parts.model.fit import Sizes, far_position, fit_all, is_exact, slab_shape
@@ -65,6 +64,7 @@ from parts.model.layers import Layer, Model
 from parts.model.load import ModelReader
 from parts.model.ops import capped, rms_norm, softmax
 from parts.model.rope import turning
+from parts.ranks.meet import join
 from parts.text.tokens import Text
 from sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, choose
 from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler

@@ -280,7 +280,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def follow(args: argparse.Namespace) -> int:
-    """On every rank but the first (`parts/ranks.py`): no door, but a share of the model."""
+    """On every rank but the first (`parts/ranks/ranks.py`): no door, but a share of the model."""
     try:
         return load(args).follow()
     except (ValueError, OSError, RuntimeError) as error:

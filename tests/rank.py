@@ -16,7 +16,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nanobatch import POLICIES, Engine, Sampling
-from parts import ranks
+from parts.ranks import ranks
 
 SIZES = {"slots": 3, "max_len": 192, "chunk": 32}
 OPENING = list(range(40, 110))  # longer than two chunks

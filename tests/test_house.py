@@ -27,10 +27,9 @@ MAY_IMPORT = {
     "demo/*": "nanobatch parts/* demo/*",
     "tui": "screen/* serve parts/api/* parts/program",
     "nanobatch": "kv sched sampling parts/*",
-    "parts/model/*": "parts/model/* parts/files parts/ranks parts/device/* kv",
+    "parts/model/*": "parts/model/* parts/files parts/ranks/* parts/device/* kv",
     "parts/text/*": "parts/text/* parts/files",
-    "parts/ranks": "parts/device/* parts/files parts/api/*",
-    "parts/meet": "parts/ranks parts/device/* parts/files parts/program",
+    "parts/ranks/*": "parts/ranks/* parts/device/* parts/files parts/program parts/api/views",
     "parts/bridge": "parts/http parts/journal parts/openai parts/api/* parts/files sched",
     "parts/watch": "parts/http parts/openai parts/wire",
     "parts/http": "parts/journal parts/openai",
@@ -292,7 +291,9 @@ class A:
         with open("x"):
             from nanobatch import Engine
 """
-    outside = {Import(m, False) for m in ("json", "mlx", "parts/device/mlx", "parts/text/tokens", "parts/model/ops", "kv")}
+    outside = {
+        Import(m, False) for m in ("json", "mlx", "parts/device/mlx", "parts/text/tokens", "parts/model/ops", "kv")
+    }
     assert imports("tui", text) == {*outside, Import("nanobatch", True)}
     assert imports("parts/load", "from .device import mlx\nfrom .model.ops import silu") == {
         Import("parts/device/mlx", False),

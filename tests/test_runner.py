@@ -10,7 +10,7 @@ from harness import random_asks
 from nanobatch import Engine, Order, Piece, Runner, Sampling
 from parts.device.mlx import device_lock, device_stream
 from parts.model.fit import Sizes
-from parts.ranks import Ranks
+from parts.ranks.ranks import Ranks
 from sampling import Pick
 
 SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100, summary="")
@@ -215,7 +215,7 @@ def test_what_ranks_wait_for_while_they_are_timed_is_not_called_python(parts, mo
     clock = lambda: float(next(ticks))  # noqa: E731
     timed = Ranks()
     timed._summed_s = 0.0
-    monkeypatch.setattr("parts.ranks.time.perf_counter", clock)
+    monkeypatch.setattr("parts.ranks.ranks.time.perf_counter", clock)
     with device_lock, device_stream():
         runner = Runner(replace(parts[0], ranks=timed), SIZES, clock=clock)
         flight = runner.run(Order((), (), (Piece(0, (), 1, 1, None, True),), {0: Pick(0, Sampling(), 0, 0)}))

@@ -24,7 +24,7 @@ from parts.model.layers import Capped, Dense, Experts, Layer, Mlp, Model, Quanti
 from parts.model.rope import Kind
 from parts.model.share import Share
 from parts.model.weights import DTYPES, Weights, quantization
-from parts.ranks import ALONE, Ranks
+from parts.ranks.ranks import ALONE, Ranks
 
 
 def read_model(folder: Path, dtype: str = "auto") -> Model:
