@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 import nanobatch
+import prefix
 import sched
 from nanobatch import Engine, Handle, Order, Sampling
-from parts import prefix
 from parts.api import handle as handle_file
 from parts.api import ledger, listen, views
 

@@ -21,7 +21,7 @@ from parts.device import rows
 from parts.device.mlx import mx
 from parts.model import ops
 from parts.model.layers import Dense
-from parts.prefix import Prefixes
+from prefix import Prefixes
 
 
 @pytest.fixture(scope="module")

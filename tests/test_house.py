@@ -39,8 +39,8 @@ MAY_IMPORT = {
     "parts/api/*": "parts/api/* sched",
     "sampling": "parts/device/* parts/api/settings",
     "kv": "parts/device/*",
-    "sched": "parts/prefix",
-    "parts/prefix": "",
+    "sched": "prefix",
+    "prefix": "",
     "parts/device/*": "parts/device/*",
     "parts/checks": "",
     "parts/files": "",
@@ -65,8 +65,8 @@ SCREEN_MAY_IMPORT = "parts/api/* parts/journal parts/wire sched"
 BEHIND_THE_FIRST_FRAME = {"tui": "nanobatch", "screen/*": "nanobatch", "parts/bridge": "nanobatch"}
 BEHIND_THE_FIRST_FRAME |= {"screen/room": "parts/device/*"}  # loading says what multiplies
 
-WITHOUT_MLX = "sched parts/prefix parts/api/* parts/openai parts/journal parts/wire"
-STANDARD_LIBRARY = {"sched": "", "parts/prefix": "", "parts/checks": "", "parts/program": ""}
+WITHOUT_MLX = "sched prefix parts/api/* parts/openai parts/journal parts/wire"
+STANDARD_LIBRARY = {"sched": "", "prefix": "", "parts/checks": "", "parts/program": ""}
 STANDARD_LIBRARY |= {"parts/device/blas": "", "parts/device/rows": "", "parts/device/mlx": "mlx"}  # and this package
 
 
