@@ -11,9 +11,9 @@ an owner wants to know: people who leave have waited too long. Add the counter
 A client may hang up before its answer has begun (then the status is 499), or in the midst of a stream, whose status was
 200 long before. Both count. A counter begins at 0, is there from the first look on, and never goes down.
 
-Read first: `Call` and `Figures` in `parts/journal.py`.
+Read first: `Call` and `Figures` in `door/journal.py`.
 
-Where: `Figures` in `parts/journal.py`: it counts in `count` and prints in `text`.
+Where: `Figures` in `door/journal.py`: it counts in `count` and prints in `text`.
 
 How to know: the command above, and `python -m pytest tests/test_serve.py -k metrics`. Then try it. Start
 `python serve.py`, and in another terminal ask for more than you want to read:
@@ -28,7 +28,7 @@ import re
 
 from hints import not_done
 
-from parts.journal import Call, Figures
+from door.journal import Call, Figures
 
 NAME = "nanobatch_hung_up_total"
 
@@ -42,7 +42,7 @@ def told(figures: Figures) -> int:
     lines = figures.text(None, {}).splitlines()
     values = [line.split()[1] for line in lines if line.split()[0] == NAME]
     if not values:
-        not_done(f"parts/journal.py: Figures.text has no line {NAME}")
+        not_done(f"door/journal.py: Figures.text has no line {NAME}")
     assert len(values) == 1 and re.fullmatch(r"\d+", values[0]), values
     at = lines.index(f"{NAME} {values[0]}")
     assert lines[at - 1] == f"# TYPE {NAME} counter", "the line before it says what it is"

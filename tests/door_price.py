@@ -28,11 +28,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from doors import Server  # noqa: E402
 
+from door.door import Door  # noqa: E402
+from door.http import Options  # noqa: E402
 from nanobatch import Engine, Sampling  # noqa: E402
 from parts.device.mlx import mx  # noqa: E402
-from parts.http import Options  # noqa: E402
 from parts.model.find import find  # noqa: E402
-from serve import Door  # noqa: E402
 
 # The clients: so many raw sockets in one process, which parse as little as possible. It prints seconds, tokens, and
 # each stream's time to its first token.

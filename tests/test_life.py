@@ -20,10 +20,10 @@ def test_every_place_that_the_drawing_names_exists():
     known = {
         name
         for path in (
-            "serve",
+            "door/door",
             "nanobatch",
             "sched",
-            "parts/bridge",
+            "door/bridge",
             "parts/text/tokens",
             *(f"parts/api/{each}" for each in API),
         )
