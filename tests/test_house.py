@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "ask": "nanobatch parts/*",
     "serve": "door/* parts/* sched",
     "tui": "screen/* door/* serve parts/*",
-    "bench": "measure/* parts/*",
+    "bench": "measure/* parts/* sched",
 }
 ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
 # What a program imports inside a function: `tui.py` shows a frame, and `serve.py` binds its port, before MLX is loaded.

@@ -12,6 +12,7 @@ import ask
 import bench
 import serve
 import tui
+from measure.report import number, summarise
 from parts.model.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
@@ -109,15 +110,15 @@ TABLES = [
 
 def table_of_speeds(name: str, part: str, figure: str, unit: str, contestants: list[str]) -> str:
     """The table as the page must have it: of each contestant the median, and ours divided by it."""
-    found = bench.summarise(json.loads((ROOT / "docs" / f"bench-{name}.json").read_text())["records"])
+    found = summarise(json.loads((ROOT / "docs" / f"bench-{name}.json").read_text())["records"])
     counts = sorted(int(x.split()[1]) for at, x, what, who in found if (at, what, who) == (part, figure, OURS))
     lines = [f"| {unit} | nanobatch | " + " | ".join(f"{who} | ratio" for who in contestants[1:]) + " |"]
     lines += ["|---:" * (2 * len(contestants)) + "|"]
     for count in counts:
         ours, *others = (found[part, f"{unit} {count}", figure, who].median for who in contestants)
-        cells = [bench.number(ours)]
+        cells = [number(ours)]
         for other in others:
-            cells += [bench.number(other), f"{ours / other:.2f}"]
+            cells += [number(other), f"{ours / other:.2f}"]
         lines.append(f"| {count} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -142,9 +143,9 @@ def test_the_readmes_table_of_speeds_is_in_the_committed_results():
     lines = re.findall(r"^\| (\d+M.*)\|$", README.split("## How fast it is")[1].split("\n## ")[0], re.MULTILINE)
     assert len(lines) == len(TABLE)
     for line, (begins, (name, part, x, figure, peer)) in zip(lines, TABLE.items(), strict=True):
-        table = bench.summarise(json.loads((ROOT / "docs" / f"bench-{name}.json").read_text())["records"])
+        table = summarise(json.loads((ROOT / "docs" / f"bench-{name}.json").read_text())["records"])
         ours, theirs = (table[part, x, figure, who].median for who in (OURS, peer))
-        wanted = [bench.number(ours), bench.number(theirs), f"{ours / theirs:.2f}"]
+        wanted = [number(ours), number(theirs), f"{ours / theirs:.2f}"]
         assert line.startswith(begins) and [cell.strip() for cell in line.split("|")[1:]] == wanted, (line, wanted)
 
 
