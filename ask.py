@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         sampling = Sampling(**{f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)})
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
         with Engine.load(args.model, **options) as engine:
-            if engine.ranks.rank:  # of several processes (parts/ranks.py), one answers
+            if engine.ranks.rank:  # of several processes (parts/ranks/ranks.py), one answers
                 return engine.follow()
             for prompt in prompts:
                 handles.append(engine.submit(engine.text.ask(prompt, args.raw), sampling))

@@ -29,7 +29,7 @@ This file knows slots, rows and lengths, never requests. Where next: `sched.py`,
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parts.device import has_gpu, mx
+from parts.device.mlx import has_gpu, mx
 
 BUCKET = 32  # rows: a slot has a multiple of this many
 # Decoding sequences in neighbouring slots share one product if their lengths fall into the same bucket. The longer the

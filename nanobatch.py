@@ -34,18 +34,22 @@ from typing import Any, NamedTuple
 
 from kv import Slab, Window
 from llama import forward
-from parts import answers, device
-from parts.answers import Handle, Ledger, Listener, Result, Snapshot, StepView, TokenLogprob
-from parts.device import device_lock, device_stream, mx
+from parts.api import listen as answers
+from parts.api.handle import Handle, Listener, Result, TokenLogprob
+from parts.api.ledger import Ledger
+from parts.api.loop import Loop
+from parts.api.settings import Sampling
+from parts.api.views import Snapshot, StepView
+from parts.device import mlx as device
+from parts.device.mlx import device_lock, device_stream, mx
 from parts.files import ModelError
-from parts.loop import Loop
-from parts.meet import join
 from parts.model import find as models
 from parts.model.fit import Sizes, far_position, fit_all, is_exact, slab_shape
 from parts.model.layers import Model
 from parts.model.load import ModelReader
-from parts.sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, Sampling, choose
-from parts.text import Text
+from parts.ranks.meet import join
+from parts.text.tokens import Text
+from sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, choose
 from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
 
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot"]

@@ -19,7 +19,7 @@ one step late (unless it ends by `max_tokens`, which is known before). That step
 *ghost*, and drops the token.
 
 A slot remembers the prompt that it was last filled with, and the answer. A new prompt that begins alike goes on from
-there, or has the common rows copied from a slot that holds them. That is prefix reuse (`parts/prefix.py`): a system
+there, or has the common rows copied from a slot that holds them. That is prefix reuse (`prefix.py`): a system
 prompt is computed once, and a chat's next turn reads only what is new.
 
 The invariants, which `check` asserts:
@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from parts.prefix import PIECE, Prefixes, Trail
+from prefix import PIECE, Prefixes, Trail
 
 # What each policy does. How it does it stands in `Scheduler._room`, a line for each.
 POLICIES = {

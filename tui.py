@@ -51,13 +51,14 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Input
 
+from parts.api.engine import AnyEngine
 from parts.checks import read_whole, shown
 from parts.program import BROWSER, about, on_a_terminal
 from screen import charts, clients, keys, panes
 from screen.ink import DARK, Line, Palette, Pen, clean, count
 from screen.places import LOWER, STACKS, arrange, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
-from screen.room import BURST, EngineRoom, Room, Settings, load_engine
+from screen.room import BURST, CHUNK, EngineRoom, Room, Settings
 from screen.session import POLICIES, SCRIPT, SCRIPTED, Session, as_command, orders_of, run_plain, write_trace
 from screen.state import State
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
@@ -507,6 +508,24 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]) -> AnyEngine:
+    """How the room gets its engine. This is the first code to import MLX."""
+    report("starting MLX")
+    from parts.device import blas
+
+    blas.say = report  # before MLX is imported, its matrix product may have to be compiled
+    from nanobatch import Engine
+    from parts.device import mlx as device
+
+    options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
+    if args.model == "demo":  # its prompts and answers are short: so they fill more of a slot, and some take two chunks
+        options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
+    engine = Engine.load(args.model, report=report, clock=clock, **options)
+    report(f"warming up with {device.named()}")
+    engine.runner.warm_up()
+    return engine
+
+
 def open_room(args: argparse.Namespace) -> Room:
     """A room with an engine in it or elsewhere. A door's port is bound here, before anything is loaded."""
     if args.watch:
@@ -514,10 +533,12 @@ def open_room(args: argparse.Namespace) -> Room:
     if not args.serve:
         return EngineRoom(partial(load_engine, args))
     import serve
+    from door.door import Door
+    from door.http import Options
 
     host, port = args.serve
     try:
-        door = serve.Door(serve.Options(host, port, args.api_key, args.watch_key, tuple(args.allow_host)))
+        door = Door(Options(host, port, args.api_key, args.watch_key, tuple(args.allow_host)))
     except OSError as error:  # the port is taken
         raise ValueError(f"--serve {host}:{port}: {error.strerror or error}") from None
     args.slots = args.slots or 4

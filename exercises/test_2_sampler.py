@@ -13,11 +13,12 @@ So where the model is sure (p near 1) it keeps what `min_p` would, and where it 
     probability   0.50   0.30   0.10   0.06   0.04
     a x p x p     0.075                               keeps three
 
-Read first: the essay at the top of `parts/sampling.py`, then `Spread`. There a token's probability is e^-gap / total,
+Read first: the essay at the top of `sampling.py`, then `Spread`. There a token's probability is e^-gap / total,
 so that of the likeliest is 1 / total. What is the largest gap that `top_a` keeps? It depends on `total`.
 
-Where: `parts/sampling.py`. A field of `Sampling`, its limits (0 to 1) in `LIMITS`, its bound beside that of `min_p` in
-`farthest`, and every place that calls `farthest` or looks for `min_p`. In `ask.py` an option `--top-a`.
+Where: a field of `Sampling` and its limits (0 to 1) in `LIMITS`, both in `parts/api/settings.py`; its bound beside that
+of `min_p` in `farthest` in `sampling.py`, and every place there that calls `farthest` or looks for `min_p`; in `ask.py`
+an option `--top-a`.
 
 How to know: the command above, and `python -m pytest tests/test_sampling.py`.
 """
@@ -29,9 +30,10 @@ import pytest
 from hints import not_done
 
 import ask
-from parts import sampling
-from parts.device import mx
-from parts.sampling import Memory, Pick, Sampling, choose
+import sampling
+from parts.api.settings import Sampling
+from parts.device.mlx import mx
+from sampling import Memory, Pick, choose
 
 PROBABILITIES = (0.50, 0.30, 0.10, 0.06, 0.04)
 DRAWS = 1_000
@@ -40,7 +42,7 @@ DRAWS = 1_000
 def drawn(**options) -> set[int]:
     """The tokens that come in 1,000 draws. A token of 4 % comes, or something is wrong."""
     if "top_a" not in {field.name for field in fields(Sampling)}:
-        not_done("parts/sampling.py: Sampling has no field top_a")
+        not_done("parts/api/settings.py: Sampling has no field top_a")
     logits = mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251]))
     picks = [Pick(slot, Sampling(**options), seed=5, index=slot) for slot in range(DRAWS)]
     logits = mx.broadcast_to(logits, (DRAWS, 256))

@@ -12,9 +12,9 @@ A client may hang up before its answer has begun (then the status is 499), or in
 200 long before. Both count. An answer that the server itself cancels, because it is ending, does not: its client was
 still there. A counter begins at 0, is there from the first look on, and never goes down.
 
-Read first: `Call` and `Figures` in `parts/journal.py`.
+Read first: `Call` and `Figures` in `door/journal.py`.
 
-Where: `Figures` in `parts/journal.py`: it counts in `count` and prints in `text`.
+Where: `Figures` in `door/journal.py`: it counts in `count` and prints in `text`.
 
 How to know: the command above, and `python -m pytest tests/test_serve.py -k metrics`. Then try it. Start
 `python serve.py`, and in another terminal ask for more than you want to read:
@@ -29,7 +29,7 @@ import re
 
 from hints import not_done
 
-from parts.journal import Call, Figures
+from door.journal import Call, Figures
 
 NAME = "nanobatch_hung_up_total"
 
@@ -43,7 +43,7 @@ def told(figures: Figures) -> int:
     lines = figures.text(None, {}).splitlines()
     values = [line.split()[1] for line in lines if line.split()[0] == NAME]
     if not values:
-        not_done(f"parts/journal.py: Figures.text has no line {NAME}")
+        not_done(f"door/journal.py: Figures.text has no line {NAME}")
     assert len(values) == 1 and re.fullmatch(r"\d+", values[0]), values
     at = lines.index(f"{NAME} {values[0]}")
     assert lines[at - 1] == f"# TYPE {NAME} counter", "the line before it says what it is"

@@ -31,12 +31,12 @@ from hints import not_done, not_right
 from kv import Slab, Window
 from llama import forward
 from nanobatch import Engine, Sampling
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.files import ModelError
 from parts.model.families import FAMILIES
 from parts.model.fit import slab_shape
 from parts.model.load import read_model
-from parts.text import Text
+from parts.text.tokens import Text
 
 CONFIG = {
     "model_type": "minicpm",

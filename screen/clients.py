@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len
 
-from parts.journal import Call
+from door.journal import Call
 from screen.ink import Line, Palette, Pen, clean, entry, fitting, heading, number, shorten
 from screen.state import State
 

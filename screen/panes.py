@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from textual.strip import Strip
 
-from parts.answers import RanksView, RequestView, SlotView, StepView
+from parts.api.views import RanksView, RequestView, SlotView, StepView
 from screen import ink
 from screen.ink import Line, Palette, Pen, axis, clean, count, entry, heading, legend, number, shorten, span, wrap
 from screen.runs import FIGURES, in_time

@@ -3,14 +3,14 @@
 The problem. A server has no terminal, or one that is far away. What it does should be seen all the same, by the same
 screen; and neither the network nor a screen that hangs may disturb it.
 
-The way out. `/watch` sends differences of all that can be seen, as server-sent events (`parts/wire.py`). A thread here
+The way out. `/watch` sends differences of all that can be seen, as server-sent events (`door/wire.py`). A thread here
 reads them and adds them up, until the screen looks. Prompts go the way of every other client's: each has a connection
 of its own, and closing it cancels the request. Nothing else can be wished for, since others use that engine, too.
 
 The invariant: when the other end has gone, the screen shows the last it knew and says since when, and a thread tries
 again and again. What comes then begins a new life of the view: numbers may begin anew there.
 
-Where next: `parts/wire.py`; `state.py`, which keeps what the views tell.
+Where next: `door/wire.py`; `state.py`, which keeps what the views tell.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from contextlib import suppress
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from parts import wire
-from parts.answers import RequestView
+from door import wire
+from parts.api.views import RequestView
 from parts.checks import one_line, read_whole, shown
 from screen.ink import clean
 from screen.room import Ask, Room, View

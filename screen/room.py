@@ -16,7 +16,6 @@ Where next: `remote.py`, the other room; `state.py`, which keeps what the views 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import random
@@ -24,17 +23,16 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from parts.answers import Snapshot
-from parts.journal import DoorView
-from parts.loop import Loop, Stopwatch
+from door.journal import DoorView, Journal
+from parts.api.engine import AnyEngine
+from parts.api.handle import Handle
+from parts.api.loop import Loop, Stopwatch
+from parts.api.settings import Sampling
+from parts.api.views import Snapshot
 from sched import POLICIES
 from screen.ink import clean
-
-if TYPE_CHECKING:  # a real import loads MLX, which only the loader may do, behind the first frame
-    from nanobatch import Engine, Handle
-    from serve import Door
 
 DRAIN_S = 20.0  # at the end, what clients have asked may go on so long
 
@@ -216,7 +214,21 @@ def wish(method: Callable) -> Callable:
     return post
 
 
-Loader = Callable[[Callable[[str], None], Callable[[], float]], "Engine"]  # takes `report` and a clock
+Loader = Callable[[Callable[[str], None], Callable[[], float]], AnyEngine]  # takes `report` and a clock
+
+
+class AnyDoor(Protocol):
+    """What a room needs of a door (`door/door.py`)."""
+
+    journal: Journal
+
+    def open(self, engine: AnyEngine, loop: Loop, name: str) -> None: ...
+
+    def look(self, since: int = 0) -> DoorView: ...
+
+    def drain(self, patience: float) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class EngineRoom(Room):
@@ -225,10 +237,10 @@ class EngineRoom(Room):
     `door`: one that lets clients in. It is opened when the model, which has this name, is loaded.
     """
 
-    def __init__(self, load: Loader, door: Door | None = None, name: str = ""):
+    def __init__(self, load: Loader, door: AnyDoor | None = None, name: str = ""):
         super().__init__()
         self.clock = Stopwatch()
-        self.engine: Engine | None = None
+        self.engine: AnyEngine | None = None
         self.loop: Loop | None = None
         self.door, self._name = door, name
         self._desk = threading.Lock()  # held while a wish is written down, and while the loop is made
@@ -321,8 +333,6 @@ class EngineRoom(Room):
 
     def _fire(self, asks: Sequence[Ask]) -> list[int]:
         """Submit these; answers with the ids. If a slot has less room than `max_tokens`, the answer gets that room."""
-        from nanobatch import Sampling
-
         fired, engine = [], self.engine
         for ask in asks:
             try:
@@ -422,21 +432,3 @@ class EngineRoom(Room):
         if self._race:
             self._race = ()
             self.engine.drain(self._policy)
-
-
-def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]) -> Engine:
-    """How the room gets its engine. This is the first code to import MLX."""
-    report("starting MLX")
-    from parts import blas
-
-    blas.say = report  # before MLX is imported, its matrix product may have to be compiled
-    from nanobatch import Engine
-    from parts import device
-
-    options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
-    if args.model == "demo":  # its prompts and answers are short: so they fill more of a slot, and some take two chunks
-        options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
-    engine = Engine.load(args.model, report=report, clock=clock, **options)
-    report(f"warming up with {device.named()}")
-    engine.runner.warm_up()
-    return engine

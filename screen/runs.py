@@ -29,7 +29,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from parts.answers import Limits, RequestView, StepView
+from parts.api.views import Limits, RequestView, StepView
 from sched import Plan, Request, Scheduler
 from screen.ink import number, span
 from screen.timeline import Cell, Column, column, merge, useful_of

@@ -23,7 +23,7 @@ from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
-from parts.answers import RequestView, Snapshot
+from parts.api.views import RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
 from sched import POLICIES
 from screen.ink import clean, count, number, shorten, span

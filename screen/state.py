@@ -17,8 +17,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from parts.answers import RequestView, SlotView, StepView
-from parts.journal import Call
+from door.journal import Call
+from parts.api.views import RequestView, SlotView, StepView
 from sched import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View

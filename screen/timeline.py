@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from parts.answers import StepView
+from parts.api.views import StepView
 from screen.ink import BLOCKED, DECODE, EMPTY, GHOST, HELD, PREFILL, UNSEEN
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from parts.answers import RequestView
+from parts.api.views import RequestView
 from screen.ink import fitting, number, shorten, span
 from screen.timeline import Column
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 
-from parts.answers import RequestView
+from parts.api.views import RequestView
 from screen.ink import EMPTY, NAMES, clean, shorten
 from screen.timeline import Column
 

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.config import Config, read_config
 from parts.model.weights import FUSED
 

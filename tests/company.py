@@ -24,7 +24,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parts import device, rows  # noqa: E402  first, as in a program of ours
+from parts.device import mlx as device  # noqa: E402  first, as in a program of ours
+from parts.device import rows  # noqa: E402  first, as in a program of ours
 
 # isort: split
 import numpy as np  # noqa: E402
@@ -32,7 +33,7 @@ from checkpoints import make_checkpoint  # noqa: E402
 from harness import Ask, Tap, random_asks, run_schedule  # noqa: E402
 
 from nanobatch import Engine, Handle, Model, Sampling, Text  # noqa: E402
-from parts.device import mx  # noqa: E402
+from parts.device.mlx import mx  # noqa: E402
 from parts.model.load import read_model  # noqa: E402
 from sched import POLICIES  # noqa: E402
 

@@ -1,7 +1,8 @@
 """What many tests share: a small random model, and an engine on it."""
 
 # isort: off
-from parts import device  # first, as in a program of ours: else what imports MLX leaves the tests on the slow BLAS
+# First, as in a program of ours: else what imports MLX leaves the tests on the slow BLAS.
+from parts.device import mlx as device
 
 # isort: on
 import signal

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tui
-from screen.room import Ask, EngineRoom, load_engine
+from screen.room import Ask, EngineRoom
 from screen.session import Session
 from screen.state import State
 from screen.widgets import thrifty
@@ -77,7 +77,7 @@ def main() -> int:
     os.dup2(slave, 0)
     sys.__stdin__ = sys.stdin = os.fdopen(os.dup(slave), "r")
     sys.__stderr__ = terminal
-    room = EngineRoom(partial(load_engine, tui.parse_arguments(["--model", args.model])))
+    room = EngineRoom(partial(tui.load_engine, tui.parse_arguments(["--model", args.model])))
     state = State(args.model)
     app, result = tui.Screen(Session(room, state)), []
     asks = app.session.asks(args.burst)

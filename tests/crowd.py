@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parts import device  # noqa: E402, F401  first, as in a program of ours
+from parts.device import mlx as device  # noqa: E402, F401  first, as in a program of ours
 
 # isort: split
 import numpy as np  # noqa: E402

@@ -28,11 +28,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from doors import Server  # noqa: E402
 
+from door.door import Door  # noqa: E402
+from door.http import Options  # noqa: E402
 from nanobatch import Engine, Sampling  # noqa: E402
-from parts.device import mx  # noqa: E402
-from parts.http import Options  # noqa: E402
+from parts.device.mlx import mx  # noqa: E402
 from parts.model.find import find  # noqa: E402
-from serve import Door  # noqa: E402
 
 # The clients: so many raw sockets in one process, which parse as little as possible. It prints seconds, tokens, and
 # each stream's time to its first token.
@@ -78,7 +78,7 @@ def clients(port: int, count: int, tokens: int, rounds: int = 1) -> list[dict]:
 PEER = """
 import sys
 sys.path[:0] = [sys.argv.pop(1)]
-from parts import device
+from parts.device import mlx as device
 from mlx_lm import server
 server.main()
 """

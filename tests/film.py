@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tui
 from screen.ink import BLOCKED, DARK, DECODE, LIGHT, PREFILL, Palette, ink_on, span
-from screen.room import EngineRoom, load_engine
+from screen.room import EngineRoom
 from screen.runs import Contest, Run
 from screen.session import Session
 from screen.state import State, verdict
@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--burst", type=int, default=24)
     parser.add_argument("--model", default="demo")
     args = parser.parse_args()
-    room = EngineRoom(partial(load_engine, tui.parse_arguments(["--model", args.model])))
+    room = EngineRoom(partial(tui.load_engine, tui.parse_arguments(["--model", args.model])))
     session = Session(room, State(args.model))
     room.start()
     session.obey(f"/race {args.burst}")

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 import nanobatch
+import prefix
 import sched
 from nanobatch import Engine, Handle, Order, Sampling
-from parts import answers, prefix
+from parts.api import handle as handle_file
+from parts.api import ledger, listen, views
 
 
 class Tap:
@@ -111,7 +113,7 @@ def interrupt(function, at: int) -> bool:
     listener has returned (`here`). A signal does not come there: Python looks for signals at the beginning of a
     function, after a call, and where it jumps back.
     """
-    files = {module.__file__ for module in (nanobatch, sched, answers, prefix)}
+    files = {module.__file__ for module in (nanobatch, sched, handle_file, ledger, listen, views, prefix)}
     lines = iter(range(10**9))
 
     def trace(frame, event, argument):

@@ -7,9 +7,9 @@ many functions are entered, and how often the reader must change to another file
 that a reader has to follow. To see whether a change to the code makes it longer, trace another checkout, too.
 
 Three things are left out. The layers after the first: the loop over layers enters the same functions again. What
-`parts/model/ops.py` and `parts/device.py` define: one may take it on trust. And the slab's windows. A comprehension, a
-generator expression or a lambda belongs to the function that it stands in. A function that is entered several times
-in a row takes one line.
+`ops.py`, `rope.py` and `layers.py` in `parts/model` and `parts/device/mlx.py` define: one may take it on trust. And the
+slab's windows. A comprehension, a generator expression or a lambda belongs to the function that it stands in. A
+function that is entered several times in a row takes one line.
 """
 
 import ast

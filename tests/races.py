@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tui
-from screen.room import EngineRoom, load_engine
+from screen.room import EngineRoom
 from screen.session import Session
 from screen.state import State
 
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     args = parser.parse_args()
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
-    room = EngineRoom(partial(load_engine, tui.parse_arguments(["--model", args.model])))
+    room = EngineRoom(partial(tui.load_engine, tui.parse_arguments(["--model", args.model])))
     try:
         room.start()
         figures = run(Session(room, State(args.model)), args.races, args.burst)

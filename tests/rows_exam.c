@@ -1,6 +1,6 @@
 /* An exam for rows.c, compiled together with it: is each number right, and does a row have the same bits in any company?
 
-       cc -O2 -ffp-contract=off rows_exam.c ../parts/rows.c -o exam -pthread -lm && ./exam
+       cc -O2 -ffp-contract=off rows_exam.c ../parts/device/rows.c -o exam -pthread -lm && ./exam
 
    It prints how many rows were compared and how many differ, and exits with 1 if any do, or if a number is wrong. Each
    array is exactly as long as the product may read, so that a sanitizer sees a read beyond its end. Several threads ask

@@ -15,9 +15,29 @@ import pytest
 from checkpoints import make_checkpoint
 
 import bench
-from bench import Answer, Ask, Spec
-from parts.answers import StepView
-from peers import PEERS, obstacle
+from measure import report
+from measure import sample as samples
+from measure.figures import Answer, closed_figures, decode_figures, long_figures, plan_figures, rank, step_figures
+from measure.peers import PEERS, News, cores, obstacle
+from measure.plan import (
+    CROWD,
+    PARTS,
+    PARTS_OF_A_PEER,
+    SHAPES,
+    Ask,
+    Cell,
+    Column,
+    Spec,
+    crowd_lengths,
+    lines_of,
+    make_model,
+    make_plan,
+    our_column,
+    read_rival,
+)
+from measure.report import cell_text, summarise, ticks
+from measure.sample import Failure, Sample, busy_cores, take_all
+from parts.api.views import StepView
 
 BENCH = Path(__file__).parent.parent / "bench.py"
 
@@ -36,9 +56,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_rank_is_a_value_that_was_measured():
-    assert bench.rank(range(1, 101), 0.95) == 95
-    assert bench.rank([3, 1, 2], 0.5) == 2
-    assert bench.rank([7], 0.99) == 7
+    assert rank(range(1, 101), 0.95) == 95
+    assert rank([3, 1, 2], 0.5) == 2
+    assert rank([7], 0.99) == 7
 
 
 def test_decoding_is_measured_while_all_rows_decode():
@@ -48,19 +68,19 @@ def test_decoding_is_measured_while_all_rows_decode():
     B      3 4 5 6 7
     """
     a, b = Answer(0, [1, 2, 3, 4, 5]), Answer(0, [3, 4, 5, 6, 7])
-    assert bench.decode_figures([a, b], 2) == {"decode tokens/s": 2, "prefill ms": 3000}
-    assert bench.decode_figures([a, b], 9)["decode tokens/s"] == 2, "the first end is the end"
+    assert decode_figures([a, b], 2) == {"decode tokens/s": 2, "prefill ms": 3000}
+    assert decode_figures([a, b], 9)["decode tokens/s"] == 2, "the first end is the end"
 
 
 def test_rows_that_never_decode_together_are_refused():
     with pytest.raises(ValueError, match="longer --output"):
-        bench.decode_figures([Answer(0, [1, 2]), Answer(0, [3, 4])], 2)
+        decode_figures([Answer(0, [1, 2]), Answer(0, [3, 4])], 2)
 
 
 def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
     """Two users, ten tokens: five within 5 s, then five within 5 s, of which the first is waited for 1 s each time."""
     answers = [Answer(0, [1, 2, 3, 4, 5]), Answer(5, [6, 7, 8, 9, 10])]
-    figures = bench.closed_figures(answers, users=1)
+    figures = closed_figures(answers, users=1)
     assert figures["decode tokens/s"] == 1 and figures["total tokens/s"] == 1
     assert figures["TTFT mean ms"] == figures["TTFT p99 ms"] == figures["gap max ms"] == 1000
 
@@ -68,7 +88,7 @@ def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
 def test_the_gaps_of_others_are_told_apart_by_the_moment_when_the_long_prompt_came():
     """It comes at 4.5 and has its first token at 8.5. The row's gaps are 1 s before, and 1, 3 and 1 s until then."""
     row = Answer(0, [1, 2, 3, 4, 5, 8, 9, 10])
-    figures = bench.long_figures([row], late=Answer(4.5, [8.5]), alone=Answer(0, [2]))
+    figures = long_figures([row], late=Answer(4.5, [8.5]), alone=Answer(0, [2]))
     assert figures["gap undisturbed ms"] == 1000 and figures["gap p95 ms"] == 3000
     assert figures["gap p95 / undisturbed"] == 3 and figures["TTFT / alone"] == 2
 
@@ -78,7 +98,7 @@ def test_a_steps_own_time_is_its_period_and_not_the_sum_of_its_stages():
         stages = {"plan_s": 0.1, "build_s": 0.4, "device_s": 0.6, "wait_s": 0.8, "commit_s": 0.2}
         return StepView(number, (), (), (), (), (), (), (), 0, "", 0, 0, began=number - 0.5, ended=number, **stages)
 
-    figures = bench.step_figures([step(1), step(2), step(3)])
+    figures = step_figures([step(1), step(2), step(3)])
     assert figures["step ms"] == 1000 and figures["wait ms"] == 800 and figures["device ms"] == 600
     assert figures["python ms"] == pytest.approx(700)
     assert figures["plan + commit ms"] == pytest.approx(300)
@@ -97,7 +117,7 @@ class Clockwork:
         self.left[len(self.left)] = ask.max_tokens
         return len(self.left) - 1
 
-    def step(self) -> list[bench.News]:
+    def step(self) -> list[News]:
         self.now += 1
         came = [key for key, left in self.left.items() if left][: self.rows]
         for key in came:
@@ -108,7 +128,7 @@ class Clockwork:
         self.now += seconds
 
     def drive(self, asks: list[Ask], users: int | None = None) -> list[Answer]:
-        return bench.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
+        return samples.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
 
 
 def test_a_user_sends_the_next_prompt_when_the_last_answer_has_ended():
@@ -143,18 +163,18 @@ def records(part: str, x: str, **rates: float) -> list[dict]:
 def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_ours():
     samples = [r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)]
     peers = records("decode", "rows 8", **{"mlx-lm": 100, "llama.cpp": 220})
-    table = bench.summarise([*samples, *peers])
+    table = summarise([*samples, *peers])
     key = "decode", "rows 8", "decode tokens/s"
-    assert bench.cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150)"
-    assert bench.cell_text((*key, "mlx-lm"), table) == "100 ×0.91"
-    assert bench.cell_text((*key, "llama.cpp"), table) == "220 ×2.00"
-    assert bench.cell_text((*key, "nobody"), table) == ""
+    assert cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150)"
+    assert cell_text((*key, "mlx-lm"), table) == "100 ×0.91"
+    assert cell_text((*key, "llama.cpp"), table) == "220 ×2.00"
+    assert cell_text((*key, "nobody"), table) == ""
 
 
 def test_growth_is_compared_with_the_first_of_its_kind():
     lines = [("queue 0", 2), ("queue 100", 3), ("slots 1", 9)]
-    table = bench.summarise(r for x, ms in lines for r in records("growth", x, nanobatch=ms))
-    cells = [bench.cell_text(("growth", x, "decode tokens/s", "nanobatch"), table) for x, _ in lines]
+    table = summarise(r for x, ms in lines for r in records("growth", x, nanobatch=ms))
+    cells = [cell_text(("growth", x, "decode tokens/s", "nanobatch"), table) for x, _ in lines]
     assert cells == ["2.00", "3.00 ×1.50", "9.00"]
 
 
@@ -162,31 +182,31 @@ def test_growth_is_compared_with_the_first_of_its_kind():
     "value, text", [(1234.5, "1,234"), (12.345, "12.3"), (0.012345, "0.0123"), (0, "0"), (99.96, "100.0")]
 )
 def test_numbers_have_three_digits_that_count(value, text):
-    assert bench.number(value) == text
+    assert report.number(value) == text
 
 
 def test_the_marks_of_an_axis_are_round_and_hold_every_value():
-    assert bench.ticks([120, 370], log=False) == [0, 100, 200, 300, 400]
-    assert bench.ticks([1.0], log=False)[-1] >= 1
-    assert bench.ticks([30, 2000], log=True) == [10, 100, 1000, 10000]
-    assert bench.ticks([100], log=True) == [100, 1000]
+    assert ticks([120, 370], log=False) == [0, 100, 200, 300, 400]
+    assert ticks([1.0], log=False)[-1] >= 1
+    assert ticks([30, 2000], log=True) == [10, 100, 1000, 10000]
+    assert ticks([100], log=True) == [100, 1000]
 
 
-def plan_of(spec: Spec, part: str, vs: str = "") -> list[bench.Cell]:
-    rivals = [bench.read_rival(name, "continuous") for name in vs.split(",") if name]
-    return bench.make_plan([part], [8], spec, bench.our_column("continuous"), rivals)
+def plan_of(spec: Spec, part: str, vs: str = "") -> list[Cell]:
+    rivals = [read_rival(name, "continuous") for name in vs.split(",") if name]
+    return make_plan([part], [8], spec, our_column("continuous"), rivals)
 
 
 def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, monkeypatch):
     order = []
 
-    def measure(spec: Spec, column: bench.Column) -> dict:
+    def measure(spec: Spec, column: Column) -> dict:
         order.append(column.name.split()[0])
         return {"figures": {"total tokens/s": 100}}
 
-    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(samples, "measure", measure)
     plan = plan_of(spec, "decode", vs="mlx-lm,llama.cpp")
-    records = list(bench.take_all(plan, samples=3, tell=lambda stage: None))
+    records = list(take_all(plan, samples=3, tell=lambda stage: None))
     there = ["nanobatch", "mlx-lm", "llama.cpp"]
     assert order == [*there, *reversed(there), *there]
     assert len(records) == 9
@@ -196,13 +216,13 @@ def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
     rates = {}
     capacity = 200  # tokens a second
 
-    def measure(spec: Spec, column: bench.Column) -> dict:
+    def measure(spec: Spec, column: Column) -> dict:
         rates.setdefault(spec.rate, []).append(column.name)
         return {"figures": {"total tokens/s": capacity if "static" in column.name else 999}}
 
-    monkeypatch.setattr(bench, "measure", measure)
-    list(bench.take_all(plan_of(spec, "open", vs="mlx-lm"), 1, tell=lambda stage: None))
-    mean = sum(bench.crowd_lengths(256)) / bench.CROWD
+    monkeypatch.setattr(samples, "measure", measure)
+    list(take_all(plan_of(spec, "open", vs="mlx-lm"), 1, tell=lambda stage: None))
+    mean = sum(crowd_lengths(256)) / CROWD
     assert list(rates) == pytest.approx([float("inf"), *(load * capacity / mean for load in (0.4, 0.6, 0.8, 1.0, 1.2))])
     assert all(len(set(who)) == 4 for who in rates.values()), "everybody meets the same arrivals"
 
@@ -234,7 +254,7 @@ def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(spec, c
     monkeypatch.setenv("NANOBATCH_BLAS", "mine")
     plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@openblas:Haswell")
     cell = plan[0]._replace(columns=plan[0].columns[1:])
-    records = list(bench.take_all([cell], samples=1, tell=lambda stage: None))
+    records = list(take_all([cell], samples=1, tell=lambda stage: None))
     assert [r["contestant"] for r in records] == [str(checkout), f"{checkout}@openblas:Haswell"]
     assert all(r["figures"] == {"decode tokens/s": 1.0} for r in records)
     plain, other = map(json.loads, (checkout / "said").read_text().splitlines())
@@ -247,20 +267,20 @@ def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(spec, c
 
 def test_a_checkout_that_knows_no_such_part_is_named(spec, checkout):
     (checkout / "bench.py").write_text("raise AttributeError('no such part')")
-    with pytest.raises(bench.Failure, match=r"before ended with code 1: AttributeError: no such part"):
-        bench.measure(spec, bench.read_rival(str(checkout), "continuous"))
+    with pytest.raises(Failure, match=r"before ended with code 1: AttributeError: no such part"):
+        samples.measure(spec, read_rival(str(checkout), "continuous"))
 
 
 def test_mlx_lm_runs_on_openblas_unless_another_is_named():
     """Its users have no product of ours, and the best that they can put under MLX is OpenBLAS."""
-    assert bench.read_rival("mlx-lm", "continuous").environment == {"NANOBATCH_BLAS": "openblas"}
-    assert bench.read_rival("mlx-lm@off", "continuous").environment == {"NANOBATCH_BLAS": "off"}
-    assert bench.read_rival("llama.cpp", "continuous").environment == {}
-    assert bench.our_column("continuous").environment == {}, "ours is the one that the user's environment asks for"
+    assert read_rival("mlx-lm", "continuous").environment == {"NANOBATCH_BLAS": "openblas"}
+    assert read_rival("mlx-lm@off", "continuous").environment == {"NANOBATCH_BLAS": "off"}
+    assert read_rival("llama.cpp", "continuous").environment == {}
+    assert our_column("continuous").environment == {}, "ours is the one that the user's environment asks for"
 
 
 def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec, checkout):
-    columns = {part: plan_of(spec, part, vs=f"mlx-lm,{checkout}")[0].columns for part in bench.PARTS}
+    columns = {part: plan_of(spec, part, vs=f"mlx-lm,{checkout}")[0].columns for part in PARTS}
     names = {part: [column.name.replace(str(checkout), "before") for column in columns[part]] for part in columns}
     assert names["decode"] == ["nanobatch continuous", "mlx-lm", "before"]
     assert names["steps"] == ["nanobatch continuous", "before"]
@@ -290,8 +310,8 @@ SMALL = {
 
 def test_every_part_is_tried_here():
     """`far` and `newcomer` are tables of their own, and their samples are those of `steps` and `decode`."""
-    assert SMALL.keys() == bench.PARTS.keys() - {"far", "newcomer"}
-    assert [bench.lines_of(part, [8])["rows 8"]["part"] for part in ("far", "newcomer")] == ["steps", "decode"]
+    assert SMALL.keys() == PARTS.keys() - {"far", "newcomer"}
+    assert [lines_of(part, [8])["rows 8"]["part"] for part in ("far", "newcomer")] == ["steps", "decode"]
 
 
 @pytest.mark.parametrize(
@@ -301,13 +321,13 @@ def test_every_part_is_tried_here():
         for part in SMALL
         if part != "plan"  # it needs no contestant
         for who in ("nanobatch continuous", "nanobatch static", *PEERS)
-        if who not in PEERS or part in bench.PARTS_OF_A_PEER
+        if who not in PEERS or part in PARTS_OF_A_PEER
     ],
 )
 def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
     if who in PEERS and obstacle(who):
         pytest.skip(obstacle(who))  # llama.cpp would have to be compiled; tests/test_peers.py has a stand-in for it
-    sample = bench.Sample(spec._replace(part=part, contestant=who, **SMALL[part]))
+    sample = Sample(spec._replace(part=part, contestant=who, **SMALL[part]))
     figures = getattr(sample, part)()
     sample.contestant.close()
     assert figures and all(value > 0 for value in figures.values()), figures
@@ -315,7 +335,7 @@ def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
 
 def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
     """Turns of 40 new tokens, answers of 4: the fifth prompt has 216 tokens. A chunk at row 128 has 41 new ones."""
-    sample = bench.Sample(spec._replace(part="chat", **SMALL["chat"]))
+    sample = Sample(spec._replace(part="chat", **SMALL["chat"]))
     with closing(sample.contestant):
         turn = sample.last_turn()
         chunk = sample.lone_chunk(turn.prompt_tokens)
@@ -325,8 +345,8 @@ def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
 
 def test_a_busy_machine_is_quiet_again_afterwards():
     before = children()  # the suite may have a child of its own, which may end meanwhile
-    with bench.busy_cores():
-        assert len(children() - before) == bench.cores()
+    with busy_cores():
+        assert len(children() - before) == cores()
     assert children() <= before
 
 
@@ -338,7 +358,7 @@ def children() -> set[str]:
 
 
 def test_planning_is_measured_without_a_model():
-    figures = bench.plan_figures(slots=4, length=2000)
+    figures = plan_figures(slots=4, length=2000)
     assert 0 < figures["plan median ms"] <= figures["plan max ms"]
 
 
@@ -378,10 +398,10 @@ def test_on_a_terminal_the_progress_is_a_bar(monkeypatch, capsys):
 
 
 def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
-    monkeypatch.setitem(bench.SHAPES, "tiny", (32, 1, 2, 1, 48, 300))
-    folder = str(bench.make_model(tmp_path, "tiny"))
+    monkeypatch.setitem(SHAPES, "tiny", (32, 1, 2, 1, 48, 300))
+    folder = str(make_model(tmp_path, "tiny"))
     for who in ("nanobatch serial", "mlx-lm"):
-        sample = bench.Sample(Spec("decode", who, folder, 300, rows=1, prompt=4, output=2))
+        sample = Sample(Spec("decode", who, folder, 300, rows=1, prompt=4, output=2))
         assert sample.decode()["decode tokens/s"] > 0
         sample.contestant.close()
 
@@ -433,12 +453,12 @@ def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
     assert bench.main(["--model", spec.folder + "/config.json"]) == 2
     assert "is a file" in capsys.readouterr().err
     with pytest.raises(ValueError, match="would fit"):
-        bench.measure(spec._replace(part="growth", length=2**30), bench.our_column("continuous"))
+        samples.measure(spec._replace(part="growth", length=2**30), our_column("continuous"))
 
 
 def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
     """Late in a prompt chunks are narrow, so the first answer had ended before the last prompt was read."""
-    sample = bench.Sample(spec._replace(part="steps", rows=4, prompt=900, output=2))
+    sample = Sample(spec._replace(part="steps", rows=4, prompt=900, output=2))
     with closing(sample.contestant):
         steps = sample.decode_steps()
     assert len(steps) >= 2 and all(len(step.decode) == 4 for step in steps)

@@ -569,7 +569,7 @@ HUGE = [
 @pytest.mark.parametrize("source", ENDLESS)
 def test_a_template_that_does_not_end_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
     """A server would have waited for it for ever. A signal, which comes to the main thread alone, would not do."""
-    monkeypatch.setattr("parts.template.SECONDS", 0.1)
+    monkeypatch.setattr("parts.text.template.SECONDS", 0.1)
     text, said, began = make_model(tmp_path, source), [], time.process_time()
 
     def render() -> None:
@@ -599,18 +599,18 @@ def test_a_machine_that_is_busy_with_something_else_is_not_the_templates_fault(t
     """Beside other programs an honest template was called one that does not end: its seconds were those of the wall."""
     text, wall = make_model(tmp_path, EVERYTHING), itertools.count(0, 10)
     with monkeypatch.context() as patch:
-        patch.setattr("parts.template.time.monotonic", lambda: next(wall))
+        patch.setattr("parts.text.template.time.monotonic", lambda: next(wall))
         assert "Hello" in text.render(CONVERSATIONS["one turn"])
 
 
 def test_a_template_that_is_stopped_takes_nothing_from_another(tmp_path, monkeypatch):
     """Each thread, and each rendering, has its own time and its own characters."""
-    monkeypatch.setattr("parts.template.SECONDS", 0.2)
+    monkeypatch.setattr("parts.text.template.SECONDS", 0.2)
     endless, good = make_model(tmp_path / "endless", ENDLESS[0]), make_model(tmp_path / "good", LLAMA3)
     expected = good.render(turns("Hi"))
     thread = threading.Thread(target=lambda: refusal(endless, turns("Hi")), daemon=True)
     thread.start()
-    monkeypatch.setattr("parts.template.SIZE", 10 * len(expected))
+    monkeypatch.setattr("parts.text.template.SIZE", 10 * len(expected))
     count = 0
     while thread.is_alive():
         assert good.render(turns("Hi")) == expected

@@ -437,7 +437,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_the_blas_can_be_turned_off_and_then_nothing_is_said():
-    done = python("import nanobatch; from parts import device; print(device.blas)", NANOBATCH_BLAS="off")
+    done = python("import nanobatch; from parts.device import mlx as device; print(device.blas)", NANOBATCH_BLAS="off")
     assert (done.stdout, done.stderr, done.returncode) == ("mlx\n", "", 0)
 
 
@@ -459,7 +459,7 @@ def test_a_library_that_is_no_blas_is_refused(model):
 def test_openblas_is_put_under_mlx_and_said_to_be(model):
     """A library was loaded, and MLX went on with its own. Another order of adding up shows in the bits."""
     code = (
-        "from parts.device import blas, mx\na = mx.random.normal((384, 384), key=mx.random.key(0))\n"
+        "from parts.device.mlx import blas, mx\na = mx.random.normal((384, 384), key=mx.random.key(0))\n"
         "print(mx.sum((a @ a).view(mx.int32)).item(), blas)"
     )
     bits, named = zip(*(python(code, NANOBATCH_BLAS=b).stdout.split(" ", 1) for b in ("off", "openblas")), strict=True)
@@ -475,7 +475,7 @@ def test_without_a_fast_blas_one_line_says_why_and_what_to_install(tmp_path):
         "import ctypes\ndef none(*args, **options): raise OSError('not found')\nctypes.CDLL = none\n"
     )
     done = python(
-        "import nanobatch; from parts import device; print(device.blas)",
+        "import nanobatch; from parts.device import mlx as device; print(device.blas)",
         PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
         NANOBATCH_BLAS="",
         XDG_CACHE_HOME=str(tmp_path / "cache"),

@@ -24,9 +24,9 @@ import nanobatch
 import stories
 import tui
 from nanobatch import Engine, Sampling
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.find import DEMO
-from screen.room import BURST, EVENING, load_engine
+from screen.room import BURST, EVENING
 
 TASKS = [skill for skill in corpus.SKILLS if skill not in ("story", "facts", "elsewhere")]
 
@@ -249,7 +249,7 @@ def test_the_command_line_finds_the_demo_model_from_anywhere(tmp_path):
 
 def test_in_a_burst_of_the_screen_two_prompts_share_a_beginning():
     """With chunks longer than what they share, the screen never showed that a prompt reuses another's rows."""
-    engine = load_engine(tui.parse_arguments([]), lambda stage: None, time.perf_counter)
+    engine = tui.load_engine(tui.parse_arguments([]), lambda stage: None, time.perf_counter)
     with closing(engine):
         alike = [prompt for prompt, _ in BURST if EVENING in prompt]
         cached = [result.metrics.cached_tokens for result in engine.generate(alike, Sampling(max_tokens=1))]

@@ -12,10 +12,10 @@ import pytest
 from doors import COMPLETIONS, Line, Server
 from soak_http import soak
 
-import serve
-from parts import bridge, http, openai
-from parts.http import Options
-from parts.loop import Loop, Stopwatch
+from door import bridge, http, openai
+from door.door import Door
+from door.http import Options
+from parts.api.loop import Loop, Stopwatch
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
@@ -24,7 +24,7 @@ class Here(Server):
     """A door in this process, spoken to like a server in another."""
 
     def __init__(self, engine, **options):
-        self.door = serve.Door(Options(port=0, **options)).start()
+        self.door = Door(Options(port=0, **options)).start()
         self.loop = Loop(engine, watch=Stopwatch()).start()
         self.door.open(engine, self.loop, "small")
         host, port = self.door.address.removeprefix("http://").split(":")

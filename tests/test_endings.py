@@ -14,7 +14,7 @@ from test_exact import poisoned
 
 import nanobatch
 from nanobatch import Engine, Sampling
-from parts.device import device_lock
+from parts.device.mlx import device_lock
 
 ROOT = Path(__file__).parent.parent
 LONG = Sampling(max_tokens=30, ignore_eos=True)

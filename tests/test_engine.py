@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint
 
 import nanobatch
 from nanobatch import Engine, QueueFull, Runner, Sampling, Text
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.load import read_model
 
 ROOT = Path(__file__).parent.parent

@@ -17,12 +17,12 @@ from harness import Ask, Tap, random_asks, run_schedule
 import kv
 import llama
 from nanobatch import Engine, Model, Runner, Sampling, Text
-from parts import rows
-from parts.device import mx
+from parts.device import rows
+from parts.device.mlx import mx
 from parts.model import ops
 from parts.model.layers import Dense, Norm
 from parts.model.rope import Kind
-from parts.prefix import Prefixes
+from prefix import Prefixes
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ WHAT = ("schedules", "logit vectors", "of them beside", "read as prompts", "toke
 
 def test_the_form_that_was_asked_for_computes():
     for form in rows.forms_here():
-        code = "from parts import device; print(device.blas.kernels)"
+        code = "from parts.device import mlx as device; print(device.blas.kernels)"
         environment = os.environ | {"NANOBATCH_BLAS": f"rows:{form}", "NANOBATCH_THREADS": "3"}
         done = company.subprocess.run(
             [company.sys.executable, "-c", code], cwd=company.ROOT, env=environment, capture_output=True, text=True

@@ -36,7 +36,7 @@ def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
     """All that the exercises need, with these solutions in it."""
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, folder)
-    for name in ("parts", "screen", "tests", "exercises", "demo"):
+    for name in ("parts", "door", "screen", "measure", "tests", "exercises", "demo"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "run"))
     for exercise, kind in kinds.items():
         patch = solution(exercise, kind)

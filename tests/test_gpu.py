@@ -18,13 +18,13 @@ from test_parity import CONFIGS, LLAMA3, compare, whole
 import kv
 from kv import Slab, Window
 from nanobatch import Engine, Piece, Sampling
-from parts import device
-from parts.device import mx
+from parts.device import mlx as device
+from parts.device.mlx import mx
 from parts.model import ops
 from parts.model.layers import Dense, Quantized
 from parts.model.load import read_model
 from parts.model.rope import rope_periods
-from parts.text import Text
+from parts.text.tokens import Text
 from sched import POLICIES
 
 

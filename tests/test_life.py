@@ -8,6 +8,7 @@ from test_learn import places
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "life.md").read_text()
+API = ("handle", "ledger", "loop")
 STATIONS = re.findall(r"^\| +\d* *\| `([\w/]+\.py)`, `([\w.]+)` \|", TEXT, re.MULTILINE)
 
 
@@ -18,7 +19,14 @@ def test_every_place_that_the_drawing_names_exists():
     drawn = set(re.findall(r"[A-Z]\w+\.\w+", TEXT.split("```")[1]))
     known = {
         name
-        for path in ("serve", "nanobatch", "sched", "parts/bridge", "parts/loop", "parts/answers", "parts/text")
+        for path in (
+            "door/door",
+            "nanobatch",
+            "sched",
+            "door/bridge",
+            "parts/text/tokens",
+            *(f"parts/api/{each}" for each in API),
+        )
         for name in places(ROOT / f"{path}.py")
     }
     assert len(drawn) >= 12 and drawn <= known, drawn - known

@@ -14,7 +14,7 @@ from test_exact import poisoned
 import nanobatch
 import sched
 from nanobatch import Engine, Sampling
-from parts.device import mx
+from parts.device.mlx import mx
 
 ROOT = Path(__file__).parent.parent
 LONG = Sampling(max_tokens=30, ignore_eos=True)

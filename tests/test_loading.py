@@ -17,13 +17,14 @@ from checkpoints import V, make_checkpoint, make_tokenizer
 from transformers import AutoConfig
 
 from nanobatch import Engine, Sampling, Text
-from parts import device, text
-from parts.device import mx
+from parts.device import mlx as device
+from parts.device.mlx import mx
 from parts.files import ModelError
 from parts.model import config as configs
 from parts.model import families, weights
 from parts.model.families import FAMILIES
 from parts.model.load import read_model
+from parts.text import tokens as text
 
 
 @pytest.fixture(scope="module")

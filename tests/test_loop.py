@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from nanobatch import Engine, Sampling
-from parts.loop import Loop, Stopwatch
+from parts.api.loop import Loop, Stopwatch
 
 LONG = Sampling(max_tokens=60, ignore_eos=True)
 SHORT = Sampling(max_tokens=3, ignore_eos=True)

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 import ask
 from nanobatch import Engine
-from parts import device
+from parts.device import mlx as device
 from parts.files import ModelError
 from parts.model import find as models
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 
+import sampling
 from kv import Slab, Window
 from llama import attention, heads
-from parts import sampling
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model import ops
 from parts.model.config import read_config
 from parts.model.layers import Dense, Norm, Quantized, SideBySide

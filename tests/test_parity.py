@@ -17,7 +17,7 @@ import nanobatch
 from kv import Slab, Window
 from llama import forward
 from nanobatch import Engine, Model
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.load import read_model
 
 PROMPTS, TOKENS = 16, 32  # of each configuration

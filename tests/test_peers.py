@@ -9,8 +9,9 @@ from checkpoints import make_checkpoint
 from gguf import GGMLQuantizationType, GGUFReader
 
 import bench
-import peers
-from bench import Ask
+from measure import peers
+from measure.plan import Ask, Spec
+from measure.sample import Sample, drive
 from nanobatch import Engine, Sampling, Text
 from parts.model.load import read_model
 
@@ -169,7 +170,7 @@ def test_llama_cpp_decodes_all_rows_and_prefills_as_many_prompts_as_fit_in_one_c
     monkeypatch.setattr(peers.LlamaCpp, "BATCH", 24)
     peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=3, length=20)
     asks = [Ask([7 * n] * 10, 3 + n) for n in range(7)]
-    answers = bench.drive(peer, asks)
+    answers = drive(peer, asks)
     peer.close()
     assert [answer.tokens for answer in answers] == [sums(ask.prompt, ask.max_tokens) for ask in asks]
     assert library.calls[:3] == [20, 12, 3] and library.sequences == {} and len(library.freed) == 3
@@ -181,7 +182,7 @@ def test_llama_cpp_decodes_all_rows_and_prefills_as_many_prompts_as_fit_in_one_c
 def test_a_prompt_longer_than_a_usual_call_goes_in_at_once(library, tmp_path, monkeypatch):
     monkeypatch.setattr(peers.LlamaCpp, "BATCH", 8)
     peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=2, length=40)
-    (answer,) = bench.drive(peer, [Ask([5] * 30, 4)])
+    (answer,) = drive(peer, [Ask([5] * 30, 4)])
     assert answer.tokens == sums([5] * 30, 4) and library.calls == [30, 1, 1, 1]
 
 
@@ -199,15 +200,15 @@ def test_a_peer_answers_with_our_tokens(parts, tmp_path, who):
         handles = [engine.submit(ask.prompt, Sampling(max_tokens=24, ignore_eos=True)) for ask in asks]
         ours = [handle.result().tokens for handle in handles]
     peer = peers.PEERS[who][0](str(folder), 4, 128)
-    theirs = [answer.tokens for answer in bench.drive(peer, asks)]
+    theirs = [answer.tokens for answer in drive(peer, asks)]
     peer.close()
     assert theirs == ours and len({token for tokens in ours for token in tokens}) > 50
 
 
 def test_what_is_the_same_is_counted_up_to_the_first_difference(monkeypatch, tmp_path):
     folder = make_checkpoint(tmp_path / "model", seed=1)
-    sample = bench.Sample(bench.Spec("same", "mlx-lm", str(folder), V, rows=2, prompt=5, output=8))
-    true = bench.drive
+    sample = Sample(Spec("same", "mlx-lm", str(folder), V, rows=2, prompt=5, output=8))
+    true = drive
 
     def with_a_slip(contestant, asks):
         answers = true(contestant, asks)
@@ -216,7 +217,7 @@ def test_what_is_the_same_is_counted_up_to_the_first_difference(monkeypatch, tmp
         return answers
 
     assert sample.same()["equal tokens %"] == 100
-    monkeypatch.setattr(bench, "drive", with_a_slip)
+    monkeypatch.setattr("measure.sample.drive", with_a_slip)
     figures = sample.same()
     assert figures["equal tokens %"] == 100 * (8 + 2) / 16 and figures["tokens"] == 16 > figures["distinct tokens"] > 4
     sample.contestant.close()

@@ -30,16 +30,19 @@ from harness import random_asks, run_schedule
 from rank import SIZES, live
 
 from nanobatch import Engine, Order
-from parts import meet, program, ranks, rows
-from parts.device import mx
+from parts import program
+from parts.device import rows
+from parts.device.mlx import mx
 from parts.files import ModelError
-from parts.meet import join
 from parts.model.config import read_config
 from parts.model.fit import Sizes, check_alike, is_exact
 from parts.model.layers import Dense, Quantized
 from parts.model.load import ModelReader
 from parts.model.share import Share
-from parts.ranks import LOST, Ranks
+from parts.ranks import ranks
+from parts.ranks.line import Line, keep_alive
+from parts.ranks.meet import join
+from parts.ranks.ranks import LOST, Ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -277,17 +280,17 @@ def test_ranks_with_other_weights_of_the_same_shapes_are_refused(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="the line is looked at by Linux's TCP_INFO")
 def test_a_rank_that_is_slow_to_read_is_not_taken_for_lost(monkeypatch):
     """The numbers of a wide chunk fill all room between two ranks. The system gave up one that did not read for 4 s."""
-    monkeypatch.setattr(meet, "SILENCE_MS", 2000)
+    monkeypatch.setattr("parts.ranks.line.SILENCE_MS", 2000)
     with ExitStack() as lines:
         server = lines.enter_context(socket.create_server(("127.0.0.1", 0)))
         one = lines.enter_context(socket.create_connection(server.getsockname()))
         for each in (one, lines.enter_context(server.accept()[0])):
-            meet.keep_alive(each)
+            keep_alive(each)
         one.setblocking(False)
         with suppress(BlockingIOError):
             while True:
                 one.send(bytes(2**16))
-        line, until = meet.Line(1, "", one), time.monotonic() + 5
+        line, until = Line(1, "", one), time.monotonic() + 5
         while time.monotonic() < until:
             assert not line.is_gone() and not line.is_mute()
             time.sleep(0.05)
@@ -311,7 +314,7 @@ def test_a_rank_that_is_lost_during_the_goodbye_does_not_hold_it_up(monkeypatch)
 
 def test_a_rank_whose_messages_nobody_reads_any_more_ends_all_the_same():
     """Once `mlx.launch` was killed, the word about a lost rank broke its pipe, and rank 0 waited for ever."""
-    code = "from parts.ranks import Ranks; Ranks(0, 2)._end('rank 1 is gone', 3)"
+    code = "from parts.ranks.ranks import Ranks; Ranks(0, 2)._end('rank 1 is gone', 3)"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=writer, timeout=60)
@@ -399,7 +402,7 @@ def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
 @pytest.mark.parametrize(("own", "says", "exact"), [(True, 1, True), (True, 0, False), (False, 1, False)])
 def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
     """Once it had to be the same product, down to the number of its threads."""
-    monkeypatch.setattr("parts.device.is_exact", lambda: own)
+    monkeypatch.setattr("parts.device.mlx.is_exact", lambda: own)
     assert is_exact(replace(parts[0], ranks=Beside([says]))) is exact
 
 
@@ -493,13 +496,13 @@ def test_a_cut_line_is_told_to_every_client_and_ends_every_process(tmp_path, ins
 
 CUT = """
 import socket, subprocess, time
-from parts import meet
-meet.SILENCE_MS = 2000
+from parts.ranks import line as one_end
+one_end.SILENCE_MS = 2000
 server = socket.create_server(("127.0.0.1", 0))
 one = socket.create_connection(server.getsockname())
 other = server.accept()[0]
-meet.keep_alive(one)
-line = meet.Line(1, "", one)
+one_end.keep_alive(one)
+line = one_end.Line(1, "", one)
 assert not line.is_mute()
 subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
 one.send(b"numbers")

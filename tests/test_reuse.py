@@ -9,7 +9,7 @@ from harness import Tap
 from test_exact import poisoned
 
 from nanobatch import Engine, Sampling
-from parts.device import mx
+from parts.device.mlx import mx
 from sched import Scheduler
 
 CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 10))  # schedules of them

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parts import blas, rows
+from parts.device import blas, rows
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX brings a fast product")
 
@@ -109,9 +109,9 @@ def test_what_multiplies_wrongly_is_not_trusted(monkeypatch, tmp_path):
 
 def test_a_process_that_forks_goes_on_multiplying_in_both():
     code = (
-        "import os, sys; from parts.device import mx\n"
+        "import os, sys; from parts.device.mlx import mx\n"
         "a = mx.random.normal((64, 300)); b = mx.random.normal((300, 500)); mx.eval(a, b)\n"
-        "from parts import blas, rows, device\n"
+        "from parts.device import blas, rows\nfrom parts.device import mlx as device\n"
         "library = device.blas.library\n"
         "if not (child := os.fork()): os._exit(0 if library is None or rows.is_right(library) else 1)\n"
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or mx.isnan(mx.sum(a @ b)).item())\n"
@@ -122,8 +122,8 @@ def test_a_process_that_forks_goes_on_multiplying_in_both():
 
 
 def test_mlx_calls_our_product_or_says_that_it_does_not():
-    code = "from parts import device; print(device.blas.name, device.blas.why_not)"
-    late = "import ctypes; from parts import blas; blas.Blas.products = property(lambda self: 7); " + code
+    code = "from parts.device import mlx as device; print(device.blas.name, device.blas.why_not)"
+    late = "import ctypes; from parts.device import blas; blas.Blas.products = property(lambda self: 7); " + code
     here = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     if COMPILER:
         assert here.stdout == "rows \n", here

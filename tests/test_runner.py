@@ -8,9 +8,9 @@ import pytest
 from harness import random_asks
 
 from nanobatch import Engine, Order, Piece, Runner, Sampling
-from parts.device import device_lock, device_stream
+from parts.device.mlx import device_lock, device_stream
 from parts.model.fit import Sizes
-from parts.sampling import Pick
+from sampling import Pick
 
 SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100, summary="")
 KINDS = [

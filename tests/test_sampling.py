@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
 
+import sampling
 from nanobatch import Engine, Model, Sampling, Text
-from parts import sampling
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.load import read_model
-from parts.sampling import Memory, Pick, choose, uniform
+from sampling import Memory, Pick, choose, uniform
 
 DRAWS = 20_000
 V = 272

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import sched
-from parts.prefix import PIECE, Beginning, Prefixes, Trail
+from prefix import PIECE, Beginning, Prefixes, Trail
 from sched import POLICIES, Plan, QueueFull, Request, Scheduler
 
 SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 2_000))  # 100,000 take six minutes

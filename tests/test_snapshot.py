@@ -7,7 +7,7 @@ import pytest
 from words import Clock, word_engine
 
 from nanobatch import Engine, Sampling
-from parts import answers
+from parts.api.handle import Handle
 
 SHORT = Sampling(max_tokens=3, ignore_eos=True)
 
@@ -147,8 +147,8 @@ def test_two_watchers_do_not_take_from_each_other(engine):
 def test_with_five_thousand_in_line_a_look_shows_the_head_and_costs_little(parts, monkeypatch):
     """Of those in line 32 are described; of those that came since the last look all, and each once."""
     described = []
-    view_of = answers.RequestView.of
-    monkeypatch.setattr(answers.RequestView, "of", lambda handle: described.append(handle.id) or view_of(handle))
+    view_of = Handle.view
+    monkeypatch.setattr(Handle, "view", lambda handle: described.append(handle.id) or view_of(handle))
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         handles = [engine.submit([n % 256], SHORT) for n in range(5_000)]
         engine.step()

@@ -20,7 +20,7 @@ import pytest
 from checkpoints import make_checkpoint
 from rich.cells import cell_len
 
-from parts import device
+from parts.device import mlx as device
 
 ROOT = Path(__file__).parent.parent
 # What the screen sends: cursor moves, colours, modes; then everything else that would be obeyed instead of shown.

@@ -14,7 +14,7 @@ from checkpoints import BOS, V, make_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from nanobatch import Engine, Sampling, Text
-from parts.text import TextStream, calmly
+from parts.text.tokens import TextStream, calmly
 
 BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
 ALPHABETS = (

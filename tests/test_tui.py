@@ -30,8 +30,8 @@ from words import Clock, WordRunner, word_engine
 import ask
 import tui
 from nanobatch import Engine, Sampling
-from parts.answers import RanksView
-from parts.loop import Stopwatch
+from parts.api.loop import Stopwatch
+from parts.api.views import RanksView
 from sched import POLICIES, Scheduler
 from screen import charts, ink, keys, panes, room, runs, session, state, timeline, totals, trace, widgets
 from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL

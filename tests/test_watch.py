@@ -14,9 +14,10 @@ from doors import CHAT, COMPLETIONS, ROOT, Line, Server
 from rich.cells import cell_len
 from test_tui import SIZES, Show, Stage, like_golden, plain, show
 
-import serve
 import tui
-from parts.journal import Call, DoorView
+from door.door import Door
+from door.http import Options
+from door.journal import Call, DoorView
 from screen import clients, ink, panes
 from screen.remote import RemoteRoom, base_of
 from screen.room import EngineRoom, View
@@ -57,7 +58,7 @@ class Watched(Server):
 @contextmanager
 def serving(engine):
     """A room with a door, as `tui.py --serve` opens it."""
-    door = serve.Door(serve.Options(port=0)).start()
+    door = Door(Options(port=0)).start()
     room = EngineRoom(lambda report, clock: engine, door, "small")
     room.start()
     try:
@@ -172,7 +173,7 @@ def test_a_pause_stops_clients_and_leaving_ends_it_with_their_answers(engine):
 
 
 def test_while_the_model_is_loaded_the_screen_says_what_clients_get():
-    door = serve.Door(serve.Options(port=0)).start()
+    door = Door(Options(port=0)).start()
     try:
         room = EngineRoom(lambda report, clock: None, door)
         state = State()

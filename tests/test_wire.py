@@ -7,13 +7,13 @@ import time
 import pytest
 from doors import CHAT, Line, Server
 
-import serve
+from door import watch as watch_module
+from door import wire
+from door.door import Door
+from door.http import Options
+from door.journal import Call, DoorView, Journal
 from nanobatch import Sampling
-from parts import watch as watch_module
-from parts import wire
-from parts.answers import RequestView, Snapshot
-from parts.http import Options
-from parts.journal import Call, DoorView, Journal
+from parts.api.views import RequestView, Snapshot
 
 LONG = Sampling(max_tokens=60, ignore_eos=True)
 
@@ -170,7 +170,7 @@ def test_texts_are_for_this_machine_or_for_the_watch_key(server, headers, host, 
 def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
     """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is in this process."""
     monkeypatch.setattr(watch_module, "WATCH_STUCK_S", 0.3)
-    door = serve.Door(Options(port=0)).start()
+    door = Door(Options(port=0)).start()
     loop = engine.serving()
     with loop:
         door.open(engine, loop, "small")

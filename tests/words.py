@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from nanobatch import Engine, Order
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.config import Config
 from parts.model.rope import Rope
-from parts.ranks import ALONE
+from parts.ranks.ranks import ALONE
 from sched import Scheduler
 
 STORY = ("once upon a time there was a fox who looked for the moon", "in every pond that she could find")

@@ -37,7 +37,7 @@ from board import Timeline, launch, load, rate, show_answers
 
 from kv import Slab, Window
 from llama import forward
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.fit import slab_shape
 
 PROMPT = "What is 17 + 6?"

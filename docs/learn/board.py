@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout, fr
 from parts.model.find import DEMO
 from parts.model.layers import Model
 from parts.model.load import read_model
-from parts.text import Text
+from parts.text.tokens import Text
 from screen.ink import GLYPHS, NAMES
 
 PROMPTS = [

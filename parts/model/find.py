@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from parts import device
 from parts.checks import one_line, printable, shown
-from parts.device import readable
+from parts.device import mlx as device
+from parts.device.mlx import readable
 from parts.files import ModelError, read_json
 from parts.model.config import read_config
 from parts.model.families import FAMILIES

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kv import BUCKET, Slab
-from parts import checks, device
-from parts.device import has_gpu, mx, readable
+from parts import checks
+from parts.device import mlx as device
+from parts.device.mlx import has_gpu, mx, readable
 from parts.files import ModelError
 from parts.model.config import Config
 from parts.model.layers import Model

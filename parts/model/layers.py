@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from parts.device import mx, tree_flatten
+from parts.device.mlx import mx, tree_flatten
 from parts.model.config import Config
 from parts.model.ops import capped, gelu, softmax, swiglu
 from parts.model.rope import Kind
-from parts.ranks import ALONE, Ranks
+from parts.ranks.ranks import ALONE, Ranks
 
 
 class Dense(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from parts import checks, device
-from parts.device import has_gpu, mx, readable, tree_flatten
+from parts.device.mlx import has_gpu, mx, readable, tree_flatten
 from parts.files import ModelError
 from parts.model.config import read_config
 from parts.model.fit import Sizes, fit
@@ -36,7 +36,7 @@ from parts.model.layers import (
 from parts.model.rope import Kind
 from parts.model.share import Share
 from parts.model.weights import DTYPES, Weights, quantization
-from parts.ranks import ALONE, Ranks
+from parts.ranks.ranks import ALONE, Ranks
 
 
 def read_model(folder: Path, dtype: str = "auto") -> Model:

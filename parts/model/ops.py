@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 
-from parts import device
-from parts.device import mx
+from parts.device import mlx as device
+from parts.device.mlx import mx
 
 
 def silu(x: mx.array) -> mx.array:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from parts import device
-from parts.device import mx
+from parts.device import mlx as device
+from parts.device.mlx import mx
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ What each rank has:
     2 ranks   queries 0 1 2, key 0    |  queries 3 4 5, key 1
     4 ranks   queries 0, key 0  |  queries 1 2, key 0  |  queries 3, key 1  |  queries 4 5, key 1
 
-Where next: `load.py`, which takes a rank's share of the weights; `parts/ranks.py`, how the ranks work together.
+Where next: `load.py`, which takes a rank's share of the weights; `parts/ranks/ranks.py`, how the ranks work together.
 """
 
 from __future__ import annotations

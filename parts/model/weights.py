@@ -18,7 +18,7 @@ import struct
 from pathlib import Path
 
 from parts.checks import one_line, shown
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.files import LONGEST, ModelError, check_plain, read_json, what_is
 from parts.model.config import Config
 

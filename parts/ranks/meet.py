@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import select
 import signal
 import socket
 import stat
@@ -24,48 +23,13 @@ from collections import Counter
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from parts import program
 from parts.checks import one_line, shown
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.files import ModelError
-from parts.ranks import ALONE, Ranks
-
-SILENCE_MS = 4000  # a machine that has not answered for so long has lost its connection
-
-
-class Line(NamedTuple):
-    """A connection of MLX's ring, seen from the outside."""
-
-    rank: int  # at the other end
-    address: str
-    socket: socket.socket
-
-    def is_gone(self) -> bool:
-        """Has the other end closed it, or the system given it up?"""
-        look = select.poll()
-        look.register(self.socket, getattr(select, "POLLRDHUP", 0))  # Linux tells even if there is more to read
-        if look.poll(0):
-            return True
-        try:
-            return not self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def is_mute(self) -> bool:
-        """Linux: was something sent, and sent again, and nothing came back for `SILENCE_MS`?
-
-        subtle: the system must not decide this by itself (`TCP_USER_TIMEOUT`). It would give up a rank, too, that is
-        merely slow or stopped, and has no room for more numbers. The machine of such a rank still answers.
-        """
-        if sys.platform != "linux":
-            return False
-        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)  # its fields are in <linux/tcp.h>
-        tries, silence_ms = max(info[2], info[3]), int.from_bytes(info[56:60], sys.byteorder)
-        return tries > 1 and silence_ms > SILENCE_MS
+from parts.ranks.line import Line, keep_alive
+from parts.ranks.ranks import ALONE, Ranks
 
 
 @functools.cache
@@ -156,12 +120,3 @@ def find_lines(nodes: list[list[str]], rank: int) -> list[Line]:
                 keep_alive(ours)
                 lines.append(Line(other, nodes[other][0], ours))
     return lines
-
-
-def keep_alive(line: socket.socket) -> None:
-    """While nothing is on its way, the system asks the other machine, and closes the line after `SILENCE_MS`."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    settings = {"TCP_KEEPIDLE": 1, "TCP_KEEPALIVE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE_MS // 1000 - 1}
-    for name, value in settings.items():  # each system has some of them
-        if hasattr(socket, name):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

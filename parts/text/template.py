@@ -12,7 +12,7 @@ before they are made: the sandbox hands us every operator and call, and the filt
 What this cannot bound: an operation that is written in C, such as a sort or a slice of a very long text, cannot be
 stopped while it runs. The sizes keep each of them short, but one expression may chain many.
 
-Where next: `text.py`, which says when a template is used.
+Where next: `tokens.py`, which says when a template is used.
 """
 
 from __future__ import annotations

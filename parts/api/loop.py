@@ -26,12 +26,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from parts.answers import ListenerError, describe, here
-
-if TYPE_CHECKING:
-    from nanobatch import Engine
+from parts.api.listen import ListenerError, describe, here
 
 
 class Stopwatch:
@@ -75,6 +72,19 @@ class Stopwatch:
                 self._stopped = None
 
 
+class Stepped(Protocol):
+    """What a loop needs of an engine."""
+
+    changed: threading.Condition  # notified when there is something new: work, a wish, an end
+    has_work: bool
+
+    def attach(self, loop: Loop | None) -> None: ...
+
+    def step(self, plan: bool = True) -> bool: ...
+
+    def note(self, fault: str) -> None: ...
+
+
 class Loop:
     """Steps an engine in a thread of its own, from `start` to `stop`, or inside a `with` block.
 
@@ -82,7 +92,7 @@ class Loop:
     wants to be called again at the latest, or None. `watch` is the engine's clock, if it is one that can be stopped.
     """
 
-    def __init__(self, engine: Engine, between: Callable = lambda: None, watch: Stopwatch | None = None):
+    def __init__(self, engine: Stepped, between: Callable = lambda: None, watch: Stopwatch | None = None):
         self.engine, self.paused, self.stepping = engine, False, 0  # `stepping`: steps still to be run by hand
         self.slow = 0.0  # slow motion: steps a second; 0: as fast as it can. It needs a clock that can be stopped
         self._next = 0.0  # when the next step of slow motion is due
@@ -127,7 +137,7 @@ class Loop:
         """Is this the loop's own thread?"""
         return threading.current_thread() is self._thread
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Stepped:
         return self.start().engine
 
     def __exit__(self, *exception) -> None:

@@ -1,4 +1,4 @@
-"""What a request asks for, and how its tokens are chosen from the logits.
+"""How a request's tokens are chosen from the logits.
 
 The problem. The requests in one batch want different things. One is greedy, another wants temperature 0.8 and a seed, a
 third must never say a certain word. Running a sampler for each request would cost a device round trip per request, and
@@ -20,100 +20,24 @@ forward pass of a small model. So a large vocabulary is never sorted. `likeliest
 and `keep_nearest` finds by bisection how far down a filter reaches. Both do so on the device, in shapes that are known
 beforehand: no result is read inside a step, and the engine can start the next one.
 
-Where next: `nanobatch.py`, which calls `choose` in every step.
+Before this: `parts/api/settings.py`, what a request may ask for. Where next: `nanobatch.py`, which calls `choose` in
+every step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from parts import device
-from parts.checks import real, shown, whole
-from parts.device import mx
+from parts.api.settings import SHORT_LIST, Sampling
+from parts.device import mlx as device
+from parts.device.mlx import mx
 
 PENALTY_CONTEXT = 20  # repetition_penalty looks at this many of the last tokens, whether of the prompt or of the answer
-SHORT_LIST = 64  # for a top_k up to this, so many tokens are sorted
 SORTABLE = 4096  # for a larger one, or for top_p alone, a whole vocabulary up to this size is; of a larger one, nothing
 DOWN, ACROSS = 8, 16  # a block of `argmax`
 BLOCK = 64  # logits are padded to a multiple of this, so that they fall into blocks
-LIMITS = {  # for each field that is a number: the check, the least and the most
-    "max_tokens": (whole, 1, math.inf),
-    "temperature": (real, 0, 1_000_000),
-    "top_p": (real, 0, 1),
-    "top_k": (whole, 0, math.inf),
-    "min_p": (real, 0, 1),
-    "seed": (whole, -(2**63), 2**64 - 1),
-    "repetition_penalty": (real, 0.001, 1000),
-    "logprobs": (whole, 0, 100),
-}
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How one request wants its tokens chosen, and when its answer ends. The default is greedy."""
-
-    max_tokens: int | None = 128  # None means to the end of the slot
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0  # the most likely tokens that together reach this probability; 1 keeps all
-    top_k: int = 0  # the k most likely tokens; 0 keeps all
-    min_p: float = 0.0  # tokens at least this fraction as likely as the most likely one; 0 keeps all
-    seed: int | None = None  # None gives other tokens each time
-    stop: str | int | Sequence[str | int] = ()  # texts and token ids that end the answer, and are not part of its text
-    repetition_penalty: float = 1.0  # recent tokens' logits are divided (or, if negative, multiplied) by this
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to these tokens' logits; -1000 forbids one
-    logprobs: int | None = None  # the chosen token's log probability, and those of the n most likely
-    ignore_eos: bool = False  # go on after the model's own end token
-
-    def __new__(cls, *args, **given):  # Python's TypeError for an unknown field would not name the others
-        if unknown := given.keys() - cls.__annotations__.keys():
-            raise ValueError(
-                f"Sampling has no field {shown(min(unknown))}; the fields are {', '.join(cls.__annotations__)}"
-            )
-        return super().__new__(cls)
-
-    def __post_init__(self):
-        for name, (check, least, most) in LIMITS.items():
-            value = getattr(self, name)
-            if value is not None or name not in ("max_tokens", "seed", "logprobs"):
-                object.__setattr__(self, name, check(name, value, least, most))
-        if self.top_p == 0:
-            raise ValueError("top_p = 0 keeps no token; it must be above 0 and at most 1")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos = {shown(self.ignore_eos)}, but it must be True or False")
-        self._check_stop()
-        self._check_bias()
-
-    def _check_stop(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, (str, int)) else self.stop
-        if not isinstance(stops, Sequence):
-            raise ValueError(f"stop = {shown(stops)}, but it must be texts or token ids")
-        for stop in stops:
-            if isinstance(stop, bool) or not isinstance(stop, (str, int)) or stop == "":
-                raise ValueError(f"stop holds {shown(stop)}, but it must be texts that are not empty, or token ids")
-        object.__setattr__(self, "stop", tuple(stops))
-        object.__setattr__(self, "stop_texts", [stop for stop in stops if isinstance(stop, str)])
-        object.__setattr__(self, "stop_tokens", frozenset(stop for stop in stops if isinstance(stop, int)))
-
-    def _check_bias(self) -> None:
-        if not isinstance(self.logit_bias, Mapping) or not all(type(token) is int for token in self.logit_bias):
-            raise ValueError(f"logit_bias = {shown(self.logit_bias)}, but it must map token ids to numbers")
-        biases = {t: real(f"logit_bias for token {t}", b, -(10**9), 10**9) for t, b in self.logit_bias.items()}
-        # This is a copy, so that what has been checked cannot change any more.
-        object.__setattr__(self, "logit_bias", MappingProxyType(biases))
-
-    @property
-    def group(self) -> str:
-        """The kind of work that choosing a token takes. It depends on these settings alone."""
-        edited = self.logit_bias or self.repetition_penalty != 1 or self.logprobs is not None
-        if self.temperature == 0:
-            return "edited" if edited else "greedy"
-        if 0 < self.top_k <= SHORT_LIST:
-            return "short list"
-        return "long list" if self.top_k or self.top_p < 1 else "open"
 
 
 class Pick(NamedTuple):

@@ -161,7 +161,7 @@ class Text:
 
     @cached_property
     def _template(self):
-        from parts.template import Template
+        from parts.text.template import Template
 
         try:
             return Template(self._source)

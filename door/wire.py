@@ -21,8 +21,8 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from parts.answers import RequestView, Snapshot
-from parts.journal import DoorView
+from door.journal import DoorView
+from parts.api.views import RequestView, Snapshot
 
 
 class Frame(NamedTuple):

@@ -26,9 +26,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from door.journal import Call, Journal
+from door.openai import Refusal, dump
 from parts.checks import shown
-from parts.journal import Call, Journal
-from parts.openai import Refusal, dump
 
 CONNECTIONS = 512  # open at once; one more gets a 429
 SWEEP_S = 0.5  # so often the door looks for clients that are silent or stuck

@@ -20,21 +20,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
-from parts import openai
-from parts.answers import describe
+from door import openai
+from door.http import Visit, reply
+from door.journal import Figures
+from door.openai import Refusal, Shape, Words, ending, event
+from parts.api.engine import AnyEngine
+from parts.api.handle import Handle
+from parts.api.listen import describe
+from parts.api.settings import Sampling
 from parts.files import read_json
-from parts.http import Visit, reply
-from parts.journal import Figures
-from parts.openai import Refusal, Shape, Words, ending, event
+from parts.text.tokens import Prompt
 from sched import QueueFull
-
-if TYPE_CHECKING:  # they need MLX
-    from nanobatch import Engine, Handle
-    from parts.text import Prompt
 
 TOO_LONG = "context_length_exceeded"
 SUFFIX = secrets.token_hex(2)  # of this process: behind a balancer, two servers never give the same id
@@ -43,15 +43,13 @@ SUFFIX = secrets.token_hex(2)  # of this process: behind a balancer, two servers
 class Served(NamedTuple):
     """What is answered with."""
 
-    engine: Engine
+    engine: AnyEngine
     name: str  # the model's
     defaults: dict[str, float]  # settings for a request that says nothing of them
 
 
-def defaults_of(engine: Engine) -> dict[str, float]:
+def defaults_of(engine: AnyEngine) -> dict[str, float]:
     """What a request gets that says nothing: OpenAI's temperature of 1, or what the model's makers advise."""
-    from nanobatch import Sampling
-
     path = engine.text.folder / "generation_config.json"
     advice = read_json(path) if path.exists() else {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -103,8 +101,6 @@ class Answer:
 
     def ask(self, chat: bool, body: bytes, client: str) -> None:
         """Understand a body and put its prompts in line: a choice for each, or none at all."""
-        from nanobatch import Sampling
-
         engine, name, defaults = self._served
         wish = self.wish = openai.understand(body, chat, (name, "default"))
         asks = []
@@ -262,7 +258,7 @@ class Answer:
         )
 
 
-def read_prompt(engine: Engine, prompt: str | list) -> Prompt:
+def read_prompt(engine: AnyEngine, prompt: str | list) -> Prompt:
     """A prompt's tokens, if a slot has room for them and for one more."""
     text, max_len = engine.text, engine.sched.max_len
     param = "messages" if isinstance(prompt, list) and isinstance(prompt[0], dict) else "prompt"

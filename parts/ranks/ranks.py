@@ -39,14 +39,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
-from parts.answers import RanksView
+from parts.api.views import RanksView
 from parts.checks import one_line
-from parts.device import device_lock, device_stream, has_gpu, mx, readable
-
-if TYPE_CHECKING:
-    from parts.meet import Line
+from parts.device.mlx import device_lock, device_stream, has_gpu, mx, readable
+from parts.ranks.line import Line
 
 LOST = 3  # the exit code of a process that another rank has left alone
 LOOK_S = 0.2  # so often a rank looks after its neighbours

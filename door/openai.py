@@ -17,13 +17,12 @@ import re
 import time
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from parts.answers import Metrics, TokenLogprob
+from parts.api.handle import TokenLogprob
+from parts.api.views import Metrics
 from parts.checks import shown, whole
-
-if TYPE_CHECKING:  # it needs MLX, and a door is open before MLX is there
-    from parts.text import Text
+from parts.text.tokens import Text
 
 ROLES = ("system", "developer", "user", "assistant")
 N, CHOICES, STOPS, STOP_LENGTH, BIASES, TOP = 16, 128, 16, 1000, 1000, 20  # the most of each in one request

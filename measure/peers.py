@@ -7,7 +7,7 @@ what was chosen for it and why.
 What this file keeps. A peer has the same weights as ours, is greedy, never stops early, and computes in float32 on a
 CPU. `python bench.py --vs llama.cpp --parts same` counts how many of its tokens are ours.
 
-Where next: `drive` in `bench.py`, the loop that measures all of them.
+Where next: `drive` in `sample.py`, the loop that measures all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from parts.device import has_gpu, mx
+from parts.device.mlx import has_gpu, mx
 from parts.model.config import Config
 from parts.model.load import ModelReader
 

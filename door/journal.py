@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TextIO
 
-from parts.answers import Log, Snapshot
+from parts.api.ledger import Log
+from parts.api.views import Snapshot
 
 
 @dataclass(frozen=True)

@@ -14,36 +14,45 @@ Where next: `screen/remote.py`, the other end.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import NamedTuple
 
-from parts import wire
-from parts.http import Visit, hang_up, may_read
-from parts.openai import Refusal, event
-
-if TYPE_CHECKING:
-    from serve import Door
+from door import wire
+from door.http import Visit, hang_up
+from door.journal import DoorView
+from door.openai import event
+from parts.api.engine import AnyEngine
+from parts.api.loop import Loop
 
 WATCHERS = 16  # so many at most
 WATCH_S = 0.1  # each gets a frame so often
 WATCH_STUCK_S = 5.0  # one that has not taken a frame for so long is dropped
 
 
-async def watch(door: Door, visit: Visit) -> None:
+class Watched(NamedTuple):
+    """What a watcher sees: an engine and its loop, and the door."""
+
+    name: str  # the model's
+    engine: AnyEngine
+    loop: Loop
+    texts: bool  # may this watcher read them?
+    look: Callable[[int], DoorView]  # at the door, since so many calls had ended
+    is_over: Callable[[], bool]  # does the server end?
+
+
+async def watch(watched: Watched, visit: Visit) -> None:
     """Until the watcher leaves, or the server does."""
-    if door.watchers >= WATCHERS:
-        raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
-    texts, gone = may_read(visit.request, door.options), asyncio.ensure_future(hang_up(visit.request))
-    engine, loop, sender = door.served.engine, door.loop, wire.Sender(texts)
-    hello = {"protocol": wire.PROTOCOL, "model": door.served.name, "summary": engine.summary, "texts": texts}
+    name, engine, loop, texts, look, is_over = watched
+    gone, sender = asyncio.ensure_future(hang_up(visit.request)), wire.Sender(texts)
+    hello = {"protocol": wire.PROTOCOL, "model": name, "summary": engine.summary, "texts": texts}
     seen, met, rest = None, None, 0.0  # the engine and the door as they were last seen; since when nothing has happened
-    door.watchers += 1
     try:
         await visit.begin_events()
         visit.patience = WATCH_STUCK_S
         await visit.write(b"event: hello\n" + event(hello))
-        while not (gone.done() or door.draining):
+        while not (gone.done() or is_over()):
             before, seen = seen, engine.snapshot(seen)
-            last, met = met, door.look(met.seen if met else 0)
+            last, met = met, look(met.seen if met else 0)
             still = before and (before.seen, before.planned) == (seen.seen, seen.planned)
             rest = rest + WATCH_S if still and (last.seen, last.open) == (met.seen, met.open) else 0.0
             if rest % 1.0 < WATCH_S:  # when nothing happens, one a second
@@ -51,5 +60,4 @@ async def watch(door: Door, visit: Visit) -> None:
             await asyncio.wait([gone], timeout=WATCH_S)
         await visit.write(b"", more=False)
     finally:
-        door.watchers -= 1
         gone.cancel()

@@ -8,7 +8,7 @@ order that depends on how many rows there are, so a request's last digits would 
 The way out. A dynamic linker binds a name such as `cblas_sgemm` to the first library that offers it. A library that is
 loaded *before* `mlx.core`, with its names made global, therefore takes the place of the slow one. Ours is `rows.c`,
 which `rows.py` compiles. Where that cannot be, OpenBLAS takes its place: the tokens are right as before, but nothing is
-promised about their last bits. So this module must come first: every file of ours takes its `mx` from `device.py`,
+promised about their last bits. So this module must come first: every file of ours takes its `mx` from `mlx.py`,
 which asks here, and no other file has to think of it.
 
     NANOBATCH_BLAS=rows               our own product or nothing: an error says why it cannot be had
@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from parts import rows
+from parts.device import rows
 
 CORES = {  # of OpenBLAS's kernels for x86-64, the newest first: what a processor must be able to do to run them
     "avx512f avx512bw avx512dq avx512vl avx512cd": "SkylakeX",

@@ -16,13 +16,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from parts.blas import Blas, preload
+from parts.device.blas import Blas, preload
 
 
 def _fail(line: str) -> None:
     """One line if a program of ours was run; an exception with the same line if we were imported by another."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
-    checkout = Path(__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     if program and Path(program).resolve().parent in (checkout, checkout / "docs" / "learn"):
         print(f"nanobatch: {line}", file=sys.stderr)
         sys.exit(2)

@@ -1,0 +1,253 @@
+"""What is measured: the parts, the lines of their tables, who is measured beside us, and models that need no download.
+
+What this file keeps. Every cell of every table is known before the first sample is taken, and all columns of a cell
+measure the same `Spec`.
+
+Where next: `sample.py`, which takes the samples of a plan.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from measure.peers import ENVIRONMENT, PEERS
+from nanobatch import POLICIES
+from parts import program
+from parts.checks import shown
+from parts.device.mlx import mx
+from parts.model.config import read_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = {  # the name of a part, and the caption of its table
+    "decode": "all rows decode, and nothing else happens",
+    "closed": "users who send a prompt when the last one's answer has ended",
+    "open": "prompts arrive at random; load 1 is what static batching can do, at load inf all come at once",
+    "steps": "a decode step of nanobatch, and what the machine would need for it at best",
+    "far": "the same, where each row looks back on 2,048 tokens",
+    "long": "a long prompt arrives while seven rows decode",
+    "chat": "a chat's fifth turn, beside a chunk of as many new tokens at the same row",
+    "idle": "a decode step of one request in an engine of 1 slot, and in one of 32",
+    "growth": "a decode step of nanobatch; ratios are to the first line of each kind",
+    "plan": "the scheduler alone, without a model: 64 slots, prompts of 16,000 tokens that begin alike",
+    "sampling": "a decode step in which all rows have a setting, beside a greedy step of the same run",
+    "busy": "a decode step, and a burst of prompts: alone, and beside one process on each core that never rests",
+    "newcomer": "mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings",
+    "same": "the peer's answers beside ours: equal tokens, up to the first difference of each answer",
+}
+HOT = {"temperature": 1.0}
+SETTINGS = {  # for `sampling`
+    "logprobs=0": {"logprobs": 0},
+    "logprobs=20": {"logprobs": 20},
+    "logit_bias of 100,000 tokens": {"logit_bias": dict.fromkeys(range(100_000), 0.25)},
+    "repetition_penalty=1.3": {"repetition_penalty": 1.3},
+    "temperature=1": HOT,
+    "top_k=40": {"top_k": 40, **HOT},
+    "top_k=1000": {"top_k": 1000, **HOT},
+    "min_p=0.1": {"min_p": 0.1, **HOT},
+    "top_p=0.9": {"top_p": 0.9, **HOT},
+    "top_p=0.9, temperature=1.5": {"top_p": 0.9, "temperature": 1.5},
+}
+SETTINGS["all of them"] = {name: value for settings in SETTINGS.values() for name, value in settings.items()}
+PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"  # a peer does not say what its steps are made of
+ROWS = 8  # in the parts that do not vary it
+CROWD, LONGEST = 40, 256  # requests of `open`, and their longest answer; the shortest has 16 tokens
+LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2  # `open`: as shares of what static batching can do; inf has to come first
+TURNS = 5  # of `chat`
+CHAT = {"rows": 1, "prompt": 64, "output": 33, "length": TURNS * (64 + 33)}
+CHUNK = 128  # `chat`: from a multiple of it every version of nanobatch can go on
+MANY = 32  # slots of `idle`
+BURST = 24  # prompts of `busy`, as many as a burst of the screen has
+PATIENCE_S = 1800  # for one sample
+
+
+@dataclass(frozen=True)
+class Ask:
+    prompt: list[int]
+    max_tokens: int
+    at: float = 0.0  # when an open loop sends it, in seconds after the start
+    after: int = 0  # an open loop does not send it before all answers under way have so many tokens
+
+
+class Spec(NamedTuple):
+    """What one sample measures. It travels to its process as JSON."""
+
+    part: str  # a method of `Sample`
+    contestant: str  # the name of a peer, or "nanobatch" and a policy
+    folder: str
+    vocabulary: int
+    rows: int
+    prompt: int
+    output: int
+    rate: float = math.inf  # open: requests a second (in a plan: the load)
+    late: int = 0  # long: length of the late prompt
+    queue: int = 0  # growth: how many more wait in line
+    length: int = 0  # growth: of a slot; 0 means as long as the longest prompt and its answer need
+
+    @property
+    def overlap(self) -> int:
+        """How much longer answers must be so that all of them run at once. Ours begin one after another, because their
+        prompts go in by chunks, one a step, and late in a long prompt a chunk may be as narrow as 16 tokens."""
+        narrow = 64 if self.prompt <= 512 else 16
+        return 0 if self.part in ("closed", "open") else self.rows * math.ceil(self.prompt / narrow)
+
+
+def crowd_lengths(longest: int) -> list[int]:
+    """How long the answers of an open loop are, the same for all contestants."""
+    draw = random.Random(2)
+    return [draw.randint(max(1, longest // 16), longest) for _ in range(CROWD)]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the tables: what is measured beside the other columns, and in which surroundings."""
+
+    name: str
+    engine: str  # as a sample's process knows it: a peer, or "nanobatch" and a policy
+    environment: Mapping[str, str] = field(default_factory=dict)  # set in its processes, beside the user's own
+    checkout: Path | None = None  # another version of nanobatch, whose bench.py takes the samples; None: this one
+
+    def can(self, part: str) -> bool:
+        return self.engine not in PEERS or part in PARTS_OF_A_PEER
+
+
+NEWCOMER = Column("mlx-lm as installed", "mlx-lm", {"NANOBATCH_BLAS": "off"})
+
+
+def our_column(policy: str) -> Column:
+    """This checkout, on the BLAS that the user's environment asks for."""
+    return Column(f"nanobatch {policy}", f"nanobatch {policy}")
+
+
+def read_rivals(names: str, policy: str) -> list[Column]:
+    """What `--vs` means."""
+    rivals = {}
+    for name in names.split(",") if names else ():
+        rivals[name] = read_rival(name, policy)
+    return list(rivals.values())
+
+
+def read_rival(name: str, policy: str) -> Column:
+    """What a name of `--vs` means: a peer, or a folder with another checkout. After an @ stands its NANOBATCH_BLAS."""
+    rival, _, blas = name.partition("@")
+    environment = {"NANOBATCH_BLAS": blas} if blas else {}
+    if rival in PEERS:
+        if blas and rival == "llama.cpp":
+            raise ValueError(f"--vs: llama.cpp has products of its own; leave out @{shown(blas)}")
+        return Column(name, rival, ENVIRONMENT[rival] | environment)
+    checkout = Path(rival).expanduser().absolute()
+    if not rival or not (checkout / "bench.py").is_file():
+        raise ValueError(f"--vs: {shown(rival)} is neither {' nor '.join(PEERS)} nor a folder that holds a bench.py")
+    return Column(name, f"nanobatch {policy}", environment, checkout)
+
+
+class Cell(NamedTuple):
+    """A few lines of a table: what is measured there, and in which columns."""
+
+    part: str  # whose table it is
+    x: str  # a word and a number, such as "rows 8"
+    spec: Spec  # complete but for the contestant
+    columns: list[Column]
+
+
+def make_plan(
+    parts: Sequence[str],
+    rows: Sequence[int],
+    usual: Spec,
+    ours: Column,
+    rivals: Sequence[Column],
+) -> list[Cell]:
+    """All cells of these parts."""
+    plan = []
+    for part in parts:
+        columns = columns_of(part, ours, rivals)
+        for x, change in lines_of(part, rows).items():
+            spec = usual._replace(**{"part": part, **change})
+            plan.append(Cell(part, x, spec, columns))
+    return plan
+
+
+def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column]:
+    """The columns of a part's table. Ours stands first, and the ratios of the others are to it."""
+    able = [rival for rival in rivals if rival.can(part)]
+    if part == "open":
+        policies = [our_column(policy) for policy in POLICIES]
+        others = [column for column in policies if column != ours]
+        return [ours, *others, *able]
+    if part == "newcomer":
+        return [ours, NEWCOMER]
+    if part == "busy" and not program.backend():
+        single = Column(f"{ours.name}, one thread", ours.engine, {"NANOBATCH_THREADS": "1"})
+        return [ours, single, *able]
+    if part == "same":
+        return [rival for rival in able if rival.engine in PEERS]
+    return [ours, *able]
+
+
+def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
+    """The lines of a part's table: what each is called, and what its spec has that the usual one has not."""
+    if part == "decode":
+        return {f"rows {n}": {"rows": n} for n in rows}
+    if part == "closed":
+        return {f"users {n}": {"rows": n} for n in rows}
+    if part == "open":
+        return {f"load {load}": {"output": LONGEST, "rate": load} for load in LOADS}
+    if part == "growth":
+        return {
+            **{f"queue {n}": {"queue": n} for n in (0, 100, 1_000, 10_000)},
+            **{f"slots {n}": {"rows": n} for n in (1, 4, 16, 64)},
+            **{f"slab {n}": {"rows": 4, "length": n} for n in (512, 1_024, 4_096, 16_384)},
+            **{f"prompt {n}": {"rows": 4, "prompt": n} for n in (64, 256, 1_024)},
+        }
+    return {
+        "far": {f"rows {ROWS}": {"part": "steps", "prompt": 2_048}},
+        "newcomer": {f"rows {ROWS}": {"part": "decode"}},
+        "long": {"prompt 2000": {"late": 2000, "output": 256}},
+        "chat": {f"turn {TURNS}": CHAT},
+        "idle": {"rows 1": {"rows": 1}},
+        "plan": {"slots 64": {}},
+        "sampling": {f"rows {ROWS}": {"prompt": 16, "output": 10}},
+    }.get(part, {f"rows {ROWS}": {}})
+
+
+def capacity(records: Sequence[dict]) -> float:
+    """Requests a second that static batching can do, as measured when all of them come at once."""
+    rates = []
+    for record in records:
+        if record["x"] == "load inf" and record["contestant"] == "nanobatch static":
+            rates.append(record["figures"]["total tokens/s"])
+    return statistics.median(rates) / statistics.mean(crowd_lengths(LONGEST))
+
+
+SHAPES = {  # width, layers, heads, key and value heads, width of the MLP, vocabulary
+    "15m": (288, 6, 6, 6, 768, 32_000),
+    "smollm2-135m": (576, 30, 9, 3, 1536, 49_152),
+    "llama-1b": (2048, 16, 32, 8, 8192, 128_256),
+    "flat-152k": (128, 2, 4, 2, 384, 152_000),  # little but a vocabulary, and flat logits: the worst case for sampling
+}
+FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def make_model(folder: Path, shape: str) -> Path:
+    """Random weights in float32, a tied head, and a tokenizer with a text for each id, as real ones have."""
+    from tokenizers import Tokenizer, decoders, models
+
+    config = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "tie_word_embeddings": True}
+    config |= {"max_position_embeddings": 4096, **dict(zip((*FIELDS, "vocab_size"), SHAPES[shape], strict=True))}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(models.BPE(vocab={f"Ġ{i}": i for i in range(config["vocab_size"])}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    mx.random.seed(0)  # of several processes, all make the same
+    shapes = read_config(folder, has_head=False).tensors()
+    weights = {name: mx.ones(s) if len(s) == 1 else 0.02 * mx.random.normal(s) for name, s in shapes.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    del weights
+    mx.clear_cache()  # the samples want the memory
+    return folder

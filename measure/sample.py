@@ -1,0 +1,480 @@
+"""Samples: the contestants, the loop that drives them, and each sample in a process of its own.
+
+The problem. A sample must inherit no other sample's memory, caches or threads, and what slows the machine down must
+slow all columns down.
+
+What this file keeps. One loop (`drive`) talks to all engines in the same words. Each sample has a process of its own,
+which cannot outlive ours, and columns take turns.
+
+Where next: `figures.py`, what is computed from the times.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import chain, pairwise, takewhile
+from pathlib import Path
+
+from measure.figures import (
+    Answer,
+    Figures,
+    closed_figures,
+    decode_figures,
+    floor_figures,
+    long_figures,
+    open_figures,
+    plan_figures,
+    step_figures,
+)
+from measure.peers import PEERS, LlamaCpp, MlxLm, News, cores
+from measure.plan import (
+    BURST,
+    CHUNK,
+    MANY,
+    PATIENCE_S,
+    ROOT,
+    SETTINGS,
+    TURNS,
+    Ask,
+    Cell,
+    Column,
+    Spec,
+    capacity,
+    crowd_lengths,
+)
+from nanobatch import Engine, Handle, QueueFull, Sampling
+from parts import program
+from parts.api.handle import Result
+from parts.api.views import Metrics, StepView
+from parts.device import mlx as device
+from parts.device.mlx import mx
+from parts.ranks.meet import join
+
+
+class Nanobatch:
+    def __init__(self, folder: str, name: str, rows: int, max_len: int):
+        _, policy = name.split()
+        self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy)
+        self.handles: dict[int, Handle] = {}  # those under way
+        self.reported = Counter()  # how many tokens of each
+
+    def submit(self, ask: Ask, **settings) -> int:
+        handle = self.engine.submit(ask.prompt, Sampling(max_tokens=ask.max_tokens, ignore_eos=True, **settings))
+        self.handles[handle.id] = handle
+        return handle.id
+
+    def step(self) -> Iterator[News]:
+        """For each request under way: its id, the tokens that it got, and whether it has ended."""
+        self.engine.step()
+        for key, handle in list(self.handles.items()):
+            if handle.finish_reason == "error":
+                raise Failure(handle.error)
+            if handle.finish_reason:
+                del self.handles[key]
+            tokens = handle.tokens[self.reported[key] :]
+            self.reported[key] += len(tokens)
+            yield key, tokens, handle.finish_reason is not None
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def drive(
+    contestant: Nanobatch | MlxLm | LlamaCpp,
+    asks: Iterable[Ask],
+    users: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Answer]:
+    """Send each ask when it is due, and step until all have ended. The answers are in the order of the asks.
+
+    In a closed loop with so many `users`, an ask is due when a user is idle. In an open loop, it is due when its time
+    has come.
+    """
+    waiting, answers, under_way, began = deque(asks), [], {}, clock()
+
+    def is_due(ask: Ask, now: float) -> bool:
+        if users is not None:
+            return len(under_way) < users
+        return began + ask.at <= now and all(len(answer.times) >= ask.after for answer in under_way.values())
+
+    while waiting or under_way:
+        now = clock()
+        while waiting and is_due(waiting[0], now):
+            ask = waiting.popleft()
+            answers.append(Answer(now if ask.after or users is not None else began + ask.at))
+            under_way[contestant.submit(ask)] = answers[-1]
+        if not under_way:
+            sleep(max(0.0, began + waiting[0].at - now))
+            continue
+        came = list(contestant.step())
+        now = clock()
+        for key, tokens, has_ended in came:
+            under_way[key].times += [now] * len(tokens)
+            under_way[key].tokens += tokens
+            if has_ended:
+                del under_way[key]
+    return answers
+
+
+class Sample:
+    """A contestant, warmed up, and prompts for it. They are random, so that no engine can reuse computed prefixes."""
+
+    def __init__(self, spec: Spec, slots: int | None = None):
+        """`slots`: how many the engine has; by default one for each row."""
+        self.spec, self.random = spec, random.Random(0)
+        self.longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
+        if spec.contestant.startswith("nanobatch"):
+            self.contestant = Nanobatch(spec.folder, spec.contestant, slots or spec.rows, self.longest)
+        else:
+            peer, *_ = PEERS[spec.contestant]
+            self.contestant = peer(spec.folder, spec.rows, self.longest)
+        if program.rank():  # of several processes (parts/ranks/ranks.py), one measures
+            self.contestant.engine.follow()
+            return
+        drive(self.contestant, self.asks(spec.rows, output=min(spec.output, 16)))
+        mx.reset_peak_memory()  # what loading took does not count
+
+    def asks(self, count: int, prompt: int | None = None, output: int | None = None) -> list[Ask]:
+        """Asks with the spec's lengths, unless others are given."""
+        ids, spec = range(self.spec.vocabulary), self.spec
+        return [Ask(self.random.choices(ids, k=prompt or spec.prompt), output or spec.output) for _ in range(count)]
+
+    def decode(self) -> Figures:
+        spec = self.spec
+        asks = self.asks(spec.rows, output=spec.output + spec.overlap)
+        return decode_figures(drive(self.contestant, asks), spec.output)
+
+    def closed(self) -> Figures:
+        users = self.spec.rows
+        figures = closed_figures(drive(self.contestant, self.asks(4 * users), users), users)
+        memory = mx.get_peak_memory() / 2**20  # of MLX alone
+        return figures | ({} if isinstance(self.contestant, LlamaCpp) else {"peak memory MiB": memory})
+
+    def open(self) -> Figures:
+        """Prompts come as a Poisson process: the times between them are exponential, and only scaled by the rate."""
+        draw, at, asks = random.Random(1), 0.0, []
+        for length in crowd_lengths(self.spec.output):
+            asks.append(Ask(self.asks(1)[0].prompt, length, at))
+            at += draw.expovariate(1) / self.spec.rate
+        return open_figures(drive(self.contestant, asks))
+
+    def long(self) -> Figures:
+        spec = self.spec
+        for _ in range(2):  # once to warm up
+            (alone,) = drive(self.contestant, self.asks(1, spec.late, 2))
+        rows = self.asks(spec.rows - 1, output=spec.output + spec.overlap)
+        late = Ask(self.asks(1, spec.late)[0].prompt, 2, after=min(32, spec.output // 4))
+        *answers, last = drive(self.contestant, [*rows, late])
+        return long_figures(answers, last, alone)
+
+    def same(self) -> Figures:
+        spec, asks = self.spec, self.asks(self.spec.rows)
+        with closing(Nanobatch(spec.folder, "nanobatch continuous", spec.rows, self.longest)) as ours:
+            mine = [answer.tokens for answer in drive(ours, asks)]
+        pairs = zip(mine, (answer.tokens for answer in drive(self.contestant, asks)), strict=True)
+        equal = sum(sum(takewhile(bool, map(int.__eq__, *pair))) for pair in pairs)
+        figures = {"equal tokens %": 100 * equal / (spec.rows * spec.output), "tokens": spec.rows * spec.output}
+        return figures | {"distinct tokens": len(set(chain(*mine)))}
+
+    def growth(self) -> Figures:
+        figures = step_figures(self.decode_steps())
+        return {name: figures[name] for name in ("step ms", "plan + commit ms")}
+
+    def steps(self) -> Figures:
+        spec, engine = self.spec, self.contestant.engine
+        figures = step_figures(self.decode_steps())
+        handles = list(self.contestant.handles.values())
+        began = time.perf_counter()  # now the tokens become text once more, and nothing else happens
+        for handle in handles:
+            stream = engine.text.stream(())
+            for token in handle.tokens:
+                stream.push(token)
+        text_ms = 1e3 * (time.perf_counter() - began) / max(len(handle.tokens) for handle in handles)
+        floor = floor_figures(engine, spec.rows, spec.prompt + spec.output // 2)
+        share = {"floor / step": floor["floor ms"] / figures["step ms"]}
+        return figures | {"text, of commit ms": text_ms} | floor | share
+
+    def chat(self) -> Figures:
+        """In turn: a conversation, and a prompt as long as its last one, whose earlier rows are in the slab already."""
+        turns_s = []
+        chunks_s = []
+        ratios = []
+        for _ in range(3):
+            turn = self.last_turn()
+            chunk = self.lone_chunk(turn.prompt_tokens)
+            turns_s.append(turn.ttft_s)
+            chunks_s.append(chunk.ttft_s)
+            ratios.append(turn.ttft_s / chunk.ttft_s)
+        return {
+            f"turn {TURNS} TTFT ms": 1e3 * statistics.median(turns_s),
+            "lone chunk TTFT ms": 1e3 * statistics.median(chunks_s),
+            f"turn {TURNS} / lone chunk": statistics.median(ratios),
+            f"turn {TURNS} tokens read": turn.prompt_tokens - turn.cached_tokens,
+            "lone chunk tokens read": chunk.prompt_tokens - chunk.cached_tokens,
+        }
+
+    def last_turn(self) -> Metrics:
+        """Of a conversation: each prompt is all that was said before, and something new."""
+        said = []
+        for _ in range(TURNS):
+            (ask,) = self.asks(1)
+            said += ask.prompt
+            result = self.answer(said, self.spec.output)
+            said += result.tokens
+        return result.metrics
+
+    def lone_chunk(self, length: int) -> Metrics:
+        """Of a prompt of about this length. All its rows are in the slab but for as many as a turn has new tokens."""
+        new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
+        rows = (length - new) // CHUNK * CHUNK
+        (ask,) = self.asks(1, prompt=rows + new)
+        self.answer(ask.prompt[:rows], 1)
+        return self.answer(ask.prompt, 1).metrics
+
+    def answer(self, prompt: list[int], max_tokens: int) -> Result:
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        return self.contestant.engine.submit(prompt, sampling).result()
+
+    def idle(self) -> Figures:
+        """In turn, so that a noisy machine is noisy for both engines."""
+        one = []
+        many = []
+        roomy = Sample(self.spec, slots=MANY)
+        with closing(roomy.contestant):
+            for _ in range(3):
+                one += self.step_seconds()
+                many += roomy.step_seconds()
+        one_ms = 1e3 * statistics.median(one)
+        many_ms = 1e3 * statistics.median(many)
+        return {
+            "step of 1 slot ms": one_ms,
+            f"step of {MANY} slots ms": many_ms,
+            f"{MANY} slots / 1 slot": many_ms / one_ms,
+        }
+
+    def sampling(self) -> Figures:
+        """In turn, so that a noisy machine is noisy for both: some steps with the setting, some greedy ones."""
+        spec, seconds = self.spec, defaultdict(list)
+        for name, settings in SETTINGS.items():
+            bias = {id: value for id, value in settings.get("logit_bias", {}).items() if id < spec.vocabulary}
+            for _ in range(3):
+                for kind, wish in (("greedy", {}), (name, settings | {"logit_bias": bias})):
+                    seconds[name, kind] += self.step_seconds(**wish)
+        median = {key: statistics.median(values) for key, values in seconds.items()}
+        ratios = {f"{name} / greedy": median[name, name] / median[name, "greedy"] for name in SETTINGS}
+        return {"greedy ms": 1e3 * statistics.median(median[name, "greedy"] for name in SETTINGS)} | ratios
+
+    def busy(self) -> Figures:
+        """In turn, as a machine may also have other things to do."""
+        alone = []
+        beside = []
+        for _ in range(3):
+            alone += self.step_seconds()
+            with busy_cores():
+                beside += self.step_seconds()
+        step_ms = 1e3 * statistics.median(alone)
+        step_beside_ms = 1e3 * statistics.median(beside)
+        burst_s = self.burst_seconds()
+        with busy_cores():
+            burst_beside_s = self.burst_seconds()
+        return {
+            "step ms": step_ms,
+            "step beside others ms": step_beside_ms,
+            "beside others / alone": step_beside_ms / step_ms,
+            "burst s": burst_s,
+            "burst beside others s": burst_beside_s,
+            "burst beside others / alone": burst_beside_s / burst_s,
+        }
+
+    def burst_seconds(self) -> float:
+        """How long a burst takes. As in one of the screen's, prompts are short, and answers differ in length."""
+        prompt = max(1, self.spec.prompt // 4)
+        asks = []
+        for length in crowd_lengths(self.spec.output)[:BURST]:
+            asks += self.asks(1, prompt, length)
+        began = time.perf_counter()
+        drive(self.contestant, asks)
+        return time.perf_counter() - began
+
+    def step_seconds(self, **settings) -> list[float]:
+        """How long the steps of `decode_steps` take. Afterwards nothing runs."""
+        steps = self.decode_steps(**settings)
+        while self.contestant.handles:
+            list(self.contestant.step())  # until all have ended
+        return [later.ended - earlier.ended for earlier, later in pairwise(steps)]
+
+    def decode_steps(self, **settings) -> list[StepView]:
+        """Steps in which all rows decode with these settings, `queue` requests wait, and nothing else happens."""
+        spec, engine = self.spec, self.contestant.engine
+        for ask in self.asks(spec.rows, output=spec.output + spec.overlap):
+            self.contestant.submit(ask, **settings)
+        handles = list(self.contestant.handles.values())
+        while not all(handle.tokens for handle in handles):
+            engine.step()
+        for ask in self.asks(spec.queue, prompt=1):
+            engine.submit(ask.prompt, Sampling(max_tokens=1))
+        first = engine.snapshot().steps[-1].step + 2  # one more is in flight
+        for _ in range(spec.output + 2):
+            engine.step()
+        for handle in handles:
+            handle.cancel()
+        return [s for s in engine.snapshot().steps if s.step >= first and len(s.decode) == spec.rows and not s.prefill]
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """One process on each core that never rests. Each ends when this process does, too."""
+    command = [sys.executable, "-c", "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"]
+    others = []
+    try:
+        for _ in range(cores()):
+            others.append(subprocess.Popen(command))
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+class Failure(RuntimeError):
+    """A sample could not be taken, and nothing is wrong with what was asked for."""
+
+
+def take(spec: Spec) -> Figures:
+    if spec.part == "plan":
+        return plan_figures()
+    sample = Sample(spec)
+    with closing(sample.contestant):
+        try:
+            return {} if program.rank() else getattr(sample, spec.part)()
+        except Exception as error:
+            join().fail(error)  # with other ranks this is the end: they would wait for the next sample
+            raise
+
+
+def take_sample(text: str) -> int:
+    """Runs in the sample's process. Prints a line of JSON: the figures, or what is wrong with what was asked for."""
+    spec = Spec(**json.loads(text))
+    threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()  # see `measure`
+    try:
+        answer = {"figures": take(spec)}
+        if spec.contestant != "llama.cpp":  # which has products of its own
+            answer["blas"] = blas_name()
+    except (ValueError, QueueFull) as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+    return 0
+
+
+def measure(spec: Spec, column: Column) -> dict:
+    """One sample of a column, in a fresh process: its figures, and the BLAS that it ran on.
+
+    The process cannot outlive this call, because it ends when its standard input does. Ranks stay in their process:
+    they have found each other, and over MPI another process could not join them.
+
+    subtle: an interrupted `run` kills its process, but not if the interrupt comes while it starts the process.
+    """
+    spec = spec._replace(contestant=column.engine)
+    if program.backend():
+        return {"figures": take(spec)}
+    program_file = (column.checkout or ROOT) / "bench.py"
+    theirs, ours = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, str(program_file), "--sample", json.dumps(spec._asdict())],
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            env=os.environ | column.environment,
+            cwd=column.checkout,
+        )
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        raise Failure(f"a sample took more than {PATIENCE_S} s; choose a smaller model or less --output") from None
+    except (IndexError, ValueError):
+        said = done.stderr.splitlines() or ["it said nothing"]
+        raise Failure(f"a sample of {column.name} ended with code {done.returncode}: {said[-1]}") from None
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer
+
+
+def take_all(plan: Sequence[Cell], samples: int, tell: Callable[[str], None]) -> Iterator[dict]:
+    """The record of each sample; `tell` is told what will be measured next."""
+    records = []
+    for cell in plan:
+        for number in range(samples):
+            for column in cell.columns[:: -1 if number % 2 else 1]:
+                tell(f"{cell.part}, {cell.x}, {column.name}")
+                spec = cell.spec
+                if spec.rate < math.inf and not program.rank():
+                    spec = spec._replace(rate=spec.rate * capacity(records))
+                record = {
+                    "part": cell.part,
+                    "x": cell.x,
+                    "contestant": column.name,
+                    "sample": number,
+                    **measure(spec, column),
+                }
+                records.append(record)
+                yield record
+
+
+def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
+    """What the figures depend on."""
+    checkouts = {rival.name: rival.checkout for rival in rivals if rival.checkout}
+    cpu = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*:\s*(.+)", cpu.read_text()) if cpu.exists() else None
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    return {
+        "processor": model[1] if model else output_of("sysctl -n machdep.cpu.brand_string") or platform.machine(),
+        "cores": str(cores()),
+        "device": str(mx.device_info().get("device_name", "GPU")) if on_gpu else "CPU",
+        "system": f"{platform.system()} {platform.release()}",
+        "load average": f"{os.getloadavg()[0]:.2f}",
+        "Python": platform.python_version(),
+        "mlx": installed["mlx"],
+        "mlx-lm": installed.get("mlx-lm", "none"),
+        "llama-cpp-python": installed.get("llama-cpp-python", "none"),
+        "BLAS": blas_name(),
+        "commit": commit_of(ROOT),
+        **{f"commit of {name}": commit_of(folder) for name, folder in checkouts.items()},
+    }
+
+
+def blas_name() -> str:
+    """What multiplies matrices in this process, short enough for the head of a column."""
+    blas = device.blas
+    return f"{blas.name} ({blas.kernels})" if blas.kernels else blas.name
+
+
+def commit_of(folder: Path) -> str:
+    changed = output_of("git status --porcelain", folder)
+    return output_of("git rev-parse --short HEAD", folder) + " dirty" * bool(changed)
+
+
+def output_of(command: str, folder: Path = ROOT) -> str:
+    try:
+        return subprocess.run(command.split(), capture_output=True, text=True, cwd=folder, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,43 @@
+"""What the door and the screen need of an engine, as a protocol.
+
+The problem. Both are open before MLX is loaded, and an engine cannot be imported without it.
+
+What this file keeps. What uses an engine through these names runs with `nanobatch.Engine`, and with a fake of a test.
+
+Where next: `handle.py`, what `submit` answers with; `views.py`, what `snapshot` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from parts.api.handle import Handle
+from parts.api.settings import Sampling
+from parts.api.views import Snapshot
+from sched import Scheduler
+
+
+class AnyEngine(Protocol):
+    """The public face of `nanobatch.Engine`, as far as the door and the screen use it."""
+
+    text: Any  # makes tokens of text, and text of tokens (`parts/text/tokens.py`)
+    sched: Scheduler
+    summary: str
+    has_work: bool
+
+    def submit(
+        self,
+        prompt: Any,
+        sampling: Sampling | None = None,
+        listener: Callable[[Handle, str], None] | None = None,
+        *,
+        origin: Any = None,
+        ended: Callable[[Handle], None] | None = None,
+    ) -> Handle: ...
+
+    def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...
+
+    def drain(self, to: str) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,176 @@
+"""What the owner of a request holds: text that streams, a `Result` at the end, `Metrics`. Plain Python, without MLX.
+
+The problem. An engine has two kinds of readers. The owner of a request wants its text as it comes, and its result. A
+watcher wants to know everything that goes on, and owns nothing (`views.py`). Neither may make the engine wait.
+
+What this file keeps. Nothing here refers to an array, and a handle asks three things of its engine (`Answering`).
+
+Where next: `views.py`, for those who watch; `ledger.py`, which keeps what both are told.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from parts.api.listen import tell
+from parts.api.settings import Sampling
+from parts.api.views import Metrics, RequestView
+from sched import Request
+
+
+class TokenLogprob(NamedTuple):
+    """What the model thought of a token: its log probability, and the most likely tokens with theirs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    text: str
+    tokens: list[int]
+    finish_reason: str  # "stop" | "length" | "cancelled" | "error"
+    metrics: Metrics
+    logprobs: list[TokenLogprob] | None
+    error: str | None
+
+
+class Answering(Protocol):
+    """What a handle needs of an engine."""
+
+    text: Any  # makes text of tokens (`parts/text/tokens.py`)
+
+    def cancel(self, handle: Handle) -> None: ...
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+
+class Handle:
+    """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any thread may.
+
+    `listener` and `ended` are the owner's functions. They are called with the handle, by the thread that steps or ends
+    the request, and may neither step nor wait (`tell`).
+    """
+
+    def __init__(
+        self,
+        engine: Answering,
+        request: Request,
+        sampling: Sampling,
+        prompt: str,  # as a person would read it
+        origin: Any = None,
+        listener: Listener | None = None,
+        ended: Callable[[Handle], None] | None = None,
+    ):
+        self.id, self.request, self.sampling, self.prompt, self.origin = request.id, request, sampling, prompt, origin
+        self.seed = random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.error: str | None = None
+        self._engine, self._listener, self._ended = engine, listener, iter([ended] if ended else ())
+        self._ends = sampling.stop_tokens | (frozenset() if sampling.ignore_eos else engine.text.end_tokens)
+        self._stream = engine.text.stream(sampling.stop_texts)
+        self._pieces: list[str] = []
+        self.lengths: list[int] = []  # so many characters came with each token
+        self.times: list[float] = []  # when each token came, on the engine's clock
+        self._gaps: list[float] = []  # between a token and the next, the shortest first: watchers ask often
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.request.finish_reason
+
+    def cancel(self) -> None:
+        """End this request now, whatever it is doing. After its end, this does nothing."""
+        self._engine.cancel(self)
+
+    def __iter__(self) -> Iterator[str]:
+        """The text as it comes, in pieces that never hold half a character."""
+        seen, request = 0, self.request
+        while True:
+            self._engine.wait(lambda seen=seen: len(self._pieces) > seen or request.finish_reason)
+            if seen == len(self._pieces):
+                return
+            yield self._pieces[seen]
+            seen += 1
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end. Raises TimeoutError if it does not come within `timeout` seconds."""
+        if not self._engine.wait(lambda: self.request.finish_reason is not None, timeout):
+            raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
+        logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
+        return Result(self.text, list(self.tokens), self.finish_reason, self.metrics, logprobs, self.error)
+
+    @property
+    def metrics(self) -> Metrics:
+        r, times, gaps = self.request, self.times, self._gaps
+        return Metrics(
+            queued_s=None if r.admitted is None else r.admitted - r.arrived,
+            ttft_s=times[0] - r.arrived if times else None,
+            tokens_per_s=len(gaps) / (times[-1] - times[0]) if gaps and times[-1] > times[0] else None,
+            itl_mean_s=sum(gaps) / len(gaps) if gaps else None,
+            itl_p95_s=gaps[math.ceil(0.95 * len(gaps)) - 1] if gaps else None,
+            itl_max_s=gaps[-1] if gaps else None,
+            prompt_tokens=len(r.prompt),
+            cached_tokens=r.reused,
+            output_tokens=len(self.tokens),
+        )
+
+    # --- what the engine and its ledger call
+
+    def view(self) -> RequestView:
+        """This request as those see it who watch."""
+        r = self.request
+        said = {"text": self.text, "lengths": tuple(self.lengths), "reason": r.finish_reason, "error": self.error}
+        return RequestView(r.id, self.prompt, self.origin, r.policy, r.slot, r.arrived, self.metrics, r.ended, **said)
+
+    def take(self, token: int, now: float, logprob: TokenLogprob | None) -> str | None:
+        """Take a token from commit; says why the answer ends with it, or None."""
+        if token < 0:
+            self.error = "the model computed a number that is not finite"
+            return "error"
+        if self.times:
+            insort(self._gaps, now - self.times[-1])
+        self.times.append(now)
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(TokenLogprob(logprob.logprob, logprob.top[: self.sampling.logprobs]))
+        if token in self._ends:
+            self.flush()
+            return "stop"
+        piece = self._stream.push(token)
+        self.lengths.append(len(piece))
+        self._show(piece)
+        if self._stream.stopped or len(self.tokens) == self.request.max_tokens:
+            self.flush()
+        return "stop" if self._stream.stopped else None
+
+    def flush(self, quietly: bool = False) -> None:
+        """At the end: the text that was held back. Told to the listener if it is a step that ends the answer."""
+        ended_by_token = self.tokens and self.tokens[-1] in self._ends
+        self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens), quietly)
+
+    def _show(self, piece: str, quietly: bool = False) -> None:
+        if piece:
+            self._pieces.append(piece)
+            if self._listener and not quietly:
+                tell(self._listener, self, piece)
+
+    def tell_end(self) -> None:
+        """Once, however many threads come here.
+
+        subtle: the function is taken in the line that calls it. If Ctrl-C comes before, the next call finds it still.
+        """
+        self._listener = None
+        tell(lambda: next(self._ended, lambda handle: None)(self))
+
+
+Listener = Callable[[Handle, str], None]

@@ -1,0 +1,133 @@
+"""The handles of all open requests, and what has happened so far, kept for those who watch.
+
+The problem. A watcher comes when it likes, and wants to know what has happened since it came last. The engine cannot
+wait for it, nor keep everything for ever.
+
+What this file keeps. A `Log` has the newest entries and the number of all, so what a watcher has missed is counted.
+
+Where next: `loop.py`, the thread that steps while owners wait and watchers look.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from itertools import islice, takewhile
+from typing import Any
+
+from parts.api.handle import Handle, TokenLogprob
+from parts.api.listen import describe, here, is_ctrl_c
+from parts.api.views import Limits, RanksView, Seen, SlotView, Snapshot, StepView
+from sched import Request, Scheduler
+
+
+class Log:
+    """The newest entries of a long list, and how many there have been in all."""
+
+    def __init__(self, kept: int):
+        self.count, self._entries = 0, deque(maxlen=kept)
+
+    def add(self, entry: Any) -> None:
+        self._entries.append(entry)
+        self.count += 1
+
+    def since(self, count: int) -> tuple:
+        """All but the first `count` entries, oldest first, as far as they are kept."""
+        new = min(self.count - count, len(self._entries))
+        return tuple(reversed(tuple(islice(reversed(self._entries), new))))
+
+
+class Ledger:
+    """The handles of all open requests, and what has happened so far: kept in bounded memory for those who watch."""
+
+    QUEUE = 32  # of the line, so many are shown
+
+    def __init__(self) -> None:
+        self.open: dict[int, Handle] = {}
+        self.steps, self.ended, self.faults = Log(4096), Log(500), Log(100)
+        self.output_tokens, self.steps_s = 0, 0.0
+        self.farewells: dict[int, Handle] = {}  # of all that has ended, and whose owner has not been told yet
+
+    def deliver(
+        self, logprobs: Mapping[int, TokenLogprob], clock: Callable[[], float], request: Request, token: int
+    ) -> str | None:
+        """Hand a request its token; says why it ends with it, or None. What goes wrong here is its own failure."""
+        handle = self.open[request.id]
+        self.output_tokens += 1
+        try:
+            return handle.take(token, clock(), logprobs.get(request.slot))
+        except BaseException as error:  # a panic in the tokenizer's Rust is no Exception, nor is a listener's sys.exit
+            if is_ctrl_c(error):
+                raise
+            if request.finish_reason:  # the listener has cancelled it before it raised: what is final stays as it is
+                self.faults.add(f"the listener of request {request.id} raised {describe(error)}")
+            else:
+                handle.error = describe(error)
+            return "error"
+
+    def record(self, step: StepView) -> None:
+        self.steps.add(step)
+        self.steps_s += step.seconds
+
+    def retire(self, id: int) -> None:
+        """Forget a request that has ended. Its owner is told when no lock is held any more (`say_farewell`)."""
+        if handle := self.open.get(id):
+            self.farewells[id] = handle
+            self.ended.add(handle.view())  # a handle would keep the engine, and all its log probabilities
+            del self.open[id]
+
+    def say_farewell(self) -> None:
+        """Call `ended` of all that have ended. What it raises changes no request; those who watch will see it.
+
+        Inside an owner's function this does nothing yet: the call around it goes on here when it holds no lock any
+        more. It may be another engine's, if a listener of that one has cancelled a request of this one.
+        """
+        here.owes[self] = None
+        while here.owes and not here.listens:
+            ledger = next(iter(here.owes))
+            for handle in list(ledger.farewells.values()):
+                try:
+                    handle.tell_end()
+                except BaseException as error:
+                    if is_ctrl_c(error):
+                        raise
+                    ledger.faults.add(f"`ended` of request {handle.id} raised {describe(error)}")
+                ledger.farewells.pop(handle.id, None)  # not before: Ctrl-C may come at any line
+            if not ledger.farewells:
+                here.owes.pop(ledger, None)
+
+    def snapshot(
+        self, sched: Scheduler, blocked: Collection[int], ranks: RanksView, now: float, since: Snapshot | None
+    ) -> Snapshot:
+        """`blocked`: the slots that the newest plan has kept shut."""
+        seen = Seen() if since is None else since.seen
+        owners = {request.slot: request for request in sched.running.values()}
+        shut = blocked if sched.waiting else ()
+        if since is None:
+            came = list(islice(sched.waiting, self.QUEUE))
+        else:
+            came = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
+        steps, ended = self.steps.since(seen.steps), self.ended.since(seen.ended)
+        newest = max(seen.request, next(reversed(sched.waiting), -1))
+        return Snapshot(
+            now=now,
+            limits=Limits(*(getattr(sched, name) for name in Limits._fields)),
+            policy=sched.policy,
+            draining_to=sched.draining_to,
+            slots=tuple(SlotView.of(slot, owners.get(slot), sched, slot in shut) for slot in range(sched.slots)),
+            waiting=len(sched.waiting),
+            queue=tuple((r.id, now - r.arrived) for r in islice(sched.waiting.values(), self.QUEUE)),
+            requests=tuple(self.open[id].view() for id in sorted([*sched.running, *came])),
+            ended=ended,
+            missed_ends=self.ended.count - seen.ended - len(ended),
+            steps=steps,
+            missed=self.steps.count - seen.steps - len(steps),
+            faults=self.faults.since(seen.faults),
+            planned=sched.steps,
+            submitted=sched.submitted,
+            finished=sched.submitted - len(sched.waiting) - len(sched.running),
+            output_tokens=self.output_tokens,
+            steps_s=self.steps_s,
+            seen=Seen(self.steps.count, self.ended.count, self.faults.count, newest),
+            ranks=ranks,
+        )

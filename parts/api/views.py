@@ -1,0 +1,200 @@
+"""What those see who watch an engine: frozen, in plain numbers, and complete.
+
+The problem. A watcher, such as a screen or a server's metrics, wants to know everything that goes on, and owns nothing.
+It may not make the engine wait.
+
+What this file keeps. Nothing here refers to an array or to a handle. A watcher asks `Engine.snapshot()`, and gets a
+`Snapshot`: a view of each slot, of each request that can be seen, and of each step since the watcher looked last. So a
+screen can draw it while the engine goes on, and a server can send it to another machine.
+
+Where next: `ledger.py`, which makes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sched import Plan, Request, Scheduler
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Times in seconds. `itl` is the gap between a token and the next; None where there was no such thing."""
+
+    queued_s: float | None
+    ttft_s: float | None  # submit to first token
+    tokens_per_s: float | None  # after the first
+    itl_mean_s: float | None
+    itl_p95_s: float | None
+    itl_max_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class Limits(NamedTuple):
+    """What an engine was made with."""
+
+    slots: int
+    max_len: int
+    chunk: int
+    budget: int
+    far: int
+    max_queue: int
+    hurry: bool
+
+
+class RanksView(NamedTuple):
+    """The processes that share the model (`ranks.py`)."""
+
+    backend: str = ""  # empty: there is one process
+    memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """One slot at one moment."""
+
+    slot: int
+    phase: str  # "free" | "blocked" (free, but the policy keeps it from those who wait) | "prefill" | "decode"
+    request: int | None
+    used: int  # rows in the slab
+    prompt_tokens: int
+    output_tokens: int
+    reused: int  # rows that were taken over from an earlier prompt and its answer
+    remembered: int  # rows that a free slot still holds: of the last prompt in it, and of the answer
+
+    @staticmethod
+    def of(slot: int, owner: Request | None, sched: Scheduler, blocked: bool) -> SlotView:
+        if owner is None:
+            return SlotView(slot, "blocked" if blocked else "free", None, 0, 0, 0, 0, sched.prefixes.rows[slot])
+        used = owner.prefilled + max(0, owner.committed - 1)  # the newest token's key and value are not there yet
+        return SlotView(slot, owner.phase, owner.id, used, len(owner.prompt), owner.committed, owner.reused, 0)
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """One request at one moment, its text included."""
+
+    id: int
+    prompt: str
+    origin: Any  # what was given to `submit`
+    policy: str  # the one that admitted it; empty as long as it waits
+    slot: int | None
+    arrived: float
+    metrics: Metrics
+    ended: float | None = None
+    text: str = ""
+    lengths: tuple[int, ...] = ()  # so many characters of the text came with each token
+    reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One step as it was run: which request did what, and how long each stage took."""
+
+    step: int
+    admitted: tuple[tuple[int, int], ...]  # (slot, request)
+    why: tuple[str, ...]  # for each of these: why this slot
+    prefill: tuple[tuple[int, int, int, int], ...]  # (slot, request, start, stop): which piece of which prompt
+    decode: tuple[tuple[int, int], ...]  # (slot, request)
+    held: tuple[tuple[int, int], ...]  # (slot, request): in a slot, but without a chunk in this step
+    ghosts: tuple[int, ...]  # slots whose request had ended before this step: their tokens were dropped
+    blocked: tuple[int, ...]  # slots that were free, but kept from those who waited
+    waiting: int  # requests left in line
+    policy: str  # the one that the step was planned under
+    tokens: int  # that were delivered
+    cost: int  # of the budget
+    began: float  # on the engine's clock: planned
+    ended: float  # committed
+    # Where the time of the thread that steps went. The five add up to `seconds`.
+    plan_s: float  # Python decided what the step does
+    build_s: float  # Python built the step's graph
+    # MLX took the graph's operations into its queue (`mx.async_eval`). On a CPU the queue is short: Python stands still
+    # until the device has made room, so the device does nearly all of its work in this time. On a GPU this is work of
+    # the processor's: MLX launches kernels, and the device's own time is in `wait_s`. (No GPU has been measured.)
+    device_s: float
+    wait_s: float  # Python waited until the device had done the rest (`mx.eval`), and read the tokens
+    commit_s: float  # Python handed out the tokens
+
+    @staticmethod
+    def of(
+        plan: Plan,
+        ghosts: tuple[int, ...],
+        *,
+        started: float,
+        build_s: float,
+        device_s: float,
+        wait_s: float,
+        read: float,
+        ended: float,
+    ) -> StepView:
+        """A plan in plain numbers, once it has been run."""
+        return StepView(
+            plan.step,
+            admitted=tuple((r.slot, r.id) for r in plan.admitted),
+            why=tuple(r.why for r in plan.admitted),
+            prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
+            decode=tuple((d.slot, d.request.id) for d in plan.decodes),
+            held=tuple((r.slot, r.id) for r in plan.held),
+            ghosts=ghosts,
+            blocked=plan.blocked,
+            waiting=plan.waiting,
+            policy=plan.policy,
+            began=plan.at,
+            tokens=len(plan.emitters) - len(ghosts),
+            cost=len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks),
+            ended=ended,
+            plan_s=started - plan.at,
+            build_s=build_s,
+            device_s=device_s,
+            wait_s=wait_s,
+            commit_s=ended - read,
+        )
+
+    @property
+    def python_s(self) -> float:
+        """Python's own work on the step."""
+        return self.plan_s + self.build_s + self.commit_s
+
+    @property
+    def seconds(self) -> float:
+        """What it took of the engine's time. From `began` to `ended` is longer: the next step is planned meanwhile."""
+        return self.python_s + self.device_s + self.wait_s
+
+
+class Seen(NamedTuple):
+    """How far a watcher has seen: so many steps, ends and faults, and requests up to this one."""
+
+    steps: int = 0
+    ended: int = 0
+    faults: int = 0
+    request: int = -1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine at one moment, and what has happened since a watcher looked last."""
+
+    now: float
+    limits: Limits
+    policy: str
+    draining_to: str | None  # the policy that takes over when all that runs has ended
+    slots: tuple[SlotView, ...]
+    waiting: int  # the length of the line
+    queue: tuple[tuple[int, float], ...]  # its head: (request, seconds waited), oldest first
+    requests: tuple[RequestView, ...]  # those that are in a slot now, and those in line that came since
+    ended: tuple[RequestView, ...]  # since, oldest first
+    missed_ends: int  # ends since that are no longer kept
+    steps: tuple[StepView, ...]  # since, oldest first
+    missed: int  # steps since that are no longer kept
+    faults: tuple[str, ...]  # what went wrong since outside of any request: in an `ended`, or in a wish of a watcher
+    planned: int  # the newest step; it may be on the device still, and in no record yet
+    submitted: int
+    finished: int
+    output_tokens: int
+    steps_s: float  # the seconds of all steps so far
+    seen: Seen
+    ranks: RanksView
