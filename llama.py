@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from kv import Window
-from parts.device import mx
+from parts.device.mlx import mx
 from parts.model.layers import Layer, Model
 from parts.model.ops import capped, softmax
 from parts.model.rope import Kind, turning

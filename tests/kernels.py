@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import kv  # noqa: E402, I001
 import llama  # noqa: E402
-from parts import device  # noqa: E402
+from parts.device import mlx as device  # noqa: E402
 from parts.device.mlx import mx  # noqa: E402
 from parts.model.load import read_model  # noqa: E402
 from parts.model import fit, load, ops  # noqa: E402

@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 from nanobatch import Engine, Sampling  # noqa: E402
 
 # Left out by name, not by file: another checkout may keep the same functions elsewhere.
-TRUSTED = [node for name in ("model/ops", "device") for node in ast.parse((HERE / f"parts/{name}.py").read_text()).body]
+FILES = ("model/ops", "model/rope", "model/layers", "device/mlx")
+TRUSTED = [node for name in FILES for node in ast.parse((HERE / f"parts/{name}.py").read_text()).body]
 LEFT_OUT = {node.name for node in TRUSTED if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | {"Window"}
 
 
@@ -37,8 +38,8 @@ def is_ours(frame: FrameType) -> bool:
     code = frame.f_code
     if code.co_name.startswith("<") or code.co_qualname.split(".")[0] in LEFT_OUT:
         return False
-    folder = Path(code.co_filename).parent
-    return folder == ROOT or ROOT / "parts" in (folder, *folder.parents)
+    file = Path(code.co_filename)
+    return file.parent == ROOT or ROOT / "parts" in file.parents
 
 
 def trace(engine: Engine, prompt: str) -> list[tuple[int, str, str]]:  # depth, file, function

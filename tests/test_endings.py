@@ -375,7 +375,7 @@ import sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from nanobatch import Engine, Sampling, Text
 from parts.model.load import read_model
-from parts.loop import Loop
+from parts.api.loop import Loop
 folder = Path({str(parts_folder)!r})
 one, other = (Engine(read_model(folder), Text(folder, 272), slots=2, max_len=128, chunk=32) for _ in range(2))
 loop = Loop(other).start()

@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 import pytest
 
 import tui
-from parts.journal import Call, Figures
+from door.journal import Call, Figures
 from sched import POLICIES
 
 ROOT = Path(__file__).parent.parent

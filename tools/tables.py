@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 # `device` comes first, as in a program of ours.
-import bench  # noqa: E402
-from parts import device  # noqa: E402, F401  # isort: split
+from measure import report  # noqa: E402
+from parts.device import mlx as device  # noqa: E402, F401  # isort: split
 
 OURS = "nanobatch continuous"
 MADE = re.compile(r"(<!-- made: (.+?) -->\n)((?:\|.*\n)*)")
@@ -46,7 +46,7 @@ def speeds(file: str, part: str, figure: str) -> str:
     """A line for each number of rows, or of users."""
     records = json.loads((ROOT / "docs" / file).read_text())["records"]
     found = {}
-    for (at, x, name, contestant), summary in bench.summarise(records).items():
+    for (at, x, name, contestant), summary in report.summarise(records).items():
         if (at, name) == (part, figure):
             found.setdefault(x, {})[contestant] = summary.median
     peers = [contestant for contestant in next(iter(found.values())) if contestant != OURS]
@@ -56,9 +56,9 @@ def speeds(file: str, part: str, figure: str) -> str:
         heads += [peer, "ratio"]
     rows = []
     for x, medians in found.items():
-        row = [x.split()[1], bench.number(medians[OURS])]
+        row = [x.split()[1], report.number(medians[OURS])]
         for peer in peers:
-            row += [bench.number(medians[peer]), f"{medians[OURS] / medians[peer]:.2f}"]
+            row += [report.number(medians[peer]), f"{medians[OURS] / medians[peer]:.2f}"]
         rows.append(row)
     return table(heads, rows)
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parts import checks, device
+from parts import checks
+from parts.device import mlx as device
 from parts.device.mlx import has_gpu, mx, readable, tree_flatten
 from parts.files import ModelError
 from parts.model.config import read_config
