@@ -122,7 +122,7 @@ class Window:
         self.B = len(slots)
         self.L = L
         self.positions = mx.array([start + i for start in starts for i in range(L)])  # (B * L,)
-        self._rows = self._decoding_rows() if L == 1 else None
+        self._rows = self._decoding_rows() if self.B > 1 else None
         self._looks: dict[tuple[int | None, int], list[Look]] = {}
 
     def _decoding_rows(self) -> mx.array:  # (B * Hkv, Dh)
