@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import time
 from pathlib import Path
 
@@ -132,3 +133,15 @@ def like_golden(name: str, text: str) -> None:
         path.write_text(text + "\n")
     before = path.read_text() if path.exists() else "no picture yet"
     assert text + "\n" == before, f"{path.name} differs; NANOBATCH_GOLDEN=write if it is meant"
+
+
+def disturb(stage: Stage, seconds: float) -> None:
+    """From now on other programs take the processor away: in two of five steps, for as long as this on average."""
+    dice, run = random.Random(0), stage.engine.runner.run
+
+    def disturbed(order):
+        flight = run(order)
+        flight.cost += dice.expovariate(1 / seconds) * (dice.random() < 0.4)
+        return flight
+
+    stage.engine.runner.run = disturbed
