@@ -121,7 +121,7 @@ class Window:
         self.starts = starts
         self.B = len(slots)
         self.L = L
-        self.positions = (mx.array(starts)[:, None] + mx.arange(L)).flatten()  # (B * L,)
+        self.positions = mx.array([start + i for start in starts for i in range(L)])  # (B * L,)
         self._rows = self._decoding_rows() if L == 1 else None
         self._looks: dict[tuple[int | None, int], list[Look]] = {}
 

@@ -52,15 +52,14 @@ def forward(model: Model, ids: mx.array, windows: Sequence[Window], asked: Seque
     """
     positions = mx.concatenate([window.positions for window in windows])  # (N,)
     turns = [turning(kind, positions) for kind in model.kinds]
-    chosen = mx.array(list(asked), mx.int32)
     x = model.table.rows(ids)  # (N, D)
     for layer in model.layers:
         h = layer.attn_norm(x)
         q, k, v = heads(model, layer, h, turns[layer.kind])  # (N, H, Dh), twice (N, Hkv, Dh)
         h = attend(model, layer, q, k, v, windows)  # (N, H * Dh)
         if layer is model.layers[-1]:
-            x = x[chosen]  # (n, D): what nobody asks for goes no further
-            h = h[chosen]  # (n, H * Dh)
+            x = only(x, asked)  # (n, D)
+            h = only(h, asked)  # (n, H * Dh)
         x = x + layer.out(h)  # (N, D)
         h = layer.mlp_norm(x)
         x = x + layer.mlp(h)
@@ -129,6 +128,10 @@ def attention(
         weights = softmax(scores).astype(v.dtype).reshape(B, Hkv, -1, T)
         sums = (weights @ v).reshape(B, H, -1, Dh)  # (B, Hkv, G * L, Dh) -> (B, H, L, Dh)
     return sums.swapaxes(1, 2).reshape(n, H * Dh)
+
+
+def only(x: mx.array, places: Sequence[int]) -> mx.array:  # (N, ...) -> (n, ...)
+    return x if len(places) == len(x) else mx.take(x, mx.array(list(places), mx.int32), axis=0)
 
 
 def cut(x: mx.array, sizes: Sequence[int]) -> list[mx.array]:  # (N, ...) -> (size, ...) each

@@ -480,7 +480,7 @@ def test_over_two_thousand_decode_steps_memory_stays_flat(parts, run_ahead, roun
 
 
 def count_copies(folder: Path) -> tuple[int, int]:
-    """Steps in which MLX took memory for a whole layer of the slab, and steps of several passes.
+    """Steps in which MLX took memory for a whole layer of the slab, and steps in which a chunk takes over rows.
 
     The hardest case is a chunk that takes over another slot's rows, behind a pass that still reads the slab: here two
     such prompts follow each opening, each beside a prompt of its own. One layer with wide projections makes the pass
@@ -489,8 +489,8 @@ def count_copies(folder: Path) -> tuple[int, int]:
     model = read_model(folder)
     say = Sampling(max_tokens=12, ignore_eos=True)
     with Engine(model, Text(folder, model.config.V), slots=5, max_len=16_384, chunk=64, budget=400) as engine:
-        copies, passes, find = 0, [], engine.runner._passes
-        engine.runner._passes = lambda order: passes.append(find(order)) or passes[-1]
+        copies, orders, run = 0, [], engine.runner.run
+        engine.runner.run = lambda order: orders.append(order) or run(order)
         for seed in range(4):
             opening = [(seed * n) % 250 for n in range(1, 65)]
             handles = [engine.submit([*opening, 1], say)]
@@ -502,7 +502,7 @@ def count_copies(folder: Path) -> tuple[int, int]:
                 mx.reset_peak_memory()
                 engine.step()
                 copies += mx.get_peak_memory() - before > engine.runner.slab.k[0].nbytes
-    return copies, sum(len(each) > 1 for each in passes)
+    return copies, sum(any(piece.source is not None for piece in order.chunks) for order in orders)
 
 
 def test_no_step_copies_the_slab_and_starting_a_pass_too_early_would(tmp_path, monkeypatch):

@@ -442,7 +442,7 @@ def test_gemmas_norms_may_be_zero_since_one_is_added(tmp_path):
     folder = make_checkpoint(tmp_path, model_type="gemma2", head_dim=16)
     name = "model.layers.0.input_layernorm.weight"
     change_weights(folder, lambda w: w.update({name: mx.zeros_like(w[name])}))
-    assert np.array(read_model(folder).layers[0].attn_norm).tolist() == [1.0] * 64
+    assert np.array(read_model(folder).layers[0].attn_norm.weight).tolist() == [1.0] * 64
 
 
 def test_rope_scaling_goes_before_rope_parameters_as_in_transformers(folder):

@@ -36,7 +36,7 @@ from parts.device.mlx import mx
 from parts.files import ModelError
 from parts.model.config import read_config
 from parts.model.fit import Sizes, check_alike, is_exact
-from parts.model.layers import Dense, Quantized
+from parts.model.layers import Chain, Dense, Quantized
 from parts.model.load import ModelReader
 from parts.model.share import Share
 from parts.ranks import ranks
@@ -103,6 +103,11 @@ KINDS = {
 }
 
 
+def own(branch):
+    """What a rank computes by itself, before it is added up over the ranks."""
+    return branch.steps[0] if isinstance(branch, Chain) else branch
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
     """A bias that every rank adds counts several times; columns where rows belong still have fitting shapes."""
@@ -113,7 +118,7 @@ def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
     x = mx.random.normal((5, c.D), key=mx.random.key(1))
     q, k, v = np.split(np.array(layer.qkv(x)), np.cumsum([c.H * c.Dh, c.Hkv * c.Dh]), axis=1)
     heads = mx.random.normal((5, c.H, c.Dh), key=mx.random.key(2))
-    down = lambda layer: layer.mlp(x)  # noqa: E731
+    down = lambda layer: own(layer.mlp)(x)  # noqa: E731
     for size in (2, 3, 4):
         models = [ModelReader(folder, "float32", Ranks(rank, size)).read() for rank in range(size)]
         shares = [Share.of(c, rank, size) for rank in range(size)]
@@ -122,13 +127,13 @@ def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
             expected = np.concatenate([q[:, queries], k[:, keys], v[:, keys]], axis=1)
             np.testing.assert_allclose(np.array(model.layers[0].qkv(x)), expected, atol=1e-4)
         parts = [
-            model.layers[0].o(heads[:, share.queries.start : share.queries.stop].reshape(5, -1))
+            own(model.layers[0].out)(heads[:, share.queries.start : share.queries.stop].reshape(5, -1))
             for model, share in zip(models, shares, strict=True)
         ]
-        np.testing.assert_allclose(np.array(sum(parts)), np.array(layer.o(heads.reshape(5, -1))), atol=1e-4)
+        np.testing.assert_allclose(np.array(sum(parts)), np.array(own(layer.out)(heads.reshape(5, -1))), atol=1e-4)
         sums = sum(down(model.layers[0]) for model in models)
         np.testing.assert_allclose(np.array(sums), np.array(down(layer)), atol=1e-3)
-        assert [model.head is None for model in models] == [False] + [True] * (size - 1)
+        assert [model.head(x) is x for model in models] == [False] + [True] * (size - 1)
 
 
 def test_packed_numbers_are_cut_where_their_scales_are(tmp_path):
@@ -138,16 +143,18 @@ def test_packed_numbers_are_cut_where_their_scales_are(tmp_path):
     )
     whole = ModelReader(folder, "checkpoint").read().layers[0]
     x = mx.random.normal((3, 128), key=mx.random.key(1)).astype(mx.float16)
-    down = lambda layer: layer.mlp(x)  # noqa: E731
+    down = lambda layer: own(layer.mlp)(x)  # noqa: E731
     for size in (2, 4):
         layers = [ModelReader(folder, "checkpoint", Ranks(rank, size)).read().layers[0] for rank in range(size)]
         np.testing.assert_allclose(np.array(sum(map(down, layers))), np.array(down(whole)), rtol=0.02, atol=0.5)
-        parts = [layer.o(heads) for layer, heads in zip(layers, mx.split(x, size, axis=-1), strict=True)]
-        np.testing.assert_allclose(np.array(sum(parts)), np.array(whole.o(x)), rtol=0.02, atol=0.1)
+        parts = [own(layer.out)(heads) for layer, heads in zip(layers, mx.split(x, size, axis=-1), strict=True)]
+        np.testing.assert_allclose(np.array(sum(parts)), np.array(own(whole.out)(x)), rtol=0.02, atol=0.1)
         # One head of 32 numbers is half a group: its part of `o` is unpacked.
-        assert [type(layer.o) for layer in layers] == [Quantized if size == 2 else Dense] * size
+        assert [type(own(layer.out)) for layer in layers] == [Quantized if size == 2 else Dense] * size
         assert all(
-            isinstance(part, Quantized) for layer in layers for part in (layer.qkv, layer.mlp.gate_up, layer.mlp.down)
+            isinstance(part, Quantized)
+            for layer in layers
+            for part in (layer.qkv, own(layer.mlp).gate_up, own(layer.mlp).down)
         )
 
 
