@@ -1,6 +1,6 @@
 """The plan of the house: which of its files may import which.
 
-The plan stands first, as tables. The tests read the source and never run it. A test that fails names every file or
+The plan stands first, as tables. The tests read the source, and run nothing of it but the list of sources that ranks compare. A test that fails names every file or
 line that breaks the plan, not only the first.
 """
 
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from source import lines_of_code
+
+from parts.model.fit import sources
 
 ROOT = Path(__file__).parents[2]
 FUNCTION = 60  # the most lines of a function: a page
@@ -256,6 +258,15 @@ def test_what_stands_lowest_needs_the_standard_library_only():
         free = {*everything(), *sys.stdlib_module_names, *STANDARD_LIBRARY[name].split()}
         offenders += [f"{name} imports {i.module}" for i in sorted(imports(name)) if i.module not in free]
     assert not offenders, report(offenders)
+
+
+def test_ranks_compare_every_source_that_a_step_runs():
+    """Ranks whose sources differ would add up nonsense (`check_alike` in `parts/model/fit.py`)."""
+    compared = {path.relative_to(ROOT).as_posix() for path in sources()}
+    runs = {f"{name}.py" for name in ("nanobatch", *reached(graph(), "nanobatch")) if name in everything()}
+    assert {"nanobatch.py", "llama.py", "kv.py", "parts/model/load.py"} <= runs
+    assert runs | {"parts/device/rows.c"} <= compared, runs - compared
+    assert not any(path.startswith(("tests/", "screen/", "door/")) for path in compared)
 
 
 # --- the engine's own names --------------------------------------------------------------------------------------
