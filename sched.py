@@ -27,7 +27,7 @@ The invariants, which `check` asserts:
     0 <= committed <= planned <= max_tokens; planned is at most two steps ahead
     requests are admitted in the order in which they came
 
-Where next: `nanobatch.py`, `Engine.step`, which runs the plans; `tests/test_sched.py`, which prints timelines.
+Where next: `nanobatch.py`, `Engine.step`, which runs the plans; `tests/book/test_sched.py`, which prints timelines.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ methods of `Screen`), and the command line.
 The invariant: the picture depends only on `State` and on the size. The engine never waits for the screen, and every
 picture can be tested without a terminal.
 
-Before this: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/test_tui.py`, with an engine of words.
+Before this: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/screen`, with an engine of words.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Where: a field of `Sampling` and its limits (0 to 1) in `LIMITS`, both in `parts
 of `min_p` in `farthest` in `sampling.py`, and every place there that calls `farthest` or looks for `min_p`; in `ask.py`
 an option `--top-a`.
 
-How to know: the command above, and `python -m pytest tests/test_sampling.py`.
+How to know: the command above, and `python -m pytest tests/book/test_sampling.py`.
 """
 
 import math

@@ -6,8 +6,8 @@ of a few tokens takes the time to read the weights, and some microseconds for ea
 however little it computes: so there the fewest kernels win.
 
 What this file keeps. Each docstring begins with the formula, and the code computes it, in whatever form: a test holds
-one against the other (`tests/test_ops.py`). No form depends on what else runs in the step, since a request's bits must
-not. The products of matrices are our own on a CPU (`rows.c`).
+one against the other (`tests/model/test_ops.py`). No form depends on what else runs in the step, since a request's bits
+must not. The products of matrices are our own on a CPU (`rows.c`).
 """
 
 from __future__ import annotations
