@@ -1,10 +1,11 @@
 """Chapter 2: the KV cache. One slab per layer, cut into slots, allocated once.
 
-The problem. To predict the next token, attention reads the key and the value of every token before it. Computing them
-again for each new token would make an answer of n tokens cost n times as much. So they are kept, in the KV cache. When
-many sequences are served, this cache is the scarcest memory there is, and how it is cut up decides what the scheduler
-can do. The simplest cut that works gives every sequence a *slot* of the same, fixed length. A slot consists of *rows*;
-a row holds the key and the value of one token.
+The problem. To predict the next token, attention reads the key and the value of every token before
+it. Computing them again for each new token would make an answer of n tokens cost n times as much.
+So they are kept, in the KV cache. When many sequences are served, this cache is the scarcest memory
+there is, and how it is cut up decides what the scheduler can do. The simplest cut that works gives
+every sequence a *slot* of the same, fixed length. A slot consists of *rows*; a row holds the key
+and the value of one token.
 
     k[layer], v[layer]: (slots, Hkv, S, Dh)          one head of one layer, 3 slots of S = 8 rows
 
@@ -13,17 +14,19 @@ a row holds the key and the value of one token.
         slot 1        old  old  old  .    .    .    .    .        free: the rows of an earlier owner remain
         slot 2        B0   B1   B2   B3   B4   B5   .    .        B has 6
 
-A forward pass works on the slab through windows. A prefill chunk has a window of its own, which writes L rows of one
-slot. All decoding sequences share one window, which writes one row in each of their slots (A4, B6). A free slot takes
-no part, and costs nothing.
+A forward pass works on the slab through windows. A prefill chunk has a window of its own, which
+writes L rows of one slot. All decoding sequences share one window, which writes one row in each of
+their slots (A4, B6). A free slot takes no part, and costs nothing.
 
-The invariant: what a sequence computes depends on row p only if the sequence has written row p itself, or if row p was
-copied from a sequence that begins with the same tokens. So a slot needs no cleaning between owners, with one exception.
-Attention multiplies the rows of earlier owners by zero, but 0 x NaN is NaN. So rows that may hold a number that is not
-finite are scrubbed before the slot gets its next owner. A NaN in another slot does no harm, because a sequence reads
-its own slot and no other.
+The invariant: what a sequence computes depends on row p only if the sequence has written row p
+itself, or if row p was copied from a sequence that begins with the same tokens. So a slot needs no
+cleaning between owners, with one exception. Attention multiplies the rows of earlier owners by
+zero, but 0 x NaN is NaN. So rows that may hold a number that is not finite are scrubbed before the
+slot gets its next owner. A NaN in another slot does no harm, because a sequence reads its own slot
+and no other.
 
-This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which gives the slots away.
+This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which gives the
+slots away.
 """
 
 from collections.abc import Sequence
@@ -32,8 +35,9 @@ from typing import NamedTuple
 from parts.device.mlx import has_gpu, mx
 
 BUCKET = 32  # rows: a slot has a multiple of this many
-# Decoding sequences in neighbouring slots share one product if their lengths fall into the same bucket. The longer the
-# sequences, the larger the buckets, so that neighbours meet in one more often.
+# Decoding sequences in neighbouring slots share one product if their lengths fall into the same
+# bucket. The longer the sequences, the larger the buckets, so that neighbours meet in one more
+# often.
 BUCKETS = ((512, 128), (128, 64), (0, BUCKET))  # (beyond so many rows, the size of a bucket)
 
 
@@ -61,12 +65,15 @@ class Slab:
         return min(self.length, -(-rows // size) * size)
 
     def written(self) -> tuple[mx.array, mx.array]:
-        """Two views to wait for: once they are computed, so is all that was written before this call.
+        """Two views to wait for: once they are computed, so is all that was written before this
+        call.
 
-        (One corner is enough, since the last layer's rows are written last, and an array is computed as a whole.)
+        (One corner is enough, since the last layer's rows are written last, and an array is
+        computed as a whole.)
 
-        subtle: do not wait for the arrays themselves. `array[...] = x` gives the name to a new node (see
-        `Window.write`). Code that keeps the array and waits for it later waits for the node that it stands for by then.
+        subtle: do not wait for the arrays themselves. `array[...] = x` gives the name to a new node
+        (see `Window.write`). Code that keeps the array and waits for it later waits for the node
+        that it stands for by then.
         """
         return self.k[-1][:1, :1, :1], self.v[-1][:1, :1, :1]
 
@@ -76,7 +83,8 @@ class Slab:
             slab[slot, :, start:stop] = 0
 
     def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, Hkv, rows, Dh) for each layer's k, then each v
-        """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write copy it all.)"""
+        """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write
+        copy it all.)"""
         return [mx.take(slab[:, :, :rows], mx.array([slot]), axis=0) for slab in (*self.k, *self.v)]
 
     def fill(self, slot: int, prefix: list[mx.array]) -> None:
@@ -91,12 +99,14 @@ class Slab:
 
 
 class Look(NamedTuple):
-    """Sequences of a window in neighbouring slots that look back equally far: their attention is one product."""
+    """Sequences of a window in neighbouring slots that look back equally far: their attention is
+    one product."""
 
     slots: slice  # one slot for each sequence
     T: int  # how many rows each sequence reads
-    # Added to the scores: 0 for a row that a token sees, minus infinity for any other. (B, 1, 1, L, T), since the mask
-    # is the same for all heads. A GPU's kernel wants True and False, for each head, (B, H, L, T); or the word "causal".
+    # Added to the scores: 0 for a row that a token sees, minus infinity for any other. (B, 1, 1, L,
+    # T), since the mask is the same for all heads. A GPU's kernel wants True and False, for each
+    # head, (B, H, L, T); or the word "causal".
     mask: mx.array | str
 
     @property
@@ -105,14 +115,17 @@ class Look(NamedTuple):
 
 
 class Window:
-    """The rows of the slab that a prefill chunk, or all decoding sequences together, write and read in a forward pass.
+    """The rows of the slab that a prefill chunk, or all decoding sequences together, write and read
+    in a forward pass.
 
-    There are B sequences; `slots` names their slots. Each writes L rows, from its row in `starts`. (Both are Python
-    ints, because `+=` on an `mx.array` changes it for every other holder of the array, too.)
+    There are B sequences; `slots` names their slots. Each writes L rows, from its row in `starts`.
+    (Both are Python ints, because `+=` on an `mx.array` changes it for every other holder of the
+    array, too.)
     """
 
     def __init__(self, slab: Slab, slots: Sequence[int], starts: Sequence[int], L: int):
-        # MLX checks no bounds. A write past the end of the slab would change whatever memory lies there.
+        # MLX checks no bounds. A write past the end of the slab would change whatever memory lies
+        # there.
         assert len(slots) == len(starts) and (L == 1 or len(slots) == 1), (slots, starts, L)
         assert all(0 <= slot < slab.slots for slot in slots), slots
         assert all(0 <= start <= slab.length - L for start in starts), (starts, L)
@@ -128,8 +141,8 @@ class Window:
     def _decoding_rows(self) -> mx.array:  # (B * Hkv, Dh)
         """Where `write` puts the new rows of decoding sequences, in every layer alike.
 
-        As one list of rows, the slab of a layer has all rows of a slot's first head, then those of its second, and so
-        on. Each number of a row needs its own index.
+        As one list of rows, the slab of a layer has all rows of a slot's first head, then those of
+        its second, and so on. Each number of a row needs its own index.
         """
         slab = self.slab
         rows = []
@@ -141,18 +154,20 @@ class Window:
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B * L, Hkv, Dh).
 
-        subtle: an `mx.array` is a name for a node of the graph. `a[i] = x` makes a new node, and from then on the name
-        stands for that node, wherever the name is used. The new node takes over the old one's memory, without copying
-        the slab, if and only if there is no other reference to the old node. Three rules see to that. Only `Slab`
-        holds the arrays. The windows of one forward pass all write before the first of them reads. And `Engine`
-        writes only when no step in flight still reads the slab.
+        subtle: an `mx.array` is a name for a node of the graph. `a[i] = x` makes a new node, and
+        from then on the name stands for that node, wherever the name is used. The new node takes
+        over the old one's memory, without copying the slab, if and only if there is no other
+        reference to the old node. Three rules see to that. Only `Slab` holds the arrays. The
+        windows of one forward pass all write before the first of them reads. And `Engine` writes
+        only when no step in flight still reads the slab.
         """
         for slab, new in ((self.slab.k, k), (self.slab.v, v)):
             if self._rows is None:  # a run of rows in one slot
                 slot, start = self.slots[0], self.starts[0]
                 slab[layer][slot, :, start : start + self.L] = new.swapaxes(0, 1)  # (Hkv, L, Dh)
             else:  # one row in each slot, for each head
-                # This is one operation. A scatter by arrays of slots and rows would take ten nodes of the graph.
+                # This is one operation. A scatter by arrays of slots and rows would take ten nodes
+                # of the graph.
                 rows = mx.put_along_axis(slab[layer].flatten(0, 2), self._rows, new.flatten(0, 1), axis=0)
                 slab[layer] = rows.reshape(slab[layer].shape)
 
@@ -161,14 +176,16 @@ class Window:
         return self.slab.k[layer][look.slots, :, : look.T], self.slab.v[layer][look.slots, :, : look.T]
 
     def looks(self, span: int | None = None, kernel_heads: int = 0) -> list[Look]:
-        """How far the sequences look back. Made for the first layer that asks; the others take the same.
+        """How far the sequences look back. Made for the first layer that asks; the others take the
+        same.
 
         `span`: how many rows a token sees, its own included; None means all rows of its sequence.
         `kernel_heads`: how many heads there are, if a GPU's kernel computes attention; else 0.
 
-        Neighbours whose lengths fall into the same bucket share one product, and read as far as the longest of them. If
-        all sequences did, the short ones would wait for the longest. How far a sequence reads does not show in its
-        numbers: the rows that it must not see have the weight 0, and adding 0 changes no sum.
+        Neighbours whose lengths fall into the same bucket share one product, and read as far as the
+        longest of them. If all sequences did, the short ones would wait for the longest. How far a
+        sequence reads does not show in its numbers: the rows that it must not see have the weight
+        0, and adding 0 changes no sum.
         """
         key = (span, kernel_heads)
         if key not in self._looks:
@@ -187,7 +204,8 @@ class Window:
             ends = buckets  # so that the shapes are few
         seen = self._seen(max(ends), span if slides else None)
         if kernel_heads:
-            # subtle: in full, once for all layers; else the kernel copies the mask for each head in each layer.
+            # subtle: in full, once for all layers; else the kernel copies the mask for each head in
+            # each layer.
             mask = mx.contiguous(mx.broadcast_to(seen, (self.B, kernel_heads, *seen.shape[2:])))  # (B, H, L, T)
         else:
             mask = mx.where(seen, 0.0, -mx.inf)[:, None]  # (B, 1, 1, L, T)
@@ -204,13 +222,15 @@ class Window:
         return looks
 
     def _seen(self, T: int, span: int | None) -> mx.array:  # (B, 1, L, T)
-        """A token at position p sees row j if j <= p. That is causality, and it hides what earlier owners left."""
+        """A token at position p sees row j if j <= p. That is causality, and it hides what earlier
+        owners left."""
         positions = self.positions.reshape(self.B, 1, self.L, 1)
         rows = mx.arange(T)
         seen = rows <= positions
         return seen if span is None else seen & (rows > positions - span)
 
     def _share(self, i: int, buckets: Sequence[int]) -> bool:
-        """Do sequences i - 1 and i share a product? On a GPU, one more product costs more than reading less saves."""
+        """Do sequences i - 1 and i share a product? On a GPU, one more product costs more than
+        reading less saves."""
         are_neighbours = self.slots[i] == self.slots[i - 1] + 1  # then their rows are one view of the slab
         return are_neighbours and (has_gpu() or buckets[i] == buckets[i - 1])

@@ -64,7 +64,8 @@ def forward(
         q, k, v = heads(model, layer, h, turns[layer.kind])
         h = attend(model, layer, q, k, v, windows)  # (N, H * Dh)
         if layer is model.layers[-1]:
-            # Keys and values of all tokens are in the slab now. The rest is for those that are asked.
+            # Keys and values of all tokens are in the slab now. The rest is for those that are
+            # asked.
             x = only(x, asked)  # (n, D)
             h = only(h, asked)  # (n, H * Dh)
         x = x + layer.out(h)

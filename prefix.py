@@ -1,24 +1,26 @@
 """Which prompts begin alike, and which slots hold the rows of a common beginning.
 
-The problem. Chats begin with the same system prompt, and a conversation that goes on begins with all that was said
-before. Their keys and values are the same rows, so they should be computed once. But to compare each new prompt with
-what every slot holds, token by token and again in every step, takes longer than a step: with 64 slots of 16,000 tokens
-it took more than a second.
+The problem. Chats begin with the same system prompt, and a conversation that goes on begins with
+all that was said before. Their keys and values are the same rows, so they should be computed once.
+But to compare each new prompt with what every slot holds, token by token and again in every step,
+takes longer than a step: with 64 slots of 16,000 tokens it took more than a second.
 
-The way out: give each beginning a name. A prompt is cut into pieces, and each piece leads from one `Beginning` to the
-next longer one. Equal pieces lead from equal beginnings to the same object, so two prompts share n pieces exactly if
-their n-th beginnings are one and the same object:
+The way out: give each beginning a name. A prompt is cut into pieces, and each piece leads from one
+`Beginning` to the next longer one. Equal pieces lead from equal beginnings to the same object, so
+two prompts share n pieces exactly if their n-th beginnings are one and the same object:
 
     prompt A   c a t s . s i t . . . .        pieces of 4:   cats -> .sit -> ....
     prompt B   c a t s . r u n . . . .                       cats -> .run -> ....     one object, then two
 
-A prompt's tokens are read once, when it is submitted, and an answer's when it ends: the answer goes on where its
-prompt's name ends. From then on a comparison is a look at one object, and each beginning knows the slots that hold its
-rows. Only behind the last common piece are tokens compared one by one, since a conversation goes on from any row.
+A prompt's tokens are read once, when it is submitted, and an answer's when it ends: the answer goes
+on where its prompt's name ends. From then on a comparison is a look at one object, and each
+beginning knows the slots that hold its rows. Only behind the last common piece are tokens compared
+one by one, since a conversation goes on from any row.
 
 The invariant: a slot that holds a beginning holds all shorter ones of the same prompt.
 
-A `Beginning` lives as long as a request or a slot refers to it. Where next: `Scheduler._chunks` in `sched.py`.
+A `Beginning` lives as long as a request or a slot refers to it. Where next: `Scheduler._chunks` in
+`sched.py`.
 """
 
 from __future__ import annotations
@@ -42,65 +44,72 @@ class Beginning:
 
 
 class Trail(NamedTuple):
-    """A text's tokens, and its beginnings: one piece, two pieces, and so on. The rest that fills no piece is left out.
+    """A text's tokens, and its beginnings: one piece, two pieces, and so on.
 
-    `root` is where its beginnings go on from. A text that shares nothing with others has none.
+    The tokens at the end that fill no piece are in no beginning.
     """
 
     tokens: Sequence[int] = ()
     beginnings: Sequence[Beginning] = ()
-    root: Beginning | None = None
+    root: Beginning | None = None  # before all beginnings; None if the text shares nothing
 
 
 class Prefixes:
-    """The beginnings of all prompts that are open or remembered, and the slots that hold their rows."""
+    """The beginnings of all prompts that are open or remembered, and the slots that hold their
+    rows."""
 
     def __init__(self, slots: int, piece: int = PIECE):
         self.piece = piece
-        # By slot: how many rows it holds of the prompt that it was last filled with, and of its answer.
-        self.rows = [0] * slots
-        self.by_use = list(range(slots))  # the slot that was used longest ago stands first: it is written over next
-        self._tokens: list[Sequence[int]] = [()] * slots  # by slot: those of its rows, and perhaps more of the prompt
-        self._held: list[list[Beginning]] = [[] for _ in range(slots)]  # by slot: the beginnings it holds, in order
-        self._root = Beginning()  # where all beginnings go on from
-        # (a beginning, the next piece's tokens) -> the beginning that is longer by this piece. The tokens are bytes,
-        # which remember their hash: a dictionary wants it again when an entry dies, and that may be inside a plan.
-        self._longer: WeakValueDictionary[tuple[Beginning, bytes], Beginning] = WeakValueDictionary()
+        self.rows = [0] * slots  # by slot: how many rows it holds of its last prompt and answer
+        self.by_use = list(range(slots))  # the slot that was used longest ago stands first
+        self._tokens: list[Sequence[int]] = [()] * slots  # by slot: the tokens of its rows, or more
+        self._held: list[list[Beginning]] = [[] for _ in range(slots)]  # by slot, the shortest first
+        self._root = Beginning()
+        # (a beginning, the next piece's tokens) -> the beginning that is longer by this piece. The
+        # tokens are bytes, which remember their hash: a dictionary wants it again when an entry
+        # dies, and that may be inside a plan.
+        self._longer: WeakValueDictionary[tuple[Beginning, bytes], Beginning]
+        self._longer = WeakValueDictionary()
 
-    def read(self, prompt: Sequence[int], shares: bool) -> Trail:
+    def trail(self, prompt: Sequence[int], shares: bool) -> Trail:
         """A prompt and its beginnings. One that shares no rows has none."""
         if not shares:
             return Trail(prompt)
         return Trail(prompt, self._beginnings(prompt, self._root), self._root)
 
-    def _beginnings(self, tokens: Sequence[int], after: Beginning) -> list[Beginning]:
-        """The beginnings of a text, as far as they are longer than `after`, behind which these tokens stand."""
-        found, last = [], after
-        data, width = array("q", tokens).tobytes(), 8 * self.piece
+    def _beginnings(self, tokens: Sequence[int], last: Beginning) -> list[Beginning]:
+        """The beginnings of a text that are longer than `last`, behind which these tokens stand."""
+        found = []
+        data = array("q", tokens).tobytes()
+        width = 8 * self.piece
         for start in range(0, len(data) - width + 1, width):
-            step = last, data[start : start + width]
+            step = (last, data[start : start + width])
             last = self._longer.get(step)
             if last is None:
-                last = self._longer[step] = Beginning()
+                last = Beginning()
+                self._longer[step] = last
             found.append(last)
         return found
 
     def find(self, trail: Trail, slots: Sequence[int]) -> tuple[int, int | None]:
-        """How many rows of this prompt the slots hold at most, and the first slot that holds so many.
+        """How many rows of this prompt the slots hold at most, and the first slot with so many.
 
-        Never the whole prompt, because the answer's first token follows from its last one.
+        Never the whole prompt, because the answer's first token follows from the prompt's last.
         """
         among = set(slots)
         usable = trail.beginnings[: (len(trail.tokens) - 1) // self.piece]
+        # A slot that holds a beginning holds all shorter ones, so the longest is found by halving.
         count = bisect_left(usable, True, key=lambda beginning: among.isdisjoint(beginning.slots))
         if count == 0:
             return 0, None
-        most, best = 0, None
+        most = 0
+        best = None
         for slot in slots:
             if slot in usable[count - 1].slots:
                 rows = self._common(trail.tokens, slot, count * self.piece)
                 if rows > most:
-                    most, best = rows, slot
+                    most = rows
+                    best = slot
         return most, best
 
     def _common(self, prompt: Sequence[int], slot: int, rows: int) -> int:
@@ -114,21 +123,28 @@ class Prefixes:
     def place(self, trail: Trail, free: Sequence[int]) -> tuple[int, str]:
         """Which free slot to write such a prompt into, and in a few words why.
 
-        Best into the one that holds the most of it: there no row needs to be copied. But what it holds beyond that is
-        lost. If this is more than what is shared, the slot may be a conversation's, which has no more than the system
-        prompt in common with this one, and goes on later. Then the slot that was used longest ago is the better one.
+        Best into the slot that holds the most of it: there no row needs to be copied. But what that
+        slot holds beyond the common rows is lost. If this is more than what is shared, the slot may
+        be a conversation's, which has no more than the system prompt in common with this prompt,
+        and goes on later. Then the slot that was used longest ago is the better one.
         """
+        oldest = free[0]
+        if len(free) == 1:
+            return oldest, "the only free slot"
         rows, slot = self.find(trail, free)
-        if len(free) == 1 or slot is None:
-            return free[0], "the only free slot" if len(free) == 1 else "unused for longest"
-        if self.rows[slot] > 2 * rows:
-            return free[0], f"unused for longest; slot {slot} has {rows:,} of its rows, but {self.rows[slot]:,} in all"
+        if slot is None:
+            return oldest, "unused for longest"
+        held = self.rows[slot]
+        if held > 2 * rows:
+            other = f"slot {slot} has {rows:,} of its rows, but {held:,} in all"
+            return oldest, f"unused for longest; {other}"
         return slot, f"has its first {rows:,} rows"
 
     def best(self, trail: Trail, slot: int, worth: int) -> tuple[int, int | None]:
         """How many rows of this prompt a slot begins with at best, and the slot that has them.
 
-        It is the slot itself, unless another has `worth` rows more. To copy fewer takes longer than to compute them.
+        It is the slot itself, unless another one has `worth` rows more. To copy fewer takes longer
+        than to compute them.
         """
         near = self.find(trail, (slot,))
         most = self.find(trail, range(len(self.rows)))
@@ -142,13 +158,14 @@ class Prefixes:
         return one.beginnings[n - 1] is other.beginnings[n - 1]
 
     def begin(self, slot: int, source: int | None) -> None:
-        """The slot gets a new prompt, whose first rows are taken over from `source`, unless that is None."""
+        """The slot gets a new prompt. `source`: the slot whose first rows it takes over, or
+        None."""
         self.forget(slot)
         if source is not None:
             self.use(source)
 
     def hold(self, slot: int, trail: Trail, rows: int) -> None:
-        """The slot's first `rows` rows are those of this prompt, as they were or with more at their end."""
+        """The slot's first `rows` rows are those of this prompt. (It may have held some before.)"""
         held = self._held[slot]
         for beginning in trail.beginnings[len(held) : rows // self.piece]:
             beginning.slots.add(slot)
@@ -157,24 +174,28 @@ class Prefixes:
         self.rows[slot] = rows
 
     def hold_answer(self, slot: int, trail: Trail, answer: Sequence[int]) -> None:
-        """After the whole of this prompt, the slot holds the rows of these tokens of the answer."""
+        """Behind the whole of this prompt, the slot holds the rows of these tokens of the
+        answer."""
         if trail.root is None:
             return
         tokens = [*trail.tokens, *answer]
         rest = tokens[len(trail.beginnings) * self.piece :]
-        *_, last = trail.root, *trail.beginnings
+        last = trail.beginnings[-1] if trail.beginnings else trail.root
         longer = self._beginnings(rest, last)
         self.hold(slot, Trail(tokens, [*trail.beginnings, *longer]), len(tokens))
 
     def use(self, slot: int) -> None:
-        """It was used just now, so of all slots it is written over last."""
-        self.by_use = [other for other in self.by_use if other != slot] + [slot]
+        """The slot was used just now, so of all slots it is written over last."""
+        self.by_use.remove(slot)
+        self.by_use.append(slot)
 
     def forget(self, slot: int) -> None:
         """The slot's rows are about to be written over, or are not to be trusted."""
         for beginning in self._held[slot]:
             beginning.slots.discard(slot)
-        self._held[slot], self._tokens[slot], self.rows[slot] = [], (), 0
+        self._held[slot] = []
+        self._tokens[slot] = ()
+        self.rows[slot] = 0
 
     def clear(self) -> None:
         """No slot remembers anything, and none was used before another."""

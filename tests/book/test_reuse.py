@@ -290,14 +290,14 @@ def test_a_row_that_is_remembered_and_was_never_written_is_caught(parts, plain, 
 
     expected = [answer for *_, answer in turns(plain, tokens(34), 3)]
     assert not differ()
-    doubt = Scheduler._doubt
+    leave = Scheduler._leave_slot
 
     def one_more(self, request):
-        doubt(self, request)
+        leave(self, request)
         whole = (*request.prompt, *request.answer)
-        self.prefixes.hold(request.slot, self.prefixes.read(whole, request.shares), len(whole))
+        self.prefixes.hold(request.slot, self.prefixes.trail(whole, request.shares), len(whole))
 
-    monkeypatch.setattr(Scheduler, "_doubt", one_more)
+    monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
     assert differ()
 
 

@@ -443,7 +443,7 @@ def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(p
             stem = tuple(rng.choices(range(2), k=rng.randint(1, 30)))
             known = rng.choice([prompt for prompt, _ in owners])
             prompt = known[: rng.randint(0, len(known))] + stem
-            trail = prefixes.read(prompt, 1)
+            trail = prefixes.trail(prompt, 1)
             assert len(trail.beginnings) == len(prompt) // piece
             among = rng.sample(range(slots), rng.randint(1, slots))
             rows = {slot: common(prompt[:-1], held[slot]) for slot in among}
@@ -464,9 +464,9 @@ def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(p
                     answer = tuple(rng.choices(range(2), k=rng.randint(0, 20)))
                     prefixes.hold_answer(slot, owners[slot][1], answer)
                     held[slot] += answer
-                    owners[slot] = (held[slot], prefixes.read(held[slot], 1))
+                    owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
             if rng.random() < 0.1:
-                owners[slot] = (held[slot], prefixes.read(held[slot], 1))  # its request is gone; the slot remembers
+                owners[slot] = (held[slot], prefixes.trail(held[slot], 1))  # its request is gone; the slot remembers
             if rng.random() < 0.02:
                 prefixes.clear()
                 held = [()] * slots
@@ -476,11 +476,11 @@ def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(p
 
 def test_a_prompt_that_shares_nothing_finds_no_rows_and_gives_none():
     prefixes, prompt = Prefixes(2, piece=4), tuple(range(20))
-    one, none = (prefixes.read(prompt, shares) for shares in (True, False))
+    one, none = (prefixes.trail(prompt, shares) for shares in (True, False))
     prefixes.hold(0, one, 20)
     prefixes.hold(1, none, 20)
     assert [prefixes.find(each, (0, 1)) for each in (one, none)] == [(19, 0), (0, None)]
-    assert prefixes.share(one, prefixes.read(prompt, True), 8)
+    assert prefixes.share(one, prefixes.trail(prompt, True), 8)
     assert not any(prefixes.share(each, other, 8) for each, other in ((one, none), (none, one), (none, none)))
     assert not prefixes.share(one, one, 20), "the last token must be computed"
 
@@ -673,15 +673,15 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
 
         monkeypatch.setattr(Scheduler, "submit", push_in)
     elif "remembered" in bug:
-        doubt = Scheduler._doubt
+        leave = Scheduler._leave_slot
 
         def one_more(self, request):
-            doubt(self, request)
+            leave(self, request)
             is_ghost, whole = request.planned > request.committed, (*request.prompt, *request.answer)
             if request.shares and request.answer and is_ghost == ("ghost" in bug):
-                self.prefixes.hold(request.slot, self.prefixes.read(whole, request.shares), len(whole))
+                self.prefixes.hold(request.slot, self.prefixes.trail(whole, request.shares), len(whole))
 
-        monkeypatch.setattr(Scheduler, "_doubt", one_more)
+        monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
     else:
         commit = Scheduler.commit
 

@@ -55,9 +55,9 @@ def test_the_readme_is_read_in_five_minutes():
     assert 500 < words(README) <= 1200
 
 
-def test_the_scheduler_has_about_200_lines_of_code():
+def test_the_scheduler_is_as_long_as_the_readme_says():
     """The one size that the project promises. There is room in it for what the exercises ask for."""
-    assert "in about 200 lines of code" in README
+    assert "in about 270 open lines of code" in README
     assert lines_of_code((ROOT / "sched.py").read_text()) == pytest.approx(200, rel=0.35)
 
 
