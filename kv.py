@@ -42,17 +42,19 @@ BUCKETS = ((512, 128), (128, 64), (0, BUCKET))  # (beyond so many rows, the size
 
 
 class Slab:
+    """The keys and values of all sequences, in every layer."""
+
     def __init__(self, layers: int, slots: int, Hkv: int, length: int, Dh: int, dtype: mx.Dtype):
         assert length % BUCKET == 0, f"a slot of {length} rows is no multiple of {BUCKET}"
         self.slots = slots
         self.Hkv = Hkv
         self.length = length
         self.Dh = Dh
-        self._shape = (slots, Hkv, length, Dh)
-        self._dtype = dtype
-        self.k = [mx.zeros(self._shape, dtype) for _ in range(layers)]
-        self.v = [mx.zeros(self._shape, dtype) for _ in range(layers)]
-        mx.eval(self.k, self.v)  # zeros are lazy, too; this takes the memory now, not in the first step
+        self.shape = (slots, Hkv, length, Dh)
+        self.dtype = dtype
+        self.k = [mx.zeros(self.shape, dtype) for _ in range(layers)]
+        self.v = [mx.zeros(self.shape, dtype) for _ in range(layers)]
+        mx.eval(self.k, self.v)  # zeros are lazy, too: this takes the memory now
 
     @staticmethod
     def nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
@@ -82,7 +84,7 @@ class Slab:
         for slab in (*self.k, *self.v):
             slab[slot, :, start:stop] = 0
 
-    def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, Hkv, rows, Dh) for each layer's k, then each v
+    def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, Hkv, rows, Dh) each
         """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write
         copy it all.)"""
         return [mx.take(slab[:, :, :rows], mx.array([slot]), axis=0) for slab in (*self.k, *self.v)]
@@ -95,7 +97,8 @@ class Slab:
     def check(self) -> None:
         """Assert that the slab is what it was when it was made."""
         for array in (*self.k, *self.v):
-            assert (array.shape, array.dtype) == (self._shape, self._dtype), (array.shape, array.dtype)
+            assert array.shape == self.shape, array.shape
+            assert array.dtype == self.dtype, array.dtype
 
 
 class Look(NamedTuple):
@@ -168,12 +171,15 @@ class Window:
             else:  # one row in each slot, for each head
                 # This is one operation. A scatter by arrays of slots and rows would take ten nodes
                 # of the graph.
-                rows = mx.put_along_axis(slab[layer].flatten(0, 2), self._rows, new.flatten(0, 1), axis=0)
-                slab[layer] = rows.reshape(slab[layer].shape)
+                rows = slab[layer].flatten(0, 2)  # (slots * Hkv * S, Dh)
+                rows = mx.put_along_axis(rows, self._rows, new.flatten(0, 1), axis=0)
+                slab[layer] = rows.reshape(self.slab.shape)
 
     def read(self, layer: int, look: Look) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
         """The keys and values that a look reads: views of the slab."""
-        return self.slab.k[layer][look.slots, :, : look.T], self.slab.v[layer][look.slots, :, : look.T]
+        k = self.slab.k[layer][look.slots, :, : look.T]
+        v = self.slab.v[layer][look.slots, :, : look.T]
+        return k, v
 
     def looks(self, span: int | None = None, kernel_heads: int = 0) -> list[Look]:
         """How far the sequences look back. Made for the first layer that asks; the others take the
@@ -193,20 +199,22 @@ class Window:
         return self._looks[key]
 
     def _make_looks(self, span: int | None, kernel_heads: int) -> list[Look]:
-        slides = span is not None and span < self.slab.length  # then rows older than the span are read, and hidden
+        # Where attention slides, rows older than the span are read, and hidden.
+        slides = span is not None and span < self.slab.length
         ends = [start + self.L for start in self.starts]
         if kernel_heads and self.B == 1 and not slides:
             slot = self.slots[0]
-            return [Look(slice(slot, slot + 1), ends[0], "causal")]  # the last token sees all T rows
+            slots = slice(slot, slot + 1)
+            return [Look(slots, ends[0], "causal")]  # the last token sees all T rows
 
         buckets = [self.slab.bucket(end) for end in ends]
         if has_gpu():
             ends = buckets  # so that the shapes are few
         seen = self._seen(max(ends), span if slides else None)
         if kernel_heads:
-            # subtle: in full, once for all layers; else the kernel copies the mask for each head in
-            # each layer.
-            mask = mx.contiguous(mx.broadcast_to(seen, (self.B, kernel_heads, *seen.shape[2:])))  # (B, H, L, T)
+            # subtle: a view would be copied for each head in each layer. This is one copy for all.
+            shape = (self.B, kernel_heads, *seen.shape[2:])
+            mask = mx.contiguous(mx.broadcast_to(seen, shape))  # (B, H, L, T)
         else:
             mask = mx.where(seen, 0.0, -mx.inf)[:, None]  # (B, 1, 1, L, T)
 
@@ -222,15 +230,17 @@ class Window:
         return looks
 
     def _seen(self, T: int, span: int | None) -> mx.array:  # (B, 1, L, T)
-        """A token at position p sees row j if j <= p. That is causality, and it hides what earlier
-        owners left."""
+        """A token at position p sees row j if j <= p. So it sees no later token, and no old row."""
         positions = self.positions.reshape(self.B, 1, self.L, 1)
         rows = mx.arange(T)
         seen = rows <= positions
         return seen if span is None else seen & (rows > positions - span)
 
     def _share(self, i: int, buckets: Sequence[int]) -> bool:
-        """Do sequences i - 1 and i share a product? On a GPU, one more product costs more than
-        reading less saves."""
-        are_neighbours = self.slots[i] == self.slots[i - 1] + 1  # then their rows are one view of the slab
-        return are_neighbours and (has_gpu() or buckets[i] == buckets[i - 1])
+        """Do sequences i - 1 and i share a product?
+
+        On a GPU all neighbours do: one more product costs more than reading less saves.
+        """
+        if self.slots[i] != self.slots[i - 1] + 1:
+            return False  # their rows are no view of the slab
+        return has_gpu() or buckets[i] == buckets[i - 1]
