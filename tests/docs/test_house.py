@@ -1,7 +1,7 @@
 """The plan of the house: which of its files may import which.
 
-The plan stands first, as tables. The tests read the source, and run nothing of it but the list of sources that ranks compare. A test that fails names every file or
-line that breaks the plan, not only the first.
+The plan stands first, as tables. The tests read the source, and run nothing of it but the list of sources that ranks
+compare. A test that fails names every file or line that breaks the plan, not only the first.
 """
 
 import ast
