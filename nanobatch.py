@@ -55,10 +55,7 @@ from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot"]
 
 
-# --- the runner: an order becomes tokens ---------------------------------------------------------------------------
-
-
-PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
+# --- an order: what the device does in one step ----------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -68,14 +65,14 @@ class Piece(NamedTuple):
     ids: tuple[int, ...]
     start: int  # the row of its first token
     source: int | None  # rows 0..start are copied from this slot before
-    asked: bool  # it ends its prompt: a token is sampled from its last one
+    asked: bool  # the chunk ends its prompt: a token is sampled from its last one
 
 
 class Order(NamedTuple):
-    """What the device does in one step: numbers and sampling settings, no requests.
+    """A plan without its requests: numbers and sampling settings.
 
-    Together with the slab and each slot's newest token, an order decides the result. So other ranks can run it, too,
-    and the same orders give the same bits.
+    Together with the slab and each slot's newest token, an order decides the result. So other ranks
+    can run it, too, and the same orders give the same bits.
     """
 
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
@@ -83,79 +80,57 @@ class Order(NamedTuple):
     decodes: tuple[tuple[int, int], ...]  # (slot, row): the slot's newest token goes into this row
     picks: Mapping[int, Pick]  # by slot: how its token is chosen
 
-    def pack(self) -> list[int]:
-        """All but the picks as whole numbers, for the ranks that follow: they choose no token."""
-        numbers = [len(self.scrubs), len(self.chunks), len(self.decodes)]
-        numbers += chain(*self.scrubs)
-        for piece in self.chunks:
-            source = -1 if piece.source is None else piece.source
-            numbers += [piece.slot, piece.start, source, piece.asked, len(piece.ids), *piece.ids]
-        numbers += chain(*self.decodes)
-        return numbers
-
-    @staticmethod
-    def unpack(numbers: Sequence[int]) -> Order:
-        rest = iter(numbers)
-
-        def some(count: int) -> tuple[int, ...]:
-            return tuple(islice(rest, count))
-
-        scrubs, chunks, decodes = some(3)
-        scrubbed = tuple(some(3) for _ in range(scrubs))
-        pieces = []
-        for _ in range(chunks):
-            slot, start, source, asked, count = some(5)
-            pieces.append(Piece(slot, some(count), start, None if source < 0 else source, bool(asked)))
-        return Order(scrubbed, tuple(pieces), tuple(some(2) for _ in range(decodes)), {})
-
-    @staticmethod
-    def most_numbers(sizes: Sizes) -> int:
-        """How long `pack` can be: three counts, a scrub and a piece for each slot, and the tokens of all chunks.
-
-        A slot has one chunk in a step, so no budget fills more than a chunk for each slot.
-        """
-        tokens = min(sizes.slots * sizes.chunk, max(sizes.budget, sizes.chunk))
-        return 3 + sizes.slots * (3 + 5) + tokens
-
     @staticmethod
     def of(plan: Plan, handles: Mapping[int, Handle]) -> Order:
-        """A plan without its requests."""
         chunks = []
         for chunk in plan.chunks:
             ids = chunk.request.prompt[chunk.start : chunk.stop]
-            chunks.append(Piece(chunk.slot, ids, chunk.start, chunk.source, chunk.emits))
-        decodes = sorted((decode.slot, decode.position) for decode in plan.decodes)  # neighbouring slots are one view
+            chunks.append(Piece(chunk.slot, ids, chunk.start, chunk.source, asked=chunk.emits))
+        decodes = [(decode.slot, decode.position) for decode in plan.decodes]
+        decodes.sort()  # neighbouring slots are one view of the slab
         picks = {}
         for member in plan.emitters:
-            request, handle = member.request, handles[member.request.id]
-            index = request.planned - 1  # the token that has just been planned
-            recent = ()
-            if index == 0 and handle.sampling.repetition_penalty != 1:
-                recent = request.prompt[-PENALTY_CONTEXT:]
-            picks[member.slot] = Pick(member.slot, handle.sampling, handle.seed, index, recent)
+            handle = handles[member.request.id]
+            picks[member.slot] = pick_of(member.slot, member.request, handle)
         return Order(plan.scrubs, tuple(chunks), tuple(decodes), picks)
 
-    def passes(self) -> list[tuple[list[Piece], tuple[tuple[int, int], ...]]]:
-        """The chunks and the decoding sequences of each forward pass: in nearly all steps there is one pass.
+    def passes(self) -> list[tuple[list[Piece], Sequence[tuple[int, int]]]]:
+        """The chunks and the decoding sequences of each forward pass.
 
-        So each weight is read once a step. Only a chunk that copies rows which the pass is to write starts a new pass.
+        In nearly all steps there is one pass, so each weight is read once. Only a chunk that copies
+        rows which the pass itself writes starts another one.
         """
-        chunks: list[list[Piece]] = [[]]
-        written: set[int] = set()  # the slots that this pass writes
+        passes: list[list[Piece]] = [[]]
+        written: set[int] = set()  # the slots that the newest pass writes
         for piece in self.chunks:
             if piece.source in written:
-                chunks.append([])
-                written = set()
-            chunks[-1].append(piece)
+                passes.append([])
+                written.clear()
+            passes[-1].append(piece)
             written.add(piece.slot)
-        *first, last = chunks
-        return [*((pieces, ()) for pieces in first), (last, self.decodes)]
+        last = len(passes) - 1
+        return [(pieces, self.decodes if i == last else ()) for i, pieces in enumerate(passes)]
+
+
+def pick_of(slot: int, request: Request, handle: Handle) -> Pick:
+    """How the token is chosen that a plan has just counted for this request."""
+    index = request.planned - 1
+    recent: tuple[int, ...] = ()
+    if index == 0 and handle.sampling.repetition_penalty != 1:
+        recent = request.prompt[-PENALTY_CONTEXT:]
+    return Pick(slot, handle.sampling, handle.seed, index, recent)
+
+
+# --- the runner: an order becomes tokens ---------------------------------------------------------
+
+
+PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 
 
 class Flight(NamedTuple):
     """A step that has been started, and whose tokens have not been read yet."""
 
-    tokens: mx.array  # (slots,): what each asked slot sampled, -1 where its logits were not finite
+    tokens: mx.array  # (slots,): what each asked slot sampled, -1 if its logits were not finite
     logprobs: list[Logprobs]
     began: float
     build_s: float  # Python built the graph
@@ -163,23 +138,27 @@ class Flight(NamedTuple):
     wait_s: float  # Python waited for the pass before (`Runner._start`)
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
-        """Wait for the step. By slot: its token, and the log probabilities of those that asked for them."""
-        mx.eval(self.tokens, self.logprobs)  # here, and in `Runner._start`, Python asks to wait for the device
-        logprobs = {slot: TokenLogprob(*values) for part in self.logprobs for slot, *values in part.read()}
+        """Wait for the step. By slot: its token, and the log probabilities that were asked for."""
+        mx.eval(self.tokens, self.logprobs)  # here Python waits for the device
+        logprobs = {}
+        for part in self.logprobs:
+            for slot, logprob, top in part.read():
+                logprobs[slot] = TokenLogprob(logprob, top)
         return self.tokens.tolist(), logprobs
 
 
 class Runner:
-    """The device half of the engine: the model, the slab, and each slot's newest token. It knows no request.
+    """The device half of the engine: the model, the slab, each slot's newest token. No request.
 
-    The same orders in the same sequence give the same bits. Only the flights' figures depend on the clock.
+    The same orders in the same sequence give the same bits. Only the times of a flight depend on
+    the clock.
     """
 
     def __init__(self, model: Model, sizes: Sizes, clock: Callable[[], float] = time.perf_counter):
         self.model = model.for_slots_of(sizes.max_len)
         self.ranks = model.ranks
         self.clock = clock
-        self._device_s = 0.0  # of the step that is being started: its flight's figures so far
+        self._device_s = 0.0  # of the step that is being started
         self._wait_s = 0.0
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
         self.slab: Slab | None = None
@@ -194,7 +173,7 @@ class Runner:
         self._memory = Memory(self.slab.slots, self.model.config.V)
 
     def run(self, order: Order) -> Flight:
-        """Turn an order into one lazy graph, sampling included, and start it. Ranks that follow are told first."""
+        """Turn an order into one lazy graph, sampling included, and start it."""
         began = self.clock()
         self._device_s = 0.0
         self._wait_s = 0.0
@@ -217,17 +196,17 @@ class Runner:
             wait_s=self._wait_s,
         )
 
-    def _forward(self, order: Order) -> tuple[list[mx.array], list[int]]:  # (n, V) of each pass, and n slots in all
-        """Run the passes of a step. Returns the logits from which tokens are to be sampled, and whose they are."""
+    def _forward(self, order: Order) -> tuple[list[mx.array], list[int]]:
+        """Run the passes of a step. Returns each pass's logits (n, V), and the slots they are for."""
         logits = []
-        slots = []
+        slots: list[int] = []
         for chunks, decodes in order.passes():
-            for piece in chunks:
-                self._copy_prefix(piece)
             ids: list[mx.array] = []
             windows: list[Window] = []
             asked: list[int] = []  # places among the tokens of this pass
-            count = 0  # its tokens so far
+            count = 0  # tokens of this pass so far
+            for piece in chunks:
+                self._copy_prefix(piece)
             for piece in chunks:
                 padded = self._padded(piece)
                 ids.append(mx.array(padded))
@@ -238,8 +217,9 @@ class Runner:
                 count += len(padded)
             if decodes:
                 decoding = [slot for slot, _ in decodes]
-                ids.append(self._newest[mx.array(decoding)])  # these are on the device, and nothing has read them yet
-                windows.append(Window(self.slab, decoding, [row for _, row in decodes], 1))
+                rows = [row for _, row in decodes]
+                ids.append(self._newest[mx.array(decoding)])  # on the device, and not read yet
+                windows.append(Window(self.slab, decoding, rows, L=1))
                 asked += range(count, count + len(decodes))
                 slots += decoding
             found = forward(self.model, mx.concatenate(ids), windows, asked)
@@ -253,22 +233,27 @@ class Runner:
     def _padded(self, piece: Piece) -> list[int]:
         """The token ids of a chunk. On a GPU some zeros follow, so that the widths are few.
 
-        A GPU prepares its kernels for each shape anew. The padding's keys land in rows that the sequence has yet to
-        reach and will write over.
+        A GPU prepares its kernels for each shape anew. The padding's keys land in rows that the
+        sequence has yet to reach and will write over.
         """
         width = len(piece.ids)
         if device.has_gpu():
-            width = min(-(-width // PADDING) * PADDING, self.slab.length - piece.start)
+            rounded = -(-width // PADDING) * PADDING
+            width = min(rounded, self.slab.length - piece.start)
         return [*piece.ids, *[0] * (width - len(piece.ids))]
 
     def _choose(
-        self, logits: Sequence[mx.array], slots: Sequence[int], picks: Mapping[int, Pick]
-    ) -> tuple[mx.array, list[Logprobs]]:  # -> (slots,): the tokens, -1 where none is asked for; what was measured
-        """Choose a token for each of these slots. A rank that follows has no logits, and is told the tokens."""
+        self,
+        logits: Sequence[mx.array],
+        slots: Sequence[int],
+        picks: Mapping[int, Pick],
+    ) -> tuple[mx.array, list[Logprobs]]:
+        """A token for each slot that asks, -1 for the others. On a rank that follows, all are -1."""
         emitted = mx.full(self.slab.slots, -1, mx.int32)
         if not slots or self.ranks.rank:
             return emitted, []
-        tokens, logprobs = choose(mx.concatenate(logits), [picks[slot] for slot in slots], self._memory)
+        chosen = [picks[slot] for slot in slots]
+        tokens, logprobs = choose(mx.concatenate(logits), chosen, self._memory)
         emitted[mx.array(slots)] = tokens
         return emitted, logprobs
 
@@ -283,44 +268,30 @@ class Runner:
     def _start(self, *results: mx.array) -> None:
         """Start a forward pass, as soon as the one before has read the last of the slab.
 
-        subtle: an array is written in place only if nothing else holds its memory. A running pass keeps a reference to
-        the slab until it has read it; writing then would copy the slab, layer by layer. So we wait for the pass before.
-        What remains to be done for it, the sampling, is time enough to get the next one going.
+        subtle: an array is written in place only if nothing else holds its memory. A running pass
+        keeps a reference to the slab until it has read it; writing then would copy the slab, layer
+        by layer. So we wait for the pass before. What remains to be done for it, the sampling, is
+        time enough to get the next one going.
         """
         began = self.clock()
         mx.eval(self._started)
-        self._started = ()  # these may be views of the slab: let go of it before it is to be written
+        self._started = ()  # these may be views of the slab: let go of it before it is written
         self._wait_s += self.clock() - began
         self._enqueue(*results)
         self._started = results
 
     def _enqueue(self, *results) -> None:
-        """Add the operations that lead to these results to MLX's queue, from which the device takes them.
+        """Add the operations that lead to these results to MLX's queue. The device takes them.
 
-        On a CPU the queue holds about fifty operations, and adding to a full queue waits. So nearly all of the device's
-        work is done while Python stands here.
+        On a CPU the queue holds about fifty operations, and adding to a full queue waits. So nearly
+        all of the device's work is done while Python stands here.
         """
         began = self.clock()
         mx.async_eval(results)
         self._device_s += self.clock() - began
 
-    # --- several processes
-
-    def _tell(self, order: Order) -> None:
-        """Send the order to the ranks that follow."""
-        numbers = order.pack()
-        began = self.clock()
-        self.ranks.tell(numbers)
-        self._device_s += self.clock() - began
-
-    def follow(self) -> None:
-        """What every rank but the first does: it runs the orders of rank 0, until there are no more."""
-        with device_lock, device_stream():
-            while numbers := self.ranks.hear():
-                self.run(Order.unpack(numbers)).read()
-
     def warm_up(self) -> None:
-        """Run a prompt of one token, and the next token. What comes first is slow, because everything is new."""
+        """Run a prompt of one token, and the next token. What comes first is slow."""
         if self.ranks.rank:
             return  # it will be told to
         with device_lock, device_stream():
@@ -329,6 +300,58 @@ class Runner:
             self.run(Order((), (prompt,), (), picks)).read()
             self.run(Order((), (), ((0, 1),), picks)).read()
             self.reset()
+
+    # --- several processes (`parts/ranks`): orders travel as whole numbers
+
+    def _tell(self, order: Order) -> None:
+        """Send the order to the ranks that follow."""
+        numbers = pack(order)
+        began = self.clock()
+        self.ranks.tell(numbers)
+        self._device_s += self.clock() - began
+
+    def follow(self) -> None:
+        """What every rank but the first does: it runs the orders of rank 0, until there are no more."""
+        with device_lock, device_stream():
+            while numbers := self.ranks.hear():
+                self.run(unpack(numbers)).read()
+
+
+def pack(order: Order) -> list[int]:
+    """An order without its picks: ranks that follow choose no token."""
+    numbers = [len(order.scrubs), len(order.chunks), len(order.decodes)]
+    numbers += chain(*order.scrubs)
+    for piece in order.chunks:
+        source = -1 if piece.source is None else piece.source
+        numbers += [piece.slot, piece.start, source, piece.asked, len(piece.ids), *piece.ids]
+    numbers += chain(*order.decodes)
+    return numbers
+
+
+def unpack(numbers: Sequence[int]) -> Order:
+    rest = iter(numbers)
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(islice(rest, count))
+
+    counts = some(3)
+    scrubs = [some(3) for _ in range(counts[0])]
+    chunks = []
+    for _ in range(counts[1]):
+        slot, start, source, asked, count = some(5)
+        source = None if source < 0 else source
+        chunks.append(Piece(slot, some(count), start, source, bool(asked)))
+    decodes = [some(2) for _ in range(counts[2])]
+    return Order(tuple(scrubs), tuple(chunks), tuple(decodes), {})
+
+
+def most_numbers(sizes: Sizes) -> int:
+    """How long a packed order can be: three counts, a scrub and a piece for each slot, all tokens.
+
+    A slot has one chunk in a step, so no budget fills more than a chunk for each slot.
+    """
+    tokens = min(sizes.slots * sizes.chunk, max(sizes.budget, sizes.chunk))
+    return 3 + sizes.slots * (3 + 5) + tokens
 
 
 # --- the engine ----------------------------------------------------------------------------------------------------
@@ -379,7 +402,7 @@ class Engine:
     ):
         self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
         self.ranks, sizes = model.ranks, fit_all(model, slots, max_len, chunk, budget, usual_len)
-        self.ranks.room = 1 + Order.most_numbers(sizes)
+        self.ranks.room = 1 + most_numbers(sizes)
         limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue, "hurry": not device.has_gpu()}
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, far=far_position(model.config), **limits)
         self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it

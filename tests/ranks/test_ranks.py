@@ -189,14 +189,14 @@ def test_orders_survive_the_wire(parts, budget):
         run = engine.runner.run
         engine.runner.run = lambda order: orders.append(order) or run(order)
         run_schedule(engine, random_asks(rng, 40, 100, 12, cancels=0.4, alike=0.6), rng)
-    most = Order.most_numbers(Sizes(slots=4, max_len=128, chunk=32, budget=budget, summary=""))
+    most = most_numbers(Sizes(slots=4, max_len=128, chunk=32, budget=budget, summary=""))
     assert len(orders) > 50
     assert sum(bool(order.scrubs) for order in orders) > 0
     assert sum(len(order.chunks) > 1 for order in orders) > 0
     assert any(piece.source is not None for order in orders for piece in order.chunks)
     for order in orders:
-        numbers = order.pack()
-        assert Order.unpack([*numbers, *[0] * 9]) == order._replace(picks={})
+        numbers = pack(order)
+        assert unpack([*numbers, *[0] * 9]) == order._replace(picks={})
         assert len(numbers) <= most and all(-1 <= number < 2**31 for number in numbers)
 
 
