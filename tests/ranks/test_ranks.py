@@ -29,7 +29,7 @@ from doors import hail
 from harness import random_asks, run_schedule
 from rank import SIZES, live
 
-from nanobatch import Engine, Order
+from nanobatch import Engine, most_numbers, pack, unpack
 from parts import program
 from parts.device import rows
 from parts.device.mlx import mx
