@@ -119,7 +119,9 @@ def attend(
     for own_q, (window, look) in zip(cut(q, sizes), looks, strict=True):
         k, v = window.read(layer.index, look)
         sums.append(attention(own_q, k, v, look.mask, kind))
-    return mx.concatenate(sums)
+    h = mx.concatenate(sums)
+    windows[0].slab.last_read = h
+    return h
 
 
 def attention(

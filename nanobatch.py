@@ -166,7 +166,7 @@ class Runner:
 
     def reset(self) -> None:
         """A new slab, with nothing in it."""
-        self._started: tuple[mx.array, ...] = ()  # what the newest forward pass yields
+        self._reading: Sequence[mx.array] = ()  # until these are computed, the slab is read
         self.slab = None  # let the old one go before a new one is made
         self.slab = Slab(*self._shape, self.model.dtype)
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
@@ -225,9 +225,9 @@ class Runner:
             found = forward(self.model, mx.concatenate(ids), windows, asked)
             if asked:
                 logits.append(found)
-                self._start(found)
+                self._start([found], until=[self.slab.last_read])
             else:  # no logits are computed: we start what has been written
-                self._start(*self.slab.written())
+                self._start(self.slab.written())
         return logits, slots
 
     def _padded(self, piece: Piece) -> list[int]:
@@ -262,23 +262,25 @@ class Runner:
         if piece.source is None:
             return
         prefix = self.slab.prefix(piece.source, piece.start)
-        self._start(*prefix)
+        self._start(prefix)
         self.slab.fill(piece.slot, prefix)
 
-    def _start(self, *results: mx.array) -> None:
+    def _start(self, results: Sequence[mx.array], until: Sequence[mx.array] | None = None) -> None:
         """Start a forward pass, as soon as the one before has read the last of the slab.
+
+        `until`: once these are computed, this pass has done so; by default, once all of it is.
 
         subtle: an array is written in place only if nothing else holds its memory. A running pass
         keeps a reference to the slab until it has read it; writing then would copy the slab, layer
-        by layer. So we wait for the pass before. What remains to be done for it, the sampling, is
-        time enough to get the next one going.
+        by layer. So we wait for the pass before. What remains to be done for it, the head and the
+        sampling, is time enough to get the next one going.
         """
         began = self.clock()
-        mx.eval(self._started)
-        self._started = ()  # these may be views of the slab: let go of it before it is written
+        mx.eval(self._reading)
+        self._reading = []  # these may be views of the slab: let go of it before it is written
         self._wait_s += self.clock() - began
         self._enqueue(*results)
-        self._started = results
+        self._reading = results if until is None else until
 
     def _enqueue(self, *results) -> None:
         """Add the operations that lead to these results to MLX's queue. The device takes them.

@@ -510,7 +510,7 @@ def test_no_step_copies_the_slab_and_starting_a_pass_too_early_would(tmp_path, m
     folder = make_checkpoint(tmp_path, num_hidden_layers=1, **wide)
     assert count_copies(folder) == (0, 8)
 
-    def start_at_once(self, *results):
+    def start_at_once(self, results, until=None):
         mx.async_eval(results)
 
     monkeypatch.setattr(Runner, "_start", start_at_once)
