@@ -19,11 +19,11 @@ writes L rows of one slot. All decoding sequences share one window, which writes
 their slots (A4, B6). A free slot takes no part, and costs nothing.
 
 The invariant: what a sequence computes depends on row p only if the sequence has written row p
-itself, or if row p was copied from a sequence that begins with the same tokens. So a slot needs no
-cleaning between owners, with one exception. Attention multiplies the rows of earlier owners by
-zero, but 0 x NaN is NaN. So rows that may hold a number that is not finite are scrubbed before the
-slot gets its next owner. A NaN in another slot does no harm, because a sequence reads its own slot
-and no other.
+itself, or if a sequence that begins with the same tokens has. (Then the row has stayed in the slot,
+or was copied from another one.) So a slot needs no cleaning between owners, with one exception.
+Attention multiplies the rows of earlier owners by zero, but 0 x NaN is NaN. So rows that may hold a
+number that is not finite are scrubbed before the slot gets its next owner. A NaN in another slot
+does no harm, because a sequence reads its own slot and no other.
 
 This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which gives the
 slots away.
@@ -103,12 +103,11 @@ class Slab:
 
 
 class Look(NamedTuple):
-    """Sequences of a window in neighbouring slots that look back equally far: their attention is
-    one product."""
+    """Sequences of a window in neighbouring slots, with one product for their attention."""
 
     slots: slice  # one slot for each sequence
     T: int  # how many rows each sequence reads
-    # Added to the scores: 0 for a row that a token sees, minus infinity for any other. (B, 1, 1, L,
+    # Added to the scores: 0 for a row that a token sees, minus infinity for any other. (B, 1, L,
     # T), since the mask is the same for all heads. A GPU's kernel wants True and False, for each
     # head, (B, H, L, T); or the word "causal".
     mask: mx.array | str
@@ -162,8 +161,8 @@ class Window:
         from then on the name stands for that node, wherever the name is used. The new node takes
         over the old one's memory, without copying the slab, if and only if there is no other
         reference to the old node. Three rules see to that. Only `Slab` holds the arrays. The
-        windows of one forward pass all write before the first of them reads. And `Engine` writes
-        only when no step in flight still reads the slab.
+        windows of one forward pass all write before the first of them reads. And `Runner._start`
+        starts a pass only when the one before has read the slab.
         """
         for slab, new in ((self.slab.k, k), (self.slab.v, v)):
             if self._rows is None:  # a run of rows in one slot
@@ -217,12 +216,12 @@ class Window:
             shape = (self.B, kernel_heads, *seen.shape[2:])
             mask = mx.contiguous(mx.broadcast_to(seen, shape))  # (B, H, L, T)
         else:
-            mask = mx.where(seen, 0.0, -mx.inf)[:, None]  # (B, 1, 1, L, T)
+            mask = mx.where(seen, 0.0, -mx.inf)  # (B, 1, L, T)
 
         looks = []
         first = 0  # the look's first sequence
         for i in range(1, self.B + 1):
-            if i < self.B and self._share(i, buckets):
+            if i < self.B and self._joins(i, buckets):
                 continue
             slots = slice(self.slots[first], self.slots[i - 1] + 1)
             T = max(ends[first:i])
@@ -237,7 +236,7 @@ class Window:
         seen = rows <= positions
         return seen if span is None else seen & (rows > positions - span)
 
-    def _share(self, i: int, buckets: Sequence[int]) -> bool:
+    def _joins(self, i: int, buckets: Sequence[int]) -> bool:
         """Do sequences i - 1 and i share a product?
 
         On a GPU all neighbours do: one more product costs more than reading less saves.

@@ -8,23 +8,25 @@ in a whole prompt. This file is the forward pass that takes them all.
 
 The glossary, used everywhere in this project:
 
-    N    tokens in one forward pass       D    model width
-    n    of these, tokens that are asked  V    vocabulary
-    B    sequences in one window          H    query heads
-    L    new tokens of each sequence      Hkv  key and value heads; G = H / Hkv queries share one
-    S    length of a slot of the slab     Dh   size of one head
-    T    how many rows attention reads    C    width of a prefill chunk
+    N    tokens in one forward pass            D    model width
+    n    of these, the tokens that are asked   V    vocabulary
+    B    sequences in one window or look       H    query heads
+    L    new tokens of each sequence           Hkv  key and value heads; G = H / Hkv share one
+    T    how many rows attention reads         Dh   size of one head
 
-    slot     a sequence's place in the slab: S rows
+    slot     a sequence's place in the slab
     row      a place in a slot, for one token's key and value
-    window   the rows that a chunk, or all decoding sequences together, write in a forward pass
-    prefill  the prompt goes into the slot, in chunks
+    chunk    a part of a prompt: prefill brings a prompt into its slot chunk by chunk
     decode   one new token for a sequence
+    window   the rows that a chunk, or all decoding sequences together, write in a forward pass
+    look     neighbouring sequences of a window that look back equally far
+    kind     what attention does alike in some of the layers: how positions turn, how far it looks
 
 The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
 and on nothing else: not on the neighbours, not on the slot, and not on the moment. Where
-`engine.exact` is True, that holds for every bit. The proof is one sentence, in
-`parts/device/rows.c`: every number of a matrix product is one sum, taken in one order.
+`Engine.exact` is True (float32 on a CPU, with our own matrix product), that holds for every bit.
+The proof is one sentence, in `parts/device/rows.c`: every number of a matrix product is one sum,
+taken in one order.
 
 Where next: `kv.py`, which holds the keys and values.
 """
@@ -48,13 +50,13 @@ def forward(
     """The tokens of all windows go in, side by side. The logits of those that are asked come out.
 
     `windows`: each chunk of a prompt has one of its own, and all decoding sequences share one.
-    `asked`: the places, among the N tokens, of those whose next token is to be sampled.
+    `asked`: the places, among the N tokens, of those whose next token is to be sampled: ascending,
+    each place once.
 
     Norms, projections and the MLP treat each token by itself. So each weight is read once for all N
     tokens. Only attention needs to know which sequence a token belongs to.
 
-    Nothing is computed here. MLX is lazy: each line adds nodes to a graph, which `Runner.run`
-    starts as a whole.
+    Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Runner` starts it.
     """
     positions = mx.concatenate([window.positions for window in windows])  # (N,)
     turns = [turning(kind, positions) for kind in model.kinds]
@@ -87,8 +89,7 @@ def heads(
     c = model.config
     qkv = layer.qkv(x).reshape(-1, c.H + 2 * c.Hkv, c.Dh)
     qk, v = mx.split(qkv, [c.H + c.Hkv], axis=1)
-    qk = layer.qk_norm(qk)
-    qk = turn(qk)
+    qk = turn(layer.qk_norm(qk))  # queries and keys together: one operation instead of two
     q, k = mx.split(qk, [c.H], axis=1)
     return q, k, v
 
@@ -111,14 +112,13 @@ def attend(
         window.write(layer.index, new_k, new_v)
 
     kernel_heads = model.config.H if kind.has_kernel else 0
-    looks = []
-    for window in windows:
-        looks += [(window, look) for look in window.looks(kind.span, kernel_heads)]
-    sizes = [look.B * window.L for window, look in looks]
     sums = []
-    for own_q, (window, look) in zip(cut(q, sizes), looks, strict=True):
-        k, v = window.read(layer.index, look)
-        sums.append(attention(own_q, k, v, look.mask, kind))
+    for window, window_q in zip(windows, cut(q, sizes), strict=True):
+        looks = window.looks(kind.span, kernel_heads)
+        parts = cut(window_q, [look.B * window.L for look in looks])
+        for look, look_q in zip(looks, parts, strict=True):
+            keys, values = window.read(layer.index, look)  # (B, Hkv, T, Dh) each
+            sums.append(attention(look_q, keys, values, look.mask, kind))
     h = mx.concatenate(sums)
     windows[0].slab.last_read = h
     return h
@@ -128,35 +128,35 @@ def attention(
     q: mx.array,  # (B * L, H, Dh)
     k: mx.array,  # (B, Hkv, T, Dh)
     v: mx.array,  # (B, Hkv, T, Dh)
-    mask: mx.array | str,
+    mask: mx.array | str,  # (B, 1, L, T); of another form for a GPU's kernel
     kind: Kind,
 ) -> mx.array:  # (B * L, H * Dh)
     """softmax(q k^T / sqrt(Dh) + mask) v
 
-    Each token's query is compared with the keys of all tokens up to itself. The result weights
-    their values. The mask is 0 for these keys, and minus infinity for all others, whose weight
-    becomes 0.
+    Each token's query is compared with the keys of the tokens that it sees: all up to itself, or,
+    with a span, the last of them. The result weights the values. The mask is 0 for these keys, and
+    minus infinity for all others, so that their weight is 0.
 
     G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the
     rows of one matrix product, and each key is read once for all of them.
     """
-    tokens, H, Dh = q.shape
+    count, H, Dh = q.shape
     B, Hkv, T, _ = k.shape
     scale = Dh**-0.5
     if kind.has_kernel:  # on a GPU, one kernel does all of this and keeps no scores
         q = q.reshape(B, -1, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
         sums = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     else:
-        q = (q * scale).reshape(B, -1, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
+        q = (q * scale).reshape(B, -1, H, Dh).swapaxes(1, 2)  # q is smaller than the scores
         q = q.reshape(B, Hkv, -1, Dh)  # (B, Hkv, G * L, Dh)
         scores = q @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
         if kind.cap:
             scores = capped(scores, kind.cap)
-        scores = scores.reshape(B, Hkv, H // Hkv, -1, T) + mask  # (B, Hkv, G, L, T)
+        scores = scores.reshape(B, H, -1, T) + mask  # (B, H, L, T), in float32 as the mask is
         weights = softmax(scores).astype(v.dtype)
         weights = weights.reshape(B, Hkv, -1, T)  # (B, Hkv, G * L, T)
         sums = (weights @ v).reshape(B, H, -1, Dh)  # (B, H, L, Dh)
-    return sums.swapaxes(1, 2).reshape(tokens, H * Dh)
+    return sums.swapaxes(1, 2).reshape(count, H * Dh)
 
 
 def only(x: mx.array, places: Sequence[int]) -> mx.array:  # (N, ...) -> (n, ...)
@@ -167,6 +167,6 @@ def only(x: mx.array, places: Sequence[int]) -> mx.array:  # (N, ...) -> (n, ...
 
 def cut(x: mx.array, sizes: Sequence[int]) -> list[mx.array]:  # (N, ...) -> (size, ...) each
     if len(sizes) == 1:
-        return [x]
+        return [x]  # no node of the graph
     ends = list(accumulate(sizes))
     return mx.split(x, ends[:-1])

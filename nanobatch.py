@@ -10,7 +10,9 @@ that decides what runs next (`sched.py`), and a sampler for each of them (`sampl
 One turn of the wheel is `Engine.step`. A plan names requests; an order names slots and numbers, and is all that the
 device half needs to know.
 
-    ghost    a sequence that runs in a step although its request has ended: the step was planned before the end was seen
+    flight   a step that has been started, and not been read
+    ghost    a sequence that runs in a step although its request has ended meanwhile
+    rank     one of several processes that share a model; rank 0 leads, the others follow
 
 The invariant: a request's answer depends on its prompt, its `Sampling` and the model alone: not on its neighbours, not
 on its slot, and not on the moment when it came. (A request that draws its tokens at random needs a seed for that.)
@@ -64,7 +66,7 @@ class Piece(NamedTuple):
     slot: int
     ids: tuple[int, ...]
     start: int  # the row of its first token
-    source: int | None  # rows 0..start are copied from this slot before
+    source: int | None  # rows [0:start] are copied from this slot before
     asked: bool  # the chunk ends its prompt: a token is sampled from its last one
 
 
@@ -115,6 +117,7 @@ class Order(NamedTuple):
 def pick_of(slot: int, request: Request, handle: Handle) -> Pick:
     """How the token is chosen that a plan has just counted for this request."""
     index = request.planned - 1
+    # Later tokens are known to the device, which remembers them itself (`Memory.add`).
     recent: tuple[int, ...] = ()
     if index == 0 and handle.sampling.repetition_penalty != 1:
         recent = request.prompt[-PENALTY_CONTEXT:]
@@ -130,7 +133,7 @@ PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 class Flight(NamedTuple):
     """A step that has been started, and whose tokens have not been read yet."""
 
-    tokens: mx.array  # (slots,): what each asked slot sampled, -1 if its logits were not finite
+    tokens: mx.array  # (slots,): -1 if a slot is not asked, or its logits were not finite
     logprobs: list[Logprobs]
     began: float
     build_s: float  # Python built the graph
@@ -139,7 +142,7 @@ class Flight(NamedTuple):
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
         """Wait for the step. By slot: its token, and the log probabilities that were asked for."""
-        mx.eval(self.tokens, self.logprobs)  # here Python waits for the device
+        mx.eval(self.tokens, self.logprobs)  # here, in `_start` and in `_enqueue` Python waits
         logprobs = {}
         for part in self.logprobs:
             for slot, logprob, top in part.read():
@@ -172,8 +175,19 @@ class Runner:
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
         self._memory = Memory(self.slab.slots, self.model.config.V)
 
+    def warm_up(self) -> None:
+        """Run a prompt of one token, and the next token. What comes first is slow."""
+        if self.ranks.rank:
+            return  # it will be told to
+        with device_lock, device_stream():
+            picks = {0: Pick(0, Sampling(), 0, 0)}
+            prompt = Piece(slot=0, ids=(0,), start=0, source=None, asked=True)
+            self.run(Order((), (prompt,), (), picks)).read()
+            self.run(Order((), (), ((0, 1),), picks)).read()
+            self.reset()
+
     def run(self, order: Order) -> Flight:
-        """Turn an order into one lazy graph, sampling included, and start it."""
+        """Build and start a step: each pass as soon as it is built, and the sampling last."""
         began = self.clock()
         self._device_s = 0.0
         self._wait_s = 0.0
@@ -183,7 +197,7 @@ class Runner:
             self.slab.scrub(slot, start, stop)
         logits, slots = self._forward(order)
         emitted, logprobs = self._choose(logits, slots, order.picks)
-        emitted = self.ranks.first(emitted)
+        emitted = self.ranks.first(emitted)  # those of rank 0, on every rank
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
         self._enqueue(emitted, self._newest, self._memory.recent, logprobs)
         took = self.clock() - began
@@ -226,7 +240,7 @@ class Runner:
             if asked:
                 logits.append(found)
                 self._start([found], until=[self.slab.last_read])
-            else:  # no logits are computed: we start what has been written
+            else:  # `found` is never computed: we start what has been written
                 self._start(self.slab.written())
         return logits, slots
 
@@ -291,17 +305,6 @@ class Runner:
         began = self.clock()
         mx.async_eval(results)
         self._device_s += self.clock() - began
-
-    def warm_up(self) -> None:
-        """Run a prompt of one token, and the next token. What comes first is slow."""
-        if self.ranks.rank:
-            return  # it will be told to
-        with device_lock, device_stream():
-            picks = {0: Pick(0, Sampling(), 0, 0)}
-            prompt = Piece(slot=0, ids=(0,), start=0, source=None, asked=True)
-            self.run(Order((), (prompt,), (), picks)).read()
-            self.run(Order((), (), ((0, 1),), picks)).read()
-            self.reset()
 
     # --- several processes (`parts/ranks`): orders travel as whole numbers
 

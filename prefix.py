@@ -5,12 +5,14 @@ all that was said before. Their keys and values are the same rows, so they shoul
 But to compare each new prompt with what every slot holds, token by token and again in every step,
 takes longer than a step: with 64 slots of 16,000 tokens it took more than a second.
 
-The way out: give each beginning a name. A prompt is cut into pieces, and each piece leads from one
-`Beginning` to the next longer one. Equal pieces lead from equal beginnings to the same object, so
-two prompts share n pieces exactly if their n-th beginnings are one and the same object:
+The way out: make each beginning one object. A prompt is cut into pieces, and each piece leads from
+one `Beginning` to the next longer one. Equal pieces lead from equal beginnings to the same object,
+so two prompts share n pieces exactly if their n-th beginnings are one and the same object:
 
-    prompt A   c a t s . s i t . . . .        pieces of 4:   cats -> .sit -> ....
-    prompt B   c a t s . r u n . . . .                       cats -> .run -> ....     one object, then two
+    prompt A   c a t s _ s i t _ d o w n        pieces of 4:  cats -> _sit -> _dow
+    prompt B   c a t s _ r u n _ a w a y                      cats -> _run -> _awa
+
+    Both go through one object, `cats`, and then part.
 
 A prompt's tokens are read once, when it is submitted, and an answer's when it ends: the answer goes
 on where its prompt's name ends. From then on a comparison is a look at one object, and each
@@ -31,7 +33,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-PIECE = 16  # tokens: long enough that a beginning costs little memory, short enough to find what little is shared
+PIECE = 16  # tokens: a longer piece finds less, a shorter one takes more memory
 
 
 class Beginning:
@@ -40,13 +42,13 @@ class Beginning:
     __slots__ = ("__weakref__", "slots")
 
     def __init__(self) -> None:
-        self.slots: set[int] = set()  # the slots that hold its rows
+        self.slots: set[int] = set()  # the slots with its rows
 
 
 class Trail(NamedTuple):
-    """A text's tokens, and its beginnings: one piece, two pieces, and so on.
+    """The tokens of a text, and its beginnings: one piece, two pieces, and so on.
 
-    The tokens at the end that fill no piece are in no beginning.
+    A last piece that is not full is in no beginning.
     """
 
     tokens: Sequence[int] = ()
@@ -55,39 +57,38 @@ class Trail(NamedTuple):
 
 
 class Prefixes:
-    """The beginnings of all prompts that are open or remembered, and the slots that hold their
-    rows."""
+    """The beginnings of all open and remembered prompts, and the slots with their rows."""
 
     def __init__(self, slots: int, piece: int = PIECE):
         self.piece = piece
-        self.rows = [0] * slots  # by slot: how many rows it holds of its last prompt and answer
-        self.by_use = list(range(slots))  # the slot that was used longest ago stands first
-        self._tokens: list[Sequence[int]] = [()] * slots  # by slot: the tokens of its rows, or more
+        self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
+        self.by_use = list(range(slots))  # the slot unused for longest stands first
+        self._tokens: list[Sequence[int]] = [()] * slots  # by slot: the tokens of the rows, or more
         self._held: list[list[Beginning]] = [[] for _ in range(slots)]  # by slot, the shortest first
         self._root = Beginning()
-        # (a beginning, the next piece's tokens) -> the beginning that is longer by this piece. The
-        # tokens are bytes, which remember their hash: a dictionary wants it again when an entry
-        # dies, and that may be inside a plan.
+        # (a beginning, the tokens of the next piece) -> the beginning longer by this piece. The
+        # tokens are bytes, since bytes remember their hash: when an entry dies, perhaps inside a
+        # plan, the dictionary needs the hash again.
         self._longer: WeakValueDictionary[tuple[Beginning, bytes], Beginning]
         self._longer = WeakValueDictionary()
 
     def trail(self, prompt: Sequence[int], shares: bool) -> Trail:
-        """A prompt and its beginnings. One that shares no rows has none."""
+        """A prompt and its beginnings. A prompt that shares no rows has no beginnings."""
         if not shares:
             return Trail(prompt)
         return Trail(prompt, self._beginnings(prompt, self._root), self._root)
 
     def _beginnings(self, tokens: Sequence[int], last: Beginning) -> list[Beginning]:
-        """The beginnings of a text that are longer than `last`, behind which these tokens stand."""
+        """The beginnings behind `last`, if these tokens follow."""
         found = []
         data = array("q", tokens).tobytes()
         width = 8 * self.piece
         for start in range(0, len(data) - width + 1, width):
-            step = (last, data[start : start + width])
-            last = self._longer.get(step)
+            key = (last, data[start : start + width])
+            last = self._longer.get(key)
             if last is None:
                 last = Beginning()
-                self._longer[step] = last
+                self._longer[key] = last
             found.append(last)
         return found
 
@@ -121,12 +122,12 @@ class Prefixes:
         return rows
 
     def place(self, trail: Trail, free: Sequence[int]) -> tuple[int, str]:
-        """Which free slot to write such a prompt into, and in a few words why.
+        """Which free slot to write this prompt into, and in a few words why.
 
-        Best into the slot that holds the most of it: there no row needs to be copied. But what that
-        slot holds beyond the common rows is lost. If this is more than what is shared, the slot may
-        be a conversation's, which has no more than the system prompt in common with this prompt,
-        and goes on later. Then the slot that was used longest ago is the better one.
+        The slot with the most common rows is best: no row needs to be copied. But all its other
+        rows are lost. If there are more of them than common ones, the slot may hold a conversation
+        with the same system prompt, and the conversation may go on later. Then the slot unused for
+        longest is the better one.
         """
         oldest = free[0]
         if len(free) == 1:
@@ -141,10 +142,10 @@ class Prefixes:
         return slot, f"has its first {rows:,} rows"
 
     def best(self, trail: Trail, slot: int, worth: int) -> tuple[int, int | None]:
-        """How many rows of this prompt a slot begins with at best, and the slot that has them.
+        """The most rows of this prompt that a slot holds, and the slot.
 
-        It is the slot itself, unless another one has `worth` rows more. To copy fewer takes longer
-        than to compute them.
+        It is the slot itself, unless another one has `worth` rows more. To copy fewer rows takes
+        longer than to compute them.
         """
         near = self.find(trail, (slot,))
         most = self.find(trail, range(len(self.rows)))
@@ -153,19 +154,19 @@ class Prefixes:
     def share(self, one: Trail, other: Trail, rows: int) -> bool:
         """Do two prompts begin with the same `rows` rows, as far as whole pieces tell?"""
         n = rows // self.piece
+        assert n > 0, (rows, self.piece)
         if n * self.piece >= len(one.tokens) or n > min(len(one.beginnings), len(other.beginnings)):
             return False
         return one.beginnings[n - 1] is other.beginnings[n - 1]
 
     def begin(self, slot: int, source: int | None) -> None:
-        """The slot gets a new prompt. `source`: the slot whose first rows it takes over, or
-        None."""
+        """The slot gets a new prompt. `source`: the slot to copy the first rows from."""
         self.forget(slot)
         if source is not None:
             self.use(source)
 
     def hold(self, slot: int, trail: Trail, rows: int) -> None:
-        """The slot's first `rows` rows are those of this prompt. (It may have held some before.)"""
+        """The slot's first `rows` rows are those of this prompt. (Some it may have held before.)"""
         held = self._held[slot]
         for beginning in trail.beginnings[len(held) : rows // self.piece]:
             beginning.slots.add(slot)
@@ -185,12 +186,12 @@ class Prefixes:
         self.hold(slot, Trail(tokens, [*trail.beginnings, *longer]), len(tokens))
 
     def use(self, slot: int) -> None:
-        """The slot was used just now, so of all slots it is written over last."""
+        """The slot was used just now: of all slots, this one is written over last."""
         self.by_use.remove(slot)
         self.by_use.append(slot)
 
     def forget(self, slot: int) -> None:
-        """The slot's rows are about to be written over, or are not to be trusted."""
+        """What was noted of this slot no longer counts."""
         for beginning in self._held[slot]:
             beginning.slots.discard(slot)
         self._held[slot] = []

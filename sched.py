@@ -1,5 +1,5 @@
-"""Decides what runs next. Knows requests, slots and a budget; knows no model, no array and no
-clock.
+"""Chapter 3: what runs next. The scheduler knows requests, slots and a budget, and no model, no
+array and no clock.
 
 The problem. A device is fast when it works on many sequences at once, but requests arrive at any
 moment, and their answers end at any moment. *Serial* serving answers one request after the other.
@@ -14,25 +14,25 @@ already decoding never wait for more than a chunk of it.
        3 | A:d       B:d            <- A ends here
        4 | C:P       B:d            <- C is admitted in mid-decode of B
 
-One turn of the wheel is plan -> run -> commit. `plan` answers with a frozen `Plan`; the engine runs
-it on the device; `commit` takes the sampled tokens. The engine may plan step N+1 before it has
-committed step N (run-ahead). So a request carries two numbers that are never confused: what is
-*planned*, and what is *committed*. The end of an answer is seen one step late (unless it ends by
-`max_tokens`, which is known before). That step runs its sequence once more, as a *ghost*, and drops
-the token.
+A step is planned, run and committed: plan -> run -> commit. `plan` answers with a frozen `Plan`;
+the engine runs it on the device; `commit` takes the sampled tokens. The engine may plan step N+1
+before it has committed step N (run-ahead). So a request carries two numbers that are never
+confused: how many tokens are *planned*, and how many are *committed*. The end of an answer is seen
+one step late (unless `max_tokens` ends it, which is known before). By then the next step has been
+planned. It runs the ended sequence once more, as a *ghost*, and that token is dropped.
 
-A slot remembers the prompt that it was last filled with, and the answer. A new prompt that begins
+A slot remembers its last prompt and the answer. A new prompt that begins
 alike goes on from there, or has the common rows copied from a slot that holds them. That is prefix
-reuse (`prefix.py`): a system prompt is computed once, and a chat's next turn reads only what is
+reuse (`prefix.py`): a system prompt is computed once, and a chat's next message reads only what is
 new.
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
     0 <= committed <= planned <= max_tokens; planned is at most two steps ahead
-    requests are admitted in the order in which they came
+    requests are admitted in the order of arrival
 
-Where next: `nanobatch.py`, `Engine.step`, which runs the plans; `tests/book/test_sched.py`, which
-prints timelines.
+Where next: `prefix.py`, which this file leans on: `place` chooses a slot, `best` says how much of a
+prompt the slots hold, `hold` notes what a slot will hold, and `forget` takes that back.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from typing import NamedTuple
 
 from prefix import PIECE, Prefixes, Trail
 
-# What each policy does. How it does it stands in `Scheduler._room`, a line for each.
+# What each policy does. `Scheduler._room` says how, in a line for each.
 POLICIES = {
     "continuous": "the next in line takes a slot as soon as one is free.",
     "static": "a batch is admitted together; the next one waits until all of it has ended.",
     "serial": "one request at a time.",
 }
 DEFAULT = next(iter(POLICIES))
-NARROWEST = 16  # tokens of a chunk, however far in its prompt it begins
+NARROWEST = 16  # tokens of a chunk at least, however late in a prompt
 
 
 class QueueFull(RuntimeError):
@@ -67,15 +67,15 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     arrived: float
-    shares: bool = True  # it may take over rows of prompts that begin alike, and give its own
+    shares: bool = True  # may rows be taken over from other prompts, and by others?
     trail: Trail = field(default_factory=Trail)  # the beginnings of its prompt
-    policy: str = ""  # the policy that admitted it
+    policy: str = ""  # under which policy it was admitted
     slot: int | None = None
     why: str = ""  # why the scheduler chose this slot
-    reused: int = 0  # prompt tokens whose rows were taken over
-    prefilled: int = 0  # prompt tokens whose rows are in the slab once all planned steps have run
-    planned: int = 0  # output tokens that planned steps sample
-    answer: list[int] = field(default_factory=list)  # output tokens that have been read back
+    reused: int = 0  # prompt tokens with rows taken over
+    prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
+    planned: int = 0  # output tokens of all planned steps
+    answer: list[int] = field(default_factory=list)  # output tokens read back so far
     admitted: float | None = None
     ended: float | None = None
     finish_reason: str | None = None  # "stop" | "length" | "cancelled" | "error"
@@ -101,7 +101,7 @@ class Chunk(NamedTuple):
     start: int
     stop: int
     cost: int  # how much of the budget the chunk takes: each token has a price (`Scheduler._price`)
-    source: int | None  # before this chunk, rows 0..start are copied from this slot
+    source: int | None  # before this chunk, rows [0:start] are copied from this slot
     emits: bool  # the last chunk of a prompt yields a token, the one that follows the prompt
 
 
@@ -109,8 +109,8 @@ class Decode(NamedTuple):
     """One step of one answer: the newest token goes into row `position`, and the next one comes
     out.
 
-    The newest token is known, even emitted. But its key and value are not in the slab yet: this
-    step writes them.
+    The newest token is known, even emitted, but has no row in the slab yet: this step writes the
+    row.
     """
 
     request: Request
@@ -120,7 +120,7 @@ class Decode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one step does. It names requests and slots as they were when it was made."""
+    """One step, decided: which requests take part, in which slots. A plan never changes."""
 
     step: int
     at: float  # the moment
@@ -132,9 +132,9 @@ class Plan:
     held: tuple[Request, ...]
     blocked: tuple[int, ...]  # slots that are free but shut, by the policy or by a drain
     waiting: int  # how many requests are left in line
-    policy: str  # the policy under which it was made
-    emitters: tuple[Chunk | Decode, ...]  # the members of this step that yield a token each
-    read_at_once: bool  # its tokens are read before the next step is planned
+    policy: str  # the policy at that moment
+    emitters: tuple[Chunk | Decode, ...]  # the chunks and decodes with a token each
+    read_at_once: bool  # the tokens are read before the next step is planned
 
 
 Accept = Callable[[Request, int], str | None]  # delivers a token; says why the answer ends, or None
@@ -146,7 +146,7 @@ class Scheduler:
     `slots`, `max_len`: how many sequences run at once, and how many tokens each may have.
     `chunk`, `budget`: the most tokens of a chunk, and of a step.
     `far`: from this row on, attention costs a token more than the rest of its layer.
-    `hurry`: a step that yields a first token is read before the next one is planned.
+    `hurry`: after a step with a first token, read the tokens before the next step is planned.
     """
 
     def __init__(
@@ -176,11 +176,11 @@ class Scheduler:
         self.steps = 0
         self.submitted = 0
         self.start_over(())
-        self.drain(policy)
+        self.drain(policy)  # nothing runs, so the policy is this one at once
 
     @property
     def free(self) -> list[int]:
-        """Slots without an owner. The one that was used longest ago stands first."""
+        """Slots without an owner. The slot unused for longest stands first."""
         taken = {request.slot for request in self.running.values()}
         return [slot for slot in self.prefixes.by_use if slot not in taken]
 
@@ -193,7 +193,7 @@ class Scheduler:
         if total > self.max_len:
             wanted = f"prompt {prompt:,} + max_tokens {request.max_tokens:,} = {total:,}"
             raise ValueError(f"{wanted}, but a slot holds {self.max_len:,} (max_len)")
-        # An idle engine takes as many more as it has slots: the next step admits these.
+        # The next step admits as many requests as there is room for: these do not count.
         waiting = len(self.waiting) - self._room(len(self.free))
         if waiting >= self.max_queue:
             limit = f"max_queue is {self.max_queue}"
@@ -203,10 +203,9 @@ class Scheduler:
         self.submitted += 1
 
     def drain(self, to: str) -> None:
-        """Change the policy once all that runs has ended; until then nothing is admitted.
+        """Change the policy once all running requests have ended; until then nothing is admitted.
 
-        The new policy finds slots that remember nothing. So runs under two policies can be
-        compared.
+        Then all slots forget what they hold. So runs under two policies can be compared.
         """
         if to not in POLICIES:
             raise ValueError(f"policy = {to!r}; choose one of {', '.join(POLICIES)}")
@@ -239,10 +238,10 @@ class Scheduler:
             if r.slot in self._to_scrub:
                 start, stop = self._to_scrub.pop(r.slot)
                 scrubs.append((r.slot, start, stop))
-        first = [chunk for chunk in chunks if chunk.emits]
-        emitters = (*first, *decodes)
+        ends = [chunk for chunk in chunks if chunk.emits]  # of prompts
+        emitters = (*ends, *decodes)
         for member in emitters:
-            member.request.planned += 1
+            member.request.planned += 1  # from here to its commit, the request is one token ahead
         chunked = {chunk.request.id for chunk in chunks}
         return Plan(
             step=self.steps,
@@ -256,7 +255,7 @@ class Scheduler:
             waiting=len(self.waiting),
             policy=self.policy,
             emitters=emitters,
-            read_at_once=self.hurry and bool(first),
+            read_at_once=self.hurry and bool(ends),
         )
 
     def _admit(self, now: float) -> list[Request]:
@@ -307,34 +306,34 @@ class Scheduler:
             stop = min(start + fitting, len(request.prompt))
             cost = math.ceil((stop - start) * price)
             left -= cost
-            self._fill(request, start, stop, source)
-            copied = None if source == request.slot else source  # rows of its own need no copy
-            ends = stop == len(request.prompt)
+            self._note(request, start, stop, source)
+            copied = None if source == request.slot else source  # a slot needs no copy of itself
+            emits = stop == len(request.prompt)
             slot = request.slot
-            chunks.append(Chunk(request, slot, start, stop, cost, source=copied, emits=ends))
+            chunks.append(Chunk(request, slot, start, stop, cost, source=copied, emits=emits))
         return chunks
 
     def _is_being_written(self, request: Request, start: int, chunks: Sequence[Chunk]) -> bool:
-        """Does this step write a chunk, behind row `start`, that the request could take over?
+        """Does this step write a chunk that the request could take over, behind row `start`?
 
-        Then the request waits one step. So of eight prompts that arrive together and begin alike,
-        the first writes the common part, and seven take it over.
+        Then the request waits, and is looked at again in the next step. So of eight prompts that
+        arrive together and begin alike, the first writes the common part, and seven copy the rows.
         """
         trail, rows = request.trail, start + self.chunk
         return any(self.prefixes.share(trail, chunk.request.trail, rows) for chunk in chunks)
 
     def _price(self, start: int) -> float:
-        """What a token takes of the budget if its chunk begins at this row.
+        """The price of a token, in a chunk from this row on.
 
-        The further back a token looks, the more it costs. At row `far` its work has doubled. If a
+        A token that looks further back costs more; at row `far`, twice as much. If a
         token cost the same everywhere, the last chunks of a long prompt would be several times the
-        work of its first, and its neighbours would wait for that. But no chunk is cut narrower than
+        work of its first, and the neighbours would wait. But no chunk is cut narrower than
         NARROWEST for it, since a step has a price of its own, too.
         """
         return min(1 + start / self.far, max(1, self.chunk / NARROWEST))
 
-    def _fill(self, request: Request, start: int, stop: int, source: int | None) -> None:
-        """Note that the slot holds the prompt's first `stop` rows once this step has run."""
+    def _note(self, request: Request, start: int, stop: int, source: int | None) -> None:
+        """After this step, the slot holds the first `stop` rows of the prompt."""
         if request.prefilled == 0:
             request.reused = start
             self.prefixes.begin(request.slot, source)
@@ -344,7 +343,7 @@ class Scheduler:
     # --- commit
 
     def commit(self, plan: Plan, tokens: Sequence[int], accept: Accept, now: float) -> list[Request]:
-        """Hand each emitter its token, and free the slots of those that end. Returns the ended.
+        """Hand out the tokens, and free the slots of requests that end. Returns the ended ones.
 
         Results belong to requests, not to slots: when a token is read, its slot may have a new
         owner.
@@ -379,11 +378,11 @@ class Scheduler:
             self._end_drain()
 
     def _leave_slot(self, request: Request) -> None:
-        """Note what the slot holds, and which of its rows may hold numbers that are not finite.
+        """Note what the slot holds, and which rows may hold numbers that are not finite.
 
-        Finite logits are a proof: they were computed from all rows before them. (Others come back
-        as token -1, and end the request with an error.) There is no proof for a prompt whose first
-        token never came, nor after an error, nor for a ghost's row in a step that is in flight.
+        Finite logits are a proof for all rows before: they were computed from these rows. (Other
+        logits come back as token -1, and end the request with an error.) There is no proof for a
+        prompt without a first token, nor after an error, nor for the row of a ghost in flight.
         """
         slot = request.slot
         proven = len(request.prompt) + request.committed - 1
@@ -397,7 +396,7 @@ class Scheduler:
         has_ghost = request.planned > request.committed
         if request.prefilled and (proven == 0 or has_ghost):
             written = len(request.prompt) + request.planned
-            # A device that pads a chunk writes some rows more: a whole chunk more covers them.
+            # A device may pad a chunk, and write some rows more: at most a whole chunk.
             self._to_scrub[slot] = (proven, written + self.chunk)
 
     # --- beginning again, and checking
@@ -405,11 +404,11 @@ class Scheduler:
     def start_over(self, still_open: Iterable[Request]) -> None:
         """Begin with a new slab, and with these requests in line, in the order of their arrival.
 
-        After a failure this is what remains. No such request has yielded a token: one that has
-        cannot begin again.
+        After a failure these requests remain. None has yielded a token: then a request cannot begin
+        again.
         """
         self.prefixes = Prefixes(self.slots, min(PIECE, self.chunk))
-        self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> its rows that may not be finite
+        self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
         self.running: dict[int, Request] = {}  # by id, in the order of admission
         self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id, in the order of arrival
         for request in sorted(still_open, key=lambda request: request.id):

@@ -1,6 +1,6 @@
 """The few operations of a Llama: the formula, and beside it the form that each device runs fastest.
 
-The problem. The first page of `nanobatch.py` shows what a Llama computes. How fast that goes depends on details that
+The problem. The page of `llama.py` shows what a Llama computes. How fast that goes depends on details that
 have nothing to do with a Llama: on a CPU, MLX takes three times as long for an `exp` as for a power. On a GPU, a step
 of a few tokens takes the time to read the weights, and some microseconds for each kernel (a function that runs there),
 however little it computes: so there the fewest kernels win.

@@ -79,8 +79,8 @@ def test_how_far_attention_reads_does_not_show_in_a_bit(reach):
     q, k, v = (mx.array(rng.standard_normal((1, 2, rows, 24), dtype=np.float32)) for rows in (3, 1024, 1024))
     seen = 30
     q, kind = q[0].swapaxes(0, 1), Kind(None, None, None, None, None)  # (3, 2, 24)
-    near = llama.attention(q, k[:, :, :seen], v[:, :, :seen], mx.zeros((1, 1, 1, 3, seen)), kind)
-    mask = mx.where(mx.arange(reach) < seen, 0.0, -mx.inf)[None, None, None, None]
+    near = llama.attention(q, k[:, :, :seen], v[:, :, :seen], mx.zeros((1, 1, 3, seen)), kind)
+    mask = mx.where(mx.arange(reach) < seen, 0.0, -mx.inf)[None, None, None]
     assert mx.array_equal(llama.attention(q, k[:, :, :reach], v[:, :, :reach], mask, kind), near)
 
 

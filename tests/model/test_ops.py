@@ -91,7 +91,7 @@ def test_a_window_hides_the_rows_before_it_and_no_other(L):
     """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot hides nothing."""
     window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L)
     (look,) = window.looks(10)
-    assert look.slots == slice(1, 2) and look.mask.shape == (1, 1, 1, L, look.T)
+    assert look.slots == slice(1, 2) and look.mask.shape == (1, 1, L, look.T)
     seen = wide(look.mask).reshape(L, look.T) == 0
     assert [np.flatnonzero(row).tolist() for row in seen] == [list(range(31 + n, 41 + n)) for n in range(L)]
     (whole,), (longer,) = window.looks(), window.looks(96)
@@ -250,7 +250,7 @@ def test_attention_is_mx_fast_scaled_dot_product_attention(H, Hkv, L):
     )
     visible = mx.arange(32) <= mx.array([[9], [20]])[:, :, None] + mx.arange(L)[None, :, None]  # (2, L, 32)
     mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (2, 1, L, 32)
-    ours = attention(q.flatten(0, 1), k, v, mask[:, None], PLAIN)
+    ours = attention(q.flatten(0, 1), k, v, mask, PLAIN)
     fast = mx.fast.scaled_dot_product_attention(q.swapaxes(1, 2), k, v, scale=16**-0.5, mask=mask)  # (2, H, L, 16)
     assert ours.shape == (2 * L, H * 16)
     assert np.abs(np.array(ours) - np.array(fast.swapaxes(1, 2).reshape(2 * L, H * 16))).max() < 1e-5
