@@ -62,6 +62,10 @@ class Slab:
         """The memory that a slab of these sizes will take."""
         return 2 * layers * slots * Hkv * length * Dh * itemsize
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self.k, *self.v]
+
     def bucket(self, rows: int) -> int:
         """`rows`, rounded up to whole buckets, but never more than a slot has."""
         size = next(size for beyond, size in BUCKETS if rows > beyond)
@@ -82,22 +86,23 @@ class Slab:
 
     def scrub(self, slot: int, start: int, stop: int) -> None:
         """Zero rows that may hold numbers which are not finite."""
-        for slab in (*self.k, *self.v):
-            slab[slot, :, start:stop] = 0
+        for array in self.arrays:
+            array[slot, :, start:stop] = 0
 
     def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, Hkv, rows, Dh) each
         """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write
         copy it all.)"""
-        return [mx.take(slab[:, :, :rows], mx.array([slot]), axis=0) for slab in (*self.k, *self.v)]
+        slots = mx.array([slot])
+        return [mx.take(array[:, :, :rows], slots, axis=0) for array in self.arrays]
 
     def fill(self, slot: int, prefix: list[mx.array]) -> None:
         """Write into this slot what `prefix` has copied from another one."""
-        for slab, rows in zip((*self.k, *self.v), prefix, strict=True):
-            slab[slot, :, : rows.shape[2]] = rows[0]
+        for array, rows in zip(self.arrays, prefix, strict=True):
+            array[slot, :, : rows.shape[2]] = rows[0]
 
     def check(self) -> None:
         """Assert that the slab is what it was when it was made."""
-        for array in (*self.k, *self.v):
+        for array in self.arrays:
             assert array.shape == self.shape, array.shape
             assert array.dtype == self.dtype, array.dtype
 
@@ -164,16 +169,17 @@ class Window:
         windows of one forward pass all write before the first of them reads. And `Runner._start`
         starts a pass only when the one before has read the slab.
         """
-        for slab, new in ((self.slab.k, k), (self.slab.v, v)):
+        for arrays, new in ((self.slab.k, k), (self.slab.v, v)):
             if self._rows is None:  # a run of rows in one slot
-                slot, start = self.slots[0], self.starts[0]
-                slab[layer][slot, :, start : start + self.L] = new.swapaxes(0, 1)  # (Hkv, L, Dh)
+                slot = self.slots[0]
+                start = self.starts[0]
+                arrays[layer][slot, :, start : start + self.L] = new.swapaxes(0, 1)  # (Hkv, L, Dh)
             else:  # one row in each slot, for each head
                 # This is one operation. A scatter by arrays of slots and rows would take ten nodes
                 # of the graph.
-                rows = slab[layer].flatten(0, 2)  # (slots * Hkv * S, Dh)
+                rows = arrays[layer].flatten(0, 2)  # (slots * Hkv * S, Dh)
                 rows = mx.put_along_axis(rows, self._rows, new.flatten(0, 1), axis=0)
-                slab[layer] = rows.reshape(self.slab.shape)
+                arrays[layer] = rows.reshape(self.slab.shape)
 
     def read(self, layer: int, look: Look) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
         """The keys and values that a look reads: views of the slab."""
@@ -211,12 +217,7 @@ class Window:
         if has_gpu():
             ends = buckets  # so that the shapes are few
         seen = self._seen(max(ends), span if slides else None)
-        if kernel_heads:
-            # subtle: a view would be copied for each head in each layer. This is one copy for all.
-            shape = (self.B, kernel_heads, *seen.shape[2:])
-            mask = mx.contiguous(mx.broadcast_to(seen, shape))  # (B, H, L, T)
-        else:
-            mask = mx.where(seen, 0.0, -mx.inf)  # (B, 1, L, T)
+        mask = kernel_mask(seen, kernel_heads) if kernel_heads else score_mask(seen)
 
         looks = []
         first = 0  # the look's first sequence
@@ -244,3 +245,17 @@ class Window:
         if self.slots[i] != self.slots[i - 1] + 1:
             return False  # their rows are no view of the slab
         return has_gpu() or buckets[i] == buckets[i - 1]
+
+
+def score_mask(seen: mx.array) -> mx.array:  # (B, 1, L, T) -> the same
+    """Added to the scores: 0 where a row is seen, minus infinity where not."""
+    return mx.where(seen, 0.0, -mx.inf)
+
+
+def kernel_mask(seen: mx.array, heads: int) -> mx.array:  # (B, 1, L, T) -> (B, H, L, T)
+    """What a GPU's kernel wants: True and False, for each head.
+
+    subtle: a view would be copied for each head in each layer. This is one copy for all.
+    """
+    B, _, L, T = seen.shape
+    return mx.contiguous(mx.broadcast_to(seen, (B, heads, L, T)))

@@ -54,20 +54,26 @@ def forward(
     each place once.
 
     Norms, projections and the MLP treat each token by itself. So each weight is read once for all N
-    tokens. Only attention needs to know which sequence a token belongs to.
+    tokens. Only attention needs to know which sequence a token belongs to. What a layer calls
+    (`parts/model/layers.py`; a family may add to it when the model is loaded):
+
+        attn_norm, mlp_norm   x / sqrt(mean(x^2) + eps) * weight           RMSNorm
+        qkv, out, head        x W^T
+        turn                  (a, b) -> (a cos - b sin, b cos + a sin)     RoPE, each plane of a head
+        mlp                   down(silu(gate(x)) * up(x))                  SwiGLU
 
     Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Runner` starts it.
     """
     positions = mx.concatenate([window.positions for window in windows])  # (N,)
     turns = [turning(kind, positions) for kind in model.kinds]
-    x = model.table.rows(ids)  # (N, D)
+    x = model.table.embed(ids)  # (N, D)
     for layer in model.layers:
         h = layer.attn_norm(x)
         q, k, v = heads(model, layer, h, turns[layer.kind])
         h = attend(model, layer, q, k, v, windows)  # (N, H * Dh)
         if layer is model.layers[-1]:
-            # Keys and values of all tokens are in the slab now. The rest is for those that are
-            # asked.
+            # All keys and values are stored. Only the tokens that are asked go on.
+            windows[0].slab.last_read = h  # once h is computed, the next pass may write
             x = only(x, asked)  # (n, D)
             h = only(h, asked)  # (n, H * Dh)
         x = x + layer.out(h)
@@ -119,9 +125,7 @@ def attend(
         for look, look_q in zip(looks, parts, strict=True):
             keys, values = window.read(layer.index, look)  # (B, Hkv, T, Dh) each
             sums.append(attention(look_q, keys, values, look.mask, kind))
-    h = mx.concatenate(sums)
-    windows[0].slab.last_read = h
-    return h
+    return mx.concatenate(sums)
 
 
 def attention(

@@ -293,7 +293,7 @@ def test_a_dense_matrix_is_x_w_t_plus_b(out, biases):
     assert dense(mx.array(x[:, None])).shape == (5, 1, wanted.shape[-1])
     together = np.concatenate(weights)
     ids = mx.array([[0, len(together) - 1], [0, 0]])
-    assert np.array_equal(np.array(dense.rows(ids)), together[np.array(ids)])
+    assert np.array_equal(np.array(dense.embed(ids)), together[np.array(ids)])
 
 
 def test_quantized_matrices_are_what_they_unpack_to_alone_and_side_by_side():
@@ -305,7 +305,7 @@ def test_quantized_matrices_are_what_they_unpack_to_alone_and_side_by_side():
     x = normal(7, 64, seed=3)
     wanted = x.astype(np.float64) @ plain.T + bias
     assert np.abs(wide(quantized(mx.array(x))) - wanted).max() < 1e-4
-    assert np.array_equal(wide(quantized.rows(mx.array([3, 47]))), plain[[3, 47]])
+    assert np.array_equal(wide(quantized.embed(mx.array([3, 47]))), plain[[3, 47]])
     dense = Dense.of([(mx.array(weight), None)])
     both = wide(SideBySide((quantized, dense))(mx.array(x)))
     assert np.abs(both - np.concatenate([wanted, x.astype(np.float64) @ weight.T], axis=-1)).max() < 1e-4
