@@ -3,7 +3,7 @@
 The problem. A request that fails must not take the engine with it, so the exception is caught. Then the person who
 changed a line of `forward` sees "ZeroDivisionError" and not the line.
 
-What this file keeps. An exception that is caught is reported once, with its traceback: on stderr, or in the pages of
+What this file keeps. An exception that is caught is reported once, with its traceback: on stderr, or in a page of
 the screen, which gives the logger `nanobatch` a handler of its own. A mistake of a user's is no fault, and takes one
 line.
 
