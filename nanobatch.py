@@ -381,16 +381,18 @@ def read(model: str, dtype: str, report: Report, options: Mapping[str, Any]) -> 
 
 
 class Engine:
-    """The scheduler and the runner, tied together, and all that other threads may ask of them. `step` is the heart.
+    """The scheduler and the runner, tied together. `step` is the heart.
 
-    `slots` sequences run at once, each at most `max_len` tokens long. By default both are what fits the free memory: up
-    to 8 slots of `usual_len` tokens. `summary` says what was chosen, and which BLAS multiplies.
+    `slots` sequences run at once, each at most `max_len` tokens long. By default both are what fits
+    the free memory: up to 8 slots of `usual_len` tokens. `summary` says what was chosen, and which
+    BLAS multiplies.
     `chunk` is how wide a prefill chunk is: 128 tokens on a CPU, 512 on a GPU.
-    `budget` bounds a step, in tokens. By default it is one token a slot, one chunk, and half a chunk for every eight
-    slots.
+    `budget` bounds a step, in tokens. By default it is one token a slot, one chunk, and half a
+    chunk for every eight slots.
     `exact` says whether a request's logits have the same bits beside any neighbours.
-    `on_commit` is yours to set: a function that is called after each commit, and after each end from elsewhere (cancel,
-    close, a failed step). No lock is held then, so the function may do anything but wait in a loop's own thread.
+    `on_commit` is yours to set: a function that is called after each commit, and after each end
+    from elsewhere (cancel, close, a failed step). No lock is held then, so the function may do
+    anything but wait in a loop's own thread.
     """
 
     def __init__(
@@ -428,12 +430,12 @@ class Engine:
             max_queue=max_queue,
             hurry=not device.has_gpu(),
         )
-        self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
+        self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
         self.on_commit: Callable[[], None] | None = None
-        self._has_news = False  # something has been committed, or has ended, since `on_commit` was called last
+        self._has_news = False  # something was committed, or has ended, since the last `on_commit`
         self._ledger = Ledger()
         self._unstarted: Plan | None = None  # planned, but not yet started
-        self._flights: deque[tuple[Plan, Flight]] = deque()  # started, but not yet committed; oldest first
+        self._flights: deque[tuple[Plan, Flight]] = deque()  # started, not committed; oldest first
         self._blocked: tuple[int, ...] = ()  # the slots that the newest plan has kept shut
         self._next_id = 1
         self._loop: Loop | None = None
@@ -448,9 +450,17 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model: str | Path = "demo", *, dtype: str = "auto", report: Report | None = None, **options
+        cls,
+        model: str | Path = "demo",
+        *,
+        dtype: str = "auto",
+        report: Report | None = None,
+        **options,
     ) -> Engine:
-        """An engine for a folder, a hub id, or "demo". Options are those of `Engine`; `report` is told what is done."""
+        """An engine for a folder, a hub id, or "demo". The options are those of `Engine`.
+
+        `report` is told what is being done.
+        """
         weights, text = read(str(model), dtype, report or (lambda stage: None), options)
         return cls(weights, text, **options)
 
@@ -461,8 +471,9 @@ class Engine:
 
         `plan=False` plans nothing: what is in flight is only read back.
 
-        With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1 on the device, and
-        Python's work hides behind the device's (on a CPU little of it). Without, N is committed before N+1 is planned.
+        With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1
+        on the device, and Python's work hides behind the device's (on a CPU little of it). Without,
+        N is committed before N+1 is planned.
 
             device   |   run N             |   run N+1           |   run N+2
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
@@ -479,7 +490,7 @@ class Engine:
         return True  # something was done, but it failed
 
     def _plan(self) -> tuple[Plan, Order] | None:
-        """What the scheduler decides, and the same as an order: in plain numbers, for the device."""
+        """What the scheduler decides, and the same in plain numbers, for the device."""
         if self._slab_is_lost:  # if no new slab fits in memory, this step fails, too
             self.runner.reset()
             self._slab_is_lost = False
@@ -498,10 +509,11 @@ class Engine:
         self._unstarted = None
 
     def _may_fly(self, planned: tuple[Plan, Order] | None) -> int:
-        """How many steps need not be read yet, now that this one has been started: one if the engine runs ahead.
+        """How many steps may stay in flight: one if the engine runs ahead.
 
-        On a CPU, a step that yields a first token is read at once (`Plan.read_at_once`). MLX's queue is short there: to
-        start the next step takes nearly as long as that step itself, and the token would come only then.
+        On a CPU, a step that yields a first token is read at once (`Plan.read_at_once`). MLX's
+        queue is short there: to start the next step takes nearly as long as that step itself, and
+        the token would come only then.
         """
         if planned is None or not self.run_ahead:
             return 0
@@ -509,7 +521,7 @@ class Engine:
         return 0 if plan.read_at_once else 1
 
     def _commit(self) -> None:
-        """Read what the oldest step in flight has sampled, hand it out, and let go of the requests that end."""
+        """Read the tokens of the oldest step in flight, and hand them to their requests."""
         plan, flight = self._flights[0]
         began = self.clock()
         tokens, logprobs = flight.read()
@@ -517,12 +529,15 @@ class Engine:
         sampled = [tokens[member.slot] for member in plan.emitters]
         accept = partial(self._ledger.deliver, logprobs, self.clock)
         with self.changed:
-            ghosts = tuple(member.slot for member in plan.emitters if member.request.finish_reason is not None)
+            ghosts = []
+            for member in plan.emitters:
+                if member.request.finish_reason is not None:
+                    ghosts.append(member.slot)
             for request in self.sched.commit(plan, sampled, accept, read):
                 self._ledger.retire(request.id)
             view = StepView.of(
                 plan,
-                ghosts,
+                tuple(ghosts),
                 started=flight.began,
                 build_s=flight.build_s,
                 device_s=flight.device_s,
@@ -545,12 +560,12 @@ class Engine:
                 yield
             except BaseException as error:
                 self._fail(error)
-                if not isinstance(error, Exception):  # it is for the whole program, such as SystemExit
+                if not isinstance(error, Exception):  # such as SystemExit: for the whole program
                     raise
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Around a change: Ctrl-C waits until the change is whole, and `on_commit` is called when no lock is held."""
+        """Around a change: Ctrl-C waits for its end, and `on_commit` is called after it."""
         try:
             with Held():
                 yield
@@ -558,7 +573,10 @@ class Engine:
             self._tell()
 
     def _tell(self) -> None:
-        """Call `on_commit`, if there is news since its last call. What it raises is noted, and disturbs no request."""
+        """Call `on_commit`, if there is news since its last call. No lock is held here.
+
+        What the function raises is noted, and disturbs no request. Ctrl-C goes to the program.
+        """
         with self.changed:
             has_news = self._has_news
             self._has_news = False
@@ -573,17 +591,20 @@ class Engine:
             self.note("on_commit failed", error)
 
     def _fail(self, error: BaseException) -> None:
-        """An exception came out of a step. As few requests as possible end with it, and its traceback is shown.
+        """An exception came out of a step: show its traceback, and end as few requests as possible.
 
-        A step that could not be started takes nothing with it that was started before: that is committed.
-        What was in a failed step ends with the error, since its slot's rows are lost with the slab, and so does every
-        request that has a token planned. The others have yielded nothing: they go back to the line, or stay in it.
-        All end if it is not known what failed (no step was planned or in flight), or if not even a new slab could be
-        made. With other ranks the process ends.
+        - If the step could not be started, the step before it is committed first.
+        - Each request in a failed step ends with the error: its rows are lost with the slab.
+        - Each request that has a token planned ends, too: it cannot begin again.
+        - The others have yielded nothing: they go back to the line, or stay in it.
+        - All end if no step was planned or in flight, since then it is not known what failed, and
+          if not even a new slab could be made.
+        - With other ranks the process ends.
         """
         unstarted = self._unstarted
         self._unstarted = None
-        show_fault("a step failed" if unstarted is None else f"step {unstarted.step} failed", error)
+        which = "a step" if unstarted is None else f"step {unstarted.step}"
+        show_fault(f"{which} failed", error)
         self.ranks.fail(error)
         plans = []
         if unstarted is not None:
@@ -591,7 +612,9 @@ class Engine:
             self._commit_the_started()
         plans += [plan for plan, _ in self._flights]
         with self.changed:
-            failed = {member.request.id for plan in plans for member in (*plan.chunks, *plan.decodes)}
+            failed = set()
+            for plan in plans:
+                failed |= {member.request.id for member in (*plan.chunks, *plan.decodes)}
             all_end = self._slab_is_lost or not plans
             for handle in list(self._ledger.open.values()):
                 request = handle.request
@@ -610,7 +633,11 @@ class Engine:
             show_fault("the step before failed, too", error)
 
     def _end(
-        self, handle: Handle, reason: str, error: str | None = None, exception: BaseException | None = None
+        self,
+        handle: Handle,
+        reason: str,
+        error: str | None = None,
+        exception: BaseException | None = None,
     ) -> None:
         """End a request from outside a commit, in any thread. Called under the lock."""
         if handle.finish_reason is None:
@@ -641,9 +668,10 @@ class Engine:
         *,
         origin: Any = None,
     ) -> Handle:
-        """Put a prompt in line: a text, chat messages, or token ids as they are. Never blocks; QueueFull if it is full.
+        """Put a prompt in line: a text, chat messages, or token ids as they are.
 
-        Snapshots show `origin`, whatever it is.
+        This never waits for a step. It raises QueueFull if the line is full.
+        `origin` may be anything: it is shown to those who watch.
         """
         if sampling is None:
             sampling = Sampling()
@@ -678,15 +706,18 @@ class Engine:
                     handles.append(self.submit(prompt, sampling))
             return [handle.result() for handle in handles]
         finally:
-            for handle in handles:  # if one could not be submitted or waiting was interrupted; else this does nothing
+            for handle in handles:  # after a refusal or Ctrl-C; else all have ended
                 handle.cancel()
 
     def serving(self) -> Loop:
-        """Inside `with engine.serving():` a thread steps whenever there is work, and sleeps when there is none."""
+        """Inside `with engine.serving():` a thread steps the engine whenever there is work."""
         return Loop(self)
 
     def attach(self, loop: Loop | None) -> None:
-        """From now on this loop steps the engine, and those who wait sleep. None: those who wait step it again."""
+        """From now on this loop steps the engine, and those who wait sleep.
+
+        None: those who wait step the engine again.
+        """
         with self.changed:
             if loop and self._closed:
                 raise RuntimeError("the engine is closed")
@@ -696,12 +727,15 @@ class Engine:
             self.changed.notify_all()
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Until `ready()`: asleep while a loop steps the engine, else by stepping it. False if time runs out."""
+        """Wait until `ready()`, asleep if a loop steps the engine, else by stepping it.
+
+        False if the time runs out.
+        """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not ready():
             loop = self._loop
             if loop is not None and loop.is_here:
-                raise RuntimeError("the thread that steps the engine cannot wait for it; wait in a thread of your own")
+                raise RuntimeError("the thread that steps the engine cannot wait for it")
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
@@ -723,15 +757,16 @@ class Engine:
     def snapshot(self, since: Snapshot | None = None) -> Snapshot:
         """What the engine is doing now, and what has happened since an earlier snapshot."""
         with self.changed:
-            return self._ledger.snapshot(self.sched, self._blocked, self.ranks.view, self.clock(), since)
+            now = self.clock()
+            return self._ledger.snapshot(self.sched, self._blocked, self.ranks.view, now, since)
 
     def note(self, what: str, error: BaseException) -> None:
-        """Something failed outside of any request: the next snapshot has a line of it, and stderr the traceback."""
+        """Something failed outside of any request: snapshots have a line of it, stderr the rest."""
         self._ledger.faults.add(f"{what}: {describe(error)}")
         show_fault(what, error)
 
     def drain(self, to: str) -> None:
-        """Change the policy as soon as all that runs has ended, and let the slots forget what they hold."""
+        """Change the policy as soon as all that runs has ended. The slots forget what they hold."""
         with self.changed:
             self.sched.drain(to)
 
@@ -743,11 +778,11 @@ class Engine:
         assert self._ledger.open.keys() == self.sched.running.keys() | self.sched.waiting.keys()
 
     def follow(self) -> int:
-        """What every rank but the first does, from here to its end. Returns the program's exit code."""
+        """What every rank but the first does, to its end. Returns the program's exit code."""
         return self.ranks.follow(self.runner.follow, self.summary)
 
     def close(self) -> None:
-        """End every open request as cancelled, and leave the device idle. Closing twice does nothing."""
+        """End every open request as cancelled, and leave the device idle. May be called twice."""
         self._end_all("cancelled")
         loop = self._loop
         if loop is not None:
