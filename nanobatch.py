@@ -27,8 +27,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -36,8 +36,9 @@ from typing import Any, NamedTuple
 
 from kv import Slab, Window
 from llama import forward
-from parts.api import listen as answers
-from parts.api.handle import Handle, Listener, Result, TokenLogprob
+from parts.api.ctrl_c import Held
+from parts.api.faults import describe, show_fault
+from parts.api.handle import Handle, Result, TokenLogprob
 from parts.api.ledger import Ledger
 from parts.api.loop import Loop
 from parts.api.settings import Sampling
@@ -380,12 +381,18 @@ def read(model: str, dtype: str, report: Report, options: Mapping[str, Any]) -> 
 
 
 class Engine:
-    """The scheduler and the runner, tied together, and all that other threads may ask of them. `step` is the heart.
+    """The scheduler and the runner, tied together. `step` is the heart.
 
-    `slots` sequences run at once, each at most `max_len` tokens long; by default what fits the free memory, up to 8 of
-    `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is how wide a prefill chunk is: 128
-    on a CPU, 512 on a GPU. `budget` bounds a step, in tokens: by default one a slot, one chunk, and half of one for
-    every eight slots. `exact` says whether a request's logits have the same bits in any company.
+    `slots` sequences run at once, each at most `max_len` tokens long. By default both are what fits
+    the free memory: up to 8 slots of `usual_len` tokens. `summary` says what was chosen, and which
+    BLAS multiplies.
+    `chunk` is how wide a prefill chunk is: 128 tokens on a CPU, 512 on a GPU.
+    `budget` bounds a step, in tokens. By default it is one token a slot, one chunk, and half a
+    chunk for every eight slots.
+    `exact` says whether a request's logits have the same bits beside any neighbours.
+    `on_commit` is yours to set: a function that is called after each commit, and after each end
+    from elsewhere (cancel, close, a failed step). No lock is held then, so the function may do
+    anything but wait in a loop's own thread.
     """
 
     def __init__(
@@ -405,19 +412,35 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         runner: Runner | None = None,  # another device half, for tests
     ):
-        self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
-        self.ranks, sizes = model.ranks, fit_all(model, slots, max_len, chunk, budget, usual_len)
+        sizes = fit_all(model, slots, max_len, chunk, budget, usual_len)
+        self.model = model
+        self.text = text
+        self.reuse = reuse
+        self.run_ahead = run_ahead
+        self.clock = clock
+        self.ranks = model.ranks
         self.ranks.room = 1 + most_numbers(sizes)
-        limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue, "hurry": not device.has_gpu()}
-        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, far=far_position(model.config), **limits)
-        self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
+        self.sched = Scheduler(
+            sizes.slots,
+            sizes.max_len,
+            chunk=sizes.chunk,
+            budget=sizes.budget,
+            far=far_position(model.config),
+            policy=policy,
+            max_queue=max_queue,
+            hurry=not device.has_gpu(),
+        )
+        self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
+        self.on_commit: Callable[[], None] | None = None
+        self._has_news = False  # something was committed, or has ended, since the last `on_commit`
         self._ledger = Ledger()
         self._unstarted: Plan | None = None  # planned, but not yet started
-        self._flights: deque[tuple[Plan, Flight]] = deque()  # started, but not yet committed; oldest first
+        self._flights: deque[tuple[Plan, Flight]] = deque()  # started, not committed; oldest first
         self._blocked: tuple[int, ...] = ()  # the slots that the newest plan has kept shut
         self._next_id = 1
         self._loop: Loop | None = None
-        self._closed = self._slab_is_lost = False
+        self._closed = False
+        self._slab_is_lost = False  # with a step that failed
         with device_lock, device_stream():
             self.runner = runner or Runner(model, sizes, clock)
         self.exact = is_exact(model)
@@ -427,76 +450,94 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model: str | Path = "demo", *, dtype: str = "auto", report: Report | None = None, **options
+        cls,
+        model: str | Path = "demo",
+        *,
+        dtype: str = "auto",
+        report: Report | None = None,
+        **options,
     ) -> Engine:
-        """An engine for a folder, a hub id, or "demo". Options are those of `Engine`; `report` is told what is done."""
-        return cls(*read(str(model), dtype, report or (lambda stage: None), options), **options)
+        """An engine for a folder, a hub id, or "demo". The options are those of `Engine`.
+
+        `report` is told what is being done.
+        """
+        weights, text = read(str(model), dtype, report or (lambda stage: None), options)
+        return cls(weights, text, **options)
 
     # --- plan -> run -> commit
 
     def step(self, plan: bool = True) -> bool:
-        """One turn of the wheel; `plan=False` only reads back what is in flight. False if there was nothing to do."""
-        if answers.here.listens:
-            raise answers.ListenerError("a step")
-        try:
-            with device_lock, device_stream():
-                try:
-                    return self._turn(plan)
-                except BaseException as error:
-                    self._fail(error)
-                    if not isinstance(error, Exception):
-                        raise  # Ctrl-C is for the whole program
-                    return True
-        finally:
-            self._ledger.say_farewell()
+        """One turn of the wheel: plan -> run -> commit. False if there was nothing to do.
 
-    def _turn(self, plans: bool) -> bool:
-        """Plan, run, commit.
+        `plan=False` plans nothing: what is in flight is only read back.
 
-        With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1 on the device, and
-        Python's work hides behind the device's (on a CPU little of it). Without, N is committed before N+1 is planned.
+        With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1
+        on the device, and Python's work hides behind the device's (on a CPU little of it). Without,
+        N is committed before N+1 is planned.
 
             device   |   run N             |   run N+1           |   run N+2
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
                                            ^ N's tokens are read here, and N+1 already runs
-
-        On a CPU, a step that yields a first token is read at once (`Plan.read_at_once`). MLX's queue is short there: to
-        start the next step takes nearly as long as that step itself, and the token would come only then.
         """
-        plan, order = self._plan() if plans else (None, None)
-        if plan:
-            self._flights.append((plan, self.runner.run(order)))
-            self._unstarted = None
-        in_flight = 1 if plan and self.run_ahead and not plan.read_at_once else 0  # how many need not be read yet
-        commits = len(self._flights) > in_flight
-        while len(self._flights) > in_flight:
-            self._commit(*self._flights[0])
-            if self._flights:  # the engine may have been closed meanwhile, by a listener
-                self._flights.popleft()
-        return bool(plan or commits)
+        with self._turning():
+            planned = self._plan() if plan else None
+            if planned:
+                self._run(*planned)
+            worked = bool(self._flights)
+            while len(self._flights) > self._may_fly(planned):
+                self._commit()
+            return worked
+        return True  # something was done, but it failed
 
-    def _plan(self) -> tuple[Plan | None, Order | None]:
-        """What the scheduler decides, and the same as an order: in plain numbers, for the device."""
-        if self._slab_is_lost:  # with a step that failed; if no new one fits in memory, this step fails, too
+    def _plan(self) -> tuple[Plan, Order] | None:
+        """What the scheduler decides, and the same in plain numbers, for the device."""
+        if self._slab_is_lost:  # if no new slab fits in memory, this step fails, too
             self.runner.reset()
             self._slab_is_lost = False
         with self.changed:
-            self._unstarted = plan = self.sched.plan(self.clock())
+            plan = self.sched.plan(self.clock())
+            self._unstarted = plan
             self._blocked = plan.blocked if plan else ()
-            return plan, Order.of(plan, self._ledger.open) if plan else None
+            if plan is None:
+                return None
+            return plan, Order.of(plan, self._ledger.open)
 
-    def _commit(self, plan: Plan, flight: Flight) -> None:
-        """Read what a step sampled, hand it to the requests' owners, and let go of those that end."""
+    def _run(self, plan: Plan, order: Order) -> None:
+        """Start a step on the device."""
+        flight = self.runner.run(order)
+        self._flights.append((plan, flight))
+        self._unstarted = None
+
+    def _may_fly(self, planned: tuple[Plan, Order] | None) -> int:
+        """How many steps may stay in flight: one if the engine runs ahead.
+
+        On a CPU, a step that yields a first token is read at once (`Plan.read_at_once`). MLX's
+        queue is short there: to start the next step takes nearly as long as that step itself, and
+        the token would come only then.
+        """
+        if planned is None or not self.run_ahead:
+            return 0
+        plan, _ = planned
+        return 0 if plan.read_at_once else 1
+
+    def _commit(self) -> None:
+        """Read the tokens of the oldest step in flight, and hand them to their requests."""
+        plan, flight = self._flights[0]
         began = self.clock()
         tokens, logprobs = flight.read()
-        read, accept = self.clock(), partial(self._ledger.deliver, logprobs, self.clock)
+        read = self.clock()
+        sampled = [tokens[member.slot] for member in plan.emitters]
+        accept = partial(self._ledger.deliver, logprobs, self.clock)
         with self.changed:
-            ghosts = tuple(member.slot for member in plan.emitters if member.request.finish_reason is not None)
-            for request in self.sched.commit(plan, [tokens[member.slot] for member in plan.emitters], accept, read):
+            ghosts = []
+            for member in plan.emitters:
+                if member.request.finish_reason is not None:
+                    ghosts.append(member.slot)
+            for request in self.sched.commit(plan, sampled, accept, read):
                 self._ledger.retire(request.id)
             view = StepView.of(
                 plan,
-                ghosts,
+                tuple(ghosts),
                 started=flight.began,
                 build_s=flight.build_s,
                 device_s=flight.device_s,
@@ -505,54 +546,118 @@ class Engine:
                 ended=self.clock(),
             )
             self._ledger.record(view)
+            self._has_news = True
             self.changed.notify_all()
+        self._flights.popleft()
 
-    # --- ends, and failures
+    # --- around a step, and after a failure
 
-    def _end(self, handle: Handle, reason: str, error: str | None = None) -> None:
-        """End a request from outside a commit, in any thread: so its listener is not called. Called under the lock."""
+    @contextmanager
+    def _turning(self) -> Iterator[None]:
+        """Around a step: one thread at a time, and an exception ends requests, not the engine."""
+        with self._changing(), device_lock, device_stream():
+            try:
+                yield
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):  # such as SystemExit: for the whole program
+                    raise
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around a change: Ctrl-C waits for its end, and `on_commit` is called after it."""
+        try:
+            with Held():
+                yield
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Call `on_commit`, if there is news since its last call. No lock is held here.
+
+        What the function raises is noted, and disturbs no request. Ctrl-C goes to the program.
+        """
+        with self.changed:
+            has_news = self._has_news
+            self._has_news = False
+        on_commit = self.on_commit
+        if on_commit is None or not has_news:
+            return
+        try:
+            on_commit()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.note("on_commit failed", error)
+
+    def _fail(self, error: BaseException) -> None:
+        """An exception came out of a step: show its traceback, and end as few requests as possible.
+
+        - If the step could not be started, the step before it is committed first.
+        - Each request in a failed step ends with the error: its rows are lost with the slab.
+        - Each request that has a token planned ends, too: it cannot begin again.
+        - The others have yielded nothing: they go back to the line, or stay in it.
+        - All end if no step was planned or in flight, since then it is not known what failed, and
+          if not even a new slab could be made.
+        - With other ranks the process ends.
+        """
+        unstarted = self._unstarted
+        self._unstarted = None
+        which = "a step" if unstarted is None else f"step {unstarted.step}"
+        show_fault(f"{which} failed", error)
+        self.ranks.fail(error)
+        plans = []
+        if unstarted is not None:
+            plans.append(unstarted)
+            self._commit_the_started()
+        plans += [plan for plan, _ in self._flights]
+        with self.changed:
+            failed = set()
+            for plan in plans:
+                failed |= {member.request.id for member in (*plan.chunks, *plan.decodes)}
+            all_end = self._slab_is_lost or not plans
+            for handle in list(self._ledger.open.values()):
+                request = handle.request
+                if all_end or request.planned or request.finish_reason or request.id in failed:
+                    self._end(handle, "error", describe(error), error)
+            self._flights.clear()
+            self._slab_is_lost = True
+            self.sched.start_over(handle.request for handle in self._ledger.open.values())
+
+    def _commit_the_started(self) -> None:
+        """Commit what is in flight, as far as it can be read."""
+        try:
+            while self._flights:
+                self._commit()
+        except BaseException as error:
+            show_fault("the step before failed, too", error)
+
+    def _end(
+        self,
+        handle: Handle,
+        reason: str,
+        error: str | None = None,
+        exception: BaseException | None = None,
+    ) -> None:
+        """End a request from outside a commit, in any thread. Called under the lock."""
         if handle.finish_reason is None:
             handle.error = error
-            with suppress(Exception):
-                handle.flush(quietly=True)
+            handle.exception = exception
+            try:
+                handle.flush()
+            except BaseException as fault:  # a panic in the tokenizer's Rust is no Exception
+                show_fault(f"the last text of request {handle.id} is lost", fault)
             self.sched.finish(handle.request, reason, self.clock())
         self._ledger.retire(handle.id)
+        self._has_news = True
         self.changed.notify_all()
 
     def _end_all(self, reason: str, error: str | None = None) -> None:
         """End every open request, and take no other."""
-        with self.changed:
+        with self._changing(), self.changed:
             self._closed = True
             for handle in list(self._ledger.open.values()):
                 self._end(handle, reason, error)
-        self._ledger.say_farewell()
-
-    def _fail(self, error: BaseException) -> None:
-        """An exception came out of a step, or Ctrl-C out of a cancel. As few requests as possible end with it.
-
-        A step that could not be started takes nothing with it that was started before: that is committed. What was in
-        a failed step ends with the error, since its slot's rows are lost with the slab, and so does every request that
-        has a token planned. The others have yielded nothing: they go back to the line, or stay in it, and begin again.
-        All end if it is not known what failed (no step was planned or in flight), or if not even a new slab could be
-        made. With other ranks the process ends. This is right at any line, even where Ctrl-C left books half written.
-        """
-        self.ranks.fail(error)
-        unstarted, self._unstarted = self._unstarted, None
-        if unstarted and isinstance(error, Exception):
-            with suppress(Exception):
-                while self._flights:
-                    self._commit(*self._flights[0])
-                    self._flights.popleft()
-        plans = [plan for plan, _ in self._flights] + ([unstarted] if unstarted else [])
-        with self.changed:
-            failed = {member.request.id for plan in plans for member in (*plan.chunks, *plan.decodes)}
-            for handle in list(self._ledger.open.values()):
-                request, all_end = handle.request, self._slab_is_lost or not plans
-                if all_end or request.planned or request.finish_reason or request.id in failed:
-                    self._end(handle, "error", answers.describe(error))
-            self._flights.clear()
-            self._slab_is_lost = True
-            self.sched.start_over(handle.request for handle in self._ledger.open.values())
 
     # --- what any thread may call
 
@@ -560,87 +665,84 @@ class Engine:
         self,
         prompt: str | Sequence[int] | Sequence[Mapping],
         sampling: Sampling | None = None,
-        listener: Listener | None = None,
         *,
         origin: Any = None,
-        ended: Callable[[Handle], None] | None = None,
     ) -> Handle:
-        """Put a prompt in line: a text, chat messages, or token ids as they are. Never blocks; QueueFull if it is full.
+        """Put a prompt in line: a text, chat messages, or token ids as they are.
 
-        `listener(handle, piece)` is called with each piece of text, by the thread that steps; `ended(handle)` once,
-        however the request ends, after its state is final. Neither may step or wait (ListenerError). subtle: if one
-        joins a thread that uses the engine, both hang: the engine is locked until it returns. Snapshots show `origin`.
+        This never waits for a step. It raises QueueFull if the line is full.
+        `origin` may be anything: it is shown to those who watch.
         """
-        sampling = Sampling() if sampling is None else sampling
+        if sampling is None:
+            sampling = Sampling()
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
         self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
         ids, shown = self.text.read(prompt)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
-        with self.changed:
+        with Held(), self.changed:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")
             request = Request(self._next_id, ids, max_tokens, self.clock(), self.reuse)
-            handle = Handle(self, request, sampling, shown, origin, listener, ended)
-            try:
-                self._next_id += 1
-                self._ledger.open[request.id] = handle
-                self.sched.submit(request)
-                self.changed.notify_all()
-            except BaseException:  # it does not fit, the line is full, or Ctrl-C
-                self._ledger.open.pop(request.id, None)
-                self.sched.waiting.pop(request.id, None)
-                raise
+            handle = Handle(self, request, sampling, shown, origin)
+            self.sched.submit(request)  # raises if the request does not fit, or if the line is full
+            self._ledger.open[request.id] = handle
+            self._next_id += 1
+            self.changed.notify_all()
         return handle
 
     def cancel(self, handle: Handle) -> None:
         """End a request now, whatever it is doing. After its end, this does nothing."""
-        try:
-            with self.changed:
-                if handle.id in self._ledger.open:
-                    self._end(handle, "cancelled")
-        except BaseException as error:  # Ctrl-C half way
-            self._fail(error)
-            raise
-        finally:
-            self._ledger.say_farewell()
+        with self._changing(), self.changed:
+            if handle.id in self._ledger.open:
+                self._end(handle, "cancelled")
 
     def generate(self, prompts: Sequence, sampling: Sampling | None = None) -> list[Result]:
         """All prompts at once; the results in the prompts' order."""
         handles: list[Handle] = []
         try:
             for prompt in prompts:
-                handles.append(self.submit(prompt, sampling))
+                with Held():  # a request that has been submitted is in the list
+                    handles.append(self.submit(prompt, sampling))
             return [handle.result() for handle in handles]
         finally:
-            for handle in handles:  # if one could not be submitted or waiting was interrupted; else this does nothing
+            for handle in handles:  # after a refusal or Ctrl-C; else all have ended
                 handle.cancel()
 
     def serving(self) -> Loop:
-        """Inside `with engine.serving():` a thread steps whenever there is work, and sleeps when there is none."""
+        """Inside `with engine.serving():` a thread steps the engine whenever there is work."""
         return Loop(self)
 
     def attach(self, loop: Loop | None) -> None:
-        """From now on this loop steps the engine, and those who wait sleep. None: those who wait step it again."""
+        """From now on this loop steps the engine, and those who wait sleep.
+
+        None: those who wait step the engine again.
+        """
         with self.changed:
-            if loop and (self._closed or self._loop):
-                raise RuntimeError("the engine is closed" if self._closed else "the engine is serving already")
+            if loop and self._closed:
+                raise RuntimeError("the engine is closed")
+            if loop and self._loop:
+                raise RuntimeError("the engine is serving already")
             self._loop = loop
             self.changed.notify_all()
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Until `ready()`: asleep while a loop steps the engine, else by stepping it. False if time runs out."""
+        """Wait until `ready()`, asleep if a loop steps the engine, else by stepping it.
+
+        False if the time runs out.
+        """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not ready():
             loop = self._loop
-            if answers.here.listens or (loop and loop.is_here):
-                raise answers.ListenerError("waiting")
-            if (left := deadline - time.monotonic()) <= 0:
+            if loop is not None and loop.is_here:
+                raise RuntimeError("the thread that steps the engine cannot wait for it")
+            left = deadline - time.monotonic()
+            if left <= 0:
                 return False
-            if loop:
-                loop.sleep(lambda: ready() or not self._loop, left)
-            else:
+            if loop is None:
                 self.step()
+            else:
+                loop.sleep(lambda: ready() or not self._loop, left)
         return True
 
     @property
@@ -655,33 +757,37 @@ class Engine:
     def snapshot(self, since: Snapshot | None = None) -> Snapshot:
         """What the engine is doing now, and what has happened since an earlier snapshot."""
         with self.changed:
-            return self._ledger.snapshot(self.sched, self._blocked, self.ranks.view, self.clock(), since)
+            now = self.clock()
+            return self._ledger.snapshot(self.sched, self._blocked, self.ranks.view, now, since)
 
-    def note(self, fault: str) -> None:
-        """Something went wrong outside of any request. It stands in the next snapshot."""
-        self._ledger.faults.add(fault)
+    def note(self, what: str, error: BaseException) -> None:
+        """Something failed outside of any request: snapshots have a line of it, stderr the rest."""
+        self._ledger.faults.add(f"{what}: {describe(error)}")
+        show_fault(what, error)
 
     def drain(self, to: str) -> None:
-        """Change the policy as soon as all that runs has ended, and let the slots forget what they hold."""
+        """Change the policy as soon as all that runs has ended. The slots forget what they hold."""
         with self.changed:
             self.sched.drain(to)
 
     def check(self) -> None:
         """Assert the invariants of scheduler and slab. The tests do so after every step."""
-        for part in filter(None, (self.sched, self.runner.slab)):
-            part.check()
+        self.sched.check()
+        if self.runner.slab is not None:
+            self.runner.slab.check()
         assert self._ledger.open.keys() == self.sched.running.keys() | self.sched.waiting.keys()
 
     def follow(self) -> int:
-        """What every rank but the first does, from here to its end. Returns the program's exit code."""
+        """What every rank but the first does, to its end. Returns the program's exit code."""
         return self.ranks.follow(self.runner.follow, self.summary)
 
     def close(self) -> None:
-        """End every open request as cancelled, and leave the device idle. Closing twice does nothing."""
+        """End every open request as cancelled, and leave the device idle. May be called twice."""
         self._end_all("cancelled")
-        if loop := self._loop:
+        loop = self._loop
+        if loop is not None:
             loop.stop()
-        with device_lock, device_stream():
+        with Held(), device_lock, device_stream():
             self._flights.clear()
             self.ranks.leave()
             device.synchronize()

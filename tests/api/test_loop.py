@@ -109,7 +109,7 @@ def test_a_wish_that_waits_is_refused_and_the_engine_is_served_on(engine, loop, 
     }
     loop.wish(acts[how])
     assert soon(lambda: engine.snapshot().faults)
-    assert ("already" if how == "serve" else "waiting inside a listener or a wish") in engine.snapshot().faults[0]
+    assert ("already" if how == "serve" else "cannot wait for it") in engine.snapshot().faults[0]
     assert engine.submit([1], SHORT).result(timeout=10).finish_reason == "length"
 
 

@@ -90,7 +90,8 @@ def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engin
     stop = engine.submit([1, 2], SHORT).result().tokens[1]
     length = engine.submit([1, 2], SHORT, origin=origins[0])
     stopped = engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[stop]), origin=origins[1])
-    error = engine.submit([1, 2], SHORT, lambda handle, piece: 1 / 0, origin=origins[2])
+    error = engine.submit([1, 2], SHORT, origin=origins[2])
+    error._stream.push = lambda token: 1 / 0
     settle(engine)
     cancelled = engine.submit("never admitted", SHORT, origin=origins[3])
     cancelled.cancel()
@@ -329,6 +330,6 @@ def test_looking_from_another_thread_while_the_engine_works_is_always_consistent
 
 def test_what_a_watcher_is_told_outside_of_any_request_is_told_once(engine):
     start = engine.snapshot()
-    engine.note("a wish could not be fulfilled")
+    engine.note("a wish could not be fulfilled", KeyError("red"))
     look = engine.snapshot(start)
-    assert look.faults == ("a wish could not be fulfilled",) and engine.snapshot(look).faults == ()
+    assert look.faults == ("a wish could not be fulfilled: KeyError: 'red'",) and engine.snapshot(look).faults == ()

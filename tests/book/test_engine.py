@@ -284,18 +284,6 @@ def test_a_step_that_raises_ends_its_own_requests_and_the_next_one_is_right(part
         assert engine.submit([4, 5], FEW).result().tokens == expected
 
 
-def test_ctrl_c_in_a_step_reaches_the_caller_and_leaves_the_engine_usable(engine, monkeypatch):
-    expected = engine.submit([4, 5], LONG).result().tokens
-    forward = nanobatch.forward
-    monkeypatch.setattr(nanobatch, "forward", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-    handle = engine.submit([4, 5], LONG)
-    with pytest.raises(KeyboardInterrupt):
-        handle.result()
-    monkeypatch.setattr(nanobatch, "forward", forward)
-    assert handle.result(timeout=30).finish_reason == "error"
-    assert engine.submit([4, 5], LONG).result().tokens == expected
-
-
 def test_a_detokenizer_that_raises_ends_its_own_request_alone(engine):
     expected = engine.submit([4, 5], LONG).result().tokens
     good, bad = engine.submit([4, 5], LONG), engine.submit([6, 7], LONG)
@@ -443,7 +431,7 @@ def test_an_engine_that_is_dropped_gives_its_slab_back_at_once(parts):
             engine.generate(["one", [2, 2], [3]], Sampling(max_tokens=3, logprobs=2, ignore_eos=True))
         with pytest.raises(ValueError, match="empty"):
             engine.submit("")
-        engine.submit([4], LONG, lambda handle, piece: None, ended=lambda handle: None).cancel()
+        engine.submit([4], LONG).cancel()
         assert len(engine.snapshot().ended) == 4
         engine.close()
         slab = weakref.ref(engine.runner.slab)

@@ -1,7 +1,8 @@
 """What the engine tests share: a tap on the logits, random schedules for an engine, and Ctrl-C at any line."""
 
-import linecache
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,8 +12,8 @@ import nanobatch
 import prefix
 import sched
 from nanobatch import Engine, Handle, Order, Sampling
+from parts.api import ctrl_c, ledger, loop, views
 from parts.api import handle as handle_file
-from parts.api import ledger, listen, views
 
 
 class Tap:
@@ -106,23 +107,24 @@ def run_schedule(
             return handles
 
 
-def interrupt(function, at: int) -> bool:
-    """Raise KeyboardInterrupt at the `at`-th line of ours that a function runs; False if it ends before that.
+MODULES = (nanobatch, sched, prefix, handle_file, ledger, loop, views, ctrl_c, threading)
+WATCHED = {module.__file__ for module in MODULES}
 
-    Not at `with` and `try`: a tracer is called there while a lock is held that nobody would release. Nor where a
-    listener has returned (`here`). A signal does not come there: Python looks for signals at the beginning of a
-    function, after a call, and where it jumps back.
+
+def interrupt(function: Callable[[], object], at: int) -> bool:
+    """Send Ctrl-C at the `at`-th line of ours that a function runs; False if the function ends before that.
+
+    It is the signal itself, so what the engine does about it holds. The lines of Python's own `threading` count, too:
+    there a condition lets go of its lock.
     """
-    files = {module.__file__ for module in (nanobatch, sched, handle_file, ledger, listen, views, prefix)}
     lines = iter(range(10**9))
 
     def trace(frame, event, argument):
-        if frame.f_code.co_filename not in files:
+        if frame.f_code.co_filename not in WATCHED:
             return None
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not line.startswith(("with ", "try:", "here.")) and next(lines) >= at:
+        if event == "line" and next(lines) == at:
             sys.settrace(None)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return trace
 
     sys.settrace(trace)
