@@ -61,7 +61,7 @@ __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "
 # --- an order: what the device does in one step ----------------------------------------------------
 
 
-class Piece(NamedTuple):
+class Prefill(NamedTuple):
     """A chunk of a prompt that goes into a slot."""
 
     slot: int
@@ -79,40 +79,40 @@ class Order(NamedTuple):
     """
 
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
-    chunks: tuple[Piece, ...]
+    prefills: tuple[Prefill, ...]
     decodes: tuple[tuple[int, int], ...]  # (slot, row): the slot's newest token goes into this row
     picks: Mapping[int, Pick]  # by slot: how its token is chosen
 
     @staticmethod
     def of(plan: Plan, handles: Mapping[int, Handle]) -> Order:
-        chunks = []
+        prefills = []
         for chunk in plan.chunks:
             ids = chunk.request.prompt[chunk.start : chunk.stop]
-            chunks.append(Piece(chunk.slot, ids, chunk.start, chunk.source, asked=chunk.emits))
+            prefills.append(Prefill(chunk.slot, ids, chunk.start, chunk.source, asked=chunk.emits))
         decodes = [(decode.slot, decode.position) for decode in plan.decodes]
         decodes.sort()  # neighbouring slots are one view of the slab
         picks = {}
         for member in plan.emitters:
             handle = handles[member.request.id]
             picks[member.slot] = pick_of(member.slot, member.request, handle)
-        return Order(plan.scrubs, tuple(chunks), tuple(decodes), picks)
+        return Order(plan.scrubs, tuple(prefills), tuple(decodes), picks)
 
-    def passes(self) -> list[tuple[list[Piece], Sequence[tuple[int, int]]]]:
+    def passes(self) -> list[tuple[list[Prefill], Sequence[tuple[int, int]]]]:
         """The chunks and the decoding sequences of each forward pass.
 
         In nearly all steps there is one pass, so each weight is read once. Only a chunk that copies
         rows which the pass itself writes starts another one.
         """
-        passes: list[list[Piece]] = [[]]
+        passes: list[list[Prefill]] = [[]]
         written: set[int] = set()  # the slots that the newest pass writes
-        for piece in self.chunks:
-            if piece.source in written:
+        for prefill in self.prefills:
+            if prefill.source in written:
                 passes.append([])
                 written.clear()
-            passes[-1].append(piece)
-            written.add(piece.slot)
+            passes[-1].append(prefill)
+            written.add(prefill.slot)
         last = len(passes) - 1
-        return [(pieces, self.decodes if i == last else ()) for i, pieces in enumerate(passes)]
+        return [(prefills, self.decodes if i == last else ()) for i, prefills in enumerate(passes)]
 
 
 def pick_of(slot: int, request: Request, handle: Handle) -> Pick:
@@ -182,7 +182,7 @@ class Runner:
             return  # it will be told to
         with device_lock, device_stream():
             picks = {0: Pick(0, Sampling(), 0, 0)}
-            prompt = Piece(slot=0, ids=(0,), start=0, source=None, asked=True)
+            prompt = Prefill(slot=0, ids=(0,), start=0, source=None, asked=True)
             self.run(Order((), (prompt,), (), picks)).read()
             self.run(Order((), (), ((0, 1),), picks)).read()
             self.reset()
@@ -215,20 +215,20 @@ class Runner:
         """Run the passes of a step. Returns each pass's logits (n, V), and the slots they are for."""
         logits = []
         slots: list[int] = []
-        for chunks, decodes in order.passes():
+        for prefills, decodes in order.passes():
             ids: list[mx.array] = []
             windows: list[Window] = []
             asked: list[int] = []  # places among the tokens of this pass
             count = 0  # tokens of this pass so far
-            for piece in chunks:
-                self._copy_prefix(piece)
-            for piece in chunks:
-                padded = self._padded(piece)
+            for prefill in prefills:
+                self._copy_prefix(prefill)
+            for prefill in prefills:
+                padded = self._padded(prefill)
                 ids.append(mx.array(padded))
-                windows.append(Window(self.slab, [piece.slot], [piece.start], len(padded)))
-                if piece.asked:
-                    asked.append(count + len(piece.ids) - 1)
-                    slots.append(piece.slot)
+                windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(padded)))
+                if prefill.asked:
+                    asked.append(count + len(prefill.ids) - 1)
+                    slots.append(prefill.slot)
                 count += len(padded)
             if decodes:
                 decoding = [slot for slot, _ in decodes]
@@ -245,17 +245,17 @@ class Runner:
                 self._start(self.slab.written())
         return logits, slots
 
-    def _padded(self, piece: Piece) -> list[int]:
+    def _padded(self, prefill: Prefill) -> list[int]:
         """The token ids of a chunk. On a GPU some zeros follow, so that the widths are few.
 
         A GPU prepares its kernels for each shape anew. The padding's keys land in rows that the
         sequence has yet to reach and will write over.
         """
-        width = len(piece.ids)
+        width = len(prefill.ids)
         if device.has_gpu():
             rounded = -(-width // PADDING) * PADDING
-            width = min(rounded, self.slab.length - piece.start)
-        return [*piece.ids, *[0] * (width - len(piece.ids))]
+            width = min(rounded, self.slab.length - prefill.start)
+        return [*prefill.ids, *[0] * (width - len(prefill.ids))]
 
     def _choose(
         self,
@@ -272,13 +272,13 @@ class Runner:
         emitted[mx.array(slots)] = tokens
         return emitted, logprobs
 
-    def _copy_prefix(self, piece: Piece) -> None:
+    def _copy_prefix(self, prefill: Prefill) -> None:
         """Take over another slot's first rows, if this chunk goes on from there."""
-        if piece.source is None:
+        if prefill.source is None:
             return
-        prefix = self.slab.prefix(piece.source, piece.start)
+        prefix = self.slab.prefix(prefill.source, prefill.start)
         self._start(prefix)
-        self.slab.fill(piece.slot, prefix)
+        self.slab.fill(prefill.slot, prefix)
 
     def _start(self, results: Sequence[mx.array], until: Sequence[mx.array] | None = None) -> None:
         """Start a forward pass, as soon as the one before has read the last of the slab.
@@ -325,11 +325,12 @@ class Runner:
 
 def pack(order: Order) -> list[int]:
     """An order without its picks: ranks that follow choose no token."""
-    numbers = [len(order.scrubs), len(order.chunks), len(order.decodes)]
+    numbers = [len(order.scrubs), len(order.prefills), len(order.decodes)]
     numbers += chain(*order.scrubs)
-    for piece in order.chunks:
-        source = -1 if piece.source is None else piece.source
-        numbers += [piece.slot, piece.start, source, piece.asked, len(piece.ids), *piece.ids]
+    for prefill in order.prefills:
+        source = -1 if prefill.source is None else prefill.source
+        numbers += [prefill.slot, prefill.start, source, prefill.asked]
+        numbers += [len(prefill.ids), *prefill.ids]
     numbers += chain(*order.decodes)
     return numbers
 
@@ -342,17 +343,17 @@ def unpack(numbers: Sequence[int]) -> Order:
 
     counts = some(3)
     scrubs = [some(3) for _ in range(counts[0])]
-    chunks = []
+    prefills = []
     for _ in range(counts[1]):
         slot, start, source, asked, count = some(5)
         source = None if source < 0 else source
-        chunks.append(Piece(slot, some(count), start, source, bool(asked)))
+        prefills.append(Prefill(slot, some(count), start, source, bool(asked)))
     decodes = [some(2) for _ in range(counts[2])]
-    return Order(tuple(scrubs), tuple(chunks), tuple(decodes), {})
+    return Order(tuple(scrubs), tuple(prefills), tuple(decodes), {})
 
 
 def most_numbers(sizes: Sizes) -> int:
-    """How long a packed order can be: three counts, a scrub and a piece for each slot, all tokens.
+    """How long a packed order can be: three counts, a scrub and a prefill for each slot, all tokens.
 
     A slot has one chunk in a step, so no budget fills more than a chunk for each slot.
     """

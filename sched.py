@@ -31,8 +31,8 @@ The invariants, which `check` asserts:
     0 <= committed <= planned <= max_tokens; planned is at most two steps ahead
     requests are admitted in the order of arrival
 
-Where next: `prefix.py`, which this file leans on: `place` chooses a slot, `best` says how much of a
-prompt the slots hold, `hold` notes what a slot will hold, and `forget` takes that back.
+Where next: `prefix.py`. This file asks of it: `choose_slot` for a new prompt, `best_source` for the
+rows of its beginning. And it tells: `hold`, what a slot will hold, and `forget`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefix import PIECE, Prefixes, Trail
+from prefix import SEGMENT, Prefixes, Trail
 
 # What each policy does. `Scheduler._room` says how, in a line for each.
 POLICIES = {
@@ -265,7 +265,7 @@ class Scheduler:
         admitted: list[Request] = []
         while self.waiting and free and len(admitted) < room:
             _, request = self.waiting.popitem(last=False)
-            request.slot, request.why = self.prefixes.place(request.trail, free)
+            request.slot, request.why = self.prefixes.choose_slot(request.trail, free)
             request.admitted = now
             request.policy = self.policy
             self.running[request.id] = request
@@ -296,7 +296,7 @@ class Scheduler:
             start = request.prefilled
             source = None
             if start == 0:
-                start, source = self.prefixes.best(request.trail, request.slot, self.chunk)
+                start, source = self.prefixes.best_source(request.trail, request.slot, self.chunk)
                 if self._is_being_written(request, start, chunks):
                     continue  # the request waits for rows, not for budget: later prompts go on
             price = self._price(start)
@@ -320,7 +320,7 @@ class Scheduler:
         arrive together and begin alike, the first writes the common part, and seven copy the rows.
         """
         trail, rows = request.trail, start + self.chunk
-        return any(self.prefixes.share(trail, chunk.request.trail, rows) for chunk in chunks)
+        return any(self.prefixes.begin_alike(trail, chunk.request.trail, rows) for chunk in chunks)
 
     def _price(self, start: int) -> float:
         """The price of a token, in a chunk from this row on.
@@ -407,7 +407,7 @@ class Scheduler:
         After a failure these requests remain. None has yielded a token: then a request cannot begin
         again.
         """
-        self.prefixes = Prefixes(self.slots, min(PIECE, self.chunk))
+        self.prefixes = Prefixes(self.slots, min(SEGMENT, self.chunk))
         self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
         self.running: dict[int, Request] = {}  # by id, in the order of admission
         self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id, in the order of arrival

@@ -490,7 +490,7 @@ def count_copies(folder: Path) -> tuple[int, int]:
                 mx.reset_peak_memory()
                 engine.step()
                 copies += mx.get_peak_memory() - before > engine.runner.slab.k[0].nbytes
-    return copies, sum(any(piece.source is not None for piece in order.chunks) for order in orders)
+    return copies, sum(any(prefill.source is not None for prefill in order.prefills) for order in orders)
 
 
 def test_no_step_copies_the_slab_and_starting_a_pass_too_early_would(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from harness import random_asks
 
-from nanobatch import Engine, Order, Piece, Runner, Sampling, most_numbers, pack
+from nanobatch import Engine, Order, Prefill, Runner, Sampling, most_numbers, pack
 from parts.device.mlx import device_lock, device_stream
 from parts.model.fit import Sizes
 from sampling import Pick
@@ -77,9 +77,9 @@ def record(parts) -> Recorded:
 def test_the_record_holds_everything_that_an_order_can_say(record):
     orders = record.orders
     assert sum(bool(order.scrubs) for order in orders) >= 1
-    assert sum(len(order.chunks) > 1 for order in orders) > 5 and sum(len(order.decodes) > 1 for order in orders) > 20
-    assert sum(piece.source is not None for order in orders for piece in order.chunks) > 2
-    asked = [[piece.asked for piece in order.chunks] for order in orders]
+    assert sum(len(order.prefills) > 1 for order in orders) > 5 and sum(len(order.decodes) > 1 for order in orders) > 20
+    assert sum(prefill.source is not None for order in orders for prefill in order.prefills) > 2
+    asked = [[prefill.asked for prefill in order.prefills] for order in orders]
     assert sum(any(each) and not all(each) for each in asked) > 2, "no pass in which only some chunks end their prompts"
     assert sum(bool(logprobs) for logprobs in record.logprobs) > 10
     assert {pick.sampling.group for order in orders for pick in order.picks.values()} >= {
@@ -95,8 +95,8 @@ def test_the_record_holds_everything_that_an_order_can_say(record):
 def test_an_order_says_who_samples_and_nothing_else_does(record):
     compared = 0
     for order, tokens in zip(record.orders, record.tokens, strict=True):
-        slots = [piece.slot for piece in order.chunks] + [slot for slot, _ in order.decodes]
-        asked = {piece.slot for piece in order.chunks if piece.asked} | {slot for slot, _ in order.decodes}
+        slots = [prefill.slot for prefill in order.prefills] + [slot for slot, _ in order.decodes]
+        asked = {prefill.slot for prefill in order.prefills if prefill.asked} | {slot for slot, _ in order.decodes}
         assert order.picks.keys() == asked
         assert len(set(slots)) == len(slots), "a slot moves on by two units"
         assert {slot for slot, token in enumerate(tokens) if token >= 0} == asked
@@ -144,7 +144,7 @@ def test_a_pass_for_each_sequence_gives_the_same_bits_as_one_for_all(parts, reco
     """How tokens are gathered into passes and windows is a matter of speed alone."""
 
     def one_by_one(order: Order) -> list:
-        return [([piece], ()) for piece in order.chunks] + [([], (decode,)) for decode in order.decodes]
+        return [([prefill], ()) for prefill in order.prefills] + [([], (decode,)) for decode in order.decodes]
 
     monkeypatch.setattr(Order, "passes", one_by_one)
     with device_lock, device_stream():
@@ -160,21 +160,21 @@ def test_a_step_is_one_pass_unless_a_chunk_copies_rows_that_the_pass_is_to_write
     copies = 0
     for order in record.orders:
         passes = order.passes()
-        assert tuple(piece for chunks, _ in passes for piece in chunks) == order.chunks
+        assert tuple(prefill for chunks, _ in passes for prefill in chunks) == order.prefills
         assert [decodes for _, decodes in passes] == [()] * (len(passes) - 1) + [order.decodes]
         for chunks, _ in passes:
             written = set()
-            for piece in chunks:
-                assert piece.source not in written
-                written.add(piece.slot)
-        copies += sum(piece.source is not None for piece in order.chunks)
-    idle = sum(len(order.chunks) + len(order.decodes) < SIZES.slots for order in record.orders)
+            for prefill in chunks:
+                assert prefill.source not in written
+                written.add(prefill.slot)
+        copies += sum(prefill.source is not None for prefill in order.prefills)
+    idle = sum(len(order.prefills) + len(order.decodes) < SIZES.slots for order in record.orders)
     assert copies > 1 and idle > 10
 
 
 def test_a_chunk_that_copies_what_this_step_writes_waits_for_its_pass():
-    first, other = Piece(0, (1, 2, 3), 0, None, True), Piece(1, (4, 5), 0, None, True)
-    copies, copies_old = Piece(2, (9,), 2, 0, True), Piece(3, (9,), 2, 7, True)
+    first, other = Prefill(0, (1, 2, 3), 0, None, True), Prefill(1, (4, 5), 0, None, True)
+    copies, copies_old = Prefill(2, (9,), 2, 0, True), Prefill(3, (9,), 2, 7, True)
     order = Order((), (first, other, copies_old, copies), ((5, 8),), {})
     assert order.passes() == [([first, other, copies_old], ()), ([copies], ((5, 8),))]
 
@@ -194,7 +194,7 @@ def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other
 
 def test_how_long_an_order_can_be_is_known_beforehand(record):
     assert all(len(pack(order)) <= most_numbers(SIZES) for order in record.orders)
-    chunks = tuple(Piece(slot, (7,) * SIZES.chunk, 0, None, False) for slot in range(SIZES.slots))
+    chunks = tuple(Prefill(slot, (7,) * SIZES.chunk, 0, None, False) for slot in range(SIZES.slots))
     scrubs = tuple((slot, 0, 9) for slot in range(SIZES.slots))
     fullest = Order(scrubs, chunks, (), {})
     assert len(pack(fullest)) == most_numbers(SIZES._replace(budget=2**31))
@@ -206,7 +206,7 @@ def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
     with device_lock, device_stream():
         runner = Runner(parts[0], SIZES, clock=lambda: float(next(ticks)))
         began = next(ticks)
-        chunk = Piece(2, (7, 8, 9), 0, None, True)
+        chunk = Prefill(2, (7, 8, 9), 0, None, True)
         flight = runner.run(Order((), (chunk,), (), {2: Pick(2, Sampling(), 0, 0)}))
         assert flight.began == began + 1 and flight.build_s > 0
         assert flight.device_s == 2  # the forward pass was started, then the sampling

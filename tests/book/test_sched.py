@@ -10,7 +10,7 @@ import pytest
 from story import Story, timeline
 
 import sched
-from prefix import PIECE, Beginning, Prefixes, Trail
+from prefix import SEGMENT, Node, Prefixes, Trail
 from sched import POLICIES, QueueFull, Request, Scheduler
 
 SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 2_000))  # 100,000 take six minutes
@@ -391,7 +391,7 @@ def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatc
     Prompts of 16,000 tokens, all alike but for their ends. To compare 64 of them anew in each plan took a second, under
     the lock.
     """
-    count, kept, find = Counter(), Beginning.slots, Prefixes.find
+    count, kept, find = Counter(), Node.slots, Prefixes.match
 
     def watched(beginning):
         count["looks"] += 1  # how often it is asked which slots hold a beginning
@@ -405,8 +405,8 @@ def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatc
         assert count["looks"] - before <= 10 + len(slots), "it is searched by halves among 999 beginnings"
         return found
 
-    monkeypatch.setattr(Beginning, "slots", property(watched, kept.__set__))
-    monkeypatch.setattr(Prefixes, "find", counted)
+    monkeypatch.setattr(Node, "slots", property(watched, kept.__set__))
+    monkeypatch.setattr(Prefixes, "match", counted)
     slots, tokens = 16, 16_000
     planner = Scheduler(slots, tokens + 20, chunk=64, budget=64 + 64 * 10)
     opening = list(range(tokens - 2))
@@ -420,7 +420,7 @@ def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatc
         planner.commit(plan, [0] * len(plan.emitters), lambda request, token: None, 0.0)
         steps += 1
     assert planner.submitted == 2 * slots and not planner.running and not planner.waiting
-    assert 0 < Read.count <= count["slots"] * PIECE
+    assert 0 < Read.count <= count["slots"] * SEGMENT
     assert steps > 250 and 0 < count["finds"] < steps * 3 * slots
 
 
@@ -444,12 +444,12 @@ def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(p
             known = rng.choice([prompt for prompt, _ in owners])
             prompt = known[: rng.randint(0, len(known))] + stem
             trail = prefixes.trail(prompt, 1)
-            assert len(trail.beginnings) == len(prompt) // piece
+            assert len(trail.nodes) == len(prompt) // piece
             among = rng.sample(range(slots), rng.randint(1, slots))
             rows = {slot: common(prompt[:-1], held[slot]) for slot in among}
             most = max(rows.values())
             first = next(slot for slot in among if rows[slot] == most)
-            assert prefixes.find(trail, among) == ((most, first) if most >= piece else (0, None))
+            assert prefixes.match(trail, among) == ((most, first) if most >= piece else (0, None))
             found += most >= piece
             between += most > piece and most % piece > 0
             slot = rng.randrange(slots)
@@ -475,14 +475,14 @@ def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(p
 
 
 def test_a_prompt_that_shares_nothing_finds_no_rows_and_gives_none():
-    prefixes, prompt = Prefixes(2, piece=4), tuple(range(20))
+    prefixes, prompt = Prefixes(2, segment=4), tuple(range(20))
     one, none = (prefixes.trail(prompt, shares) for shares in (True, False))
     prefixes.hold(0, one, 20)
     prefixes.hold(1, none, 20)
-    assert [prefixes.find(each, (0, 1)) for each in (one, none)] == [(19, 0), (0, None)]
-    assert prefixes.share(one, prefixes.trail(prompt, True), 8)
-    assert not any(prefixes.share(each, other, 8) for each, other in ((one, none), (none, one), (none, none)))
-    assert not prefixes.share(one, one, 20), "the last token must be computed"
+    assert [prefixes.match(each, (0, 1)) for each in (one, none)] == [(19, 0), (0, None)]
+    assert prefixes.begin_alike(one, prefixes.trail(prompt, True), 8)
+    assert not any(prefixes.begin_alike(each, other, 8) for each, other in ((one, none), (none, one), (none, none)))
+    assert not prefixes.begin_alike(one, one, 20), "the last token must be computed"
 
 
 @pytest.mark.parametrize("answer", [1, 41])
@@ -494,7 +494,7 @@ def test_what_nobody_holds_any_more_is_forgotten_altogether(answer):
         while plan := planner.plan(0.0):
             planner.commit(plan, [id] * len(plan.emitters), lambda request, token: None, 0.0)
         del plan
-        assert len(planner.prefixes._longer) <= 3 * (25 + answer // 4)
+        assert len(planner.prefixes._children) <= 3 * (25 + answer // 4)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

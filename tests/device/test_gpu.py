@@ -17,7 +17,7 @@ from soak import soak
 
 import kv
 from kv import Slab, Window
-from nanobatch import Engine, Piece, Sampling
+from nanobatch import Engine, Prefill, Sampling
 from parts.device import mlx as device
 from parts.device.mlx import mx
 from parts.model import ops
@@ -184,12 +184,12 @@ def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
 def test_a_chunk_is_padded_so_that_the_shapes_are_few_and_never_beyond_its_slot(tmp_path, start, count, width):
     """The padding's token is 0. On a CPU there is none."""
     ids = tuple(range(1, count + 1))
-    piece = Piece(1, ids, start, None, True)
+    prefill = Prefill(1, ids, start, None, True)
     with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=128, chunk=32) as engine:
         assert engine.runner.slab.length == 128
-        assert engine.runner._padded(piece) == [*ids, *[0] * (width - count)]
+        assert engine.runner._padded(prefill) == [*ids, *[0] * (width - count)]
         with mock.patch.object(device, "has_gpu", lambda: False):
-            assert engine.runner._padded(piece) == list(ids)
+            assert engine.runner._padded(prefill) == list(ids)
 
 
 def test_idle_slots_take_no_part(tmp_path):

@@ -34,7 +34,7 @@ class Tap:
             calls.clear()
             flight = run(order)
             owners = {request.slot: request.id for request in engine.sched.running.values()}
-            asked = [chunk.slot for chunk in order.chunks if chunk.asked]
+            asked = [chunk.slot for chunk in order.prefills if chunk.asked]
             asked += [slot for slot, _ in order.decodes]
             assert len(calls) <= len(order.passes()), "the head is read once a pass"
             found = [row for logits in calls for row in np.array(logits)]

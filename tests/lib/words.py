@@ -105,14 +105,14 @@ class WordRunner:
         began = self.clock()
         if self.flight:
             self.flight.read()
-        for chunk in order.chunks:
+        for chunk in order.prefills:
             held = self.prompts[chunk.slot if chunk.source is None else chunk.source]
             self.prompts[chunk.slot] = held[: chunk.start] + "".join(map(chr, chunk.ids))
         tokens = [-1] * self.slots
         for slot, pick in order.picks.items():
             before, after = (speak(self.prompts[slot], count) for count in (pick.index, pick.index + 1))
             tokens[slot] = self.text.token(after[len(before) :])
-        cost = 0.01 * bool(order.decodes) + 0.005 * len(order.chunks)
+        cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)
         self.flight = WordFlight(self, tokens, began, cost, device_s=max(0.0, self.clock() - began - 0.001))
         return self.flight
 

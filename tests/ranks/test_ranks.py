@@ -192,8 +192,8 @@ def test_orders_survive_the_wire(parts, budget):
     most = most_numbers(Sizes(slots=4, max_len=128, chunk=32, budget=budget, summary=""))
     assert len(orders) > 50
     assert sum(bool(order.scrubs) for order in orders) > 0
-    assert sum(len(order.chunks) > 1 for order in orders) > 0
-    assert any(piece.source is not None for order in orders for piece in order.chunks)
+    assert sum(len(order.prefills) > 1 for order in orders) > 0
+    assert any(prefill.source is not None for order in orders for prefill in order.prefills)
     for order in orders:
         numbers = pack(order)
         assert unpack([*numbers, *[0] * 9]) == order._replace(picks={})
