@@ -77,18 +77,18 @@ def choose(
     tokens = []
     logprobs = []
     for (group, has_logprobs), rows in groups.items():
-        own = [picks[row] for row in rows]
+        members = [picks[row] for row in rows]
         x = logits if len(groups) == 1 else logits[mx.array(rows)]
         if group != "greedy":
-            x = edit(x.astype(mx.float32), own, memory)
+            x = edit(x.astype(mx.float32), members, memory)
             spread = Spread.of(x)
         if group in ("greedy", "edited"):
             best, ids = argmax(x)
         else:
             best = spread.best
-            ids = draw(spread, own, group)
+            ids = draw(spread, members, group)
         if has_logprobs:
-            measured = measure(spread, own, ids, x.shape[-1])
+            measured = measure(spread, members, ids, x.shape[-1])
             logprobs.append(measured)
         # A comparison with NaN is False, so NaN could go unnoticed. As the maximum it is seen.
         is_finite = mx.isfinite(best)
@@ -327,9 +327,9 @@ def likeliest(gap: mx.array, k: int) -> mx.array:  # (n, V) -> (n, k)
         return mx.argsort(gap, axis=-1)[:, :k]
     gap = padded(gap, size, math.inf)
     blocks = gap.reshape(n, -1, size)
-    chosen = likeliest(blocks.min(axis=-1), k)
-    chosen = mx.sort(chosen, axis=-1)  # so that ids stay in order
-    ids = chosen[:, :, None] * size + mx.arange(size)
+    nearest = likeliest(blocks.min(axis=-1), k)
+    nearest = mx.sort(nearest, axis=-1)  # so that the ids below are in order, too
+    ids = nearest[:, :, None] * size + mx.arange(size)
     ids = ids.reshape(n, -1)  # (n, k * size): all tokens of these blocks
     ids = gather(ids, likeliest(gather(gap, ids), k))
     return mx.minimum(ids, V - 1)  # only a row of NaN would choose the padding
@@ -373,19 +373,21 @@ def keep_nearest(spread: Spread, filters: Filters) -> mx.array:  # (n, V) bool
 
     def quota(bound: mx.array) -> mx.array:  # (n, 1) -> (n, 1)
         """How many tokens at this bound may be kept? 0 or less if the bound is too far."""
-        beyond = added(gap >= bound)  # tokens at the bound, and farther ones
+        # Tokens at the bound, and farther ones. The bits of a guess may mean NaN: none is beyond,
+        # so the guess is too far.
+        beyond = added(gap >= bound)
         by_count = filters.count - (V - beyond)
         if filters.mass is None:
             return by_count
-        # subtle: `nearer` is the sum for all nearer tokens. Picking them out would take MLX five
-        # times as long. So each token beyond is raised to `own`, and taken off again. The sum may
-        # pass 2^32 and begin again at 0, but the difference is right.
-        own = (shrink(bound) * unit).astype(mx.uint32)
-        nearer = added(mx.maximum(units, own))
-        nearer = nearer - own * beyond.astype(mx.uint32)
+        # subtle: `nearer` is the mass of all nearer tokens. Picking these out would take MLX five
+        # times as long. So every token beyond is counted as if at the bound, and taken off again.
+        # The sum may pass 2^32 and begin again at 0, but the difference is right.
+        each = (shrink(bound) * unit).astype(mx.uint32)
+        nearer = added(mx.maximum(units, each))
+        nearer = nearer - each * beyond.astype(mx.uint32)
         lacking = wanted - mx.minimum(nearer, wanted)
-        own = mx.maximum(own, 1)
-        by_mass = lacking // own + (lacking % own > 0)  # rounded up
+        each = mx.maximum(each, 1)
+        by_mass = lacking // each + (lacking % each > 0)  # rounded up
         return mx.minimum(by_count, by_mass)
 
     bits = mx.zeros(unit.shape, mx.uint32)
