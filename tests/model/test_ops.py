@@ -71,7 +71,7 @@ def test_argmax_is_the_first_of_the_largest_wherever_it_stands(V, dtype):
     x[101] = 3.0
     for row, place in enumerate(random.integers(0, V, 50)):
         x[200 + row, place] = 7.0  # alone, at any place
-    best, place = sampling.argmax(mx.array(x).astype(dtype))
+    best, place = (column[:, 0] for column in sampling.argmax(mx.array(x).astype(dtype)))
     x = wide(mx.array(x).astype(dtype))
     assert place.tolist() == x.argmax(axis=-1).tolist()
     assert np.array_equal(wide(best), x.max(axis=-1))
@@ -83,7 +83,7 @@ def test_a_number_that_is_none_shows_in_what_argmax_calls_the_largest(place):
     x = normal(3, 256)
     x[1, place] = np.nan
     best, _ = sampling.argmax(mx.array(x))
-    assert np.isfinite(wide(best)).tolist() == [True, False, True]
+    assert np.isfinite(wide(best))[:, 0].tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("L", [1, 5])
