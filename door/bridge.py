@@ -151,7 +151,7 @@ class Answer:
             self.left -= 1
         else:
             self._times[index].append(time.perf_counter())
-        if piece and self._straight and self._straight.flows and not self._pieces:
+        if piece and self._straight and not (self._pieces or self._straight.connection.is_blocked):
             self._straight.push(self.shape.piece(index, piece, None))
         else:
             self._pieces.append((index, piece))
