@@ -78,6 +78,7 @@ class Visit:
         self.status: int | None = None  # of the answer, once it has begun
         self.is_news = False  # a look at /health is none
         self.connection: Connection = request.state.connection
+        self._is_old = request.scope["http_version"] == "1.0"
         self._send = send
         self._journal = journal
         self._wrote: float | None = None  # while the answer is a stream: when the stream last said something
@@ -122,17 +123,13 @@ class Visit:
 
         So its coroutine runs to its end here. To wake a task for each token would cost more than all else.
         """
-        with suppress(StopIteration):
+        with suppress(StopIteration):  # so a coroutine says that it has come to its end
             self.write(body).send(None)
 
     async def break_silence(self, now: float) -> None:
         """Proxies close a connection on which nothing moves."""
         if self._wrote is not None and now - self._wrote > PING_S and not self.connection.is_blocked:
             await self.write(PING)
-
-    @property
-    def _is_old(self) -> bool:
-        return self.request.scope["http_version"] == "1.0"
 
 
 # --- may it come in? ---------------------------------------------------------------------------------------------

@@ -166,17 +166,13 @@ class Lines(QueueHandler):
             self.lost += 1
 
 
-class Writer(logging.StreamHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk, or a pipe that is closed: serving goes on."""
-
-
 @contextmanager
 def log_to(file: TextIO) -> Iterator[None]:
     """Write the access log to this file, in a thread: a write to a pipe that is never read waits for ever."""
     lines = Lines(queue.Queue(1000))
-    listener = QueueListener(lines.queue, Writer(file))
+    listener = QueueListener(lines.queue, logging.StreamHandler(file))
     listener.start()
+    logging.raiseExceptions = False  # a full disk, or a pipe that is closed: serving goes on
     ACCESS_LOG.setLevel(logging.INFO)
     ACCESS_LOG.addHandler(lines)
     try:

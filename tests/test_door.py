@@ -1,6 +1,9 @@
 """The door in this process, on a small random model: what a server that cannot be paused or broken would not show."""
 
 import json
+import logging
+import os
+import queue
 import re
 import signal
 import socket
@@ -15,6 +18,7 @@ from soak_http import soak
 from door import bridge, http, openai
 from door.door import Door
 from door.http import Options
+from door.journal import ACCESS_LOG, Lines, log_to
 from parts.api.loop import Loop, Stopwatch
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
@@ -300,6 +304,34 @@ def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine,
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not faults
+
+
+def test_the_end_of_a_server_does_not_wait_for_a_log_that_nobody_reads():
+    """What is written to a full pipe waits for ever."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as pipe, open(reader, "rb") as end:
+        with log_to(pipe):
+            for number in range(900):
+                ACCESS_LOG.info(f"line={number} {'x' * 100}")
+            began = time.monotonic()
+        assert time.monotonic() - began < 3
+        said = b""
+        while b"line=899 " not in said:  # now the thread can end
+            said += end.read1(65536)
+        assert said.count(b"line=") == 900
+
+
+def test_a_log_says_how_many_lines_it_has_lost():
+    lines = Lines(queue.Queue(1))
+    log = logging.Logger("test")
+    log.addHandler(lines)
+    for number in range(4):
+        log.info(f"line={number}")
+    assert lines.queue.get().getMessage() == "line=0"
+    log.info("line=4")
+    assert lines.queue.get().getMessage() == "lost_lines=3 line=4"
+    log.info("line=5")
+    assert lines.queue.get().getMessage() == "line=5"
 
 
 def test_a_long_prompt_stops_no_other_thread(engine):
