@@ -41,6 +41,7 @@ IDLE_S = 75.0  # and so long for another one
 HEAD = 2**16  # bytes of a request before its body
 BODY = 4 * 2**20  # bytes; a prompt that fills a slot of 8,192 tokens has about 50,000
 AHEAD = 2**14  # bytes that are read before their turn, about
+REQUESTS = 128  # that may come before their turn; `uvicorn` keeps two kilobytes for each
 BODY_S = 30.0  # a body must have come by then
 STUCK_S = 60.0  # a client that takes nothing for so long is gone
 FAREWELL_S = 2.0  # a client that is still sending has so long to read why we do not listen
@@ -121,10 +122,10 @@ class Visit:
     def push(self, body: bytes) -> None:
         """A part of a stream, at once: while the connection is not blocked, `write` has nothing to wait for.
 
-        So its coroutine runs to its end here. To wake a task for each token would cost more than all else.
+        So the coroutine runs to its end here. To wake a task for each token would cost more than all else.
         """
-        with suppress(StopIteration):  # so a coroutine says that it has come to its end
-            self.write(body).send(None)
+        for _ in self.write(body).__await__():
+            pass
 
     async def break_silence(self, now: float) -> None:
         """Proxies close a connection on which nothing moves."""
@@ -263,6 +264,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, app_state: dict, **how):
         super().__init__(app_state=app_state | {"connection": self}, **how)
         self.patience = STUCK_S
+        self._waiting = 0  # requests that came, and whose visits have not begun
         self._visits = 0  # that go on
         self._in_head = False
         self._in_message = False
@@ -301,6 +303,9 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Say which host is asked for. Of several headers `Host` Starlette reads the first one."""
+        self._waiting += 1
+        if self._waiting > REQUESTS:
+            raise ValueError("too many requests before their turn")  # `httptools` stops at it
         if not self.url.startswith(b"/"):  # a whole address, as through a proxy: its host takes the header's place
             self.headers.insert(0, (b"host", urlsplit(self.url).netloc))
         self.headers.append((b"host", b"localhost"))  # for HTTP/1.0, which needs no such header
@@ -333,6 +338,7 @@ class Connection(HttpToolsProtocol):
         return self._blocked_since is not None
 
     def begin_visit(self) -> None:
+        self._waiting -= 1
         self._visits += 1
         self._silent_since = None
         self.patience = STUCK_S

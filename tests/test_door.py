@@ -213,6 +213,21 @@ def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
         time.sleep(0.02)
 
 
+def test_a_flood_of_requests_before_their_turn_ends_its_connection(here):
+    """A packet holds 14,000 of them, and `uvicorn` would keep them all."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY)
+    deadline = time.monotonic() + 20
+    while not (found := here.door.look().open) or not found[0].requests:
+        assert time.monotonic() < deadline
+    line.send("GET /health HTTP/1.1\n\n" * (http.REQUESTS + 100))
+    assert line.everything() == b""
+    while here.door.look().open:
+        assert time.monotonic() < deadline
+    here.loop.resume()
+    assert here.complete().status == 200
+
+
 def test_bytes_that_are_no_http_behind_an_answer_are_no_traceback(here, caplog):
     """A refusal does not wait for the rest of the body, which may turn out to be malformed."""
     line = here.line().send("POST /nope HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n1\nx\n")
