@@ -82,8 +82,8 @@ class Door:
         self._scraped: Snapshot | None = None  # the snapshot of the last look at /metrics
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
         self._router = self._routes(is_local=ipaddress.ip_address(host).is_loopback)
-        self._app = http.for_pages(self._serve, options)
-        self._server = http.server(self._app)
+        self._pages = http.for_pages(self._answer, options)
+        self._server = http.server(self._serve)
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._ended = threading.Event()
 
@@ -173,7 +173,7 @@ class Door:
         sweeper.cancel()
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """Each request comes through here, and whatever is raised on its way becomes its answer."""
+        """Each request comes through here: a visit begins, and what became of it is written down."""
         began = time.perf_counter()
         request = Request(scope, receive)
         client = request.client.host if request.client else ""
@@ -182,6 +182,22 @@ class Door:
         scope["state"]["visit"] = visit
         visit.connection.begin_visit()
         self._visits.add(visit)
+        await self._pages(scope, receive, send)
+        self._visits.discard(visit)
+        visit.connection.end_visit()
+        visit.note(latency_s=time.perf_counter() - began)
+        if visit.is_news:
+            call = self.journal.end(number)
+            self.figures.count(call)
+            ACCESS_LOG.info(call.line)
+        else:
+            self.journal.forget(number)
+
+    async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
+        """Whatever is raised on the way of a request becomes its answer. `send` adds what lets pages read it."""
+        visit: Visit = scope["state"]["visit"]
+        visit.send_head = send
+        request = visit.request
         response = None
         try:
             self._admit(request)
@@ -196,18 +212,9 @@ class Door:
             response = refused(visit, Refusal(500, describe(error), "internal_error"))
         if response and visit.status is None:
             await response(scope, receive, visit.send)
-        self._visits.discard(visit)
-        visit.connection.end_visit()
-        visit.note(latency_s=time.perf_counter() - began)
-        if visit.is_news:
-            call = self.journal.end(number)
-            self.figures.count(call)
-            ACCESS_LOG.info(call.line)
-        else:
-            self.journal.forget(number)
 
     def _admit(self, request: Request) -> None:
-        http.guard(request, self.options, self._app, self._count_connections())
+        http.guard(request, self.options, self._pages, self._count_connections())
         if request.scope["path"] not in ("/health", "/metrics"):
             if self.served is None:
                 raise Refusal(503, "the model is being loaded; try again", "loading", Retry_After="1")

@@ -80,7 +80,8 @@ class Visit:
         self.is_news = False  # a look at /health is none
         self.connection: Connection = request.state.connection
         self._is_old = request.scope["http_version"] == "1.0"
-        self._send = send
+        self.send_head = send  # for the head of an answer
+        self._send = send  # for its body
         self._journal = journal
         self._wrote: float | None = None  # while the answer is a stream: when the stream last said something
 
@@ -99,7 +100,9 @@ class Visit:
                 raise HTTPException(message["status"], headers=headers)
             self.status = message["status"]
             self.note(status=self.status)
-        await self._send(message)
+            await self.send_head(message)
+        else:
+            await self._send(message)
 
     async def begin_events(self, id: str = "") -> None:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}

@@ -228,6 +228,15 @@ def test_a_flood_of_requests_before_their_turn_ends_its_connection(here):
     assert here.complete().status == 200
 
 
+def test_a_page_may_ask_often_on_one_connection(here):
+    """What Starlette answers by itself, a preflight, was counted as a request whose turn never came."""
+    line = here.line()
+    head = f"OPTIONS {COMPLETIONS} HTTP/1.1\nHost: localhost\nOrigin: http://localhost\n"
+    for _ in range(http.REQUESTS + 10):
+        assert line.send(f"{head}Access-Control-Request-Method: POST\n\n").reply().status == 200
+    assert line.post(COMPLETIONS, BODY).reply().status == 200
+
+
 def test_bytes_that_are_no_http_behind_an_answer_are_no_traceback(here, caplog):
     """A refusal does not wait for the rest of the body, which may turn out to be malformed."""
     line = here.line().send("POST /nope HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n1\nx\n")
