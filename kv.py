@@ -1,10 +1,11 @@
 """Chapter 2: the KV cache. One slab per layer, cut into slots, allocated once.
 
-The problem. To predict the next token, attention reads the key and the value of every token before it. Computing them
-again for each new token would make an answer of n tokens cost n times as much. So they are kept, in the KV cache. When
-many sequences are served, this cache is the scarcest memory there is, and how it is cut up decides what the scheduler
-can do. The simplest cut that works gives every sequence a *slot* of the same, fixed length. A slot consists of *rows*;
-a row holds the key and the value of one token.
+The problem. To predict the next token, attention reads the key and the value of every token before
+it. Computing them again for each new token would make an answer of n tokens cost n times as much.
+So they are kept, in the KV cache. When many sequences are served, this cache is the scarcest memory
+there is, and how it is cut up decides what the scheduler can do. The simplest cut that works gives
+every sequence a *slot* of the same, fixed length. A slot consists of *rows*; a row holds the key
+and the value of one token.
 
     k[layer], v[layer]: (slots, Hkv, S, Dh)          one head of one layer, 3 slots of S = 8 rows
 
@@ -13,17 +14,19 @@ a row holds the key and the value of one token.
         slot 1        old  old  old  .    .    .    .    .        free: the rows of an earlier owner remain
         slot 2        B0   B1   B2   B3   B4   B5   .    .        B has 6
 
-A forward pass works on the slab through windows. A prefill chunk has a window of its own, which writes L rows of one
-slot. All decoding sequences share one window, which writes one row in each of their slots (A4, B6). A free slot takes
-no part, and costs nothing.
+A forward pass works on the slab through windows. A prefill chunk has a window of its own, which
+writes L rows of one slot. All decoding sequences share one window, which writes one row in each of
+their slots (A4, B6). A free slot takes no part, and costs nothing.
 
-The invariant: what a sequence computes depends on row p only if the sequence has written row p itself, or if row p was
-copied from a sequence that begins with the same tokens. So a slot needs no cleaning between owners, with one exception.
-Attention multiplies the rows of earlier owners by zero, but 0 x NaN is NaN. So rows that may hold a number that is not
-finite are scrubbed before the slot gets its next owner. A NaN in another slot does no harm, because a sequence reads
-its own slot and no other.
+The invariant: what a sequence computes depends on row p only if the sequence has written row p
+itself, or if a sequence that begins with the same tokens has. (Then the row has stayed in the slot,
+or was copied from another one.) So a slot needs no cleaning between owners, with one exception.
+Attention multiplies the rows of earlier owners by zero, but 0 x NaN is NaN. So rows that may hold a
+number that is not finite are scrubbed before the slot gets its next owner. A NaN in another slot
+does no harm, because a sequence reads its own slot and no other.
 
-This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which gives the slots away.
+This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which gives the
+slots away.
 """
 
 from collections.abc import Sequence
@@ -32,28 +35,36 @@ from typing import NamedTuple
 from parts.device.mlx import has_gpu, mx
 
 BUCKET = 32  # rows: a slot has a multiple of this many
-# Decoding sequences in neighbouring slots share one product if their lengths fall into the same bucket. The longer the
-# sequences, the larger the buckets, so that neighbours meet in one more often.
+# Decoding sequences in neighbouring slots share one product if their lengths fall into the same
+# bucket. The longer the sequences, the larger the buckets, so that neighbours meet in one more
+# often.
 BUCKETS = ((512, 128), (128, 64), (0, BUCKET))  # (beyond so many rows, the size of a bucket)
 
 
 class Slab:
+    """The keys and values of all sequences, in every layer."""
+
     def __init__(self, layers: int, slots: int, Hkv: int, length: int, Dh: int, dtype: mx.Dtype):
         assert length % BUCKET == 0, f"a slot of {length} rows is no multiple of {BUCKET}"
         self.slots = slots
         self.Hkv = Hkv
         self.length = length
         self.Dh = Dh
-        self._shape = (slots, Hkv, length, Dh)
-        self._dtype = dtype
-        self.k = [mx.zeros(self._shape, dtype) for _ in range(layers)]
-        self.v = [mx.zeros(self._shape, dtype) for _ in range(layers)]
-        mx.eval(self.k, self.v)  # zeros are lazy, too; this takes the memory now, not in the first step
+        self.shape = (slots, Hkv, length, Dh)
+        self.dtype = dtype
+        self.k = [mx.zeros(self.shape, dtype) for _ in range(layers)]
+        self.v = [mx.zeros(self.shape, dtype) for _ in range(layers)]
+        mx.eval(self.k, self.v)  # zeros are lazy, too: this takes the memory now
+        self.last_read: mx.array | None = None  # once this is computed, all that was read is read
 
     @staticmethod
     def nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
         """The memory that a slab of these sizes will take."""
         return 2 * layers * slots * Hkv * length * Dh * itemsize
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self.k, *self.v]
 
     def bucket(self, rows: int) -> int:
         """`rows`, rounded up to whole buckets, but never more than a slot has."""
@@ -61,42 +72,49 @@ class Slab:
         return min(self.length, -(-rows // size) * size)
 
     def written(self) -> tuple[mx.array, mx.array]:
-        """Two views to wait for: once they are computed, so is all that was written before this call.
+        """Two views to wait for: once they are computed, so is all that was written before this
+        call.
 
-        (One corner is enough, since the last layer's rows are written last, and an array is computed as a whole.)
+        (One corner is enough, since the last layer's rows are written last, and an array is
+        computed as a whole.)
 
-        subtle: do not wait for the arrays themselves. `array[...] = x` gives the name to a new node (see
-        `Window.write`). Code that keeps the array and waits for it later waits for the node that it stands for by then.
+        subtle: do not wait for the arrays themselves. `array[...] = x` gives the name to a new node
+        (see `Window.write`). Code that keeps the array and waits for it later waits for the node
+        that it stands for by then.
         """
         return self.k[-1][:1, :1, :1], self.v[-1][:1, :1, :1]
 
     def scrub(self, slot: int, start: int, stop: int) -> None:
         """Zero rows that may hold numbers which are not finite."""
-        for slab in (*self.k, *self.v):
-            slab[slot, :, start:stop] = 0
+        for array in self.arrays:
+            array[slot, :, start:stop] = 0
 
-    def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, Hkv, rows, Dh) for each layer's k, then each v
-        """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write copy it all.)"""
-        return [mx.take(slab[:, :, :rows], mx.array([slot]), axis=0) for slab in (*self.k, *self.v)]
+    def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, Hkv, rows, Dh) each
+        """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write
+        copy it all.)"""
+        slots = mx.array([slot])
+        return [mx.take(array[:, :, :rows], slots, axis=0) for array in self.arrays]
 
     def fill(self, slot: int, prefix: list[mx.array]) -> None:
         """Write into this slot what `prefix` has copied from another one."""
-        for slab, rows in zip((*self.k, *self.v), prefix, strict=True):
-            slab[slot, :, : rows.shape[2]] = rows[0]
+        for array, rows in zip(self.arrays, prefix, strict=True):
+            array[slot, :, : rows.shape[2]] = rows[0]
 
     def check(self) -> None:
         """Assert that the slab is what it was when it was made."""
-        for array in (*self.k, *self.v):
-            assert (array.shape, array.dtype) == (self._shape, self._dtype), (array.shape, array.dtype)
+        for array in self.arrays:
+            assert array.shape == self.shape, array.shape
+            assert array.dtype == self.dtype, array.dtype
 
 
 class Look(NamedTuple):
-    """Sequences of a window in neighbouring slots that look back equally far: their attention is one product."""
+    """Sequences of a window in neighbouring slots, with one product for their attention."""
 
     slots: slice  # one slot for each sequence
     T: int  # how many rows each sequence reads
-    # Added to the scores: 0 for a row that a token sees, minus infinity for any other. (B, 1, 1, L, T), since the mask
-    # is the same for all heads. A GPU's kernel wants True and False, for each head, (B, H, L, T); or the word "causal".
+    # Added to the scores: 0 for a row that a token sees, minus infinity for any other. (B, 1, L,
+    # T), since the mask is the same for all heads. A GPU's kernel wants True and False, for each
+    # head, (B, H, L, T); or the word "causal".
     mask: mx.array | str
 
     @property
@@ -105,14 +123,17 @@ class Look(NamedTuple):
 
 
 class Window:
-    """The rows of the slab that a prefill chunk, or all decoding sequences together, write and read in a forward pass.
+    """The rows of the slab that a prefill chunk, or all decoding sequences together, write and read
+    in a forward pass.
 
-    There are B sequences; `slots` names their slots. Each writes L rows, from its row in `starts`. (Both are Python
-    ints, because `+=` on an `mx.array` changes it for every other holder of the array, too.)
+    There are B sequences; `slots` names their slots. Each writes L rows, from its row in `starts`.
+    (Both are Python ints, because `+=` on an `mx.array` changes it for every other holder of the
+    array, too.)
     """
 
     def __init__(self, slab: Slab, slots: Sequence[int], starts: Sequence[int], L: int):
-        # MLX checks no bounds. A write past the end of the slab would change whatever memory lies there.
+        # MLX checks no bounds. A write past the end of the slab would change whatever memory lies
+        # there.
         assert len(slots) == len(starts) and (L == 1 or len(slots) == 1), (slots, starts, L)
         assert all(0 <= slot < slab.slots for slot in slots), slots
         assert all(0 <= start <= slab.length - L for start in starts), (starts, L)
@@ -121,15 +142,15 @@ class Window:
         self.starts = starts
         self.B = len(slots)
         self.L = L
-        self.positions = (mx.array(starts)[:, None] + mx.arange(L)).flatten()  # (B * L,)
-        self._rows = self._decoding_rows() if L == 1 else None
+        self.positions = mx.array([start + i for start in starts for i in range(L)])  # (B * L,)
+        self._rows = self._decoding_rows() if self.B > 1 else None
         self._looks: dict[tuple[int | None, int], list[Look]] = {}
 
     def _decoding_rows(self) -> mx.array:  # (B * Hkv, Dh)
         """Where `write` puts the new rows of decoding sequences, in every layer alike.
 
-        As one list of rows, the slab of a layer has all rows of a slot's first head, then those of its second, and so
-        on. Each number of a row needs its own index.
+        As one list of rows, the slab of a layer has all rows of a slot's first head, then those of
+        its second, and so on. Each number of a row needs its own index.
         """
         slab = self.slab
         rows = []
@@ -141,34 +162,42 @@ class Window:
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B * L, Hkv, Dh).
 
-        subtle: an `mx.array` is a name for a node of the graph. `a[i] = x` makes a new node, and from then on the name
-        stands for that node, wherever the name is used. The new node takes over the old one's memory, without copying
-        the slab, if and only if there is no other reference to the old node. Three rules see to that. Only `Slab`
-        holds the arrays. The windows of one forward pass all write before the first of them reads. And `Engine`
-        writes only when no step in flight still reads the slab.
+        subtle: an `mx.array` is a name for a node of the graph. `a[i] = x` makes a new node, and
+        from then on the name stands for that node, wherever the name is used. The new node takes
+        over the old one's memory, without copying the slab, if and only if there is no other
+        reference to the old node. Three rules see to that. Only `Slab` holds the arrays. The
+        windows of one forward pass all write before the first of them reads. And `Runner._start`
+        starts a pass only when the one before has read the slab.
         """
-        for slab, new in ((self.slab.k, k), (self.slab.v, v)):
+        for arrays, new in ((self.slab.k, k), (self.slab.v, v)):
             if self._rows is None:  # a run of rows in one slot
-                slot, start = self.slots[0], self.starts[0]
-                slab[layer][slot, :, start : start + self.L] = new.swapaxes(0, 1)  # (Hkv, L, Dh)
+                slot = self.slots[0]
+                start = self.starts[0]
+                arrays[layer][slot, :, start : start + self.L] = new.swapaxes(0, 1)  # (Hkv, L, Dh)
             else:  # one row in each slot, for each head
-                # This is one operation. A scatter by arrays of slots and rows would take ten nodes of the graph.
-                rows = mx.put_along_axis(slab[layer].flatten(0, 2), self._rows, new.flatten(0, 1), axis=0)
-                slab[layer] = rows.reshape(slab[layer].shape)
+                # This is one operation. A scatter by arrays of slots and rows would take ten nodes
+                # of the graph.
+                rows = arrays[layer].flatten(0, 2)  # (slots * Hkv * S, Dh)
+                rows = mx.put_along_axis(rows, self._rows, new.flatten(0, 1), axis=0)
+                arrays[layer] = rows.reshape(self.slab.shape)
 
     def read(self, layer: int, look: Look) -> tuple[mx.array, mx.array]:  # (B, Hkv, T, Dh) each
         """The keys and values that a look reads: views of the slab."""
-        return self.slab.k[layer][look.slots, :, : look.T], self.slab.v[layer][look.slots, :, : look.T]
+        k = self.slab.k[layer][look.slots, :, : look.T]
+        v = self.slab.v[layer][look.slots, :, : look.T]
+        return k, v
 
     def looks(self, span: int | None = None, kernel_heads: int = 0) -> list[Look]:
-        """How far the sequences look back. Made for the first layer that asks; the others take the same.
+        """How far the sequences look back. Made for the first layer that asks; the others take the
+        same.
 
         `span`: how many rows a token sees, its own included; None means all rows of its sequence.
         `kernel_heads`: how many heads there are, if a GPU's kernel computes attention; else 0.
 
-        Neighbours whose lengths fall into the same bucket share one product, and read as far as the longest of them. If
-        all sequences did, the short ones would wait for the longest. How far a sequence reads does not show in its
-        numbers: the rows that it must not see have the weight 0, and adding 0 changes no sum.
+        Neighbours whose lengths fall into the same bucket share one product, and read as far as the
+        longest of them. If all sequences did, the short ones would wait for the longest. How far a
+        sequence reads does not show in its numbers: the rows that it must not see have the weight
+        0, and in a product of our own (`rows.c`) adding 0 changes no sum.
         """
         key = (span, kernel_heads)
         if key not in self._looks:
@@ -176,26 +205,24 @@ class Window:
         return self._looks[key]
 
     def _make_looks(self, span: int | None, kernel_heads: int) -> list[Look]:
-        slides = span is not None and span < self.slab.length  # then rows older than the span are read, and hidden
+        # Where attention slides, rows older than the span are read, and hidden.
+        slides = span is not None and span < self.slab.length
         ends = [start + self.L for start in self.starts]
         if kernel_heads and self.B == 1 and not slides:
             slot = self.slots[0]
-            return [Look(slice(slot, slot + 1), ends[0], "causal")]  # the last token sees all T rows
+            slots = slice(slot, slot + 1)
+            return [Look(slots, ends[0], "causal")]  # the last token sees all T rows
 
         buckets = [self.slab.bucket(end) for end in ends]
         if has_gpu():
             ends = buckets  # so that the shapes are few
         seen = self._seen(max(ends), span if slides else None)
-        if kernel_heads:
-            # subtle: in full, once for all layers; else the kernel copies the mask for each head in each layer.
-            mask = mx.contiguous(mx.broadcast_to(seen, (self.B, kernel_heads, *seen.shape[2:])))  # (B, H, L, T)
-        else:
-            mask = mx.where(seen, 0.0, -mx.inf)[:, None]  # (B, 1, 1, L, T)
+        mask = kernel_mask(seen, kernel_heads) if kernel_heads else score_mask(seen)
 
         looks = []
         first = 0  # the look's first sequence
         for i in range(1, self.B + 1):
-            if i < self.B and self._share(i, buckets):
+            if i < self.B and self._joins(i, buckets):
                 continue
             slots = slice(self.slots[first], self.slots[i - 1] + 1)
             T = max(ends[first:i])
@@ -204,13 +231,31 @@ class Window:
         return looks
 
     def _seen(self, T: int, span: int | None) -> mx.array:  # (B, 1, L, T)
-        """A token at position p sees row j if j <= p. That is causality, and it hides what earlier owners left."""
+        """A token at position p sees row j if j <= p. So it sees no later token, and no old row."""
         positions = self.positions.reshape(self.B, 1, self.L, 1)
         rows = mx.arange(T)
         seen = rows <= positions
         return seen if span is None else seen & (rows > positions - span)
 
-    def _share(self, i: int, buckets: Sequence[int]) -> bool:
-        """Do sequences i - 1 and i share a product? On a GPU, one more product costs more than reading less saves."""
-        are_neighbours = self.slots[i] == self.slots[i - 1] + 1  # then their rows are one view of the slab
-        return are_neighbours and (has_gpu() or buckets[i] == buckets[i - 1])
+    def _joins(self, i: int, buckets: Sequence[int]) -> bool:
+        """Do sequences i - 1 and i share a product?
+
+        On a GPU all neighbours do: one more product costs more than reading less saves.
+        """
+        if self.slots[i] != self.slots[i - 1] + 1:
+            return False  # their rows are no view of the slab
+        return has_gpu() or buckets[i] == buckets[i - 1]
+
+
+def score_mask(seen: mx.array) -> mx.array:  # (B, 1, L, T) -> the same
+    """Added to the scores: 0 where a row is seen, minus infinity where not."""
+    return mx.where(seen, 0.0, -mx.inf)
+
+
+def kernel_mask(seen: mx.array, heads: int) -> mx.array:  # (B, 1, L, T) -> (B, H, L, T)
+    """What a GPU's kernel wants: True and False, for each head.
+
+    subtle: a view would be copied for each head in each layer. This is one copy for all.
+    """
+    B, _, L, T = seen.shape
+    return mx.contiguous(mx.broadcast_to(seen, (B, heads, L, T)))

@@ -1,29 +1,32 @@
 """Chapter 1: everything a Llama does, from token ids to logits.
 
-The problem. A language model answers one token at a time, and for each token the machine reads every weight it has.
-That reading takes most of the time, and it costs almost the same for eight sequences as for one. So an engine that
-serves many people wants many sequences in every forward pass. Their lengths differ: one may be at its third token,
-another at its thousandth, and a third brings in a whole prompt. This file is the forward pass that takes them all.
+The problem. A language model answers one token at a time, and for each token the machine reads
+every weight it has. That reading takes most of the time, and it costs almost the same for eight
+sequences as for one. So an engine that serves many people wants many sequences in every forward
+pass. Their lengths differ: one is at its third token, another at its thousandth, and a third brings
+in a whole prompt. This file is the forward pass that takes them all.
 
 The glossary, used everywhere in this project:
 
-    N    tokens in one forward pass                   D    model width
-    B    sequences in one window of it                H    query heads
-    L    new tokens of each sequence                  Hkv  key and value heads; G = H / Hkv queries share one
-    S    length of a slot of the slab                 Dh   size of one head
-    T    how many rows attention reads                C    width of a prefill chunk
-    V    vocabulary
+    N    tokens in one forward pass            D    model width
+    n    of these, the tokens that are asked   V    vocabulary
+    B    sequences in one window or look       H    query heads
+    L    new tokens of each sequence           Hkv  key and value heads; G = H / Hkv share one
+    T    how many rows attention reads         Dh   size of one head
 
-    slot     a sequence's place in the slab: S rows
+    slot     a sequence's place in the slab
     row      a place in a slot, for one token's key and value
-    window   the rows of the slab that a chunk, or all decoding sequences, write and read in a forward pass
-    prefill  the prompt goes into the slot, in chunks
+    chunk    a part of a prompt: prefill brings a prompt into its slot chunk by chunk
     decode   one new token for a sequence
+    window   the rows that a chunk, or all decoding sequences together, write in a forward pass
+    look     neighbouring sequences of a window that look back equally far
+    kind     what attention does alike in some of the layers: how positions turn, how far it looks
 
-The invariant: a token's logits depend on the tokens before it in its own sequence and on the model, and on nothing
-else: not on the neighbours, not on the slot, and not on the moment. Where `engine.exact` is True, that holds for every
-bit. The proof is one sentence, in `parts/device/rows.c`: every number of a matrix product is one sum, taken in one
-order.
+The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
+and on nothing else: not on the neighbours, not on the slot, and not on the moment. Where
+`Engine.exact` is True (float32 on a CPU, with our own matrix product), that holds for every bit.
+The proof is one sentence, in `parts/device/rows.c`: every number of a matrix product is one sum,
+taken in one order.
 
 Where next: `kv.py`, which holds the keys and values.
 """
@@ -38,98 +41,136 @@ from parts.model.ops import capped, softmax
 from parts.model.rope import Kind, turning
 
 
-def forward(model: Model, ids: mx.array, windows: Sequence[Window], asked: Sequence[int]) -> mx.array:
-    """The token ids (N,) of all windows, side by side -> the logits (n, V) of the n tokens that are asked for.
+def forward(
+    model: Model,
+    ids: mx.array,  # (N,)
+    windows: Sequence[Window],
+    asked: Sequence[int],
+) -> mx.array:  # (n, V)
+    """The tokens of all windows go in, side by side. The logits of those that are asked come out.
 
-    Each chunk of a prompt has a window of its own, and all decoding sequences share one. Norms, projections and the MLP
-    treat each token by itself, so each weight is read once for all N tokens. Only attention needs to know which
-    sequence a token belongs to.
+    `windows`: each chunk of a prompt has one of its own, and all decoding sequences share one.
+    `asked`: the places, among the N tokens, of those whose next token is to be sampled: ascending,
+    each place once.
 
-    `asked` holds the places of tokens, among all N, from which a next token is to be sampled. Of a prompt that is its
-    last one. The last layer computes keys and values of all tokens, and the rest for those that are asked for.
+    Norms, projections and the MLP treat each token by itself. So each weight is read once for all N
+    tokens. Only attention needs to know which sequence a token belongs to. What a layer calls
+    (`parts/model/layers.py`; a family may add to it when the model is loaded):
 
-    Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Runner.run` starts the whole of it.
+        attn_norm, mlp_norm   x / sqrt(mean(x^2) + eps) * weight           RMSNorm
+        qkv, out, head        x W^T
+        turn                  (a, b) -> (a cos - b sin, b cos + a sin)     RoPE, each plane of a head
+        mlp                   down(silu(gate(x)) * up(x))                  SwiGLU
+
+    Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Runner` starts it.
     """
     positions = mx.concatenate([window.positions for window in windows])  # (N,)
     turns = [turning(kind, positions) for kind in model.kinds]
-    chosen = mx.array(list(asked), mx.int32)
-    x = model.table.rows(ids)  # (N, D)
+    x = model.table.embed(ids)  # (N, D)
     for layer in model.layers:
         h = layer.attn_norm(x)
-        q, k, v = heads(model, layer, h, turns[layer.kind])  # (N, H, Dh), twice (N, Hkv, Dh)
+        q, k, v = heads(model, layer, h, turns[layer.kind])
         h = attend(model, layer, q, k, v, windows)  # (N, H * Dh)
         if layer is model.layers[-1]:
-            x = x[chosen]  # (n, D): what nobody asks for goes no further
-            h = h[chosen]  # (n, H * Dh)
-        x = x + layer.out(h)  # (N, D)
+            # All keys and values are stored. Only the tokens that are asked go on.
+            windows[0].slab.last_read = h  # once h is computed, the next pass may write
+            x = only(x, asked)  # (n, D)
+            h = only(h, asked)  # (n, H * Dh)
+        x = x + layer.out(h)
         h = layer.mlp_norm(x)
         x = x + layer.mlp(h)
-    return model.head(model.norm(x))  # (n, V)
+    return model.head(model.norm(x))
 
 
 def heads(
-    model: Model, layer: Layer, x: mx.array, turn: Callable[[mx.array], mx.array]
-) -> tuple[mx.array, mx.array, mx.array]:  # (N, D) -> (N, H, Dh), twice (N, Hkv, Dh)
-    """Each token's queries, keys and values, head by head, queries and keys turned by their positions."""
+    model: Model,
+    layer: Layer,
+    x: mx.array,  # (N, D)
+    turn: Callable[[mx.array], mx.array],
+) -> tuple[mx.array, mx.array, mx.array]:  # (N, H, Dh), twice (N, Hkv, Dh)
+    """Each token's queries, keys and values, head by head.
+
+    `turn`: turns queries and keys by the token's position, so that attention sees distances.
+    """
     c = model.config
     qkv = layer.qkv(x).reshape(-1, c.H + 2 * c.Hkv, c.Dh)
     qk, v = mx.split(qkv, [c.H + c.Hkv], axis=1)
-    qk = turn(layer.qk_norm(qk))  # q and k turn alike: one operation for both
+    qk = turn(layer.qk_norm(qk))  # queries and keys together: one operation instead of two
     q, k = mx.split(qk, [c.H], axis=1)
     return q, k, v
 
 
 def attend(
-    model: Model, layer: Layer, q: mx.array, k: mx.array, v: mx.array, windows: Sequence[Window]
-) -> mx.array:  # (N, H, Dh), twice (N, Hkv, Dh) -> (N, H * Dh)
-    """Write the new keys and values into the slab, and let each sequence look back on its own slot.
+    model: Model,
+    layer: Layer,
+    q: mx.array,  # (N, H, Dh)
+    k: mx.array,  # (N, Hkv, Dh)
+    v: mx.array,  # (N, Hkv, Dh)
+    windows: Sequence[Window],
+) -> mx.array:  # (N, H * Dh)
+    """Write the new keys and values into the slab, and let each sequence look back on its slot.
 
-    All windows write before the first one reads: see `Window.write`.
+    All windows write before the first one reads (`Window.write` says why).
     """
     kind = model.kinds[layer.kind]
     sizes = [window.B * window.L for window in windows]
-    for window, own_k, own_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
-        window.write(layer.index, own_k, own_v)
+    for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
+        window.write(layer.index, new_k, new_v)
 
     kernel_heads = model.config.H if kind.has_kernel else 0
-    looks = [(window, look) for window in windows for look in window.looks(kind.span, kernel_heads)]
-    sizes = [look.B * window.L for window, look in looks]
     sums = []
-    for own_q, (window, look) in zip(cut(q, sizes), looks, strict=True):
-        k, v = window.read(layer.index, look)
-        sums.append(attention(own_q, k, v, look.mask, kind))
+    for window, window_q in zip(windows, cut(q, sizes), strict=True):
+        looks = window.looks(kind.span, kernel_heads)
+        parts = cut(window_q, [look.B * window.L for look in looks])
+        for look, look_q in zip(looks, parts, strict=True):
+            keys, values = window.read(layer.index, look)  # (B, Hkv, T, Dh) each
+            sums.append(attention(look_q, keys, values, look.mask, kind))
     return mx.concatenate(sums)
 
 
 def attention(
-    q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str, kind: Kind
-) -> mx.array:  # (B * L, H, Dh), twice (B, Hkv, T, Dh) -> (B * L, H * Dh)
+    q: mx.array,  # (B * L, H, Dh)
+    k: mx.array,  # (B, Hkv, T, Dh)
+    v: mx.array,  # (B, Hkv, T, Dh)
+    mask: mx.array | str,  # (B, 1, L, T); of another form for a GPU's kernel
+    kind: Kind,
+) -> mx.array:  # (B * L, H * Dh)
     """softmax(q k^T / sqrt(Dh) + mask) v
 
-    Each token's query is compared with the keys of all tokens up to itself; the result weights their values. The mask
-    is 0 for these keys and minus infinity for all others, whose weight becomes 0.
+    Each token's query is compared with the keys of the tokens that it sees: all up to itself, or,
+    with a span, the last of them. The result weights the values. The mask is 0 for these keys, and
+    minus infinity for all others, so that their weight is 0.
 
-    G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the rows of one matrix
-    product, and each key is read once for all of them.
-
-    On a GPU, one kernel does all of this and keeps no scores. It knows no cap of the scores, which Gemma 2 has.
+    G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the
+    rows of one matrix product, and each key is read once for all of them.
     """
-    n, H, Dh = q.shape
+    count, H, Dh = q.shape
     B, Hkv, T, _ = k.shape
     scale = Dh**-0.5
-    if kind.has_kernel:
+    if kind.has_kernel:  # on a GPU, one kernel does all of this and keeps no scores
         q = q.reshape(B, -1, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
         sums = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     else:
-        q = (q * scale).reshape(B, -1, H, Dh).swapaxes(1, 2).reshape(B, Hkv, -1, Dh)  # (B, Hkv, G * L, Dh)
+        q = (q * scale).reshape(B, -1, H, Dh).swapaxes(1, 2)  # q is smaller than the scores
+        q = q.reshape(B, Hkv, -1, Dh)  # (B, Hkv, G * L, Dh)
         scores = q @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
         if kind.cap:
             scores = capped(scores, kind.cap)
-        scores = scores.reshape(B, Hkv, H // Hkv, -1, T) + mask  # (B, Hkv, G, L, T)
-        weights = softmax(scores).astype(v.dtype).reshape(B, Hkv, -1, T)
-        sums = (weights @ v).reshape(B, H, -1, Dh)  # (B, Hkv, G * L, Dh) -> (B, H, L, Dh)
-    return sums.swapaxes(1, 2).reshape(n, H * Dh)
+        scores = scores.reshape(B, H, -1, T) + mask  # (B, H, L, T), in float32 as the mask is
+        weights = softmax(scores).astype(v.dtype)
+        weights = weights.reshape(B, Hkv, -1, T)  # (B, Hkv, G * L, T)
+        sums = (weights @ v).reshape(B, H, -1, Dh)  # (B, H, L, Dh)
+    return sums.swapaxes(1, 2).reshape(count, H * Dh)
+
+
+def only(x: mx.array, places: Sequence[int]) -> mx.array:  # (N, ...) -> (n, ...)
+    if len(places) == len(x):
+        return x
+    return mx.take(x, mx.array(list(places), mx.int32), axis=0)
 
 
 def cut(x: mx.array, sizes: Sequence[int]) -> list[mx.array]:  # (N, ...) -> (size, ...) each
-    return mx.split(x, list(accumulate(sizes))[:-1]) if len(sizes) > 1 else [x]
+    if len(sizes) == 1:
+        return [x]  # no node of the graph
+    ends = list(accumulate(sizes))
+    return mx.split(x, ends[:-1])

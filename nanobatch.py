@@ -10,7 +10,9 @@ that decides what runs next (`sched.py`), and a sampler for each of them (`sampl
 One turn of the wheel is `Engine.step`. A plan names requests; an order names slots and numbers, and is all that the
 device half needs to know.
 
-    ghost    a sequence that runs in a step although its request has ended: the step was planned before the end was seen
+    flight   a step that has been started, and not been read
+    ghost    a sequence that runs in a step although its request has ended meanwhile
+    rank     one of several processes that share a model; rank 0 leads, the others follow
 
 The invariant: a request's answer depends on its prompt, its `Sampling` and the model alone: not on its neighbours, not
 on its slot, and not on the moment when it came. (A request that draws its tokens at random needs a seed for that.)
@@ -25,8 +27,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -34,8 +36,9 @@ from typing import Any, NamedTuple
 
 from kv import Slab, Window
 from llama import forward
-from parts.api import listen as answers
-from parts.api.handle import Handle, Listener, Result, TokenLogprob
+from parts.api.ctrl_c import Held
+from parts.api.faults import describe, show_fault
+from parts.api.handle import Handle, Result, TokenLogprob
 from parts.api.ledger import Ledger
 from parts.api.loop import Loop
 from parts.api.settings import Sampling
@@ -55,107 +58,83 @@ from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot"]
 
 
-# --- the runner: an order becomes tokens ---------------------------------------------------------------------------
+# --- an order: what the device does in one step ----------------------------------------------------
 
 
-PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
-
-
-class Piece(NamedTuple):
+class Prefill(NamedTuple):
     """A chunk of a prompt that goes into a slot."""
 
     slot: int
     ids: tuple[int, ...]
     start: int  # the row of its first token
-    source: int | None  # rows 0..start are copied from this slot before
-    asked: bool  # it ends its prompt: a token is sampled from its last one
+    source: int | None  # rows [0:start] are copied from this slot before
+    asked: bool  # the chunk ends its prompt: a token is sampled from its last one
 
 
 class Order(NamedTuple):
-    """What the device does in one step: numbers and sampling settings, no requests.
+    """A plan without its requests: numbers and sampling settings.
 
-    Together with the slab and each slot's newest token, an order decides the result. So other ranks can run it, too,
-    and the same orders give the same bits.
+    Together with the slab and each slot's newest token, an order decides the result. So other ranks
+    can run it, too, and the same orders give the same bits.
     """
 
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
-    chunks: tuple[Piece, ...]
+    prefills: tuple[Prefill, ...]
     decodes: tuple[tuple[int, int], ...]  # (slot, row): the slot's newest token goes into this row
     picks: Mapping[int, Pick]  # by slot: how its token is chosen
 
-    def pack(self) -> list[int]:
-        """All but the picks as whole numbers, for the ranks that follow: they choose no token."""
-        numbers = [len(self.scrubs), len(self.chunks), len(self.decodes)]
-        numbers += chain(*self.scrubs)
-        for piece in self.chunks:
-            source = -1 if piece.source is None else piece.source
-            numbers += [piece.slot, piece.start, source, piece.asked, len(piece.ids), *piece.ids]
-        numbers += chain(*self.decodes)
-        return numbers
-
-    @staticmethod
-    def unpack(numbers: Sequence[int]) -> Order:
-        rest = iter(numbers)
-
-        def some(count: int) -> tuple[int, ...]:
-            return tuple(islice(rest, count))
-
-        scrubs, chunks, decodes = some(3)
-        scrubbed = tuple(some(3) for _ in range(scrubs))
-        pieces = []
-        for _ in range(chunks):
-            slot, start, source, asked, count = some(5)
-            pieces.append(Piece(slot, some(count), start, None if source < 0 else source, bool(asked)))
-        return Order(scrubbed, tuple(pieces), tuple(some(2) for _ in range(decodes)), {})
-
-    @staticmethod
-    def most_numbers(sizes: Sizes) -> int:
-        """How long `pack` can be: three counts, a scrub and a piece for each slot, and the tokens of all chunks.
-
-        A slot has one chunk in a step, so no budget fills more than a chunk for each slot.
-        """
-        tokens = min(sizes.slots * sizes.chunk, max(sizes.budget, sizes.chunk))
-        return 3 + sizes.slots * (3 + 5) + tokens
-
     @staticmethod
     def of(plan: Plan, handles: Mapping[int, Handle]) -> Order:
-        """A plan without its requests."""
-        chunks = []
+        prefills = []
         for chunk in plan.chunks:
             ids = chunk.request.prompt[chunk.start : chunk.stop]
-            chunks.append(Piece(chunk.slot, ids, chunk.start, chunk.source, chunk.emits))
-        decodes = sorted((decode.slot, decode.position) for decode in plan.decodes)  # neighbouring slots are one view
+            prefills.append(Prefill(chunk.slot, ids, chunk.start, chunk.source, asked=chunk.emits))
+        decodes = [(decode.slot, decode.position) for decode in plan.decodes]
+        decodes.sort()  # neighbouring slots are one view of the slab
         picks = {}
         for member in plan.emitters:
-            request, handle = member.request, handles[member.request.id]
-            index = request.planned - 1  # the token that has just been planned
-            recent = ()
-            if index == 0 and handle.sampling.repetition_penalty != 1:
-                recent = request.prompt[-PENALTY_CONTEXT:]
-            picks[member.slot] = Pick(member.slot, handle.sampling, handle.seed, index, recent)
-        return Order(plan.scrubs, tuple(chunks), tuple(decodes), picks)
+            handle = handles[member.request.id]
+            picks[member.slot] = pick_of(member.slot, member.request, handle)
+        return Order(plan.scrubs, tuple(prefills), tuple(decodes), picks)
 
-    def passes(self) -> list[tuple[list[Piece], tuple[tuple[int, int], ...]]]:
-        """The chunks and the decoding sequences of each forward pass: in nearly all steps there is one pass.
+    def passes(self) -> list[tuple[list[Prefill], Sequence[tuple[int, int]]]]:
+        """The chunks and the decoding sequences of each forward pass.
 
-        So each weight is read once a step. Only a chunk that copies rows which the pass is to write starts a new pass.
+        In nearly all steps there is one pass, so each weight is read once. Only a chunk that copies
+        rows which the pass itself writes starts another one.
         """
-        chunks: list[list[Piece]] = [[]]
-        written: set[int] = set()  # the slots that this pass writes
-        for piece in self.chunks:
-            if piece.source in written:
-                chunks.append([])
-                written = set()
-            chunks[-1].append(piece)
-            written.add(piece.slot)
-        *first, last = chunks
-        return [*((pieces, ()) for pieces in first), (last, self.decodes)]
+        passes: list[list[Prefill]] = [[]]
+        written: set[int] = set()  # the slots that the newest pass writes
+        for prefill in self.prefills:
+            if prefill.source in written:
+                passes.append([])
+                written.clear()
+            passes[-1].append(prefill)
+            written.add(prefill.slot)
+        last = len(passes) - 1
+        return [(prefills, self.decodes if i == last else ()) for i, prefills in enumerate(passes)]
+
+
+def pick_of(slot: int, request: Request, handle: Handle) -> Pick:
+    """How the token is chosen that a plan has just counted for this request."""
+    index = request.planned - 1
+    # Later tokens are known to the device, which remembers them itself (`Memory.add`).
+    recent: tuple[int, ...] = ()
+    if index == 0 and handle.sampling.repetition_penalty != 1:
+        recent = request.prompt[-PENALTY_CONTEXT:]
+    return Pick(slot, handle.sampling, handle.seed, index, recent)
+
+
+# --- the runner: an order becomes tokens ---------------------------------------------------------
+
+
+PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 
 
 class Flight(NamedTuple):
     """A step that has been started, and whose tokens have not been read yet."""
 
-    tokens: mx.array  # (slots,): what each asked slot sampled, -1 where its logits were not finite
+    tokens: mx.array  # (slots,): -1 if a slot is not asked, or its logits were not finite
     logprobs: list[Logprobs]
     began: float
     build_s: float  # Python built the graph
@@ -163,23 +142,27 @@ class Flight(NamedTuple):
     wait_s: float  # Python waited for the pass before (`Runner._start`)
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
-        """Wait for the step. By slot: its token, and the log probabilities of those that asked for them."""
-        mx.eval(self.tokens, self.logprobs)  # here, and in `Runner._start`, Python asks to wait for the device
-        logprobs = {slot: TokenLogprob(*values) for part in self.logprobs for slot, *values in part.read()}
+        """Wait for the step. By slot: its token, and the log probabilities that were asked for."""
+        mx.eval(self.tokens, self.logprobs)  # here, in `_start` and in `_enqueue` Python waits
+        logprobs = {}
+        for part in self.logprobs:
+            for slot, logprob, top in part.read():
+                logprobs[slot] = TokenLogprob(logprob, top)
         return self.tokens.tolist(), logprobs
 
 
 class Runner:
-    """The device half of the engine: the model, the slab, and each slot's newest token. It knows no request.
+    """The device half of the engine: the model, the slab, each slot's newest token. No request.
 
-    The same orders in the same sequence give the same bits. Only the flights' figures depend on the clock.
+    The same orders in the same sequence give the same bits. Only the times of a flight depend on
+    the clock.
     """
 
     def __init__(self, model: Model, sizes: Sizes, clock: Callable[[], float] = time.perf_counter):
         self.model = model.for_slots_of(sizes.max_len)
         self.ranks = model.ranks
         self.clock = clock
-        self._device_s = 0.0  # of the step that is being started: its flight's figures so far
+        self._device_s = 0.0  # of the step that is being started
         self._wait_s = 0.0
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
         self.slab: Slab | None = None
@@ -187,14 +170,25 @@ class Runner:
 
     def reset(self) -> None:
         """A new slab, with nothing in it."""
-        self._started: tuple[mx.array, ...] = ()  # what the newest forward pass yields
+        self._reading: Sequence[mx.array] = ()  # until these are computed, the slab is read
         self.slab = None  # let the old one go before a new one is made
         self.slab = Slab(*self._shape, self.model.dtype)
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
         self._memory = Memory(self.slab.slots, self.model.config.V)
 
+    def warm_up(self) -> None:
+        """Run a prompt of one token, and the next token. What comes first is slow."""
+        if self.ranks.rank:
+            return  # it will be told to
+        with device_lock, device_stream():
+            picks = {0: Pick(0, Sampling(), 0, 0)}
+            prompt = Prefill(slot=0, ids=(0,), start=0, source=None, asked=True)
+            self.run(Order((), (prompt,), (), picks)).read()
+            self.run(Order((), (), ((0, 1),), picks)).read()
+            self.reset()
+
     def run(self, order: Order) -> Flight:
-        """Turn an order into one lazy graph, sampling included, and start it. Ranks that follow are told first."""
+        """Build and start a step: each pass as soon as it is built, and the sampling last."""
         began = self.clock()
         self._device_s = 0.0
         self._wait_s = 0.0
@@ -204,7 +198,7 @@ class Runner:
             self.slab.scrub(slot, start, stop)
         logits, slots = self._forward(order)
         emitted, logprobs = self._choose(logits, slots, order.picks)
-        emitted = self.ranks.first(emitted)
+        emitted = self.ranks.first(emitted)  # those of rank 0, on every rank
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
         self._enqueue(emitted, self._newest, self._memory.recent, logprobs)
         took = self.clock() - began
@@ -217,98 +211,107 @@ class Runner:
             wait_s=self._wait_s,
         )
 
-    def _forward(self, order: Order) -> tuple[list[mx.array], list[int]]:  # (n, V) of each pass, and n slots in all
-        """Run the passes of a step. Returns the logits from which tokens are to be sampled, and whose they are."""
+    def _forward(self, order: Order) -> tuple[list[mx.array], list[int]]:
+        """Run the passes of a step. Returns each pass's logits (n, V), and the slots they are for."""
         logits = []
-        slots = []
-        for chunks, decodes in order.passes():
-            for piece in chunks:
-                self._copy_prefix(piece)
+        slots: list[int] = []
+        for prefills, decodes in order.passes():
             ids: list[mx.array] = []
             windows: list[Window] = []
             asked: list[int] = []  # places among the tokens of this pass
-            count = 0  # its tokens so far
-            for piece in chunks:
-                padded = self._padded(piece)
+            count = 0  # tokens of this pass so far
+            for prefill in prefills:
+                self._copy_prefix(prefill)
+            for prefill in prefills:
+                padded = self._padded(prefill)
                 ids.append(mx.array(padded))
-                windows.append(Window(self.slab, [piece.slot], [piece.start], len(padded)))
-                if piece.asked:
-                    asked.append(count + len(piece.ids) - 1)
-                    slots.append(piece.slot)
+                windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(padded)))
+                if prefill.asked:
+                    asked.append(count + len(prefill.ids) - 1)
+                    slots.append(prefill.slot)
                 count += len(padded)
             if decodes:
                 decoding = [slot for slot, _ in decodes]
-                ids.append(self._newest[mx.array(decoding)])  # these are on the device, and nothing has read them yet
-                windows.append(Window(self.slab, decoding, [row for _, row in decodes], 1))
+                rows = [row for _, row in decodes]
+                ids.append(self._newest[mx.array(decoding)])  # on the device, and not read yet
+                windows.append(Window(self.slab, decoding, rows, L=1))
                 asked += range(count, count + len(decodes))
                 slots += decoding
             found = forward(self.model, mx.concatenate(ids), windows, asked)
             if asked:
                 logits.append(found)
-                self._start(found)
-            else:  # no logits are computed: we start what has been written
-                self._start(*self.slab.written())
+                self._start([found], until=[self.slab.last_read])
+            else:  # `found` is never computed: we start what has been written
+                self._start(self.slab.written())
         return logits, slots
 
-    def _padded(self, piece: Piece) -> list[int]:
+    def _padded(self, prefill: Prefill) -> list[int]:
         """The token ids of a chunk. On a GPU some zeros follow, so that the widths are few.
 
-        A GPU prepares its kernels for each shape anew. The padding's keys land in rows that the sequence has yet to
-        reach and will write over.
+        A GPU prepares its kernels for each shape anew. The padding's keys land in rows that the
+        sequence has yet to reach and will write over.
         """
-        width = len(piece.ids)
+        width = len(prefill.ids)
         if device.has_gpu():
-            width = min(-(-width // PADDING) * PADDING, self.slab.length - piece.start)
-        return [*piece.ids, *[0] * (width - len(piece.ids))]
+            rounded = -(-width // PADDING) * PADDING
+            width = min(rounded, self.slab.length - prefill.start)
+        return [*prefill.ids, *[0] * (width - len(prefill.ids))]
 
     def _choose(
-        self, logits: Sequence[mx.array], slots: Sequence[int], picks: Mapping[int, Pick]
-    ) -> tuple[mx.array, list[Logprobs]]:  # -> (slots,): the tokens, -1 where none is asked for; what was measured
-        """Choose a token for each of these slots. A rank that follows has no logits, and is told the tokens."""
+        self,
+        logits: Sequence[mx.array],
+        slots: Sequence[int],
+        picks: Mapping[int, Pick],
+    ) -> tuple[mx.array, list[Logprobs]]:
+        """A token for each slot that asks, -1 for the others. On a rank that follows, all are -1."""
         emitted = mx.full(self.slab.slots, -1, mx.int32)
         if not slots or self.ranks.rank:
             return emitted, []
-        tokens, logprobs = choose(mx.concatenate(logits), [picks[slot] for slot in slots], self._memory)
+        chosen = [picks[slot] for slot in slots]
+        tokens, logprobs = choose(mx.concatenate(logits), chosen, self._memory)
         emitted[mx.array(slots)] = tokens
         return emitted, logprobs
 
-    def _copy_prefix(self, piece: Piece) -> None:
+    def _copy_prefix(self, prefill: Prefill) -> None:
         """Take over another slot's first rows, if this chunk goes on from there."""
-        if piece.source is None:
+        if prefill.source is None:
             return
-        prefix = self.slab.prefix(piece.source, piece.start)
-        self._start(*prefix)
-        self.slab.fill(piece.slot, prefix)
+        prefix = self.slab.prefix(prefill.source, prefill.start)
+        self._start(prefix)
+        self.slab.fill(prefill.slot, prefix)
 
-    def _start(self, *results: mx.array) -> None:
+    def _start(self, results: Sequence[mx.array], until: Sequence[mx.array] | None = None) -> None:
         """Start a forward pass, as soon as the one before has read the last of the slab.
 
-        subtle: an array is written in place only if nothing else holds its memory. A running pass keeps a reference to
-        the slab until it has read it; writing then would copy the slab, layer by layer. So we wait for the pass before.
-        What remains to be done for it, the sampling, is time enough to get the next one going.
+        `until`: once these are computed, this pass has done so; by default, once all of it is.
+
+        subtle: an array is written in place only if nothing else holds its memory. A running pass
+        keeps a reference to the slab until it has read it; writing then would copy the slab, layer
+        by layer. So we wait for the pass before. What remains to be done for it, the head and the
+        sampling, is time enough to get the next one going.
         """
         began = self.clock()
-        mx.eval(self._started)
-        self._started = ()  # these may be views of the slab: let go of it before it is to be written
+        mx.eval(self._reading)
+        self._reading = []  # these may be views of the slab: let go of it before it is written
         self._wait_s += self.clock() - began
         self._enqueue(*results)
-        self._started = results
+        self._reading = results if until is None else until
 
     def _enqueue(self, *results) -> None:
-        """Add the operations that lead to these results to MLX's queue, from which the device takes them.
+        """Add the operations that lead to these results to MLX's queue. The device takes them.
 
-        On a CPU the queue holds about fifty operations, and adding to a full queue waits. So nearly all of the device's
-        work is done while Python stands here.
+        On a CPU the queue holds about fifty operations, and adding to a full queue waits. So nearly
+        all of the device's work is done while Python stands here.
         """
         began = self.clock()
         mx.async_eval(results)
         self._device_s += self.clock() - began
 
-    # --- several processes
+    # --- several processes (`parts/ranks`): orders travel as whole numbers
 
     def _tell(self, order: Order) -> None:
         """Send the order to the ranks that follow."""
-        numbers = order.pack()
+        numbers = pack(order)
         began = self.clock()
         self.ranks.tell(numbers)
         self._device_s += self.clock() - began
@@ -317,18 +320,45 @@ class Runner:
         """What every rank but the first does: it runs the orders of rank 0, until there are no more."""
         with device_lock, device_stream():
             while numbers := self.ranks.hear():
-                self.run(Order.unpack(numbers)).read()
+                self.run(unpack(numbers)).read()
 
-    def warm_up(self) -> None:
-        """Run a prompt of one token, and the next token. What comes first is slow, because everything is new."""
-        if self.ranks.rank:
-            return  # it will be told to
-        with device_lock, device_stream():
-            picks = {0: Pick(0, Sampling(), 0, 0)}
-            prompt = Piece(slot=0, ids=(0,), start=0, source=None, asked=True)
-            self.run(Order((), (prompt,), (), picks)).read()
-            self.run(Order((), (), ((0, 1),), picks)).read()
-            self.reset()
+
+def pack(order: Order) -> list[int]:
+    """An order without its picks: ranks that follow choose no token."""
+    numbers = [len(order.scrubs), len(order.prefills), len(order.decodes)]
+    numbers += chain(*order.scrubs)
+    for prefill in order.prefills:
+        source = -1 if prefill.source is None else prefill.source
+        numbers += [prefill.slot, prefill.start, source, prefill.asked]
+        numbers += [len(prefill.ids), *prefill.ids]
+    numbers += chain(*order.decodes)
+    return numbers
+
+
+def unpack(numbers: Sequence[int]) -> Order:
+    rest = iter(numbers)
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(islice(rest, count))
+
+    counts = some(3)
+    scrubs = [some(3) for _ in range(counts[0])]
+    prefills = []
+    for _ in range(counts[1]):
+        slot, start, source, asked, count = some(5)
+        source = None if source < 0 else source
+        prefills.append(Prefill(slot, some(count), start, source, bool(asked)))
+    decodes = [some(2) for _ in range(counts[2])]
+    return Order(tuple(scrubs), tuple(prefills), tuple(decodes), {})
+
+
+def most_numbers(sizes: Sizes) -> int:
+    """How long a packed order can be: three counts, a scrub and a prefill for each slot, all tokens.
+
+    A slot has one chunk in a step, so no budget fills more than a chunk for each slot.
+    """
+    tokens = min(sizes.slots * sizes.chunk, max(sizes.budget, sizes.chunk))
+    return 3 + sizes.slots * (3 + 5) + tokens
 
 
 # --- the engine ----------------------------------------------------------------------------------------------------
@@ -352,12 +382,18 @@ def read(model: str, dtype: str, report: Report, options: Mapping[str, Any]) -> 
 
 
 class Engine:
-    """The scheduler and the runner, tied together, and all that other threads may ask of them. `step` is the heart.
+    """The scheduler and the runner, tied together. `step` is the heart.
 
-    `slots` sequences run at once, each at most `max_len` tokens long; by default what fits the free memory, up to 8 of
-    `usual_len` (`summary` says what was chosen, and which BLAS multiplies). `chunk` is how wide a prefill chunk is: 128
-    on a CPU, 512 on a GPU. `budget` bounds a step, in tokens: by default one a slot, one chunk, and half of one for
-    every eight slots. `exact` says whether a request's logits have the same bits in any company.
+    `slots` sequences run at once, each at most `max_len` tokens long. By default both are what fits
+    the free memory: up to 8 slots of `usual_len` tokens. `summary` says what was chosen, and which
+    BLAS multiplies.
+    `chunk` is how wide a prefill chunk is: 128 tokens on a CPU, 512 on a GPU.
+    `budget` bounds a step, in tokens. By default it is one token a slot, one chunk, and half a
+    chunk for every eight slots.
+    `exact` says whether a request's logits have the same bits beside any neighbours.
+    `on_commit` is yours to set: a function that is called after each commit, and after each end
+    from elsewhere (cancel, close, a failed step). No lock is held then, so the function may do
+    anything but wait in a loop's own thread.
     """
 
     def __init__(
@@ -377,19 +413,35 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         runner: Runner | None = None,  # another device half, for tests
     ):
-        self.model, self.text, self.reuse, self.run_ahead, self.clock = model, text, reuse, run_ahead, clock
-        self.ranks, sizes = model.ranks, fit_all(model, slots, max_len, chunk, budget, usual_len)
-        self.ranks.room = 1 + Order.most_numbers(sizes)
-        limits = {"chunk": sizes.chunk, "budget": sizes.budget, "max_queue": max_queue, "hurry": not device.has_gpu()}
-        self.sched = Scheduler(sizes.slots, sizes.max_len, policy=policy, far=far_position(model.config), **limits)
-        self.changed = threading.Condition()  # guards everything that is not an array; those who wait sleep on it
+        sizes = fit_all(model, slots, max_len, chunk, budget, usual_len)
+        self.model = model
+        self.text = text
+        self.reuse = reuse
+        self.run_ahead = run_ahead
+        self.clock = clock
+        self.ranks = model.ranks
+        self.ranks.room = 1 + most_numbers(sizes)
+        self.sched = Scheduler(
+            sizes.slots,
+            sizes.max_len,
+            chunk=sizes.chunk,
+            budget=sizes.budget,
+            far=far_position(model.config),
+            policy=policy,
+            max_queue=max_queue,
+            hurry=not device.has_gpu(),
+        )
+        self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
+        self.on_commit: Callable[[], None] | None = None
+        self._has_news = False  # something was committed, or has ended, since the last `on_commit`
         self._ledger = Ledger()
         self._unstarted: Plan | None = None  # planned, but not yet started
-        self._flights: deque[tuple[Plan, Flight]] = deque()  # started, but not yet committed; oldest first
+        self._flights: deque[tuple[Plan, Flight]] = deque()  # started, not committed; oldest first
         self._blocked: tuple[int, ...] = ()  # the slots that the newest plan has kept shut
         self._next_id = 1
         self._loop: Loop | None = None
-        self._closed = self._slab_is_lost = False
+        self._closed = False
+        self._slab_is_lost = False  # with a step that failed
         with device_lock, device_stream():
             self.runner = runner or Runner(model, sizes, clock)
         self.exact = is_exact(model)
@@ -399,76 +451,94 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model: str | Path = "demo", *, dtype: str = "auto", report: Report | None = None, **options
+        cls,
+        model: str | Path = "demo",
+        *,
+        dtype: str = "auto",
+        report: Report | None = None,
+        **options,
     ) -> Engine:
-        """An engine for a folder, a hub id, or "demo". Options are those of `Engine`; `report` is told what is done."""
-        return cls(*read(str(model), dtype, report or (lambda stage: None), options), **options)
+        """An engine for a folder, a hub id, or "demo". The options are those of `Engine`.
+
+        `report` is told what is being done.
+        """
+        weights, text = read(str(model), dtype, report or (lambda stage: None), options)
+        return cls(weights, text, **options)
 
     # --- plan -> run -> commit
 
     def step(self, plan: bool = True) -> bool:
-        """One turn of the wheel; `plan=False` only reads back what is in flight. False if there was nothing to do."""
-        if answers.here.listens:
-            raise answers.ListenerError("a step")
-        try:
-            with device_lock, device_stream():
-                try:
-                    return self._turn(plan)
-                except BaseException as error:
-                    self._fail(error)
-                    if not isinstance(error, Exception):
-                        raise  # Ctrl-C is for the whole program
-                    return True
-        finally:
-            self._ledger.say_farewell()
+        """One turn of the wheel: plan -> run -> commit. False if there was nothing to do.
 
-    def _turn(self, plans: bool) -> bool:
-        """Plan, run, commit.
+        `plan=False` plans nothing: what is in flight is only read back.
 
-        With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1 on the device, and
-        Python's work hides behind the device's (on a CPU little of it). Without, N is committed before N+1 is planned.
+        With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1
+        on the device, and Python's work hides behind the device's (on a CPU little of it). Without,
+        N is committed before N+1 is planned.
 
             device   |   run N             |   run N+1           |   run N+2
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
                                            ^ N's tokens are read here, and N+1 already runs
-
-        On a CPU, a step that yields a first token is read at once (`Plan.read_at_once`). MLX's queue is short there: to
-        start the next step takes nearly as long as that step itself, and the token would come only then.
         """
-        plan, order = self._plan() if plans else (None, None)
-        if plan:
-            self._flights.append((plan, self.runner.run(order)))
-            self._unstarted = None
-        in_flight = 1 if plan and self.run_ahead and not plan.read_at_once else 0  # how many need not be read yet
-        commits = len(self._flights) > in_flight
-        while len(self._flights) > in_flight:
-            self._commit(*self._flights[0])
-            if self._flights:  # the engine may have been closed meanwhile, by a listener
-                self._flights.popleft()
-        return bool(plan or commits)
+        with self._turning():
+            planned = self._plan() if plan else None
+            if planned:
+                self._run(*planned)
+            worked = bool(self._flights)
+            while len(self._flights) > self._may_fly(planned):
+                self._commit()
+            return worked
+        return True  # something was done, but it failed
 
-    def _plan(self) -> tuple[Plan | None, Order | None]:
-        """What the scheduler decides, and the same as an order: in plain numbers, for the device."""
-        if self._slab_is_lost:  # with a step that failed; if no new one fits in memory, this step fails, too
+    def _plan(self) -> tuple[Plan, Order] | None:
+        """What the scheduler decides, and the same in plain numbers, for the device."""
+        if self._slab_is_lost:  # if no new slab fits in memory, this step fails, too
             self.runner.reset()
             self._slab_is_lost = False
         with self.changed:
-            self._unstarted = plan = self.sched.plan(self.clock())
+            plan = self.sched.plan(self.clock())
+            self._unstarted = plan
             self._blocked = plan.blocked if plan else ()
-            return plan, Order.of(plan, self._ledger.open) if plan else None
+            if plan is None:
+                return None
+            return plan, Order.of(plan, self._ledger.open)
 
-    def _commit(self, plan: Plan, flight: Flight) -> None:
-        """Read what a step sampled, hand it to the requests' owners, and let go of those that end."""
+    def _run(self, plan: Plan, order: Order) -> None:
+        """Start a step on the device."""
+        flight = self.runner.run(order)
+        self._flights.append((plan, flight))
+        self._unstarted = None
+
+    def _may_fly(self, planned: tuple[Plan, Order] | None) -> int:
+        """How many steps may stay in flight: one if the engine runs ahead.
+
+        On a CPU, a step that yields a first token is read at once (`Plan.read_at_once`). MLX's
+        queue is short there: to start the next step takes nearly as long as that step itself, and
+        the token would come only then.
+        """
+        if planned is None or not self.run_ahead:
+            return 0
+        plan, _ = planned
+        return 0 if plan.read_at_once else 1
+
+    def _commit(self) -> None:
+        """Read the tokens of the oldest step in flight, and hand them to their requests."""
+        plan, flight = self._flights[0]
         began = self.clock()
         tokens, logprobs = flight.read()
-        read, accept = self.clock(), partial(self._ledger.deliver, logprobs, self.clock)
+        read = self.clock()
+        sampled = [tokens[member.slot] for member in plan.emitters]
+        accept = partial(self._ledger.deliver, logprobs, self.clock)
         with self.changed:
-            ghosts = tuple(member.slot for member in plan.emitters if member.request.finish_reason is not None)
-            for request in self.sched.commit(plan, [tokens[member.slot] for member in plan.emitters], accept, read):
+            ghosts = []
+            for member in plan.emitters:
+                if member.request.finish_reason is not None:
+                    ghosts.append(member.slot)
+            for request in self.sched.commit(plan, sampled, accept, read):
                 self._ledger.retire(request.id)
             view = StepView.of(
                 plan,
-                ghosts,
+                tuple(ghosts),
                 started=flight.began,
                 build_s=flight.build_s,
                 device_s=flight.device_s,
@@ -477,54 +547,118 @@ class Engine:
                 ended=self.clock(),
             )
             self._ledger.record(view)
+            self._has_news = True
             self.changed.notify_all()
+        self._flights.popleft()
 
-    # --- ends, and failures
+    # --- around a step, and after a failure
 
-    def _end(self, handle: Handle, reason: str, error: str | None = None) -> None:
-        """End a request from outside a commit, in any thread: so its listener is not called. Called under the lock."""
+    @contextmanager
+    def _turning(self) -> Iterator[None]:
+        """Around a step: one thread at a time, and an exception ends requests, not the engine."""
+        with self._changing(), device_lock, device_stream():
+            try:
+                yield
+            except BaseException as error:
+                self._fail(error)
+                if not isinstance(error, Exception):  # such as SystemExit: for the whole program
+                    raise
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around a change: Ctrl-C waits for its end, and `on_commit` is called after it."""
+        try:
+            with Held():
+                yield
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Call `on_commit`, if there is news since its last call. No lock is held here.
+
+        What the function raises is noted, and disturbs no request. Ctrl-C goes to the program.
+        """
+        with self.changed:
+            has_news = self._has_news
+            self._has_news = False
+        on_commit = self.on_commit
+        if on_commit is None or not has_news:
+            return
+        try:
+            on_commit()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.note("on_commit failed", error)
+
+    def _fail(self, error: BaseException) -> None:
+        """An exception came out of a step: show its traceback, and end as few requests as possible.
+
+        - If the step could not be started, the step before it is committed first.
+        - Each request in a failed step ends with the error: its rows are lost with the slab.
+        - Each request that has a token planned ends, too: it cannot begin again.
+        - The others have yielded nothing: they go back to the line, or stay in it.
+        - All end if no step was planned or in flight, since then it is not known what failed, and
+          if not even a new slab could be made.
+        - With other ranks the process ends.
+        """
+        unstarted = self._unstarted
+        self._unstarted = None
+        which = "a step" if unstarted is None else f"step {unstarted.step}"
+        show_fault(f"{which} failed", error)
+        self.ranks.fail(error)
+        plans = []
+        if unstarted is not None:
+            plans.append(unstarted)
+            self._commit_the_started()
+        plans += [plan for plan, _ in self._flights]
+        with self.changed:
+            failed = set()
+            for plan in plans:
+                failed |= {member.request.id for member in (*plan.chunks, *plan.decodes)}
+            all_end = self._slab_is_lost or not plans
+            for handle in list(self._ledger.open.values()):
+                request = handle.request
+                if all_end or request.planned or request.finish_reason or request.id in failed:
+                    self._end(handle, "error", describe(error), error)
+            self._flights.clear()
+            self._slab_is_lost = True
+            self.sched.start_over(handle.request for handle in self._ledger.open.values())
+
+    def _commit_the_started(self) -> None:
+        """Commit what is in flight, as far as it can be read."""
+        try:
+            while self._flights:
+                self._commit()
+        except BaseException as error:
+            show_fault("the step before failed, too", error)
+
+    def _end(
+        self,
+        handle: Handle,
+        reason: str,
+        error: str | None = None,
+        exception: BaseException | None = None,
+    ) -> None:
+        """End a request from outside a commit, in any thread. Called under the lock."""
         if handle.finish_reason is None:
             handle.error = error
-            with suppress(Exception):
-                handle.flush(quietly=True)
+            handle.exception = exception
+            try:
+                handle.flush()
+            except BaseException as fault:  # a panic in the tokenizer's Rust is no Exception
+                show_fault(f"the last text of request {handle.id} is lost", fault)
             self.sched.finish(handle.request, reason, self.clock())
         self._ledger.retire(handle.id)
+        self._has_news = True
         self.changed.notify_all()
 
     def _end_all(self, reason: str, error: str | None = None) -> None:
         """End every open request, and take no other."""
-        with self.changed:
+        with self._changing(), self.changed:
             self._closed = True
             for handle in list(self._ledger.open.values()):
                 self._end(handle, reason, error)
-        self._ledger.say_farewell()
-
-    def _fail(self, error: BaseException) -> None:
-        """An exception came out of a step, or Ctrl-C out of a cancel. As few requests as possible end with it.
-
-        A step that could not be started takes nothing with it that was started before: that is committed. What was in
-        a failed step ends with the error, since its slot's rows are lost with the slab, and so does every request that
-        has a token planned. The others have yielded nothing: they go back to the line, or stay in it, and begin again.
-        All end if it is not known what failed (no step was planned or in flight), or if not even a new slab could be
-        made. With other ranks the process ends. This is right at any line, even where Ctrl-C left books half written.
-        """
-        self.ranks.fail(error)
-        unstarted, self._unstarted = self._unstarted, None
-        if unstarted and isinstance(error, Exception):
-            with suppress(Exception):
-                while self._flights:
-                    self._commit(*self._flights[0])
-                    self._flights.popleft()
-        plans = [plan for plan, _ in self._flights] + ([unstarted] if unstarted else [])
-        with self.changed:
-            failed = {member.request.id for plan in plans for member in (*plan.chunks, *plan.decodes)}
-            for handle in list(self._ledger.open.values()):
-                request, all_end = handle.request, self._slab_is_lost or not plans
-                if all_end or request.planned or request.finish_reason or request.id in failed:
-                    self._end(handle, "error", answers.describe(error))
-            self._flights.clear()
-            self._slab_is_lost = True
-            self.sched.start_over(handle.request for handle in self._ledger.open.values())
 
     # --- what any thread may call
 
@@ -532,87 +666,84 @@ class Engine:
         self,
         prompt: str | Sequence[int] | Sequence[Mapping],
         sampling: Sampling | None = None,
-        listener: Listener | None = None,
         *,
         origin: Any = None,
-        ended: Callable[[Handle], None] | None = None,
     ) -> Handle:
-        """Put a prompt in line: a text, chat messages, or token ids as they are. Never blocks; QueueFull if it is full.
+        """Put a prompt in line: a text, chat messages, or token ids as they are.
 
-        `listener(handle, piece)` is called with each piece of text, by the thread that steps; `ended(handle)` once,
-        however the request ends, after its state is final. Neither may step or wait (ListenerError). subtle: if one
-        joins a thread that uses the engine, both hang: the engine is locked until it returns. Snapshots show `origin`.
+        This never waits for a step. It raises QueueFull if the line is full.
+        `origin` may be anything: it is shown to those who watch.
         """
-        sampling = Sampling() if sampling is None else sampling
+        if sampling is None:
+            sampling = Sampling()
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
         self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
         ids, shown = self.text.read(prompt)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
-        with self.changed:
+        with Held(), self.changed:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")
             request = Request(self._next_id, ids, max_tokens, self.clock(), self.reuse)
-            handle = Handle(self, request, sampling, shown, origin, listener, ended)
-            try:
-                self._next_id += 1
-                self._ledger.open[request.id] = handle
-                self.sched.submit(request)
-                self.changed.notify_all()
-            except BaseException:  # it does not fit, the line is full, or Ctrl-C
-                self._ledger.open.pop(request.id, None)
-                self.sched.waiting.pop(request.id, None)
-                raise
+            handle = Handle(self, request, sampling, shown, origin)
+            self.sched.submit(request)  # raises if the request does not fit, or if the line is full
+            self._ledger.open[request.id] = handle
+            self._next_id += 1
+            self.changed.notify_all()
         return handle
 
     def cancel(self, handle: Handle) -> None:
         """End a request now, whatever it is doing. After its end, this does nothing."""
-        try:
-            with self.changed:
-                if handle.id in self._ledger.open:
-                    self._end(handle, "cancelled")
-        except BaseException as error:  # Ctrl-C half way
-            self._fail(error)
-            raise
-        finally:
-            self._ledger.say_farewell()
+        with self._changing(), self.changed:
+            if handle.id in self._ledger.open:
+                self._end(handle, "cancelled")
 
     def generate(self, prompts: Sequence, sampling: Sampling | None = None) -> list[Result]:
         """All prompts at once; the results in the prompts' order."""
         handles: list[Handle] = []
         try:
             for prompt in prompts:
-                handles.append(self.submit(prompt, sampling))
+                with Held():  # a request that has been submitted is in the list
+                    handles.append(self.submit(prompt, sampling))
             return [handle.result() for handle in handles]
         finally:
-            for handle in handles:  # if one could not be submitted or waiting was interrupted; else this does nothing
+            for handle in handles:  # after a refusal or Ctrl-C; else all have ended
                 handle.cancel()
 
     def serving(self) -> Loop:
-        """Inside `with engine.serving():` a thread steps whenever there is work, and sleeps when there is none."""
+        """Inside `with engine.serving():` a thread steps the engine whenever there is work."""
         return Loop(self)
 
     def attach(self, loop: Loop | None) -> None:
-        """From now on this loop steps the engine, and those who wait sleep. None: those who wait step it again."""
+        """From now on this loop steps the engine, and those who wait sleep.
+
+        None: those who wait step the engine again.
+        """
         with self.changed:
-            if loop and (self._closed or self._loop):
-                raise RuntimeError("the engine is closed" if self._closed else "the engine is serving already")
+            if loop and self._closed:
+                raise RuntimeError("the engine is closed")
+            if loop and self._loop:
+                raise RuntimeError("the engine is serving already")
             self._loop = loop
             self.changed.notify_all()
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Until `ready()`: asleep while a loop steps the engine, else by stepping it. False if time runs out."""
+        """Wait until `ready()`, asleep if a loop steps the engine, else by stepping it.
+
+        False if the time runs out.
+        """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not ready():
             loop = self._loop
-            if answers.here.listens or (loop and loop.is_here):
-                raise answers.ListenerError("waiting")
-            if (left := deadline - time.monotonic()) <= 0:
+            if loop is not None and loop.is_here:
+                raise RuntimeError("the thread that steps the engine cannot wait for it")
+            left = deadline - time.monotonic()
+            if left <= 0:
                 return False
-            if loop:
-                loop.sleep(lambda: ready() or not self._loop, left)
-            else:
+            if loop is None:
                 self.step()
+            else:
+                loop.sleep(lambda: ready() or not self._loop, left)
         return True
 
     @property
@@ -627,33 +758,37 @@ class Engine:
     def snapshot(self, since: Snapshot | None = None) -> Snapshot:
         """What the engine is doing now, and what has happened since an earlier snapshot."""
         with self.changed:
-            return self._ledger.snapshot(self.sched, self._blocked, self.ranks.view, self.clock(), since)
+            now = self.clock()
+            return self._ledger.snapshot(self.sched, self._blocked, self.ranks.view, now, since)
 
-    def note(self, fault: str) -> None:
-        """Something went wrong outside of any request. It stands in the next snapshot."""
-        self._ledger.faults.add(fault)
+    def note(self, what: str, error: BaseException) -> None:
+        """Something failed outside of any request: snapshots have a line of it, stderr the rest."""
+        self._ledger.faults.add(f"{what}: {describe(error)}")
+        show_fault(what, error)
 
     def drain(self, to: str) -> None:
-        """Change the policy as soon as all that runs has ended, and let the slots forget what they hold."""
+        """Change the policy as soon as all that runs has ended. The slots forget what they hold."""
         with self.changed:
             self.sched.drain(to)
 
     def check(self) -> None:
         """Assert the invariants of scheduler and slab. The tests do so after every step."""
-        for part in filter(None, (self.sched, self.runner.slab)):
-            part.check()
+        self.sched.check()
+        if self.runner.slab is not None:
+            self.runner.slab.check()
         assert self._ledger.open.keys() == self.sched.running.keys() | self.sched.waiting.keys()
 
     def follow(self) -> int:
-        """What every rank but the first does, from here to its end. Returns the program's exit code."""
+        """What every rank but the first does, to its end. Returns the program's exit code."""
         return self.ranks.follow(self.runner.follow, self.summary)
 
     def close(self) -> None:
-        """End every open request as cancelled, and leave the device idle. Closing twice does nothing."""
+        """End every open request as cancelled, and leave the device idle. May be called twice."""
         self._end_all("cancelled")
-        if loop := self._loop:
+        loop = self._loop
+        if loop is not None:
             loop.stop()
-        with device_lock, device_stream():
+        with Held(), device_lock, device_stream():
             self._flights.clear()
             self.ranks.leave()
             device.synchronize()

@@ -1,24 +1,30 @@
-"""Which prompts begin alike, and which slots hold the rows of a common beginning.
+"""Chapter 3, second part: which prompts begin alike, and which slots hold the common rows.
 
-The problem. Chats begin with the same system prompt, and a conversation that goes on begins with all that was said
-before. Their keys and values are the same rows, so they should be computed once. But to compare each new prompt with
-what every slot holds, token by token and again in every step, takes longer than a step: with 64 slots of 16,000 tokens
-it took more than a second.
+The problem. Chats begin with the same system prompt, and a conversation that goes on begins with
+all that was said before. Their keys and values are the same rows, so they should be computed once.
+But to compare each new prompt with what every slot holds, token by token and again in every step,
+takes longer than a step: with 64 slots of 16,000 tokens it took more than a second.
 
-The way out: give each beginning a name. A prompt is cut into pieces, and each piece leads from one `Beginning` to the
-next longer one. Equal pieces lead from equal beginnings to the same object, so two prompts share n pieces exactly if
-their n-th beginnings are one and the same object:
+The way out: a prefix tree, a trie. (SGLang's radix cache is one, too.) A prompt is cut into
+segments of 16 tokens. Each segment is an edge of the tree, and leads from one `Node` to the next.
+Prompts that begin alike walk through the same nodes. So two prompts share n segments exactly if
+their n-th nodes are one and the same object:
 
-    prompt A   c a t s . s i t . . . .        pieces of 4:   cats -> .sit -> ....
-    prompt B   c a t s . r u n . . . .                       cats -> .run -> ....     one object, then two
+    prompt A   c a t s _ s i t _ d o w n        segments of 4:   cats -> _sit -> _dow
+    prompt B   c a t s _ r u n _ a w a y                         cats -> _run -> _awa
 
-A prompt's tokens are read once, when it is submitted, and an answer's when it ends: the answer goes on where its
-prompt's name ends. From then on a comparison is a look at one object, and each beginning knows the slots that hold its
-rows. Only behind the last common piece are tokens compared one by one, since a conversation goes on from any row.
+Both walk through one node, `cats`, and then part.
 
-The invariant: a slot that holds a beginning holds all shorter ones of the same prompt.
+A prompt's tokens are read once, when it is submitted, and an answer's when it ends: the answer goes
+on from the last node of its prompt. From then on a comparison is a look at one node, and each node
+knows the slots that hold its rows. Only behind the last common segment are tokens compared one by
+one, since a conversation goes on from any row.
 
-A `Beginning` lives as long as a request or a slot refers to it. Where next: `Scheduler._chunks` in `sched.py`.
+The invariant: a slot that holds a node holds all nodes before it on the same path.
+
+A `Node` lives as long as a request or a slot refers to it.
+
+Where next: `sampling.py`, chapter 4.
 """
 
 from __future__ import annotations
@@ -29,152 +35,170 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-PIECE = 16  # tokens: long enough that a beginning costs little memory, short enough to find what little is shared
+SEGMENT = 16  # tokens: longer segments find less, shorter ones take more memory
 
 
-class Beginning:
-    """The first n pieces of a prompt. Prompts that begin alike refer to the same object."""
+class Node:
+    """The first n segments of a prompt: one object for all prompts that begin so."""
 
     __slots__ = ("__weakref__", "slots")
 
     def __init__(self) -> None:
-        self.slots: set[int] = set()  # the slots that hold its rows
+        self.slots: set[int] = set()  # the slots with its rows
 
 
 class Trail(NamedTuple):
-    """A text's tokens, and its beginnings: one piece, two pieces, and so on. The rest that fills no piece is left out.
+    """The tokens of a text, and its path through the tree.
 
-    `root` is where its beginnings go on from. A text that shares nothing with others has none.
+    A last segment that is not full has no node.
     """
 
     tokens: Sequence[int] = ()
-    beginnings: Sequence[Beginning] = ()
-    root: Beginning | None = None
+    nodes: Sequence[Node] = ()
+    root: Node | None = None  # before the first node; None if the text shares nothing
 
 
 class Prefixes:
-    """The beginnings of all prompts that are open or remembered, and the slots that hold their rows."""
+    """The paths of all open and remembered prompts, and the slots with their rows."""
 
-    def __init__(self, slots: int, piece: int = PIECE):
-        self.piece = piece
-        # By slot: how many rows it holds of the prompt that it was last filled with, and of its answer.
-        self.rows = [0] * slots
-        self.by_use = list(range(slots))  # the slot that was used longest ago stands first: it is written over next
-        self._tokens: list[Sequence[int]] = [()] * slots  # by slot: those of its rows, and perhaps more of the prompt
-        self._held: list[list[Beginning]] = [[] for _ in range(slots)]  # by slot: the beginnings it holds, in order
-        self._root = Beginning()  # where all beginnings go on from
-        # (a beginning, the next piece's tokens) -> the beginning that is longer by this piece. The tokens are bytes,
-        # which remember their hash: a dictionary wants it again when an entry dies, and that may be inside a plan.
-        self._longer: WeakValueDictionary[tuple[Beginning, bytes], Beginning] = WeakValueDictionary()
+    def __init__(self, slots: int, segment: int = SEGMENT):
+        self.segment = segment
+        self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
+        self.by_use = list(range(slots))  # the slot unused for longest stands first
+        self._tokens: list[Sequence[int]] = [()] * slots  # by slot: the tokens of the rows, or more
+        self._nodes: list[list[Node]] = [[] for _ in range(slots)]  # by slot, the shortest first
+        self._root = Node()
+        # (a node, the tokens of the next segment) -> the next node. The
+        # tokens are bytes, since bytes remember their hash: when an entry dies, perhaps inside a
+        # plan, the dictionary needs the hash again.
+        self._children: WeakValueDictionary[tuple[Node, bytes], Node]
+        self._children = WeakValueDictionary()
 
-    def read(self, prompt: Sequence[int], shares: bool) -> Trail:
-        """A prompt and its beginnings. One that shares no rows has none."""
+    def trail(self, prompt: Sequence[int], shares: bool) -> Trail:
+        """A prompt and its path. A prompt that shares no rows has no path."""
         if not shares:
             return Trail(prompt)
-        return Trail(prompt, self._beginnings(prompt, self._root), self._root)
+        return Trail(prompt, self._walk(prompt, self._root), self._root)
 
-    def _beginnings(self, tokens: Sequence[int], after: Beginning) -> list[Beginning]:
-        """The beginnings of a text, as far as they are longer than `after`, behind which these tokens stand."""
-        found, last = [], after
-        data, width = array("q", tokens).tobytes(), 8 * self.piece
+    def _walk(self, tokens: Sequence[int], last: Node) -> list[Node]:
+        """The nodes behind `last`, along these tokens."""
+        found = []
+        data = array("q", tokens).tobytes()
+        width = 8 * self.segment
         for start in range(0, len(data) - width + 1, width):
-            step = last, data[start : start + width]
-            last = self._longer.get(step)
+            key = (last, data[start : start + width])
+            last = self._children.get(key)
             if last is None:
-                last = self._longer[step] = Beginning()
+                last = Node()
+                self._children[key] = last
             found.append(last)
         return found
 
-    def find(self, trail: Trail, slots: Sequence[int]) -> tuple[int, int | None]:
-        """How many rows of this prompt the slots hold at most, and the first slot that holds so many.
+    def match(self, trail: Trail, slots: Sequence[int]) -> tuple[int, int | None]:
+        """How many rows of this prompt the slots hold at most, and the first slot with so many.
 
-        Never the whole prompt, because the answer's first token follows from its last one.
+        Never the whole prompt, because the answer's first token follows from the prompt's last.
         """
         among = set(slots)
-        usable = trail.beginnings[: (len(trail.tokens) - 1) // self.piece]
-        count = bisect_left(usable, True, key=lambda beginning: among.isdisjoint(beginning.slots))
+        usable = trail.nodes[: (len(trail.tokens) - 1) // self.segment]
+        # A slot that holds a node holds all before it, so the last common one is found by halving.
+        count = bisect_left(usable, True, key=lambda node: among.isdisjoint(node.slots))
         if count == 0:
             return 0, None
-        most, best = 0, None
+        most = 0
+        best = None
         for slot in slots:
             if slot in usable[count - 1].slots:
-                rows = self._common(trail.tokens, slot, count * self.piece)
+                rows = self._common(trail.tokens, slot, count * self.segment)
                 if rows > most:
-                    most, best = rows, slot
+                    most = rows
+                    best = slot
         return most, best
 
     def _common(self, prompt: Sequence[int], slot: int, rows: int) -> int:
         """How many rows a prompt and a slot have in common, if the first `rows` are known to be."""
-        held = self._tokens[slot]
+        tokens = self._tokens[slot]
         limit = min(self.rows[slot], len(prompt) - 1)
-        while rows < limit and prompt[rows] == held[rows]:
+        while rows < limit and prompt[rows] == tokens[rows]:
             rows += 1
         return rows
 
-    def place(self, trail: Trail, free: Sequence[int]) -> tuple[int, str]:
-        """Which free slot to write such a prompt into, and in a few words why.
+    def choose_slot(self, trail: Trail, free: Sequence[int]) -> tuple[int, str]:
+        """Which free slot to write this prompt into, and in a few words why.
 
-        Best into the one that holds the most of it: there no row needs to be copied. But what it holds beyond that is
-        lost. If this is more than what is shared, the slot may be a conversation's, which has no more than the system
-        prompt in common with this one, and goes on later. Then the slot that was used longest ago is the better one.
+        The slot with the most common rows is best: no row needs to be copied. But all its other
+        rows are lost. If there are more of them than common ones, the slot may hold a conversation
+        with the same system prompt, and the conversation may go on later. Then the slot unused for
+        longest is the better one.
         """
-        rows, slot = self.find(trail, free)
-        if len(free) == 1 or slot is None:
-            return free[0], "the only free slot" if len(free) == 1 else "unused for longest"
-        if self.rows[slot] > 2 * rows:
-            return free[0], f"unused for longest; slot {slot} has {rows:,} of its rows, but {self.rows[slot]:,} in all"
+        oldest = free[0]
+        if len(free) == 1:
+            return oldest, "the only free slot"
+        rows, slot = self.match(trail, free)
+        if slot is None:
+            return oldest, "unused for longest"
+        held = self.rows[slot]
+        if held > 2 * rows:
+            other = f"slot {slot} has {rows:,} of its rows, but {held:,} in all"
+            return oldest, f"unused for longest; {other}"
         return slot, f"has its first {rows:,} rows"
 
-    def best(self, trail: Trail, slot: int, worth: int) -> tuple[int, int | None]:
-        """How many rows of this prompt a slot begins with at best, and the slot that has them.
+    def best_source(self, trail: Trail, slot: int, worth: int) -> tuple[int, int | None]:
+        """The most rows of this prompt that a slot holds, and the slot.
 
-        It is the slot itself, unless another has `worth` rows more. To copy fewer takes longer than to compute them.
+        It is the slot itself, unless another one has `worth` rows more. To copy fewer rows takes
+        longer than to compute them.
         """
-        near = self.find(trail, (slot,))
-        most = self.find(trail, range(len(self.rows)))
+        near = self.match(trail, (slot,))
+        most = self.match(trail, range(len(self.rows)))
         return most if most[0] >= near[0] + worth else near
 
-    def share(self, one: Trail, other: Trail, rows: int) -> bool:
-        """Do two prompts begin with the same `rows` rows, as far as whole pieces tell?"""
-        n = rows // self.piece
-        if n * self.piece >= len(one.tokens) or n > min(len(one.beginnings), len(other.beginnings)):
+    def begin_alike(self, one: Trail, other: Trail, rows: int) -> bool:
+        """Do two prompts begin with the same `rows` rows, as far as whole segments tell?"""
+        n = rows // self.segment
+        assert n > 0, (rows, self.segment)
+        if n * self.segment >= len(one.tokens) or n > min(len(one.nodes), len(other.nodes)):
             return False
-        return one.beginnings[n - 1] is other.beginnings[n - 1]
+        return one.nodes[n - 1] is other.nodes[n - 1]
 
     def begin(self, slot: int, source: int | None) -> None:
-        """The slot gets a new prompt, whose first rows are taken over from `source`, unless that is None."""
+        """The slot gets a new prompt. `source`: the slot to copy the first rows from."""
         self.forget(slot)
         if source is not None:
             self.use(source)
 
     def hold(self, slot: int, trail: Trail, rows: int) -> None:
-        """The slot's first `rows` rows are those of this prompt, as they were or with more at their end."""
-        held = self._held[slot]
-        for beginning in trail.beginnings[len(held) : rows // self.piece]:
-            beginning.slots.add(slot)
-            held.append(beginning)
+        """The slot's first `rows` rows are those of this prompt. (Some it may have held before.)"""
+        known = self._nodes[slot]
+        for node in trail.nodes[len(known) : rows // self.segment]:
+            node.slots.add(slot)
+            known.append(node)
         self._tokens[slot] = trail.tokens
         self.rows[slot] = rows
 
     def hold_answer(self, slot: int, trail: Trail, answer: Sequence[int]) -> None:
-        """After the whole of this prompt, the slot holds the rows of these tokens of the answer."""
+        """Behind the whole of this prompt, the slot holds the rows of these tokens of the
+        answer."""
         if trail.root is None:
             return
         tokens = [*trail.tokens, *answer]
-        rest = tokens[len(trail.beginnings) * self.piece :]
-        *_, last = trail.root, *trail.beginnings
-        longer = self._beginnings(rest, last)
-        self.hold(slot, Trail(tokens, [*trail.beginnings, *longer]), len(tokens))
+        rest = tokens[len(trail.nodes) * self.segment :]
+        last = trail.nodes[-1] if trail.nodes else trail.root
+        longer = self._walk(rest, last)
+        self.hold(slot, Trail(tokens, [*trail.nodes, *longer]), len(tokens))
 
     def use(self, slot: int) -> None:
-        """It was used just now, so of all slots it is written over last."""
-        self.by_use = [other for other in self.by_use if other != slot] + [slot]
+        """The slot was used just now: of all slots, this one is written over last."""
+        self.by_use.remove(slot)
+        self.by_use.append(slot)
 
     def forget(self, slot: int) -> None:
-        """The slot's rows are about to be written over, or are not to be trusted."""
-        for beginning in self._held[slot]:
-            beginning.slots.discard(slot)
-        self._held[slot], self._tokens[slot], self.rows[slot] = [], (), 0
+        """What was noted of this slot no longer counts."""
+        for node in self._nodes[slot]:
+            node.slots.discard(slot)
+        self._nodes[slot] = []
+        self._tokens[slot] = ()
+        self.rows[slot] = 0
 
     def clear(self) -> None:
         """No slot remembers anything, and none was used before another."""

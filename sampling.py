@@ -1,365 +1,509 @@
-"""How a request's tokens are chosen from the logits.
+"""Chapter 4: how each row of a batch gets a sampler of its own, without a loop.
 
-The problem. The requests in one batch want different things. One is greedy, another wants temperature 0.8 and a seed, a
-third must never say a certain word. Running a sampler for each request would cost a device round trip per request, and
-sharing one sampler would give seven requests what the eighth asked for.
+The problem. A forward pass ends with a row of V logits for each request. One request is greedy,
+another has a temperature of 0.8 and a seed, and a third must never say a certain word. A loop over
+the requests would run many small operations for each of them, one request after the other. One
+sampler for all would give seven requests the settings of the eighth.
 
-So the requests of a step are sorted into groups by the *kind* of work they need. Each group is chosen in one go: its
-logits are a matrix with a row for each request, and every setting is a column of numbers beside it. A greedy request
-costs an argmax and nothing else.
+The way out. Requests with the same *kind* of work form a group. The logits of a group are a matrix
+with a row for each request, and each setting is a column of numbers beside the matrix.
 
-The invariant: the token that a request gets depends on its own logits, settings, seed and position. Its group depends
-on its own settings alone, and no operation here mixes rows. The noise is one number per token, a hash of (seed,
-position), so there is no generator whose state a neighbour could advance.
+              logits (n, V)           temperature (n, 1)    u (n, 1)
+    A         2.1   4.0   3.3  ...    0.8                   0.31
+    B         0.4   0.2   5.1  ...    1.3                   0.77
 
-The order is mlx-lm's. First come logit_bias and repetition_penalty, and then logprobs are taken. Next come top_p, min_p
-and top_k, each on the probabilities at temperature 1. The temperature comes last, and acts on the tokens that are left.
+So one operation does the same step for all rows. A greedy request costs an argmax and nothing else.
+For any other the steps are these, in mlx-lm's order:
 
-Eight rows of a vocabulary of 152,000 are 1.2 million numbers, and to sort them takes ten times as long as the whole
-forward pass of a small model. So a large vocabulary is never sorted. `likeliest` finds a few tokens by way of blocks,
-and `keep_nearest` finds by bisection how far down a filter reaches. Both do so on the device, in shapes that are known
-beforehand: no result is read inside a step, and the engine can start the next one.
+    edit      add logit_bias, then apply repetition_penalty
+    spread    how far is each token below the likeliest one? The log probabilities are taken here
+    filter    top_k, top_p and min_p, each on the probabilities at temperature 1
+    draw      the temperature changes the weights of the tokens that are left, and one is drawn
 
-Before this: `parts/api/settings.py`, what a request may ask for. Where next: `nanobatch.py`, which calls `choose` in
-every step.
+A large vocabulary is never sorted. Eight rows of 152,000 tokens are 1.2 million numbers. Sorting so
+many takes ten times as long as the whole forward pass of a small model. Instead, `likeliest` finds
+a few tokens by way of blocks, and `keep_nearest` finds by bisection how far down the filters reach.
+Both know their shapes beforehand and read no result, so the engine can prepare the next step while
+the device computes this one.
+
+The invariant: a request's token depends on the request's own logits, settings, seed and position.
+The group depends on the settings alone, and no operation here mixes rows. The noise is a hash of
+seed and position, so there is no generator whose state a neighbour could advance.
+
+Where next: chapter 5, `nanobatch.py`, which calls `choose` in every step.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from parts.api.settings import SHORT_LIST, Sampling
-from parts.device import mlx as device
-from parts.device.mlx import mx
+from parts.device.mlx import has_gpu, mx
 
-PENALTY_CONTEXT = 20  # repetition_penalty looks at this many of the last tokens, whether of the prompt or of the answer
-SORTABLE = 4096  # for a larger one, or for top_p alone, a whole vocabulary up to this size is; of a larger one, nothing
-DOWN, ACROSS = 8, 16  # a block of `argmax`
-BLOCK = 64  # logits are padded to a multiple of this, so that they fall into blocks
+PENALTY_CONTEXT = 20  # repetition_penalty applies to so many of the last tokens, prompt included
+BLOCK = 64  # rows of logits are padded to whole blocks
+SORTABLE = 4096  # up to this length, a whole row may be sorted
 
 
 class Pick(NamedTuple):
-    """A slot whose sequence gets a token in this step, and what its request asks for."""
+    """A slot whose sequence gets a token in this step, and the settings of its request."""
 
     slot: int
     sampling: Sampling
     seed: int
-    index: int  # this will be the request's index-th token, from 0
-    recent: tuple[int, ...] = ()  # the prompt's last PENALTY_CONTEXT tokens, if index is 0 and a penalty is wanted
+    index: int  # the token is the request's index-th, from 0
+    recent: tuple[int, ...] = ()  # with a penalty, and at index 0: the prompt's last 20 tokens
 
 
-class Logprobs(NamedTuple):
-    """Log probabilities for some slots, still on the device."""
+def choose(
+    logits: mx.array,  # (n, V)
+    picks: Sequence[Pick],
+    memory: Memory,
+) -> tuple[mx.array, list[Logprobs]]:  # (n,)
+    """A token for each pick, and the log probabilities for requests that have `logprobs`.
 
-    slots: list[int]
-    chosen: mx.array  # (n,)
-    top_ids: mx.array  # (n, most), the most likely first
-    top: mx.array  # (n, most)
+    `logits`: one row for each pick. If a row is not finite, its token is -1.
+    """
+    memory.begin(picks)
+    groups = defaultdict(list)
+    for row, pick in enumerate(picks):
+        has_logprobs = pick.sampling.logprobs is not None
+        groups[pick.sampling.group, has_logprobs].append(row)
 
-    def read(self) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
-        """Slot by slot: the chosen token's log probability, and the most likely tokens with theirs."""
-        rows = zip(self.slots, self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist(), strict=True)
-        for slot, chosen, ids, values in rows:
-            yield slot, chosen, tuple(zip(ids, values, strict=True))
+    order = []
+    tokens = []
+    logprobs = []
+    for (group, has_logprobs), rows in groups.items():
+        members = [picks[row] for row in rows]
+        x = logits if len(groups) == 1 else logits[mx.array(rows)]
+        if group != "greedy":
+            x = edit(x.astype(mx.float32), members, memory)
+            spread = Spread.of(x)
+        if group in ("greedy", "edited"):
+            best, ids = argmax(x)
+        else:
+            best = spread.best
+            ids = draw(spread, members, group)
+        if has_logprobs:
+            measured = measure(spread, members, ids, x.shape[-1])
+            logprobs.append(measured)
+        # A comparison with NaN is False, so NaN could go unnoticed. As the maximum it is seen.
+        is_finite = mx.isfinite(best)
+        ids = mx.where(is_finite, ids.astype(mx.int32), -1)
+        tokens.append(ids)
+        order += rows
+    tokens = mx.concatenate(tokens)  # (n, 1), in the order of the groups
+    if order != sorted(order):
+        tokens = tokens[mx.argsort(mx.array(order))]
+    memory.add(picks, tokens)
+    return tokens[:, 0], logprobs
 
 
 class Memory:
-    """What the device remembers of each slot from step to step: its recent tokens, and its request's logit_bias."""
+    """The part of a request's past that stays on the device, slot by slot."""
 
     def __init__(self, slots: int, V: int):
-        self.V = V
-        # (slots, 20): the newest tokens of those whose repetitions are penalised; V stands for none
-        self.recent = mx.full((slots, PENALTY_CONTEXT), V, mx.int32)
+        self.recent = mx.zeros((slots, PENALTY_CONTEXT), mx.int32)  # the newest token is the last
         self._no_bias = mx.zeros(V)
-        self._biases: dict[int, tuple[Sampling, mx.array]] = {}  # by slot, for whose pick it was made
+        self._biases = [({}, self._no_bias)] * slots  # each with the settings it was built for
 
     def begin(self, picks: Sequence[Pick]) -> None:
-        """Before tokens are chosen: remember the ends of prompts, and forget the biases of requests that have ended."""
+        """Before tokens are chosen: the ends of new prompts become recent tokens.
+
+        A short prompt repeats its first token, because that one is the first to leave anyway.
+        """
         for pick in picks:
             if pick.recent:
-                none = [self.V] * (PENALTY_CONTEXT - len(pick.recent))
-                self.recent[pick.slot] = mx.array([*none, *pick.recent])
-            if pick.slot in self._biases and self._biases[pick.slot][0] is not pick.sampling:
-                del self._biases[pick.slot]
+                recent = pick.recent[:1] * PENALTY_CONTEXT + pick.recent
+                self.recent[pick.slot] = mx.array(recent[-PENALTY_CONTEXT:])
+
+    def add(
+        self,
+        picks: Sequence[Pick],
+        tokens: mx.array,  # (n, 1)
+    ) -> None:
+        """After tokens have been chosen: they become recent tokens, if a penalty needs any."""
+        if has_penalty(picks):
+            slots = mx.array([pick.slot for pick in picks])
+            older = self.recent[slots][:, 1:]
+            newest = mx.maximum(tokens, 0)
+            recent = mx.concatenate([older, newest], axis=1)
+            self.recent[slots] = recent
 
     def bias(self, pick: Pick) -> mx.array:  # (V,)
-        """logit_bias for each token. It is built once a request, since 100,000 entries take longer than a step."""
-        if not pick.sampling.logit_bias:
+        """logit_bias as an array, built once a request: 100,000 entries take longer than a step."""
+        wanted = pick.sampling.logit_bias
+        if not wanted:
             return self._no_bias
-        if pick.slot not in self._biases:
-            tokens, values = map(list, (pick.sampling.logit_bias.keys(), pick.sampling.logit_bias.values()))
-            bias = mx.zeros(self.V).at[mx.array(tokens)].add(mx.array(values, dtype=mx.float32))
-            self._biases[pick.slot] = pick.sampling, bias
-        return self._biases[pick.slot][1]
-
-    def add(self, picks: Sequence[Pick], tokens: mx.array) -> None:
-        """After tokens have been chosen: those whose repetitions are penalised become recent ones."""
-        penalised = [i for i, pick in enumerate(picks) if pick.sampling.repetition_penalty != 1]
-        if penalised:
-            slots = mx.array([picks[i].slot for i in penalised])
-            newest = mx.maximum(tokens[mx.array(penalised)], 0)[:, None]
-            self.recent[slots] = mx.concatenate([self.recent[slots][:, 1:], newest], axis=1)
+        built_for, bias = self._biases[pick.slot]
+        if built_for is not wanted:
+            ids = mx.array(list(wanted))
+            values = mx.array(list(wanted.values()))
+            bias = self._no_bias.at[ids].add(values)
+            self._biases[pick.slot] = (wanted, bias)
+        return bias
 
 
-def choose(logits: mx.array, picks: Sequence[Pick], memory: Memory) -> tuple[mx.array, list[Logprobs]]:
-    """A token for each pick: logits (picks, V) -> (picks,) int32, -1 where the logits were not finite."""
-    memory.begin(picks)
-    groups: dict[tuple[str, bool], list[int]] = {}
-    for place, pick in enumerate(picks):
-        groups.setdefault((pick.sampling.group, pick.sampling.logprobs is not None), []).append(place)
-    tokens, order, logprobs = [], [], []
-    for (group, is_measured), places in groups.items():
-        members = [picks[place] for place in places]
-        own = logits if len(places) == len(picks) else logits[mx.array(places)]
-        if group == "greedy":
-            best, chosen = argmax(own)
-        else:
-            x = edit(own.astype(mx.float32), members, memory)  # (n, V)
-            best, spread = Spread.of(x)
-            chosen = mx.argmin(spread.gap, axis=-1) if group == "edited" else draw(spread, members, group)
-            logprobs += [measure(spread, members, chosen, x.shape[-1])] if is_measured else []
-        # NaN passes a comparison in silence. As the maximum, it shows.
-        tokens.append(mx.where(mx.isfinite(best), chosen.astype(mx.int32), -1))
-        order += places
-    together = mx.concatenate(tokens)
-    if order != sorted(order):
-        together = together[mx.array([order.index(place) for place in range(len(picks))])]
-    memory.add(picks, together)
-    return together, logprobs
-
-
-def argmax(x: mx.array) -> tuple[mx.array, mx.array]:  # (n, V) -> the largest of each row (n,), and its place (n,)
-    """The first of the largest numbers.
-
-    The tuned form looks for the first of the best blocks, and then within that block. On a CPU, MLX takes a third of
-    the time for the largest number of each column than for those of rows, so a block is a small matrix.
-    """
-    n, V = x.shape
-    if device.has_gpu() or V % (ACROSS * DOWN):
-        place = mx.argmax(x, axis=-1)
-        return mx.take_along_axis(x, place[:, None], axis=-1)[:, 0], place
-    blocks = x.reshape(n, -1, DOWN, ACROSS)
-    best = blocks.max(axis=2).max(axis=2)  # (n, blocks)
-    block = mx.argmax(best, axis=-1)[:, None]
-    within = mx.take_along_axis(blocks.flatten(2), block[:, :, None], axis=1)[:, 0]  # (n, DOWN * ACROSS)
-    return best.max(axis=-1), block[:, 0] * (DOWN * ACROSS) + mx.argmax(within, axis=-1)
-
-
-def edit(x: mx.array, picks: list[Pick], memory: Memory) -> mx.array:  # (n, V) -> (n, V)
-    """logit_bias, then repetition_penalty."""
+def edit(
+    x: mx.array,  # (n, V)
+    picks: Sequence[Pick],
+    memory: Memory,
+) -> mx.array:  # (n, V)
+    """Add logit_bias, then make recent tokens less likely."""
     if any(pick.sampling.logit_bias for pick in picks):
-        x = x + mx.stack([memory.bias(pick) for pick in picks])
-    if any(pick.sampling.repetition_penalty != 1 for pick in picks):
-        recent = memory.recent[mx.array([pick.slot for pick in picks])]  # (n, 20)
-        # An empty place repeats the newest token. Where no repetition is penalised all are empty, and any token will
-        # do: it is divided by 1.
-        recent = mx.minimum(mx.where(recent < memory.V, recent, recent[:, -1:]), memory.V - 1)
-        old, penalty = mx.take_along_axis(x, recent, axis=-1), column([p.sampling.repetition_penalty for p in picks])
-        x = mx.put_along_axis(x, recent, mx.where(old < 0, old * penalty, old / penalty), axis=-1)
+        biases = [memory.bias(pick) for pick in picks]
+        x = x + mx.stack(biases)
+    if has_penalty(picks):
+        penalty = column([pick.sampling.repetition_penalty for pick in picks])
+        slots = mx.array([pick.slot for pick in picks])
+        recent = memory.recent[slots]  # (n, 20)
+        old = gather(x, recent)
+        new = mx.where(old < 0, old * penalty, old / penalty)
+        x = mx.put_along_axis(x, recent, new, axis=-1)
     return x
 
 
+def has_penalty(picks: Sequence[Pick]) -> bool:
+    return any(pick.sampling.repetition_penalty != 1 for pick in picks)
+
+
+# --- without a filter --------------------------------------------------------------------------
+
+
+def argmax(x: mx.array) -> tuple[mx.array, mx.array]:  # (n, V) -> (n, 1) twice
+    """The largest number of each row, and the id where that number first stands.
+
+    The CPU's form finds the first of the best blocks, and then the id within that block. MLX needs
+    a third of the time for the maximum of each column, so a block is a small matrix.
+    """
+    if has_gpu():
+        best = x.max(axis=-1, keepdims=True)
+        return best, mx.argmax(x, axis=-1, keepdims=True)
+    x = padded(x, 128, -math.inf)
+    blocks = x.reshape(len(x), -1, 8, 16)
+    best = blocks.max(axis=2).max(axis=2)  # (n, blocks)
+    first = 128 * mx.argmax(best, axis=-1, keepdims=True)  # (n, 1): where that block begins
+    block = gather(x, first + mx.arange(128))
+    ids = first + mx.argmax(block, axis=-1, keepdims=True)
+    return best.max(axis=-1, keepdims=True), ids
+
+
 class Spread(NamedTuple):
-    """How the tokens of each row spread out below the likeliest one. V is padded to a multiple of BLOCK here.
+    """How the tokens of each row spread out below the likeliest one.
 
-    probability = e^-gap / total
+        probability = e^-gap / total
 
-    token       a      b      c                 padding
-    logit       2.1    4.0    3.3
-    gap         1.9    0      0.7               inf
-    weight      0.15   1      0.50              0           total 1.65
+        token     a      b      c      padding
+        logit     2.1    4.0    3.3    -inf
+        gap       1.9    0      0.7    inf
+        weight    0.15   1      0.50   0          total 1.65
+
+    MLX computes only what is evaluated. If no token needs a probability, weights cost nothing.
     """
 
-    gap: mx.array  # (n, V): by how much a logit is smaller than the row's largest
+    best: mx.array  # (n, 1): the largest logit
+    gap: mx.array  # (n, V): how far a logit is below the largest. Here V means whole blocks
     weights: mx.array  # (n, V): e^-gap
     total: mx.array  # (n, 1): the sum of the weights
 
     @staticmethod
-    def of(x: mx.array) -> tuple[mx.array, Spread]:  # (n, V) -> the largest (n,), and the spread
-        if x.shape[-1] % BLOCK:
-            x = mx.pad(x, [(0, 0), (0, -x.shape[-1] % BLOCK)], constant_values=-math.inf)
+    def of(x: mx.array) -> Spread:
+        x = padded(x, BLOCK, -math.inf)
         best = fold(mx.max, x)
         gap = best - x
         weights = shrink(gap)
-        # MLX is lazy: for a request that needs no probability, neither the weights nor their sum are computed.
-        return best[:, 0], Spread(gap, weights, fold(mx.sum, weights))
+        return Spread(best, gap, weights, total=fold(mx.sum, weights))
+
+    def only(self, ids: mx.array) -> Spread:
+        """The same for some tokens of each row: `ids`, gap and weights are (n, k)."""
+        gap = gather(self.gap, ids)
+        return self._replace(gap=gap, weights=shrink(gap))
 
 
 def shrink(gap: mx.array) -> mx.array:
-    """e^-gap, as a power of 1/e: on a CPU, MLX takes less than half as long for it as for an `exp`."""
+    """e^-gap, as a power of 1/e. On a CPU, MLX takes twice as long for an `exp`."""
     return mx.power(math.exp(-1), gap)
 
 
-def fold(reduce: Callable[..., mx.array], x: mx.array) -> mx.array:  # (n, V) -> (n, 1)
-    """The maximum or the sum of each row: first down the columns of a matrix, then along the row that is left.
+def fold(reduce: Callable, x: mx.array) -> mx.array:  # (n, V) -> (n, 1)
+    """The maximum or the sum of each row: down the columns of a matrix, then along the row left.
 
-    On a CPU this takes a third of the time of going along the whole row. It is more exact, too: near the end of a long
-    float32 sum, small numbers are lost beside what has been added up before.
+    On a CPU this takes a third of the time. A sum is more exact, too: near the end of a long
+    float32 sum, small numbers are lost beside the sum so far.
     """
-    return reduce(reduce(x.reshape(len(x), BLOCK, -1), axis=1), axis=-1, keepdims=True)
+    matrix = x.reshape(len(x), BLOCK, -1)
+    columns = reduce(matrix, axis=1)
+    return reduce(columns, axis=-1, keepdims=True)
+
+
+# --- filters, and the draw ---------------------------------------------------------------------
+
+
+class Filters(NamedTuple):
+    """Where the filters stop, counted from each row's likeliest token down.
+
+    A filter stops after so many tokens, after so much probability, or at a gap. Each setting
+    becomes one of these three, and the rest of this file knows only the three. So a new filter is
+    a few lines in `of`.
+    """
+
+    count: mx.array  # (n, 1): keep so many tokens
+    mass: mx.array | None  # (n, 1): keep tokens until they have this part of the total
+    gaps: list[mx.array]  # (n, 1) each: keep tokens up to this gap
+
+    @staticmethod
+    def of(spread: Spread, settings: list[Sampling]) -> Filters:
+        V = spread.gap.shape[-1]
+        counts = [min(s.top_k or V, V) for s in settings]
+        mass = None
+        if any(s.top_p < 1 for s in settings):
+            # 1.5 keeps everything. Below 1e-30 a float32 may become 0, which keeps nothing.
+            shares = [max(s.top_p, 1e-30) if s.top_p < 1 else 1.5 for s in settings]
+            mass = column(shares)
+        gaps = []
+        if any(s.min_p for s in settings):
+            gaps.append(gap_of([s.min_p for s in settings]))
+        return Filters(column(counts), mass, gaps)
+
+
+def gap_of(fractions: list[float]) -> mx.array:  # (n, 1)
+    """The gap of a token that is this fraction as likely as the likeliest one."""
+    gaps = [-math.log(fraction) if fraction else math.inf for fraction in fractions]
+    return column(gaps)
+
+
+def draw(
+    spread: Spread,
+    picks: Sequence[Pick],
+    group: str,
+) -> mx.array:  # (n, 1)
+    """Give each token a weight, make the weight of filtered tokens 0, and let `land` choose one."""
+    settings = [pick.sampling for pick in picks]
+    filters = Filters.of(spread, settings)
+    V = spread.gap.shape[-1]
+    ids = None
+    if group == "short list":
+        ids = likeliest(spread.gap, SHORT_LIST)
+    elif group == "long list" and V <= SORTABLE:
+        ids = likeliest(spread.gap, V)
+    if ids is not None:
+        spread = spread.only(ids)
+
+    weights = spread.weights
+    if any(s.temperature != 1 for s in settings):
+        temperature = column([max(s.temperature, 1e-6) for s in settings])
+        weights = shrink(spread.gap / temperature)
+    if ids is not None:
+        weights = weights * keep_first(spread, filters)
+    elif group == "long list":
+        weights = weights * keep_nearest(spread, filters)
+    for gap in filters.gaps:
+        weights = weights * (spread.gap <= gap)
+
+    noise = [uniform(pick.seed, pick.index) for pick in picks]
+    places = land(weights, column(noise))
+    return places if ids is None else gather(ids, places)
 
 
 def likeliest(gap: mx.array, k: int) -> mx.array:  # (n, V) -> (n, k)
-    """The ids of the k smallest gaps, the smallest first; among equal ones, the lowest id first.
+    """The ids of the k smallest gaps, the smallest first. Among equal gaps, the lowest id is first.
 
-    The k smallest lie in those k blocks whose own smallest are smallest. For k = 2, with blocks of 3:
+    The k smallest lie in the k blocks whose own smallest are smallest. For k = 2, in blocks of 3:
 
-    gaps       5 2 7 | 4 9 8 | 1 0 6 | 3 3 9
-    smallest       2       4       0       3        blocks 0 and 2 are left, and only they are sorted
+        gaps       5 2 7 | 4 9 8 | 1 0 6 | 3 3 9
+        smallest     2       4       0       3        only blocks 0 and 2 are sorted
 
-    For why: any other block's smallest has those of these k blocks before it, and they are k already. The same holds
-    among equal gaps, because blocks are in the order of ids. To find the k blocks is the same task on a shorter row.
+    For why: k numbers of these blocks come before any number of another block. The same holds among
+    equal gaps, because blocks are in the order of ids. Finding the k blocks is the same task on a
+    shorter row.
     """
     n, V = gap.shape
-    size = 2 ** round(math.log2(V / k) / 2)  # so that there are about as many blocks as numbers in k blocks
+    # With this size there are about as many blocks as numbers in k blocks.
+    size = 2 ** round(math.log2(V / k) / 2)
     if size < 4:
         return mx.argsort(gap, axis=-1)[:, :k]
-    blocks = mx.pad(gap, [(0, 0), (0, -V % size)], constant_values=math.inf).reshape(n, -1, size)
-    best = mx.sort(likeliest(blocks.min(axis=-1), k), axis=-1)[:, :, None]
-    left = mx.take_along_axis(blocks, best, axis=1).reshape(n, -1)  # (n, k * size)
-    ids = (best * size + mx.arange(size, dtype=mx.uint32)).reshape(n, -1)
-    return mx.minimum(take(ids, likeliest(left, k)), V - 1)  # only a row of NaN would choose the padding
+    gap = padded(gap, size, math.inf)
+    blocks = gap.reshape(n, -1, size)
+    nearest = likeliest(blocks.min(axis=-1), k)
+    nearest = mx.sort(nearest, axis=-1)  # so that the ids below are in order, too
+    ids = nearest[:, :, None] * size + mx.arange(size)
+    ids = ids.reshape(n, -1)  # (n, k * size): all tokens of these blocks
+    ids = gather(ids, likeliest(gather(gap, ids), k))
+    return mx.minimum(ids, V - 1)  # only a row of NaN would choose the padding
 
 
-def draw(spread: Spread, picks: list[Pick], group: str) -> mx.array:  # (n,)
-    """Filter the tokens, then let `land` take one of those that are kept."""
-    settings = [pick.sampling for pick in picks]
-    gap, ids, keep = spread.gap, None, None
-    if group == "short list" or (group == "long list" and gap.shape[-1] <= SORTABLE):
-        ids = likeliest(gap, SHORT_LIST if group == "short list" else gap.shape[-1])
-        gap = take(gap, ids)
-        keep = keep_first(gap, spread.total, settings)
-    elif group == "long list":
-        keep = keep_nearest(spread, settings)
-    elif any(s.min_p > 0 for s in settings):
-        keep = gap <= farthest(settings)
-    if ids is None and all(s.temperature == 1 for s in settings):
-        weights = spread.weights  # as below, bit for bit
-    else:
-        weights = shrink(gap / column([max(s.temperature, 1e-6) for s in settings]))
-    u = column([uniform(pick.seed, pick.index) for pick in picks])
-    place = land(weights if keep is None else weights * keep, u)
-    return (place if ids is None else take(ids, place))[:, 0]
+def keep_first(spread: Spread, filters: Filters) -> mx.array:  # (n, k) bool
+    """The tokens that count and mass keep, where the tokens are sorted.
 
+        probability    0.4   0.3   0.2   0.06    top_k = 3 keeps three
+        above          0     0.4   0.7   0.9     top_p = 0.6 keeps two
 
-def farthest(settings: list[Sampling]) -> mx.array:  # (n, 1)
-    """The largest gap that min_p keeps: a token that is m times as likely as the likeliest one has the gap -log(m)."""
-    return column([-math.log(s.min_p) if s.min_p else math.inf for s in settings])
-
-
-def keep_first(gap: mx.array, total: mx.array, settings: list[Sampling]) -> mx.array:  # (n, k) -> bool
-    """What the filters keep of the likeliest tokens, which are sorted. Each keeps the first so many.
-
-    probability  0.4   0.3   0.2   0.06       top_k = 3      keeps three
-    above        0     0.4   0.7   0.9        top_p = 0.6    keeps two, those with less than 0.6 above them
+    The mass keeps a token if the tokens above have less than top_p together.
     """
-    most = gap.shape[-1]
-    keep = (mx.arange(most) < column([min(s.top_k or most, most) for s in settings])) & (gap <= farthest(settings))
-    if any(s.top_p < 1 for s in settings):
-        above = mx.cumsum(shrink(gap), axis=-1, inclusive=False)
-        keep &= above < column([max(s.top_p, 1e-30) if s.top_p < 1 else math.inf for s in settings]) * total
+    keep = mx.arange(spread.gap.shape[-1]) < filters.count
+    if filters.mass is not None:
+        above = mx.cumsum(spread.weights, axis=-1, inclusive=False)
+        keep = keep & (above < filters.mass * spread.total)
     return keep
 
 
-def keep_nearest(spread: Spread, settings: list[Sampling]) -> mx.array:  # (n, V) bool
-    """The same for any number of tokens, and none is sorted: the filters keep all gaps up to some bound. Which one?
+def keep_nearest(spread: Spread, filters: Filters) -> mx.array:  # (n, V) bool
+    """The tokens that count and mass keep, without a sort: all gaps up to some bound.
 
-    A bound is too far if the tokens nearer than it have all the probability that top_p wants, or are as many as top_k.
-    Bisection finds the farthest that is not, exactly. For this, a float's bits are read as a whole number. The order of
-    floats above 0 is the order of those numbers, so the bound is found bit by bit, the highest first:
+    A bound is too far if the tokens nearer than the bound are `count` already, or have the `mass`.
+    Bisection finds the farthest bound that is not. The bits of floats above 0, read as whole
+    numbers, have the order of the floats. So the bound is found bit by bit, the highest first:
 
-    is 2.0 too far?   yes: the bit is 0
-    is 1.1e-19 ...    no:  the bit is 1        and so on, 31 times
+        is 2.0 too far?        yes: the bit is 0
+        is 1.1e-19 too far?    no: the bit is 1        and so on, 31 times
 
-    Probabilities are counted in units of 2^-31. A sum of whole numbers is exact, in whatever order a device adds.
+    Probabilities are counted in units of 2^-31. A sum of whole numbers is exact, in whatever order
+    a device adds.
     """
-    gap, V = spread.gap, spread.gap.shape[-1]
-    scale, far = 2.0**31 / spread.total, farthest(settings)
-    most = mx.array([[min(s.top_k or V, V)] for s in settings])
+    gap = spread.gap
+    V = gap.shape[-1]
+    unit = 2.0**31 / spread.total
+    if filters.mass is not None:
+        units = (spread.weights * unit).astype(mx.uint32)
+        wanted = mx.ceil(filters.mass * added(units))
+        wanted = wanted.astype(mx.uint32)
 
-    def units(weights: mx.array) -> mx.array:
-        return (weights * scale).astype(mx.uint32)
+    def quota(bound: mx.array) -> mx.array:  # (n, 1) -> (n, 1)
+        """How many tokens at this bound may be kept? 0 or less if the bound is too far."""
+        # Tokens at the bound, and farther ones. The bits of a guess may mean NaN: none is beyond,
+        # so the guess is too far.
+        beyond = added(gap >= bound)
+        by_count = filters.count - (V - beyond)
+        if filters.mass is None:
+            return by_count
+        # subtle: `nearer` is the mass of all nearer tokens. Picking these out would take MLX five
+        # times as long. So every token beyond is counted as if at the bound, and taken off again.
+        # The sum may pass 2^32 and begin again at 0, but the difference is right.
+        each = (shrink(bound) * unit).astype(mx.uint32)
+        nearer = added(mx.maximum(units, each))
+        nearer = nearer - each * beyond.astype(mx.uint32)
+        lacking = wanted - mx.minimum(nearer, wanted)
+        each = mx.maximum(each, 1)
+        by_mass = lacking // each + (lacking % each > 0)  # rounded up
+        return mx.minimum(by_count, by_mass)
 
-    mass = units(spread.weights)
-    has_top_p = any(s.top_p < 1 for s in settings)
-    # A top_p of 1 keeps everything: half as much again is never reached. Any other keeps one token at least.
-    wanted = column([max(s.top_p, 1e-30) if s.top_p < 1 else 1.5 for s in settings])
-    wanted = mx.ceil(wanted * mass.sum(axis=-1, keepdims=True)).astype(mx.uint32)
-
-    def room_at(bound: mx.array) -> mx.array:  # (n, 1) -> (n, 1)
-        """How many tokens at this bound are kept, if there are so many: none, if it is too far."""
-        count = (gap < bound).sum(axis=-1, keepdims=True)
-        room = (most - count) * (bound <= far)
-        if has_top_p:
-            # subtle: this is the mass of all that are nearer. The others have `own` at most, and are raised to it. To
-            # pick the nearer ones out would take MLX five times as long. The sum may pass 2^32 and begin again at 0;
-            # the difference is right nevertheless.
-            own = units(shrink(bound))
-            reached = mx.maximum(mass, own).sum(axis=-1, keepdims=True) - own * (V - count).astype(mx.uint32)
-            lacking, each = wanted - mx.minimum(reached, wanted), mx.maximum(own, 1)
-            room = mx.minimum(room, lacking // each + (lacking % each > 0))
-        return room
-
-    bits = mx.zeros(far.shape, mx.uint32)
+    bits = mx.zeros(unit.shape, mx.uint32)
     for bit in reversed(range(31)):
         guess = bits + 2**bit
-        bits = mx.where(room_at(guess.view(mx.float32)) > 0, guess, bits)
+        is_near = quota(guess.view(mx.float32)) > 0
+        bits = mx.where(is_near, guess, bits)
     bound = bits.view(mx.float32)
-    ties = gap == bound  # of these, the filters keep as many as there is room for: those with the lowest ids
-    return (gap < bound) | (ties & (mx.cumsum(ties, axis=-1) <= room_at(bound)))
+    ties = gap == bound  # of these, the lowest ids are kept
+    keep_ties = mx.cumsum(ties, axis=-1) <= quota(bound)
+    return (gap < bound) | (ties & keep_ties)
 
 
-def land(weights: mx.array, u: mx.array) -> mx.array:  # (n, V) and (n, 1) -> (n, 1)
-    """The place at which the running sum of the weights passes u times the whole sum.
+def land(
+    weights: mx.array,  # (n, V)
+    u: mx.array,  # (n, 1)
+) -> mx.array:  # (n, 1)
+    """The place where the running sum of the weights passes u times the whole sum.
 
-    weights  | 0.5      | 0.3   | 0.2 |        u = 0.6 falls into the second
-    sums     0         0.5     0.8    1
+        weights    | 0.5    | 0.3    | 0.2 |      u = 0.6 lands on the second
+        sums       0        0.5      0.8   1
 
-    One running sum over V float32 numbers would lose the small ones. So blocks are added up, and blocks of blocks. The
-    place is found from the top: in which large block it lies, in which of its blocks, and where in that one.
+    One running sum over V float32 numbers would lose the small ones. So blocks are added up, then
+    blocks of blocks. The place is found from the top: the large block, the block in it, the place.
     """
     levels = [weights]
     while levels[-1].shape[-1] > BLOCK:
-        sums = levels[-1].reshape(len(weights), -1, BLOCK).sum(axis=-1)
-        levels.append(mx.pad(sums, [(0, 0), (0, -sums.shape[-1] % BLOCK)]))
-    mark, place = u * levels[-1].sum(axis=-1, keepdims=True), mx.zeros(u.shape, mx.int32)
+        blocks = levels[-1].reshape(len(weights), -1, BLOCK)
+        sums = blocks.sum(axis=-1)
+        levels.append(padded(sums, BLOCK, 0))
+    mark = u * added(levels[-1])
+    place = mx.zeros(u.shape, mx.int32)
     for level in reversed(levels):
-        block = take(level, place * BLOCK + mx.arange(BLOCK))
+        first = place * BLOCK
+        block = gather(level, first + mx.arange(BLOCK))  # (n, BLOCK)
         sums = mx.cumsum(block, axis=-1)
-        # Rounding may put the mark at an end of the block, where a token may have been filtered. Keep off the ends.
-        mark = mx.clip(mark, 0, sums[:, -1:] * (1 - 2**-22))
-        inside = mx.minimum((sums <= mark).sum(axis=-1, keepdims=True), BLOCK - 1)
-        mark, place = mark - take(sums - block, inside), place * BLOCK + inside
+        # Rounding may put the mark at an end of the block, where a token may have been filtered.
+        end = sums[:, -1:] * (1 - 2**-22)
+        mark = mx.clip(mark, 0, end)
+        inside = mx.minimum(added(sums <= mark), BLOCK - 1)
+        mark = mark - gather(sums - block, inside)
+        place = first + inside
     return place
 
 
-def measure(spread: Spread, picks: list[Pick], chosen: mx.array, V: int) -> Logprobs:
-    """log(e^-gap / total): the log probabilities at temperature 1, before any filter."""
-    log_total = mx.log(spread.total)
-    most = min(max(pick.sampling.logprobs for pick in picks), V)
-    top_ids = likeliest(spread.gap, most) if most else mx.zeros((len(picks), 0), mx.uint32)
-    own = (-take(spread.gap, chosen[:, None]) - log_total)[:, 0]
-    return Logprobs([pick.slot for pick in picks], own, top_ids, -take(spread.gap, top_ids) - log_total)
-
-
-def take(x: mx.array, places: mx.array) -> mx.array:  # (n, m) and (n, k) -> (n, k)
-    return mx.take_along_axis(x, places, axis=-1)
-
-
-def column(values: list[float]) -> mx.array:  # (n, 1)
-    return mx.array(values, dtype=mx.float32)[:, None]
-
-
 def uniform(seed: int, index: int) -> float:
-    """The index-th number of a seed's own sequence: above 0 and below 1. It is a hash, so there is no state.
+    """The index-th number of a seed's own sequence, above 0 and below 1: a hash, without a state.
 
-    It has 22 bits, so that u times a float32 sum is always below the sum.
+    The number has 22 bits, so that u times a float32 sum is always below the sum.
     """
-    x = (seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) % 2**64
-    for _ in range(2):  # splitmix64's finisher: every bit of the input reaches every bit of the output
+    x = seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03
+    x = (x + 0x8CB92BA72F3D8DD7) % 2**64
+    for _ in range(2):  # splitmix64's finisher: each input bit reaches each output bit
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
         x ^= x >> 31
     return ((x >> 42) + 0.5) / 2**22
+
+
+# --- log probabilities -------------------------------------------------------------------------
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities for some slots, still on the device: the chosen token's, then the top."""
+
+    slots: list[int]
+    ids: mx.array  # (n, 1 + most)
+    values: mx.array  # (n, 1 + most)
+
+    def read(self) -> Iterator[tuple[int, float, tuple]]:
+        """Each slot, its chosen token's log probability, and the top as pairs (id, value)."""
+        all_ids = self.ids.tolist()
+        all_values = self.values.tolist()
+        for slot, ids, values in zip(self.slots, all_ids, all_values, strict=True):
+            top = zip(ids[1:], values[1:], strict=True)
+            yield slot, values[0], tuple(top)
+
+
+def measure(
+    spread: Spread,
+    picks: Sequence[Pick],
+    ids: mx.array,  # (n, 1)
+    V: int,
+) -> Logprobs:
+    """log(e^-gap / total) for the chosen tokens and the likeliest ones, before any filter."""
+    slots = [pick.slot for pick in picks]
+    most = max(pick.sampling.logprobs for pick in picks)
+    if most:
+        top = likeliest(spread.gap, min(most, V))
+        ids = mx.concatenate([ids, top], axis=-1)
+    values = -gather(spread.gap, ids) - mx.log(spread.total)
+    return Logprobs(slots, ids, values)
+
+
+# --- arrays --------------------------------------------------------------------------------------
+
+
+def column(values: list[float]) -> mx.array:  # (n, 1)
+    return mx.array(values)[:, None]
+
+
+def gather(x: mx.array, places: mx.array) -> mx.array:  # (n, m) and (n, k) -> (n, k)
+    return mx.take_along_axis(x, places, axis=-1)
+
+
+def added(x: mx.array) -> mx.array:  # (n, m) -> (n, 1)
+    return x.sum(axis=-1, keepdims=True)
+
+
+def padded(
+    x: mx.array,  # (n, m)
+    size: int,
+    value: float,
+) -> mx.array:  # (n, m rounded up to a multiple of size)
+    missing = -x.shape[-1] % size
+    if not missing:
+        return x
+    widths = [(0, 0), (0, missing)]
+    return mx.pad(x, widths, constant_values=value)

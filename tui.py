@@ -21,7 +21,7 @@ methods of `Screen`), and the command line.
 The invariant: the picture depends only on `State` and on the size. The engine never waits for the screen, and every
 picture can be tested without a terminal.
 
-Before this: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/test_tui.py`, with an engine of words.
+Before this: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/screen`, with an engine of words.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from parts import program  # isort: split
 
 import argparse
 import asyncio
+import logging
 import os
 import re
 import shutil
@@ -52,6 +53,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from parts.api.engine import AnyEngine
+from parts.api.faults import LOG
 from parts.checks import read_whole, shown
 from parts.program import BROWSER, about, on_a_terminal
 from screen import charts, clients, keys, panes
@@ -85,13 +87,28 @@ PANES = {  # by name: what draws it
 }
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}  # what the wheel does there
 SHEETS = {"help": keys.draw_help, "requests": panes.draw_requests, "contest": panes.draw_contest}
-SHEETS |= {"totals": panes.draw_totals, "clients": partial(clients.draw_clients, whole=True)}
+SHEETS |= {
+    "errors": panes.draw_errors,
+    "totals": panes.draw_totals,
+    "clients": partial(clients.draw_clients, whole=True),
+}
 SHEETS |= {"step": partial(panes.draw_step, whole=True)}
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")  # while something runs, they are painted less often
 ASIDE = {"/help": "sheet('help')", "/quit": "quit", "/exit": "quit"}  # commands that the screen itself obeys
 
 
 # --- the screen --------------------------------------------------------------------------------------------------
+
+
+class Tracebacks(logging.Handler):
+    """Where tracebacks go while the screen has the terminal: to the page that `E` opens."""
+
+    def __init__(self, state: State):
+        super().__init__()
+        self._state = state
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._state.tracebacks.append(clean(self.format(record)).removeprefix("nanobatch: "))
 
 
 class Sheet(ModalScreen):
@@ -156,7 +173,8 @@ class Screen(App):
         super().__init__()
         self.session, self.state = session, session.state
         self._script, self._screenshot = script, screenshot
-        self._looks = self._faults = 0
+        self._looks = self._faults = self._told = 0
+        self._tracebacks = Tracebacks(self.state)
         self.palette, self.prompt = DARK, Prompt()
 
     # --- panes
@@ -166,6 +184,7 @@ class Screen(App):
         yield self.prompt
 
     def on_mount(self) -> None:
+        LOG.addHandler(self._tracebacks)
         self.begin_capture_print(self)  # a download's progress, or advice about a BLAS
         self.watch_theme()
         self.watch(self.screen, "focused", self.note_focus)
@@ -176,6 +195,9 @@ class Screen(App):
             for signal_, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)):
                 asyncio.get_running_loop().add_signal_handler(signal_, lambda code=code: self.exit(return_code=code))
         self.run_worker(self.play(self._script))
+
+    def on_unmount(self) -> None:
+        LOG.removeHandler(self._tracebacks)
 
     def on_print(self, event: events.Print) -> None:
         if said := re.split(r"[\r\n]", clean(event.text.strip("\r\n")))[-1].strip():
@@ -201,6 +223,9 @@ class Screen(App):
     def look(self) -> None:
         """Without news nothing is painted; charts and the step are painted less often than the rest."""
         before = self.state.view
+        for block in self.state.tracebacks[self._told :]:
+            self.notify(f"{block.partition(chr(10))[0]}; E shows where", severity="error", markup=False)
+        self._told = len(self.state.tracebacks)
         if not self.session.look():
             return
         view = self.state.view
@@ -584,6 +609,8 @@ def main(arguments: list[str] | None = None) -> int:
             app = Screen(session, args.script, args.screenshot)
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or failed(session.state)
+            for block in session.state.tracebacks[-5:]:
+                print(f"nanobatch: {block}", file=sys.stderr)
             if session.state.periods and not (args.screenshot or BROWSER):
                 print("\n".join(panes.farewell(session.state, shutil.get_terminal_size().columns)))
         else:

@@ -4,8 +4,8 @@ The problem. The thread that steps must not wait, neither for a client nor for a
 door's thread: it serves all clients at once, and a long prompt takes a second to turn into tokens.
 
     a few threads    understand, turn into tokens, submit
-    the engine's     listener: wake the door, and nothing else     ended: the same, once for each choice
-    the door's       events as the pieces come, or one JSON at the end
+    the engine's     after each commit: wake the door, if an open answer has news, and do nothing else
+    the door's       look at the handles of the open answers; events as the pieces come, or one JSON at the end
 
 The invariant: when `Answer.cancel` has been called, no choice of it holds a slot.
 
@@ -18,9 +18,9 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 from starlette.responses import Response
 
@@ -29,8 +29,8 @@ from door.http import Visit, reply
 from door.journal import Figures
 from door.openai import Refusal, Shape, Words, ending, event
 from parts.api.engine import AnyEngine
+from parts.api.faults import describe
 from parts.api.handle import Handle
-from parts.api.listen import describe
 from parts.api.settings import Sampling
 from parts.files import read_json
 from parts.text.tokens import Prompt
@@ -64,35 +64,41 @@ def defaults_of(engine: AnyEngine) -> dict[str, float]:
 
 
 class Mailbox:
-    """From the threads that know something to the door's: one wake-up for all that is told at a time.
+    """From the thread that steps to the door's: one wake-up for all that a step has to tell.
 
+    `answers`: the open ones, by the number of their call. Each of them is looked at when the door's thread wakes.
     A wake-up is a system call, made by the thread that steps: eight pieces of one step need one, not eight.
     """
 
-    def __init__(self, events: asyncio.AbstractEventLoop):
-        self._events, self._letters, self._is_called = events, deque(), False
+    def __init__(self, events: asyncio.AbstractEventLoop, answers: dict[int, Answer]):
+        self._events = events
+        self._answers = answers
+        self._is_called = False
 
-    def post(self, take: Callable, *arguments: Any) -> None:
-        """Have this called by the door's thread."""
-        self._letters.append((take, arguments))
-        if not self._is_called:
-            self._is_called = True
+    def post(self) -> None:
+        """Wake the door's thread, if an answer has news. This is the engine's `on_commit`."""
+        if self._is_called or not any(answer.has_news for answer in list(self._answers.values())):
+            return
+        self._is_called = True
+        with suppress(RuntimeError):  # the door is shut already
             self._events.call_soon_threadsafe(self._open)
 
     def _open(self) -> None:
-        self._is_called = False  # before the first letter is taken: from here on, another one calls again
-        while self._letters:
-            take, arguments = self._letters.popleft()
-            take(*arguments)
+        self._is_called = False  # before the first look: from here on, another commit calls again
+        for answer in list(self._answers.values()):
+            answer.look()
 
 
 class Answer:
     """One request's choices, as they come from the engine."""
 
-    def __init__(self, served: Served, mailbox: Mailbox):
+    def __init__(self, served: Served):
         self.handles: list[Handle] = []
-        self.left = 0  # choices that have not ended
-        self._served, self._mailbox, self._news = served, mailbox, asyncio.Event()
+        self.left = 0  # choices that have not been seen to end
+        self._served = served
+        self._seen: list[int] = []  # for each choice: so many of its handle's pieces have been taken
+        self._has_ended: list[bool] = []  # for each choice: its end has been taken
+        self._news = asyncio.Event()
         self._pieces: deque[tuple[int, str | None]] = deque()  # (choice, text); None: the choice has ended
         self._times: list[list[float]] = []  # for each choice, when its pieces came here
         self._straight: Visit | None = None  # of a stream whose pieces need nothing but to be written
@@ -128,29 +134,53 @@ class Answer:
         self.shape = Shape(chat, self.handles[0].id, SUFFIX, name, wish.usage)
 
     def _submit(self, asks: Sequence[tuple], client: str) -> None:
-        self.left, self._times = len(asks), [[] for _ in asks]
+        self.left = len(asks)
+        self._times = [[] for _ in asks]
+        self._seen = [0] * len(asks)
+        self._has_ended = [False] * len(asks)
         try:
-            for index, ask in enumerate(asks):
-                # Without streaming, the door is woken once for each choice, and not for each token.
-                listener = partial(self._tell, index) if self.wish.stream else None
-                ended = partial(self._tell, index, piece=None)
-                self.handles.append(self._served.engine.submit(*ask, listener, origin=client, ended=ended))
+            for prompt, sampling in asks:
+                self.handles.append(self._served.engine.submit(prompt, sampling, origin=client))
         except BaseException:
             self.cancel()
             raise
 
     # --- in the engine's thread
 
-    def _tell(self, index: int, handle: Handle, piece: str | None) -> None:
-        self._mailbox.post(self._take, index, piece)
+    @property
+    def has_news(self) -> bool:
+        """Is there anything that `look` would take?
+
+        Without streaming, the door is woken once for each choice, and not for each token.
+        """
+        for index, handle in enumerate(self.handles):
+            if self._has_ended[index]:
+                continue
+            if handle.finish_reason is not None:
+                return True
+            if self.wish.stream and len(handle.pieces) > self._seen[index]:
+                return True
+        return False
 
     # --- in the door's thread
 
+    def look(self) -> None:
+        """Take what the handles have got since the last look."""
+        for index, handle in enumerate(self.handles):
+            if self._has_ended[index]:
+                continue
+            ends = handle.finish_reason is not None  # asked first: then all pieces are there
+            if self.wish.stream:
+                for piece in handle.pieces[self._seen[index] :]:
+                    self._seen[index] += 1
+                    self._times[index].append(time.perf_counter())
+                    self._take(index, piece)
+            if ends:
+                self._has_ended[index] = True
+                self.left -= 1
+                self._take(index, None)
+
     def _take(self, index: int, piece: str | None) -> None:
-        if piece is None:
-            self.left -= 1
-        else:
-            self._times[index].append(time.perf_counter())
         if piece and self._straight and not (self._pieces or self._straight.connection.is_blocked):
             self._straight.push(self.shape.piece(index, piece, None))
         else:
@@ -171,6 +201,7 @@ class Answer:
         return joined
 
     async def whole(self) -> Response:
+        self.look()  # what was committed before the last handle was known here
         while self.left:
             await self._come()
         if failure := self._failure():
@@ -186,8 +217,9 @@ class Answer:
     async def stream(self, visit: Visit) -> None:
         """Server-sent events: one for each piece of text, or for several that have come together.
 
-        While the client keeps up, `_take` writes the pieces itself. To wake this coroutine for each would cost more.
+        While the client keeps up, `look` writes the pieces itself. To wake this coroutine for each would cost more.
         """
+        self.look()  # what was committed before the last handle was known here
         await visit.begin_events(self.shape.id)
         words, left = self._words(), len(self.handles)
         first = [body for index in range(left) if (body := self.shape.first(index))]

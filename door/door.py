@@ -7,8 +7,8 @@ answer. None of that may reach the thread that steps, for all other requests wai
             |______ the door's thread, asyncio _____|__ a few threads ______|_______ the door's thread _______|
 
 How it hangs together. `uvicorn` speaks HTTP in a thread of the door's own. What may take long, reading JSON and turning
-text into tokens, is done by a few threads beside it. The thread that steps calls a request's listener, which does one
-thing: it wakes the door's thread. The socket is bound first. Until the model is loaded, clients get 503.
+text into tokens, is done by a few threads beside it. After each commit the thread that steps wakes the door's thread,
+if one of the answers has news. The socket is bound first. Until the model is loaded, clients get 503.
 
 The invariant: each request at the door ends with an answer, or with its client's hang-up, and frees its slots.
 
@@ -40,7 +40,7 @@ from door.journal import ACCESS_LOG, DoorView, Figures, Journal
 from door.openai import Refusal, ending
 from door.watch import WATCHERS, Watched, watch
 from parts.api.engine import AnyEngine
-from parts.api.listen import describe
+from parts.api.faults import describe, show_fault
 from parts.api.loop import Loop
 from parts.api.views import Snapshot
 from parts.checks import shown
@@ -117,6 +117,11 @@ class Door:
         """From here on requests are answered."""
         self.loop = loop
         self.served = Served(engine, name, defaults_of(engine))
+        engine.on_commit = self._on_commit
+
+    def _on_commit(self) -> None:
+        if self._answers:  # then the door's thread runs, and has a mailbox
+            self._mailbox.post()
 
     def wait(self) -> None:
         """Until the door's thread has ended. subtle: `join` would forget a thread if Ctrl-C came out of it (3.11)."""
@@ -140,6 +145,8 @@ class Door:
         self._server.should_exit = True
         if self._thread.ident:
             self._ended.wait(5)
+        if self.served:
+            self.served.engine.on_commit = None
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
 
@@ -166,7 +173,7 @@ class Door:
             self._ended.set()
 
     async def _listen(self) -> None:
-        self._mailbox = Mailbox(asyncio.get_running_loop())
+        self._mailbox = Mailbox(asyncio.get_running_loop(), self._answers)
         connections = self._server.server_state.connections
         sweeper = asyncio.ensure_future(http.sweep(connections, self._visits))
         await self._server.serve([self._socket])
@@ -209,6 +216,7 @@ class Door:
         except (ClientDisconnect, Gone):
             visit.note(hung_up=True, status=visit.status or 499)
         except Exception as error:  # a fault of ours: this client is told, and the others do not notice
+            show_fault("a request over HTTP failed", error)
             response = refused(visit, Refusal(500, describe(error), "internal_error"))
         if response and visit.status is None:
             await response(scope, receive, visit.send)
@@ -283,7 +291,7 @@ class Door:
         body = await http.read_body(visit.request)
         if self.draining:  # meanwhile
             raise ending()
-        answer = Answer(self.served, self._mailbox)
+        answer = Answer(self.served)
         self._answers[visit.number] = answer
         events = asyncio.get_running_loop()
         tasks = []

@@ -7,4 +7,5 @@ from parts.device import mlx as device  # noqa: F401 (first, as in a program of 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE), str(HERE.parent / "tests" / "lib")]

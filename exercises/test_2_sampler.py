@@ -13,14 +13,14 @@ So where the model is sure (p near 1) it keeps what `min_p` would, and where it 
     probability   0.50   0.30   0.10   0.06   0.04
     a x p x p     0.075                               keeps three
 
-Read first: the essay at the top of `sampling.py`, then `Spread`. There a token's probability is e^-gap / total,
-so that of the likeliest is 1 / total. What is the largest gap that `top_a` keeps? It depends on `total`.
+Read first: the essay at the top of `sampling.py`, then `Spread` and `Filters`. A token's probability is e^-gap / total,
+so the likeliest token has the probability 1 / total. What is the largest gap that `top_a` keeps? It depends on
+`total`.
 
-Where: a field of `Sampling` and its limits (0 to 1) in `LIMITS`, both in `parts/api/settings.py`; its bound beside that
-of `min_p` in `farthest` in `sampling.py`, and every place there that calls `farthest` or looks for `min_p`; in `ask.py`
-an option `--top-a`.
+Where: a field of `Sampling` and its limits (0 to 1) in `LIMITS`, both in `parts/api/settings.py`; one more gap in
+`Filters.of` in `sampling.py`, beside that of `min_p`; in `ask.py` an option `--top-a`.
 
-How to know: the command above, and `python -m pytest tests/test_sampling.py`.
+How to know: the command above, and `python -m pytest tests/book/test_sampling.py`.
 """
 
 import math

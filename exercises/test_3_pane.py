@@ -23,10 +23,10 @@ Where: a function `draw_memory` in `screen/charts.py`; in `tui.py` its name in `
 its own in `STACKS`, `"memory": ("memory",)`. Then `LOWER`, which is made of the stacks, has it too, and `v` leads
 there.
 
-How to know: the command above, and `python -m pytest tests/test_tui.py -k "pane or memory"` (all of that file takes
-minutes). One of these compares each pane with a picture, and there is none of yours yet. Let it be drawn, and look at
-it: `NANOBATCH_GOLDEN=write python -m pytest tests/test_tui.py -k memory` writes
-`tests/golden/pane-memory-80x24.txt`. Then `python tui.py`, `b`, and `v` until it shows.
+How to know: the command above, and `python -m pytest tests/screen -k "pane or memory"` (all of that folder
+takes minutes). One of these compares each pane with a picture, and there is none of yours yet. Let it be drawn, and
+look at it: `NANOBATCH_GOLDEN=write python -m pytest tests/screen -k memory` writes
+`tests/screen/golden/pane-memory-80x24.txt`. Then `python tui.py`, `b`, and `v` until it shows.
 """
 
 import re
@@ -34,7 +34,7 @@ import re
 import pytest
 from hints import not_done
 from rich.cells import cell_len
-from test_tui import Stage
+from stage import Stage
 
 import tui
 from screen import ink

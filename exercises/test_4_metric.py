@@ -16,7 +16,7 @@ Read first: `Call` and `Figures` in `door/journal.py`.
 
 Where: `Figures` in `door/journal.py`: it names its counters in `__init__`, and counts in `count`.
 
-How to know: the command above, and `python -m pytest tests/test_serve.py -k metrics`. Then try it. Start
+How to know: the command above, and `python -m pytest tests/door/test_serve.py -k metrics`. Then try it. Start
 `python serve.py`, and in another terminal ask for more than you want to read:
 
     curl -N localhost:8000/v1/completions -H 'Content-Type: application/json' \

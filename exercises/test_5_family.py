@@ -19,7 +19,7 @@ sampling it does.)
 Where: `parts/model/families.py`. A name in `FAMILIES`, and in `OWN` a function like granite's: it gets the config's
 fields, and returns what the family has of its own.
 
-How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of `tests/test_parity.py`
+How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of `tests/lib/parity.py`
 and a line in docs/models.md, too; `python -m pytest` says so.
 """
 

@@ -23,11 +23,11 @@ Read first: `sched.py` as a whole; in `nanobatch.py` `Order.of`, `Runner._forwar
 the ladder.
 
 Where: `sched.py`: `Decode` carries its guess, and `Scheduler.commit` learns that a step may yield several tokens, of
-which one may end the answer. `nanobatch.py`: `Piece`, `Order.of`, `Runner`, `Flight`, `Engine`. What is the newest
+which one may end the answer. `nanobatch.py`: `Prefill`, `Order.of`, `Runner`, `Flight`, `Engine`. What is the newest
 token on the device after a step with guesses? Which rows does a wrong guess leave behind, and does it matter?
 
-How to know: the command above, and `python -m pytest tests/test_engine.py tests/test_sched.py tests/test_runner.py`.
-They take minutes. The solution in `exercises/solutions` adds 70 lines.
+How to know: the command above, and `python -m pytest tests/book/test_engine.py tests/book/test_sched.py
+tests/book/test_runner.py`. They take minutes. The solution in `exercises/solutions` adds 70 lines.
 """
 
 import inspect

@@ -65,6 +65,7 @@ KEYS = (
     Key("t", "t", "sheet('totals')", "Totals", "what each busy period came to: compare bursts and policies", 10),
     Key("g", "g", "go", "Go", "from the step to the selected slot's request; there, from a request to its steps"),
     Key("h", "h", "sheet('clients')", "Clients", "what asks over HTTP (--serve, --watch), and what was refused", 13),
+    Key("E", "E", "sheet('errors')", "Errors", "what has failed in here, with file and line: the tracebacks"),
     Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
     Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
     Key("ctrl+z", "Ctrl-Z", "suspend_process", "Suspend", "give the terminal back to the shell; fg goes on"),

@@ -353,6 +353,22 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
     return [title, *about(state, p, width, r, state.view.engine.now)]
 
 
+def draw_errors(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """The tracebacks of all that has failed in this process, the newest first."""
+    lines = [heading(p, width, "Errors: what has failed, the newest first", "↑↓ scroll  Esc back", do="screen.dismiss")]
+    if not state.tracebacks:
+        lines.append(Pen().put(" Nothing has failed.", p.muted).line)
+    for block in reversed(state.tracebacks):
+        what, *rest = block.split("\n")
+        lines += [Pen().put(f" {part}", p.bad, True).line for part in wrap(what, width - 2)]
+        for line in rest:
+            text = line.lstrip(" ")
+            indent = min(len(line) - len(text), width // 2) + 1
+            lines += [Pen().to(indent).put(part, p.text).line for part in wrap(text, width - indent - 1)]
+        lines.append([])
+    return lines
+
+
 def draw_request(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The request in the selected slot. `g` opens all of it."""
     r = state.owner(state.selected)

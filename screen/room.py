@@ -321,6 +321,9 @@ class EngineRoom(Room):
 
     def _between(self) -> float | None:
         """Between two steps: the steady load, the race, and the news. Answers with the seconds to the next arrival."""
+        for handle in list(self.own.values()):
+            if handle.finish_reason is not None:
+                del self.own[handle.id]
         if not self.loop.paused or self.loop.stepping:
             self._arrive()
             self._run_race()
@@ -342,7 +345,7 @@ class EngineRoom(Room):
                     holds = f"a slot holds {engine.sched.max_len:,}, prompt and answer together"
                     raise ValueError(f"the prompt has {len(ids):,} tokens, but {holds}; shorten it, or raise --max-len")
                 sampling = Sampling(max_tokens=min(ask.max_tokens, room), temperature=ask.temperature, seed=ask.seed)
-                handle = engine.submit(ids, sampling, origin=ask, ended=lambda handle: self.own.pop(handle.id, None))
+                handle = engine.submit(ids, sampling, origin=ask)
             except (ValueError, RuntimeError) as error:  # it does not fit a slot, or the line is full
                 self.fault(f"not fired: {error}", ask.prompt)
                 break

@@ -42,6 +42,7 @@ class State:
     refused: int = 0  # so many of all that came to the door, those that are kept no more among them
     gone: int = 0  # so many hung up
     faults: list[Fault] = field(default_factory=list)  # all that went wrong so far
+    tracebacks: list[str] = field(default_factory=list)  # of what has failed in this process: what failed, then where
     owners: dict[int, int] = field(default_factory=dict)  # slot -> the request that holds it or held it last
     printed: str = ""  # what a library printed last while loading: a download's progress
     selected: int = 0  # a slot

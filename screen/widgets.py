@@ -3,7 +3,8 @@
 The problem. Panes are pure functions that answer with lines. A terminal wants strips, a few times a second, and clicks
 and turns of the wheel come back from it.
 
-What this file keeps. Only rows that have changed are painted again, and pictures take a tenth of a core at most.
+What this file keeps. Only rows that have changed are painted again, and pictures take a tenth of a core at most. A pane
+whose function raises shows that, and takes no other with it.
 Whatever is typed or pasted, the box shows no control character; several lines become one, and are several again when
 they are fired.
 
@@ -22,7 +23,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
-from screen.ink import Line, Palette, clean
+from parts.api.faults import describe, show_fault
+from screen.ink import Line, Palette, Pen, clean, shorten
 from screen.state import State
 
 SHARE, LONGEST = 0.1, 0.5  # of a core; seconds
@@ -55,12 +57,13 @@ class Pane(Widget):
     def __init__(self, draw: Callable[[State, Palette, int, int], list[Line]], id: str, wheel: str = ""):
         super().__init__(id=id)
         self._draw, self._wheel, self._drawn, self._strips = draw, wheel, [], []
+        self._fault = ""  # what the function raised when it was called last
 
     def paint(self) -> None:
         width, height = self.size
         if not (self.display and width and height):
             return
-        lines = self._draw(self.app.state, self.app.palette, width, height)[:height]
+        lines = self._lines(width, height)[:height]
         lines += [[]] * (height - len(lines))
         base = self.rich_style
         drawn, old = [(line, base) for line in lines], self._drawn
@@ -71,6 +74,19 @@ class Pane(Widget):
             self._strips[y] = Strip(lines[y]).adjust_cell_length(width).apply_style(base)
         if rows:
             self.refresh(*(Region(0, y, width, 1) for y in rows))
+
+    def _lines(self, width: int, height: int) -> list[Line]:
+        """What the function draws. If it raises, its error stands in its place, and all other panes go on."""
+        try:
+            lines = self._draw(self.app.state, self.app.palette, width, height)
+            self._fault = ""
+            return lines
+        except Exception as error:
+            if self._fault != describe(error):  # it is drawn ten times a second, and shown once
+                self._fault = describe(error)
+                show_fault(f"the pane {self.id!r} cannot be drawn", error)
+            words = shorten(f" ✗ {self.id}: {clean(self._fault)}; E shows where", width)
+            return [Pen().put(words, self.app.palette.bad).line]
 
     def render_line(self, y: int) -> Strip:
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)

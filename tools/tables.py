@@ -66,7 +66,7 @@ def speeds(file: str, part: str, figure: str) -> str:
 def counts() -> str:
     """How much is compared, in the words of docs/right.md."""
     parity, exact, company, product, sched, crowd = map(
-        of_the_tests, ("test_parity", "test_exact", "company", "test_rows", "test_sched", "crowd")
+        of_the_tests, ("parity", "test_exact", "company", "test_rows", "test_sched", "crowd")
     )
     prompts, own = parity.count()
     caught = exact.test_a_planted_bug_is_caught, exact.test_a_bug_that_lets_the_company_show_is_caught

@@ -25,16 +25,9 @@ class AnyEngine(Protocol):
     sched: Scheduler
     summary: str
     has_work: bool
+    on_commit: Callable[[], None] | None  # called after each commit, and after each end from elsewhere
 
-    def submit(
-        self,
-        prompt: Any,
-        sampling: Sampling | None = None,
-        listener: Callable[[Handle, str], None] | None = None,
-        *,
-        origin: Any = None,
-        ended: Callable[[Handle], None] | None = None,
-    ) -> Handle: ...
+    def submit(self, prompt: Any, sampling: Sampling | None = None, *, origin: Any = None) -> Handle: ...
 
     def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...
 

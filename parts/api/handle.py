@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from parts.api.listen import tell
 from parts.api.settings import Sampling
 from parts.api.views import Metrics, RequestView
 from sched import Request
@@ -53,8 +52,7 @@ class Answering(Protocol):
 class Handle:
     """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any thread may.
 
-    `listener` and `ended` are the owner's functions. They are called with the handle, by the thread that steps or ends
-    the request, and may neither step nor wait (`tell`).
+    The thread that steps only appends to a handle, and calls nothing of the owner's.
     """
 
     def __init__(
@@ -63,26 +61,29 @@ class Handle:
         request: Request,
         sampling: Sampling,
         prompt: str,  # as a person would read it
-        origin: Any = None,
-        listener: Listener | None = None,
-        ended: Callable[[Handle], None] | None = None,
+        origin: Any = None,  # shown to those who watch
     ):
-        self.id, self.request, self.sampling, self.prompt, self.origin = request.id, request, sampling, prompt, origin
+        self.id = request.id
+        self.request = request
+        self.sampling = sampling
+        self.prompt = prompt
+        self.origin = origin
         self.seed = random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self.error: str | None = None
-        self._engine, self._listener, self._ended = engine, listener, iter([ended] if ended else ())
+        self.error: str | None = None  # why the request failed, in one line
+        self.exception: BaseException | None = None  # what was raised, if the request failed by an exception
+        self._engine = engine
         self._ends = sampling.stop_tokens | (frozenset() if sampling.ignore_eos else engine.text.end_tokens)
         self._stream = engine.text.stream(sampling.stop_texts)
-        self._pieces: list[str] = []
+        self.pieces: list[str] = []  # the text, as far as it has come; a piece never holds half a character
         self.lengths: list[int] = []  # so many characters came with each token
         self.times: list[float] = []  # when each token came, on the engine's clock
         self._gaps: list[float] = []  # between a token and the next, the shortest first: watchers ask often
 
     @property
     def text(self) -> str:
-        return "".join(self._pieces)
+        return "".join(self.pieces)
 
     @property
     def finish_reason(self) -> str | None:
@@ -94,12 +95,12 @@ class Handle:
 
     def __iter__(self) -> Iterator[str]:
         """The text as it comes, in pieces that never hold half a character."""
-        seen, request = 0, self.request
+        seen = 0
         while True:
-            self._engine.wait(lambda seen=seen: len(self._pieces) > seen or request.finish_reason)
-            if seen == len(self._pieces):
+            self._engine.wait(lambda seen=seen: len(self.pieces) > seen or self.finish_reason is not None)
+            if seen == len(self.pieces):
                 return
-            yield self._pieces[seen]
+            yield self.pieces[seen]
             seen += 1
 
     def result(self, timeout: float | None = None) -> Result:
@@ -153,24 +154,11 @@ class Handle:
             self.flush()
         return "stop" if self._stream.stopped else None
 
-    def flush(self, quietly: bool = False) -> None:
-        """At the end: the text that was held back. Told to the listener if it is a step that ends the answer."""
+    def flush(self) -> None:
+        """At the end: the text that was held back."""
         ended_by_token = self.tokens and self.tokens[-1] in self._ends
-        self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens), quietly)
+        self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens))
 
-    def _show(self, piece: str, quietly: bool = False) -> None:
+    def _show(self, piece: str) -> None:
         if piece:
-            self._pieces.append(piece)
-            if self._listener and not quietly:
-                tell(self._listener, self, piece)
-
-    def tell_end(self) -> None:
-        """Once, however many threads come here.
-
-        subtle: the function is taken in the line that calls it. If Ctrl-C comes before, the next call finds it still.
-        """
-        self._listener = None
-        tell(lambda: next(self._ended, lambda handle: None)(self))
-
-
-Listener = Callable[[Handle, str], None]
+            self.pieces.append(piece)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import islice, takewhile
 from typing import Any
 
+from parts.api.faults import describe, show_fault
 from parts.api.handle import Handle, TokenLogprob
-from parts.api.listen import describe, here, is_ctrl_c
 from parts.api.views import Limits, RanksView, Seen, SlotView, Snapshot, StepView
 from sched import Request, Scheduler
 
@@ -46,7 +46,6 @@ class Ledger:
         self.open: dict[int, Handle] = {}
         self.steps, self.ended, self.faults = Log(4096), Log(500), Log(100)
         self.output_tokens, self.steps_s = 0, 0.0
-        self.farewells: dict[int, Handle] = {}  # of all that has ended, and whose owner has not been told yet
 
     def deliver(
         self, logprobs: Mapping[int, TokenLogprob], clock: Callable[[], float], request: Request, token: int
@@ -56,13 +55,10 @@ class Ledger:
         self.output_tokens += 1
         try:
             return handle.take(token, clock(), logprobs.get(request.slot))
-        except BaseException as error:  # a panic in the tokenizer's Rust is no Exception, nor is a listener's sys.exit
-            if is_ctrl_c(error):
-                raise
-            if request.finish_reason:  # the listener has cancelled it before it raised: what is final stays as it is
-                self.faults.add(f"the listener of request {request.id} raised {describe(error)}")
-            else:
-                handle.error = describe(error)
+        except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
+            handle.error = describe(error)
+            handle.exception = error
+            show_fault(f"request {request.id} failed when its token became text", error)
             return "error"
 
     def record(self, step: StepView) -> None:
@@ -70,31 +66,10 @@ class Ledger:
         self.steps_s += step.seconds
 
     def retire(self, id: int) -> None:
-        """Forget a request that has ended. Its owner is told when no lock is held any more (`say_farewell`)."""
-        if handle := self.open.get(id):
-            self.farewells[id] = handle
+        """Forget a request that has ended: its owner has the handle, and those who watch get a view of it."""
+        handle = self.open.pop(id, None)
+        if handle is not None:
             self.ended.add(handle.view())  # a handle would keep the engine, and all its log probabilities
-            del self.open[id]
-
-    def say_farewell(self) -> None:
-        """Call `ended` of all that have ended. What it raises changes no request; those who watch will see it.
-
-        Inside an owner's function this does nothing yet: the call around it goes on here when it holds no lock any
-        more. It may be another engine's, if a listener of that one has cancelled a request of this one.
-        """
-        here.owes[self] = None
-        while here.owes and not here.listens:
-            ledger = next(iter(here.owes))
-            for handle in list(ledger.farewells.values()):
-                try:
-                    handle.tell_end()
-                except BaseException as error:
-                    if is_ctrl_c(error):
-                        raise
-                    ledger.faults.add(f"`ended` of request {handle.id} raised {describe(error)}")
-                ledger.farewells.pop(handle.id, None)  # not before: Ctrl-C may come at any line
-            if not ledger.farewells:
-                here.owes.pop(ledger, None)
 
     def snapshot(
         self, sched: Scheduler, blocked: Collection[int], ranks: RanksView, now: float, since: Snapshot | None

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from parts.api.listen import ListenerError, describe, here
+from parts.api.ctrl_c import Held
 
 
 class Stopwatch:
@@ -82,7 +82,7 @@ class Stepped(Protocol):
 
     def step(self, plan: bool = True) -> bool: ...
 
-    def note(self, fault: str) -> None: ...
+    def note(self, what: str, error: BaseException) -> None: ...
 
 
 class Loop:
@@ -102,35 +102,39 @@ class Loop:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Loop:
-        if here.listens:
-            raise ListenerError("serving")
-        self.engine.attach(self)
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="nanobatch", daemon=True)
-        self._thread.start()
+        with Held():  # an engine that has a loop must have its thread, too
+            self.engine.attach(self)
+            self._stopping = False
+            self._thread = threading.Thread(target=self._run, name="nanobatch", daemon=True)
+            try:
+                self._thread.start()
+            except BaseException:  # the system has no more threads
+                self._thread = None
+                self.engine.attach(None)
+                raise
         return self
 
     def stop(self, patience: float | None = None) -> bool:
-        """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be interrupted.
-
-        Inside a listener it does not wait: that may be another engine's, which holds the device that our thread needs.
-        """
-        thread = self._thread
-        with self.engine.changed:
+        """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be interrupted."""
+        with Held(), self.engine.changed:
             self._stopping = True
             self.engine.changed.notify_all()
+        thread = self._thread
         if thread is None or self.is_here:
             return True
-        thread.join(0 if here.listens else patience)
+        thread.join(patience)
         return not thread.is_alive()
 
     def sleep(self, until: Callable[[], bool], seconds: float) -> None:
         """For another thread, which waits for what this one does."""
-        try:
-            with self.engine.changed:
-                self.engine.changed.wait_for(until, min(seconds, threading.TIMEOUT_MAX))
-        except RuntimeError as error:  # Ctrl-C came where Python's condition had let go of its lock
-            raise error.__context__ or error from None
+        changed = self.engine.changed
+
+        def wake() -> None:
+            with changed:
+                changed.notify_all()
+
+        with Held(wake) as held, changed:
+            changed.wait_for(lambda: held.came or until(), min(seconds, threading.TIMEOUT_MAX))
 
     @property
     def is_here(self) -> bool:
@@ -138,10 +142,16 @@ class Loop:
         return threading.current_thread() is self._thread
 
     def __enter__(self) -> Stepped:
-        return self.start().engine
+        try:
+            self.start()
+            return self.engine
+        except BaseException:  # Ctrl-C has come meanwhile, and nothing else would stop the thread
+            self.stop()
+            raise
 
     def __exit__(self, *exception) -> None:
-        self.stop()
+        with Held():
+            self.stop()
 
     @property
     def is_alive(self) -> bool:
@@ -239,5 +249,5 @@ class Loop:
             return act()
         except BaseException as error:
             with suppress(BaseException):
-                self.engine.note(describe(error))
+                self.engine.note("something failed between two steps", error)
             return None

@@ -25,7 +25,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class Config:
-    """What `config.json` says about the shape of the model, in the names of the glossary in `nanobatch.py`."""
+    """What `config.json` says about the shape of the model, in the names of the glossary in `llama.py`."""
 
     model_type: str
     layers: int

@@ -117,7 +117,7 @@ def check_alike(model: Model) -> None:
     alike = {
         "version of nanobatch and MLX": (mx.__version__, marks),
         "model and dtype": (replace(model.config, H=0, Hkv=0, hidden=0), str(model.dtype)),
-        "weights": model.norm.tolist(),  # another training has changed these, too, if not every one
+        "weights": model.norm.weight.tolist(),  # another training has changed these, too, if not every one
     }
     for what, own in alike.items():
         marks = model.ranks.gather(zlib.crc32(repr(own).encode()) // 2)

@@ -46,7 +46,7 @@ class Dense(NamedTuple):
         biases = [mx.zeros(len(weight), weight.dtype) if bias is None else bias for weight, bias in parts]
         return Dense(weight, mx.concatenate(biases))
 
-    def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
+    def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one array."""
         return self.weight[ids]
 
@@ -73,7 +73,7 @@ class Quantized(NamedTuple):
         bias = mx.concatenate(biases) if any(part.bias is not None for part in parts) else None
         return Quantized(weight, scales, offsets, bias, parts[0].bits, parts[0].group)
 
-    def rows(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
+    def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         return mx.dequantize(self.weight[ids], self.scales[ids], self.offsets[ids], self.group, self.bits)
 
 

@@ -1,13 +1,13 @@
 """The few operations of a Llama: the formula, and beside it the form that each device runs fastest.
 
-The problem. The first page of `nanobatch.py` shows what a Llama computes. How fast that goes depends on details that
+The problem. The page of `llama.py` shows what a Llama computes. How fast that goes depends on details that
 have nothing to do with a Llama: on a CPU, MLX takes three times as long for an `exp` as for a power. On a GPU, a step
 of a few tokens takes the time to read the weights, and some microseconds for each kernel (a function that runs there),
 however little it computes: so there the fewest kernels win.
 
 What this file keeps. Each docstring begins with the formula, and the code computes it, in whatever form: a test holds
-one against the other (`tests/test_ops.py`). No form depends on what else runs in the step, since a request's bits must
-not. The products of matrices are our own on a CPU (`rows.c`).
+one against the other (`tests/model/test_ops.py`). No form depends on what else runs in the step, since a request's bits
+must not. The products of matrices are our own on a CPU (`rows.c`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The problem. Attention sees positions by turning queries and keys. Each family s
 that its model was trained for in a way of its own, and each device turns fastest in another form.
 
 What this file keeps. A `Rope` is what the config says, as plain data. A `Kind` is how attention treats positions in
-some of the layers. Each form is held against the formula, or against mlx-lm, by a test (`tests/test_ops.py`).
+some of the layers. Each form is held against the formula, or against mlx-lm, by a test (`tests/model/test_ops.py`).
 
 Where next: `layers.py`, what a model is made of.
 """

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the tokenizer, the chat template, and the stream that a listener sees.
+"""Text to token ids and back: the tokenizer, the chat template, and the stream of text that a handle gets.
 
 The problem. Tokens are not characters. One emoji may take four tokens, a stop string may begin in the middle of one
 token and end in another, and a model that speaks in turns wants its prompts wrapped exactly as in its training.

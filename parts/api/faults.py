@@ -1,0 +1,46 @@
+"""How an exception is told: in one line to whoever asked, and with its traceback to whoever can mend it.
+
+The problem. A request that fails must not take the engine with it, so the exception is caught. Then the person who
+changed a line of `forward` sees "ZeroDivisionError" and not the line.
+
+What this file keeps. An exception that is caught is reported once, with its traceback: on stderr, or in a page of
+the screen, which gives the logger `nanobatch` a handler of its own. A mistake of a user's is no fault, and takes one
+line.
+
+Where next: `handle.py`, whose `exception` holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+
+LOG = logging.getLogger("nanobatch")  # without a handler of the program's, Python writes to stderr
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def show_fault(what: str, error: BaseException) -> None:
+    """Show what has failed, and the traceback. Any thread may call it."""
+    LOG.error("nanobatch: %s", what, exc_info=error)
+    _let_go(error)
+
+
+def _let_go(error: BaseException) -> None:
+    """Empty the frames that an exception has come through. Its traceback keeps all files and lines.
+
+    subtle: a handle keeps its exception, an exception its frames, and a frame of `forward` the slab. After a failure
+    the engine makes a new slab, and there may not be memory for two.
+    """
+    seen = set()
+    left = [error]
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        left += [each.__cause__, each.__context__]

@@ -1,0 +1,189 @@
+"""`engine.on_commit`: one function that is called when there is news, with nothing locked; and what it may do."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+import nanobatch
+from nanobatch import Engine, Sampling
+from parts.device.mlx import device_lock
+
+ROOT = Path(__file__).parents[2]
+LONG = Sampling(max_tokens=30, ignore_eos=True)
+SHORT = Sampling(max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture(params=[True, False], ids=["run-ahead", "plain"])
+def engine(parts, request):
+    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=request.param) as engine:
+        yield engine
+
+
+class Hook:
+    """Writes down what can be seen in each call, and that another thread can take the engine's locks meanwhile."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.calls, self.threads = engine, [], []
+        engine.on_commit = self
+
+    def __call__(self) -> None:
+        taken = []
+
+        def take() -> None:
+            with device_lock:
+                taken.append(self.engine.snapshot())
+
+        other = threading.Thread(target=take)
+        other.start()
+        other.join(30)
+        (look,) = taken  # else the engine was locked
+        self.calls.append((look.output_tokens, [view.id for view in look.ended]))
+        self.threads.append(threading.current_thread().name)
+
+    @property
+    def ended(self) -> list[int]:
+        return self.calls[-1][1]
+
+
+def test_each_token_has_been_told_of_when_its_step_returns(parts):
+    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=False) as engine:
+        hook = Hook(engine)
+        handles = [engine.submit([n], SHORT) for n in (1, 2)]
+        seen = []
+        while engine.step():
+            seen.append(sum(len(handle.tokens) for handle in handles))
+        assert [tokens for tokens, _ in hook.calls] == seen == [2, 4, 6], "once a step, however many tokens it has"
+        assert hook.ended == [1, 2]
+
+
+def test_a_step_that_commits_nothing_calls_nothing(engine):
+    hook = Hook(engine)
+    engine.step()
+    engine.submit([1], LONG)
+    assert hook.calls == []
+
+
+@pytest.mark.parametrize("way", ["length", "stop", "cancel in line", "cancel in a slot", "failed step", "close"])
+def test_every_way_to_end_is_told_after_the_fact(parts, monkeypatch, way):
+    engine = Engine(*parts, slots=1, max_len=128, chunk=32)
+    stop = engine.submit([1, 2], LONG).result().tokens[3]
+    hook = Hook(engine)
+    first = engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[stop] if way == "stop" else ()))
+    behind = engine.submit([3], SHORT)
+    engine.step()
+    if way in ("length", "stop"):
+        first.result()
+    elif way == "cancel in line":
+        behind.cancel()
+        first = behind
+    elif way == "cancel in a slot":
+        first.cancel()
+    elif way == "failed step":
+        monkeypatch.setattr(nanobatch, "forward", lambda *args: 1 / 0)
+        engine.step()
+    else:
+        engine.close()
+        assert behind.id in hook.ended
+    assert first.finish_reason is not None and first.id in hook.ended
+    count = len(hook.calls)
+    first.cancel()
+    assert len(hook.calls) == count, "a second end is no news"
+    engine.close()
+
+
+def test_the_thread_that_steps_or_ends_a_request_is_the_one_that_tells(engine):
+    hook = Hook(engine)
+    with engine.serving():
+        handle = engine.submit([1], SHORT)
+        handle.result(timeout=30)
+    assert set(hook.threads) == {"nanobatch"}
+    engine.submit([1], SHORT).cancel()
+    assert hook.threads[-1] == threading.current_thread().name
+
+
+def test_what_it_raises_is_noted_with_its_line_and_disturbs_nothing(engine, caplog):
+    expected = engine.submit([1, 2], LONG).result().tokens
+    before = engine.snapshot()
+
+    def broken() -> None:
+        raise KeyError("I do not want to hear it")
+
+    engine.on_commit = broken
+    assert engine.submit([1, 2], LONG).result().tokens == expected
+    engine.submit([1, 2], LONG).cancel()
+    faults = engine.snapshot(before).faults
+    assert len(faults) >= 30 and all("I do not want to hear it" in fault for fault in faults)
+    assert f'{__file__}", line' in caplog.text and "in broken" in caplog.text
+
+
+def test_one_that_exits_in_a_thread_that_serves_leaves_it_serving(engine):
+    engine.on_commit = lambda: sys.exit(3)
+    with engine.serving():
+        assert engine.submit([1], SHORT).result(timeout=30).finish_reason == "length"
+        assert engine.submit([1], SHORT).result(timeout=30).finish_reason == "length"
+
+
+def test_one_that_is_slow_holds_up_no_thread_that_submits_cancels_or_looks(engine):
+    inside, go = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        inside.set()
+        go.wait(30)
+
+    engine.on_commit = slow
+    with engine.serving():
+        first = engine.submit([1], LONG)
+        assert inside.wait(30)
+        second = engine.submit([2], LONG)
+        assert engine.snapshot().submitted == 2 and len(first.tokens) >= 1
+        engine.on_commit = None
+        second.cancel()
+        assert second.result(timeout=1).finish_reason == "cancelled" and first.finish_reason is None
+        go.set()
+        assert first.result(timeout=30).finish_reason == "length"
+
+
+def test_one_that_submits_and_cancels_is_answered_as_anybody_else(engine):
+    expected, handles = engine.submit([5], LONG).result().tokens, []
+
+    def more() -> None:
+        if len(handles) < 4:
+            handles.append(engine.submit([5], LONG))
+            if len(handles) % 2:
+                handles[-1].cancel()
+
+    engine.on_commit = more
+    engine.submit([1], SHORT).result()
+    assert [handle.result().finish_reason for handle in handles] == ["cancelled", "length"] * 2
+    assert [handle.tokens for handle in handles[1::2]] == [expected] * 2
+    engine.check()
+
+
+def test_one_that_waits_in_the_thread_that_serves_is_refused_and_noted(engine):
+    before = engine.snapshot()
+    with engine.serving():
+        handle = engine.submit([1], LONG)
+        engine.on_commit = lambda: handle.result()
+        assert handle.result(timeout=30).finish_reason == "length"
+    assert any("cannot wait for it" in fault for fault in engine.snapshot(before).faults)
+
+
+def test_one_that_closes_its_engine_ends_all_and_hangs_nobody(parts):
+    engine = Engine(*parts, slots=2, max_len=128, chunk=32)
+    engine.on_commit = engine.close
+    with engine.serving():
+        handles = [engine.submit([n], LONG) for n in range(4)]
+        assert all(handle.result(timeout=30).finish_reason == "cancelled" for handle in handles)
+
+
+def test_a_short_storm_of_threads_on_two_engines_whose_hooks_do_all_that_they_may_not(tmp_path):
+    """Sixteen threads, two engines, and hooks that raise, wait, exit, submit and cancel at random."""
+    model = str(make_checkpoint(tmp_path, seed=1))
+    storm = [sys.executable, str(ROOT / "tools" / "storm.py"), "--requests", "400", "--model", model]
+    done = subprocess.run(storm, capture_output=True, timeout=120, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert " 0 wrong" in done.stdout

@@ -1,0 +1,698 @@
+"""The scheduler alone: no model, no array, and a clock that ticks when told."""
+
+import os
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from story import Story, timeline
+
+import sched
+from prefix import SEGMENT, Node, Prefixes, Trail
+from sched import POLICIES, QueueFull, Request, Scheduler
+
+SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 2_000))  # 100,000 take six minutes
+
+
+def test_the_scheduler_is_ours_and_not_the_standard_librarys():
+    assert Path(sched.__file__).parent == Path(__file__).parents[2]
+
+
+def test_a_slot_that_ends_is_taken_by_the_next_in_line_while_others_decode():
+    """A: 2 tokens, B: 5, C waits. In step 3, C takes A's slot in mid-decode of B."""
+    story = Story()
+    story.submit(3, 2), story.submit(3, 5), story.submit(3, 2)
+    assert story.run() == timeline(
+        """
+         1 | A:p B:p
+         2 | A:d B:d
+         3 | B:d C:p
+         4 | B:d C:d
+         5 | B:d
+    """.rstrip(" ")
+    )
+
+
+def test_static_batching_lets_the_ended_wait_for_the_slowest():
+    """The same requests: C starts when B has ended, and A's slot stands idle for three steps."""
+    story = Story(policy="static")
+    story.submit(3, 2), story.submit(3, 5), story.submit(3, 2)
+    assert story.run() == timeline(
+        """
+         1 | A:p B:p
+         2 | A:d B:d
+         3 | B:d
+         4 | B:d
+         5 | B:d
+         6 | C:p
+         7 | C:d
+    """.rstrip(" ")
+    )
+
+
+def test_serial_runs_one_request_at_a_time():
+    story = Story(policy="serial")
+    story.submit(3, 2), story.submit(3, 2)
+    assert story.run() == timeline(
+        """
+         1 | A:p
+         2 | A:d
+         3 | B:p
+         4 | B:d
+    """.rstrip(" ")
+    )
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it():
+    """B's 18 tokens take 5 chunks of 4. The budget of 8 allows one chunk a step beside A's row, and two alone."""
+    story = Story()
+    story.submit(3, 4), story.submit(18, 2)
+    assert story.run() == timeline(
+        """
+         1 | A:p B:P
+         2 | A:d B:P
+         3 | A:d B:P
+         4 | A:d B:P
+         5 | B:p
+         6 | B:d
+    """.rstrip(" ")
+    )
+
+
+def test_each_admission_says_why_it_got_its_slot():
+    """Of several free slots one was taken, and nothing told a reader why this one."""
+    story = Story(slots=3)
+
+    def why(*prompts: tuple[int, ...]) -> list[tuple[int, str]]:
+        requests = [story.submit(prompt, 1) for prompt in prompts]
+        story.run()
+        return [(request.slot, request.why) for request in requests]
+
+    chat, other, third = (tuple(range(n, n + 20)) for n in (0, 100, 200))
+    assert why(chat, other) == [(0, "unused for longest"), (1, "unused for longest")]
+    assert why((*chat[:12], 77)) == [(0, "has its first 12 rows")]
+    spares = "unused for longest; slot 1 has 4 of its rows, but 20 in all"
+    assert why((*other[:4], 78)) == [(2, spares)]
+    assert [words for _, words in why(third, third, third)] == [*["unused for longest"] * 2, "the only free slot"]
+
+
+def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
+    """Chunks of 4 and a budget of 8: two chunks a step, of two slots, oldest first, however long a prompt is.
+
+    The prompts are alike, but share nothing. Once each of them waited for the rows of the one before.
+    """
+    story = Story(slots=3, budget=8)
+    for length in (10, 6, 6):
+        story.submit(length, 1, shares=False)
+    assert story.run() == timeline(
+        """
+         1 | A:P B:P
+         2 | A:P B:p C:P
+         3 | A:p C:p
+    """.rstrip(" ")
+    )
+    assert story.cuts() == [
+        {"A": (0, 4), "B": (0, 4)},
+        {"A": (4, 8), "B": (4, 6), "C": (0, 2)},
+        {"A": (8, 10), "C": (2, 6)},
+    ]
+
+
+def test_the_last_chunk_of_a_step_is_cut_where_the_budget_ends():
+    """A decodes, so 9 of the budget of 10 are left: two whole chunks, and one token of D. Once D had none of it."""
+    story = Story(slots=4, chunk=4, budget=10)
+    story.submit(2, 9), story.step()
+    for first in (100, 200, 300):
+        story.submit(tuple(range(first, first + 6)), 1)
+    story.step(), story.step()
+    assert story.cuts()[1:] == [
+        {"B": (0, 4), "C": (0, 4), "D": (0, 1)},
+        {"B": (4, 6), "C": (4, 6), "D": (1, 5)},
+    ]
+    assert [plan.held for plan in story.plans] == [(), (), ()]
+
+
+def test_where_a_chunk_is_cut_depends_on_the_company_and_a_whole_chunk_is_always_let_in():
+    """Five rows decode, and the budget is 4. The step costs 5 + 4: max(budget, decoding rows + chunk)."""
+    story = Story(slots=7, chunk=4, budget=4)
+    for _ in range(5):
+        story.submit(1, 20)
+    while len(story.plans) < 2 or story.sched.waiting or story.plans[-1].chunks:
+        story.step()
+    story.submit(tuple(range(50, 59)), 1), story.submit(tuple(range(70, 75)), 1)
+    before = len(story.plans)
+    story.step(), story.step(), story.step()
+    assert story.cuts()[before:] == [{"F": (0, 4)}, {"F": (4, 8)}, {"F": (8, 9), "G": (0, 3)}]
+    assert all(len(plan.decodes) == 5 for plan in story.plans[before:])
+
+
+def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
+    """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A chunk has as many
+    tokens as 64 pays for, at the price of its first one, and 16 at least."""
+    story = Story(slots=1, max_len=600, chunk=64, budget=1, far=100)
+    story.submit(410, 1), story.run()
+    cuts = [cut for each in story.cuts() for cut in each.values()]
+    assert cuts[:5] == [(0, 64), (64, 64 + 39), (103, 103 + 31), (134, 134 + 27), (161, 161 + 24)]
+    assert cuts[-2:] == [(393, 393 + 16), (409, 410)]
+    assert [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
+
+
+def test_no_chunk_is_cut_narrower_than_16_tokens_however_far_it_looks_back():
+    """At row 64 a token would cost 65. It costs 4: a step has a price of its own, too."""
+    story = Story(slots=2, max_len=400, chunk=64, budget=64, far=1)
+    story.submit(64 + 5 * 16, 1), story.run()
+    assert [(stop - start) for each in story.cuts() for start, stop in each.values()] == [64, *[16] * 5]
+    assert [chunk.cost for plan in story.plans for chunk in plan.chunks] == [64] * 6
+
+
+def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one():
+    """A budget of 128 lets two chunks of 64 into a step. Of some 20 tokens each, two it is still; a third gets what the
+    first two leave over, which pays for a few tokens at the start of a prompt."""
+    story = Story(slots=4, max_len=600, chunk=64, budget=128, far=100)
+    for _ in range(4):
+        story.submit(400, 1, shares=False)
+    story.run()
+    late = [plan.chunks for plan in story.plans if 150 <= plan.chunks[0].start < 300]
+    assert len(late) > 10
+    for first, second, *others in late:
+        price = 1 + second.start / 100
+        assert 64 - price < first.cost <= 64 and 64 - price < second.cost <= 64
+        assert sum(chunk.cost for chunk in others) <= 128 - first.cost - second.cost < 2 * 5
+
+
+def test_run_ahead_sees_an_end_one_step_late_and_drops_the_ghosts_token():
+    """A says eos with its 2nd token, in step 2. Step 3 has been planned by then: it carries A's ghost."""
+    story = Story(lag=1)
+    a, b = story.submit(3, 9, eos=2), story.submit(3, 4)
+    story.submit(3, 1)
+    assert story.run() == timeline(
+        """
+         1 | A:p B:p
+         2 | A:d B:d
+         3 | A:d B:d
+         4 | B:d C:p
+    """.rstrip(" ")
+    )
+    assert (a.finish_reason, len(story.tokens[a.id])) == ("stop", 2)
+    assert (b.finish_reason, len(story.tokens[b.id])) == ("length", 4)
+
+
+def test_run_ahead_plans_no_ghost_where_the_end_is_known():
+    """max_tokens is known beforehand, so the plan stops there by itself."""
+    story = Story(lag=1)
+    story.submit(3, 2)
+    assert story.run() == timeline(
+        """
+         1 | A:p
+         2 | A:d
+    """.rstrip(" ")
+    )
+
+
+def test_a_prompt_moves_on_in_every_step_however_many_rows_decode():
+    story = Story(slots=6, budget=4)
+    for _ in range(5):
+        story.submit(3, 30)
+    for _ in range(6):
+        story.step()
+    late = story.submit(40, 1)
+    steps = 0
+    while late.finish_reason is None:
+        before = late.prefilled
+        story.step()
+        steps += 1
+        assert late.prefilled > before or late.finish_reason
+    assert steps == 10  # 40 tokens in chunks of 4
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("when", range(9))
+def test_cancel_frees_the_slot_in_every_phase_for_the_very_next_plan(lag, when):
+    """B waits for A's only slot. A is cancelled before step `when`: queued, in prefill, in decode, or ended."""
+    story = Story(slots=1, lag=lag)
+    a, b = story.submit(10, 4), story.submit(3, 1)
+    for _ in range(when):
+        story.step()
+    ended = a.finish_reason is not None
+    story.sched.finish(a, "cancelled", story.now)
+    story.sched.finish(a, "cancelled", story.now)
+    story.sched.check()
+    assert a.finish_reason == ("length" if ended else "cancelled")
+    story.step()
+    assert b.slot == 0
+    story.run()
+    assert b.finish_reason == "length" and len(story.tokens[b.id]) == 1
+
+
+def test_a_full_queue_refuses_at_once_and_says_both_numbers():
+    story = Story(slots=1, max_queue=2)
+    for _ in range(3):
+        story.submit(1, 1)
+    with pytest.raises(QueueFull, match=r"2 requests.*max_queue is 2"):
+        story.submit(1, 1)
+    story.run()
+    assert story.sched.submitted == 3 and all(len(tokens) == 1 for tokens in story.tokens.values())
+
+
+@pytest.mark.parametrize(("policy", "idle", "busy"), [("continuous", 4, 3), ("static", 4, 1), ("serial", 2, 1)])
+def test_a_request_that_a_free_slot_takes_in_the_next_step_does_not_count_as_waiting(policy, idle, busy):
+    """An idle engine with three slots and a queue of one refused the second of four requests that came together."""
+
+    def most(story: Story) -> int:
+        """So many more are let in before one is refused."""
+        for count in range(9):
+            try:
+                story.submit(1, 5)
+            except QueueFull:
+                return count
+        raise AssertionError("nothing is refused")
+
+    assert most(Story(slots=3, max_queue=1, policy=policy)) == idle
+    story = Story(slots=3, max_queue=1, policy=policy)
+    story.submit(1, 5), story.step()  # two of the three slots are still free
+    assert most(story) == busy
+    story = Story(slots=3, max_queue=1, policy=policy)
+    story.submit(1, 5), story.step(), story.sched.drain("static" if policy == "serial" else "serial")
+    assert most(story) == 1  # until the policy has changed, nothing is admitted
+
+
+def test_what_cannot_fit_a_slot_is_refused_with_both_numbers_and_blocks_nobody():
+    story = Story(max_len=20)
+    with pytest.raises(ValueError, match=r"15.*6.*21.*20"):
+        story.submit(15, 6)
+    fits = story.submit(15, 5)
+    story.run()
+    assert fits.finish_reason == "length"
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"max_len": 0}, {"chunk": 0}, {"max_queue": 0}, {"policy": "fastest"}])
+def test_a_wrong_setting_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Scheduler(**{"slots": 1, "max_len": 1, **wrong})
+
+
+# --- policies ----------------------------------------------------------------------------------------------------
+
+
+def test_under_static_a_free_slot_is_blocked_while_others_wait_for_the_batch_to_end():
+    """A's slot is free from step 3 on, and C and D wait. In step 6 the line is empty: nobody is kept out."""
+    story = Story(policy="static")
+    for tokens in (2, 4, 2, 3):
+        story.submit(3, tokens)
+    story.run()
+    assert [plan.blocked for plan in story.plans] == [(), (), (0,), (0,), (), (), ()]
+
+
+def test_under_continuous_no_slot_is_ever_blocked():
+    story = Story(slots=3, budget=4)
+    for tokens in (2, 5, 3, 1, 4, 2, 6):
+        story.submit(3 * tokens, tokens)
+    story.run()
+    assert sum(plan.waiting for plan in story.plans) > 10 and not any(plan.blocked for plan in story.plans)
+
+
+def test_a_slot_whose_last_token_is_still_to_be_read_is_not_blocked():
+    """Run-ahead: step 2 is planned while A's only token is in flight, so A still has its slot. In step 3 it is free."""
+    story = Story(lag=1, policy="static")
+    for tokens in (1, 4, 2):
+        story.submit(3, tokens)
+    story.run()
+    assert [plan.blocked for plan in story.plans][:4] == [(), (), (0,), (0,)]
+
+
+def test_drain_admits_nobody_until_all_that_ran_has_ended_and_then_the_new_policy_finds_empty_slots():
+    story = Story(slots=2, chunk=4)
+    story.submit(9, 2), story.submit(9, 4), story.submit(9, 1), story.submit(9, 1)
+    story.step()
+    story.sched.drain("serial")
+    assert (story.sched.policy, story.sched.draining_to) == ("continuous", "serial")
+    while story.sched.running:
+        assert (story.sched.policy, story.sched.draining_to) == ("continuous", "serial")
+        story.step()
+    assert (story.sched.policy, story.sched.draining_to) == ("serial", None)
+    assert story.sched.prefixes.rows == [0, 0] and len(story.sched.waiting) == 2
+    before = len(story.plans)
+    story.run()
+    assert {plan.policy for plan in story.plans[:before]} == {"continuous"}
+    assert {plan.policy for plan in story.plans[before:]} == {"serial"}
+    assert not any(plan.admitted for plan in story.plans[1:before])
+    assert story.plans[before - 1].blocked == (0,), "A's slot is free, and shut while the engine drains"
+
+
+def test_a_drain_with_nothing_running_is_over_at_once_and_the_last_one_wins():
+    story = Story()
+    story.sched.drain("static")
+    assert (story.sched.policy, story.sched.draining_to) == ("static", None)
+    story.submit(3, 2), story.step()
+    story.sched.drain("serial"), story.sched.drain("continuous")
+    with pytest.raises(ValueError, match=f"magic.*{', '.join(POLICIES)}"):
+        story.sched.drain("magic")
+    assert story.sched.draining_to == "continuous"
+    story.run()
+    assert (story.sched.policy, story.sched.draining_to) == ("continuous", None)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_fourth_policy_is_served_and_what_it_asks_for_beyond_the_free_slots_is_not_given(monkeypatch, lag):
+    """Greedy asks for a hundred slots where there are two; shy for one, and for -1 in every other step."""
+    rooms = {"greedy": lambda self, free: 100, "shy": lambda self, free: -1 if self.running and self.steps % 2 else 1}
+    for policy, room in rooms.items():
+        monkeypatch.setitem(sched.POLICIES, policy, "one more.")
+        monkeypatch.setattr(Scheduler, "_room", room)
+        story = Story(lag=lag, policy=policy)
+        requests = [story.submit(5, 3) for _ in range(5)]
+        story.run()
+        assert all(request.finish_reason == "length" and request.policy == policy for request in requests)
+        assert max(len(plan.admitted) for plan in story.plans) == (2 if policy == "greedy" else 1)
+
+
+# --- prefixes ----------------------------------------------------------------------------------------------------
+
+
+class Read(int):
+    """A token that counts how often it is compared or hashed."""
+
+    count = 0
+
+    def __eq__(self, other):
+        Read.count += 1
+        return int(self) == int(other)
+
+    def __hash__(self):
+        Read.count += 1
+        return hash(int(self))
+
+
+def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatch):
+    """A prompt's tokens are read at submit. A plan reads no more than a piece of one, behind what is shared.
+
+    Prompts of 16,000 tokens, all alike but for their ends. To compare 64 of them anew in each plan took a second, under
+    the lock.
+    """
+    count, kept, find = Counter(), Node.slots, Prefixes.match
+
+    def watched(beginning):
+        count["looks"] += 1  # how often it is asked which slots hold a beginning
+        return kept.__get__(beginning)
+
+    def counted(self, trail, slots):
+        count["finds"] += 1
+        count["slots"] += len(slots)
+        before = count["looks"]
+        found = find(self, trail, slots)
+        assert count["looks"] - before <= 10 + len(slots), "it is searched by halves among 999 beginnings"
+        return found
+
+    monkeypatch.setattr(Node, "slots", property(watched, kept.__set__))
+    monkeypatch.setattr(Prefixes, "match", counted)
+    slots, tokens = 16, 16_000
+    planner = Scheduler(slots, tokens + 20, chunk=64, budget=64 + 64 * 10)
+    opening = list(range(tokens - 2))
+    for id in range(2 * slots):
+        Read.count = 0
+        request = Request(id, (*map(Read, opening), Read(id)), 20, 0.0)
+        planner.submit(request)
+        assert Read.count <= 3 * tokens
+    Read.count = steps = 0
+    while plan := planner.plan(0.0):
+        planner.commit(plan, [0] * len(plan.emitters), lambda request, token: None, 0.0)
+        steps += 1
+    assert planner.submitted == 2 * slots and not planner.running and not planner.waiting
+    assert 0 < Read.count <= count["slots"] * SEGMENT
+    assert steps > 250 and 0 < count["finds"] < steps * 3 * slots
+
+
+def common(prompt: tuple, other: tuple) -> int:
+    return next(
+        (n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), min(map(len, (prompt, other)))
+    )
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 8])
+def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(piece):
+    """Against the plain way: compare token by token with what each slot holds. Less than a piece does not count."""
+    found = between = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        slots = rng.randint(1, 5)
+        prefixes, held = Prefixes(slots, piece), [()] * slots
+        owners: list[tuple[tuple, Trail]] = [((), Trail())] * slots  # by slot: the prompt, and its beginnings
+        for _ in range(60):
+            stem = tuple(rng.choices(range(2), k=rng.randint(1, 30)))
+            known = rng.choice([prompt for prompt, _ in owners])
+            prompt = known[: rng.randint(0, len(known))] + stem
+            trail = prefixes.trail(prompt, 1)
+            assert len(trail.nodes) == len(prompt) // piece
+            among = rng.sample(range(slots), rng.randint(1, slots))
+            rows = {slot: common(prompt[:-1], held[slot]) for slot in among}
+            most = max(rows.values())
+            first = next(slot for slot in among if rows[slot] == most)
+            assert prefixes.match(trail, among) == ((most, first) if most >= piece else (0, None))
+            found += most >= piece
+            between += most > piece and most % piece > 0
+            slot = rng.randrange(slots)
+            if rng.random() < 0.6:
+                prefixes.forget(slot)
+                owners[slot], held[slot] = (prompt, trail), ()
+            if rng.random() < 0.7 and owners[slot][0]:  # more of its owner's prompt
+                rows = rng.randint(len(held[slot]), len(owners[slot][0]))
+                prefixes.hold(slot, owners[slot][1], rows)
+                held[slot] = owners[slot][0][:rows]
+                if rows == len(owners[slot][0]) and rng.random() < 0.5:  # and an answer, which ends its request
+                    answer = tuple(rng.choices(range(2), k=rng.randint(0, 20)))
+                    prefixes.hold_answer(slot, owners[slot][1], answer)
+                    held[slot] += answer
+                    owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
+            if rng.random() < 0.1:
+                owners[slot] = (held[slot], prefixes.trail(held[slot], 1))  # its request is gone; the slot remembers
+            if rng.random() < 0.02:
+                prefixes.clear()
+                held = [()] * slots
+            assert prefixes.rows == [len(rows) for rows in held]
+    assert found > 500 and (piece == 1 or between > 100)
+
+
+def test_a_prompt_that_shares_nothing_finds_no_rows_and_gives_none():
+    prefixes, prompt = Prefixes(2, segment=4), tuple(range(20))
+    one, none = (prefixes.trail(prompt, shares) for shares in (True, False))
+    prefixes.hold(0, one, 20)
+    prefixes.hold(1, none, 20)
+    assert [prefixes.match(each, (0, 1)) for each in (one, none)] == [(19, 0), (0, None)]
+    assert prefixes.begin_alike(one, prefixes.trail(prompt, True), 8)
+    assert not any(prefixes.begin_alike(each, other, 8) for each, other in ((one, none), (none, one), (none, none)))
+    assert not prefixes.begin_alike(one, one, 20), "the last token must be computed"
+
+
+@pytest.mark.parametrize("answer", [1, 41])
+def test_what_nobody_holds_any_more_is_forgotten_altogether(answer):
+    """Else every prompt that ever came, and every answer, would stay in memory."""
+    planner = Scheduler(2, 200, chunk=4)
+    for id in range(100):
+        planner.submit(Request(id, tuple(range(id, id + 100)), answer, 0.0))
+        while plan := planner.plan(0.0):
+            planner.commit(plan, [id] * len(plan.emitters), lambda request, token: None, 0.0)
+        del plan
+        assert len(planner.prefixes._children) <= 3 * (25 + answer // 4)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(("said", "taken"), [(2, 5), (5, 8), (8, 11), (9, 12), (21, 24)])
+def test_the_next_turn_goes_on_in_its_own_slot_behind_the_last_row_that_was_written(lag, said, taken):
+    """A prompt of 4 and an answer of 9 have 12 rows: the 13th token is told, and has none."""
+    story = Story(slots=3, lag=lag)
+    first = story.submit(4, 30, eos=said)
+    story.submit((900,) * 9, 2), story.run()
+    again = story.submit((*first.prompt, *story.tokens[first.id], 7, 7, 7, 7, 7), 3)
+    story.run()
+    assert (again.slot, again.reused) == (first.slot, taken)
+    assert all(chunk.source is None for plan in story.plans for chunk in plan.chunks)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_turn_that_finds_its_slot_taken_has_the_rows_copied_from_it_to_the_token(lag):
+    """Slot 0 holds A's 9 tokens and 10 of the answer. C says all of it, and B, which says half, has the slot."""
+    story = Story(slots=2, lag=lag)
+    a = story.submit(9, 11)
+    story.run()
+    said = (*a.prompt, *story.tokens[a.id])
+    b = story.submit((*said[:19], 7), 9)
+    story.step()
+    c = story.submit((*said[:17], 8, 8, 8), 1)
+    story.run()
+    assert (b.slot, b.reused) == (0, 19) and (c.slot, c.reused) == (1, 17)
+    copies = [(chunk.source, chunk.start) for plan in story.plans for chunk in plan.chunks if chunk.source is not None]
+    assert copies == [(0, 17)]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("reason", ["cancelled", "error"])
+def test_a_slot_remembers_what_was_said_before_a_cancel_and_nothing_after_an_error(lag, reason):
+    """After a cancel all rows are good that a committed token has vouched for: prompt and answer but the newest."""
+    story = Story(slots=2, lag=lag)
+    first = story.submit(9, 30)
+    while first.committed < 6:
+        story.step()
+    story.sched.finish(first, reason, story.now)
+    assert story.sched.prefixes.rows == [9 + 5 if reason == "cancelled" else 0, 0]
+    again = story.submit((*first.prompt, *story.tokens[first.id], 7), 1)
+    story.run()
+    assert again.reused == (9 + 5 if reason == "cancelled" else 0)
+    scrubs = [scrub for plan in story.plans for scrub in plan.scrubs]
+    last = 9 + first.planned + 4  # a chunk more than was written
+    expected = {"cancelled": [(0, 14, last)] * lag, "error": [(0, 0, last)]}
+    assert scrubs == (expected[reason] if again.slot == 0 else [])
+
+
+def test_a_slot_whose_long_conversation_shares_only_a_beginning_is_left_to_it():
+    """B begins like A, whose slot holds 40 rows. B's 8 rows are copied into an empty slot, and A goes on in its own."""
+    story = Story(slots=2)
+    a = story.submit(20, 21)
+    story.run()
+    b = story.submit((*range(8), 900, 901), 2)
+    story.run()
+    again = story.submit((*a.prompt, *story.tokens[a.id], 7), 1)
+    story.run()
+    assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.reused, again.reused) == (8, 40)
+
+
+def test_a_few_rows_are_not_worth_a_copy_but_in_place_they_are():
+    """A chunk that copies begins a pass of its own. 20 rows, where a chunk has 32, are computed sooner."""
+    for slots, taken in ((2, 0), (1, 20)):
+        story = Story(slots=slots, chunk=32, budget=64)
+        story.submit(70, 1)
+        story.run()
+        other = story.submit((*range(20), *[900] * 20), 1)
+        story.run()
+        assert other.reused == taken
+
+
+# --- at random ---------------------------------------------------------------------------------------------------
+
+
+reused = Counter()  # by seed: rows of answers that a next turn took over
+
+
+def random_schedule(seed: int) -> int:
+    """One random life of a scheduler, its invariants checked after every step. Answers with the steps it took."""
+    rng = random.Random(seed)
+    story = Story(
+        slots=rng.randint(1, 5),
+        max_len=120,
+        lag=rng.randint(0, 1),
+        chunk=rng.choice([2, 4, 5, 32]),
+        budget=rng.randint(1, 80),
+        far=rng.choice([2, 8, sys.maxsize]),
+        policy=rng.choice(list(sched.POLICIES)),
+        max_queue=rng.randint(1, 6),
+    )
+    requests, refused = [], 0
+    for _ in range(rng.choice([1, 1, 3])):  # waves; before each all has ended
+        for _ in range(rng.randint(1, 12)):
+            for _ in range(rng.choice([0, 0, 1, 3])):
+                prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)
+                if rng.random() < 0.6 and (ended := [r for r in requests if r.finish_reason]):  # the next turn
+                    earlier = rng.choice(ended[-3:])
+                    said = (*earlier.prompt, *story.tokens[earlier.id])
+                    kept = len(said) if rng.random() < 0.8 else rng.randint(0, len(said))
+                    prompt = (*said[:kept], *range(rng.randint(1, 9)))[:100]
+                try:
+                    eos = rng.choice([None, rng.randint(1, tokens)])
+                    requests.append(story.submit(prompt, tokens, eos, shares=rng.random() < 0.8))
+                except QueueFull:
+                    refused += 1
+                    assert len(story.sched.waiting) >= story.sched.max_queue
+            if rng.random() < 0.05:
+                story.sched.drain(rng.choice(list(sched.POLICIES)))
+            if requests and rng.random() < 0.2:
+                story.sched.finish(rng.choice(requests), "cancelled", story.now)
+            story.step()
+        while story.step():
+            assert story.now < 6_000, "somebody starves"
+    for request in requests:
+        said, expected = len(story.tokens[request.id]), story.eos.get(request.id, request.max_tokens)
+        if request.finish_reason == "cancelled":
+            assert said <= expected
+        else:
+            assert said == request.committed == expected
+            assert request.finish_reason == ("stop" if request.id in story.eos else "length")
+        assert request.ended is not None
+    admitted = [r.admitted for r in requests if r.admitted is not None]
+    assert admitted == sorted(admitted), "not first come first served"
+    assert story.sched.submitted == len(requests) and len(story.sched.free) == story.sched.slots
+    reused[seed] = sum(token >= 1_000 for r in requests for token in r.prompt[: r.reused])
+    return story.sched.steps
+
+
+def test_random_schedules_keep_every_invariant_in_every_step():
+    reused.clear()
+    steps = sum(random_schedule(seed) for seed in range(SCHEDULES))
+    print(f"{SCHEDULES:,} schedules, {steps:,} steps, {reused.total():,} rows of answers reused", file=sys.stderr)
+    assert steps > 5 * SCHEDULES and 2 * reused.total() > SCHEDULES
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "a slot is freed twice",
+        "a slot has two owners",
+        "the newest is served first",
+        "a ghost's token goes to the slot's new owner",
+        "the newest token is remembered, whose row is not written",
+        "a ghost's row is remembered, which is to be scrubbed",
+    ],
+)
+def test_the_invariants_have_teeth(monkeypatch, bug):
+    """Each planted bug is caught by the random schedules."""
+    if bug == "a slot is freed twice":
+        finish = Scheduler.finish
+
+        def finish_twice(self, request, reason, now):
+            finish(self, request, reason, now)
+            if request.slot is not None:
+                self.prefixes.by_use.append(request.slot)
+
+        monkeypatch.setattr(Scheduler, "finish", finish_twice)
+    elif bug == "a slot has two owners":
+        admit = Scheduler._admit
+
+        def admit_twice(self, now):
+            admitted = admit(self, now)
+            for request in admitted:
+                request.slot = 0
+            return admitted
+
+        monkeypatch.setattr(Scheduler, "_admit", admit_twice)
+    elif bug == "the newest is served first":
+        submit = Scheduler.submit
+
+        def push_in(self, request):
+            submit(self, request)
+            self.waiting.move_to_end(request.id, last=False)
+
+        monkeypatch.setattr(Scheduler, "submit", push_in)
+    elif "remembered" in bug:
+        leave = Scheduler._leave_slot
+
+        def one_more(self, request):
+            leave(self, request)
+            is_ghost, whole = request.planned > request.committed, (*request.prompt, *request.answer)
+            if request.shares and request.answer and is_ghost == ("ghost" in bug):
+                self.prefixes.hold(request.slot, self.prefixes.trail(whole, request.shares), len(whole))
+
+        monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
+    else:
+        commit = Scheduler.commit
+
+        def commit_by_slot(self, plan, tokens, accept, now):
+            owners = {request.slot: request for request in self.running.values()}
+            for member, token in zip(plan.emitters, tokens, strict=True):
+                if member.request.finish_reason and member.slot in owners:
+                    accept(owners[member.slot], token)
+            return commit(self, plan, tokens, accept, now)
+
+        monkeypatch.setattr(Scheduler, "commit", commit_by_slot)
+    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
+        for seed in range(200):
+            random_schedule(seed)

@@ -1,0 +1,449 @@
+"""Our own product: right, the same in any company, free of races, and built and kept without a way in for others."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from parts.device import blas, rows
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX brings a fast product")
+
+ROOT = Path(__file__).parents[2]
+EXAM = Path(__file__).with_name("rows_exam.c")
+COMPILER = shutil.which("cc")
+NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here")
+
+
+# --- rows.c itself -------------------------------------------------------------------------------------------------
+
+
+def examined(tmp_path: Path, form: str, *options: str, source: str = "") -> subprocess.CompletedProcess:
+    """Compile rows.c, or a changed one, with the exam, and take it."""
+    file = tmp_path / "rows.c"
+    file.write_text(source or rows.SOURCE.read_text())
+    exam = tmp_path / "exam"
+    usual = ["-O3", "-std=gnu11", "-ffp-contract=off", "-pthread", *rows.FORMS[form].options.split()]
+    subprocess.run([COMPILER, *usual, *options, str(file), str(EXAM), "-o", str(exam), "-lm"], check=True)
+    return subprocess.run([exam, "4"], capture_output=True, text=True, timeout=300)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("form", rows.forms_here())
+def test_every_row_has_the_same_bits_in_any_company_and_every_number_is_right(tmp_path, form):
+    done = examined(tmp_path, form)
+    assert done.returncode == 0 and "0 differ, 0 numbers wrong" in done.stdout, done
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_no_read_goes_beyond_an_array_and_no_two_threads_race(tmp_path, sanitizer):
+    done = examined(tmp_path, rows.forms_here()[0], "-g", "-O1", f"-fsanitize={sanitizer}")
+    assert done.returncode == 0 and not done.stderr, done.stderr[-3000:]
+
+
+BUGS = {
+    "an unnamed multiply-add in the tiles of one row": (
+        "sum[r][c] = fma_(own[r], weights, sum[r][c]);\n    }\n  }\n\n#pragma",
+        "if (rows == 1) sum[r][c] = own[r] * weights + sum[r][c];\n"
+        "      else sum[r][c] = fma_(own[r], weights, sum[r][c]);\n    }\n  }\n\n#pragma",
+    ),
+    "an unnamed multiply-add at the end of a sum": (
+        "total[c] = fma_one(x[r * p->ldx + i], w[c * p->ldw + i], total[c]);",
+        "total[c] = rows == 1 ? total[c] + x[r * p->ldx + i] * w[c * p->ldw + i] : "
+        "fma_one(x[r * p->ldx + i], w[c * p->ldw + i], total[c]);",
+    ),
+    "a tile of three rows that adds from the end": (
+        "for (; k + LANES <= p->K; k += LANES) {",
+        "for (long n = 0, blocks = p->K / LANES; n <= blocks; n++) {\n"
+        "    k = (n < blocks && rows == 3 ? blocks - 1 - n : n) * LANES;\n"
+        "    if (n == blocks) break;",
+    ),
+    "a tile of two rows whose first product is a little off": (
+        "own[r] = all(x[r * p->ldx + k]);",
+        "own[r] = all(x[r * p->ldx + k] * (rows == 2 && k == 0 ? 1.0000002f : 1));",
+    ),
+    "a helper's share computed twice": (
+        "compute_share(&pool.product, pool.shares - left, pool.shares, pool.by_rows);",
+        "for (int i = 0; i < 2; i++) compute_share(&pool.product, pool.shares - left, pool.shares, pool.by_rows);",
+    ),
+    "a share that nobody takes": (
+        "atomic_store(&pool.untaken, shares);",
+        "atomic_store(&pool.untaken, shares - 1);\n  atomic_store(&pool.unfinished, shares - 1);",
+    ),
+    "y is read though beta is 0": (
+        "*y = p->beta ? fma_one(p->alpha, sum, p->beta * *y) : p->alpha * sum;",
+        "*y = fma_one(p->alpha, sum, p->beta * *y);",
+    ),
+}
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(tmp_path, bug):
+    if "unnamed" in bug and rows.forms_here()[0] == "plain":
+        pytest.skip("the plain form has no fused multiply-adds that could go unnamed")
+    right, planted = BUGS[bug]
+    source = rows.SOURCE.read_text()
+    assert source.count(right) == 1
+    done = examined(tmp_path, rows.forms_here()[0], source=source.replace(right, planted))
+    assert done.returncode == 1, done
+
+
+@NEEDS_COMPILER
+def test_what_multiplies_wrongly_is_not_trusted(monkeypatch, tmp_path):
+    """As a compiler with a fault would make it."""
+    source = tmp_path / "rows.c"
+    source.write_text(rows.SOURCE.read_text().replace(*BUGS["y is read though beta is 0"]))
+    monkeypatch.setattr(rows, "SOURCE", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(rows.Unbuilt, match="does not multiply right"):
+        rows.load()
+
+
+def test_a_process_that_forks_goes_on_multiplying_in_both():
+    code = (
+        "import os, sys; from parts.device.mlx import mx\n"
+        "a = mx.random.normal((64, 300)); b = mx.random.normal((300, 500)); mx.eval(a, b)\n"
+        "from parts.device import blas, rows\nfrom parts.device import mlx as device\n"
+        "library = device.blas.library\n"
+        "if not (child := os.fork()): os._exit(0 if library is None or rows.is_right(library) else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or mx.isnan(mx.sum(a @ b)).item())\n"
+    )
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True)
+        assert done.returncode == 0, done
+
+
+def test_mlx_calls_our_product_or_says_that_it_does_not():
+    code = "from parts.device import mlx as device; print(device.blas.name, device.blas.why_not)"
+    late = "import ctypes; from parts.device import blas; blas.Blas.products = property(lambda self: 7); " + code
+    here = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    if COMPILER:
+        assert here.stdout == "rows \n", here
+        deaf = subprocess.run([sys.executable, "-c", late], cwd=ROOT, capture_output=True, text=True)
+        assert deaf.stdout.startswith("mlx this version of MLX does not"), deaf
+
+
+# --- threads -------------------------------------------------------------------------------------------------------
+
+
+def test_threads_are_as_many_as_were_asked_for_or_as_there_are_cores(monkeypatch):
+    monkeypatch.delenv("NANOBATCH_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(5))
+    monkeypatch.setattr(rows, "quota", lambda root: float("inf"))
+    assert rows.threads() == 5
+    monkeypatch.setattr(rows, "quota", lambda root: 2.5)
+    assert rows.threads() == 2
+    monkeypatch.setattr(rows, "quota", lambda root: 0.3)
+    assert rows.threads() == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(500))
+    monkeypatch.setattr(rows, "quota", lambda root: float("inf"))
+    assert rows.threads() == rows.MOST_THREADS
+    monkeypatch.setenv("NANOBATCH_THREADS", "3")
+    assert rows.threads() == 3
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "9999999999999", " "])
+def test_a_number_of_threads_that_is_none_is_refused_in_one_line(count):
+    code = [sys.executable, str(ROOT / "ask.py"), "x"]
+    done = subprocess.run(code, env=os.environ | {"NANOBATCH_THREADS": count}, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and "a whole number from 1 to 1024" in lines[0], done
+
+
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, float("inf")),
+        # The group around it is narrower.
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/cpu.max": "800000 100000\n",
+                "sys/fs/cgroup/a/cpu.max": "300000 100000\n",
+            },
+            3,
+        ),
+        # Version 1, beside groups that limit other things.
+        (
+            {
+                "proc/self/cgroup": "7:memory:/x\n4:cpu,cpuacct:/x\n0::/\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            float("inf"),
+        ),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "nonsense\n"}, float("inf")),
+        ({}, float("inf")),
+    ],
+)
+def test_a_control_groups_quota_is_found(tmp_path, files, cores):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert rows.quota(tmp_path) == cores
+
+
+# --- building and keeping ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path) -> Path:
+    """A user's cache in which nothing has been kept yet. What is compiled is plain and slow, and done soon."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(rows, "OPTIONS", [option.replace("-O3", "-O0") for option in rows.OPTIONS])
+    return tmp_path / "cache" / "nanobatch"
+
+
+def load() -> tuple[str, ctypes.CDLL]:
+    """What was said, and the library."""
+    said = []
+    library, form = rows.load("plain", said.append)
+    assert form.startswith("plain, ") and len(said) <= 1
+    return "".join(said), library
+
+
+@NEEDS_COMPILER
+def test_the_first_start_compiles_and_the_second_does_not(home):
+    said, _ = load()
+    assert said.startswith("compiling rows.c") and "once" in said
+    assert home.stat().st_mode & 0o777 == 0o700
+    (kept,) = home.iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o700
+    said, library = load()
+    assert said == "" and library._name == str(kept)
+
+
+@NEEDS_COMPILER
+def test_another_source_compiler_option_or_processor_makes_another_library(home, monkeypatch, tmp_path):
+    compiler = rows.find_compiler()
+    names = {rows.file_name(compiler, rows.OPTIONS), rows.file_name(compiler, [*rows.OPTIONS, "-mavx2"])}
+    changed = tmp_path / "rows.c"
+    changed.write_text(rows.SOURCE.read_text() + "\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "SOURCE", changed)
+        names.add(rows.file_name(compiler, rows.OPTIONS))
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "processor", lambda: frozenset({"avx9"}))
+        names.add(rows.file_name(compiler, rows.OPTIONS))
+    with monkeypatch.context() as patch:
+        patch.setattr(rows.platform, "machine", lambda: "riscv64")
+        names.add(rows.file_name(compiler, rows.OPTIONS))
+    older = script(tmp_path / "cc", f'[ "$1" = --version ] && echo 1.0 || exec {COMPILER} "$@"')
+    names.add(rows.file_name([older], rows.OPTIONS))
+    assert len(names) == 6
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@NEEDS_COMPILER
+def test_a_library_that_was_damaged_is_made_anew(home):
+    home.mkdir(parents=True, mode=0o700)
+    kept = home / rows.file_name(rows.find_compiler(), rows.OPTIONS)
+    kept.write_bytes(b"\x7fELF, once")
+    said, library = load()
+    assert "compiling" in said and library._name == str(kept) and kept.stat().st_size > 1000
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("case", ["a link", "another user's", "others may write", "a file", "nothing may run there"])
+def test_a_folder_that_is_not_safe_is_not_used(home, monkeypatch, tmp_path, case):
+    home.parent.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    if case == "a link":
+        home.symlink_to(tmp_path / "elsewhere")
+    elif case == "a file":
+        home.write_text("")
+    else:
+        home.mkdir(mode=0o700)
+    if case == "another user's":
+        monkeypatch.setattr(os, "getuid", lambda: home.stat().st_uid + 1)
+    elif case == "others may write":
+        home.chmod(0o770)
+    elif case == "nothing may run there":
+        monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255)))
+    said, library = load()
+    assert str(home) in said and "kept" in said
+    assert not (tmp_path / "elsewhere").exists() or not list((tmp_path / "elsewhere").iterdir())
+    assert home.is_file() or not list(home.iterdir())
+    assert not Path(library._name).exists(), "a private folder goes as soon as the library is loaded"
+    assert rows.is_right(library)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("cache", ["/proc/no/such/place", "/dev/null/x"])
+def test_without_a_home_a_private_folder_serves_for_this_process(home, monkeypatch, cache):
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    said, library = load()
+    assert "cannot be written to" in said and not Path(library._name).exists()
+
+
+@NEEDS_COMPILER
+def test_a_relative_cache_is_the_homes_and_a_missing_home_is_survived(home, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert rows.cache_folder() == (tmp_path / ".cache/nanobatch", "")
+    monkeypatch.setattr(rows.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert rows.cache_folder()[0] is None
+
+
+@NEEDS_COMPILER
+def test_where_nothing_may_be_run_the_reason_is_told(home, monkeypatch):
+    def refuse(path, *rest):
+        raise OSError("failed to map segment from shared object")
+
+    monkeypatch.setattr(rows.ctypes, "CDLL", refuse)
+    with pytest.raises(rows.Unbuilt, match="allows programs to be run"):
+        load()
+
+
+def test_no_compiler_a_broken_one_and_one_that_is_none_are_reasons(home, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(rows.Unbuilt, match="there is no C compiler; apt install gcc"):
+        load()
+    broken = '[ "$1" = --version ] && exit 0\necho "rows.c:1: fatal error: pthread.h: No such file" >&2\nexit 1'
+    script(tmp_path / "cc", broken)
+    with pytest.raises(rows.Unbuilt, match=r"fails with code 1: rows.c:1: fatal error: pthread.h"):
+        load()
+    script(tmp_path / "cc", "exit 0")
+    with pytest.raises(rows.Unbuilt, match="has compiled nothing"):
+        load()
+    (tmp_path / "cc").write_text("no program")
+    with pytest.raises(rows.Unbuilt, match="cannot be run"):
+        load()
+    monkeypatch.setenv("CC", "'")
+    with pytest.raises(rows.Unbuilt, match="CC is no command"):
+        load()
+
+
+def test_a_compiler_that_hangs_is_ended_with_all_that_it_has_started(home, monkeypatch, tmp_path):
+    mark = tmp_path / "pid"
+    hangs = script(tmp_path / "cc", f"sleep 1000 &\necho $! > {mark}\nwait")
+    monkeypatch.setenv("CC", hangs)
+    monkeypatch.setattr(rows, "PATIENCE_S", 0.5)
+    with pytest.raises(rows.Unbuilt, match=r"did not end within 0.5 seconds"):
+        load()
+    child = int(mark.read_text())
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@NEEDS_COMPILER
+def test_a_library_that_another_could_have_put_there_is_not_loaded(home):
+    load()
+    (kept,) = home.iterdir()
+    for mode, said in ((0o777, True), (0o700, False)):
+        kept.chmod(mode)
+        assert ("compiling" in load()[0]) == said
+        (kept,) = home.iterdir()
+        assert kept.stat().st_mode & 0o777 == 0o700
+
+
+@NEEDS_COMPILER
+def test_options_of_the_compiler_make_another_library_and_none_under_a_false_name(home, monkeypatch):
+    monkeypatch.setenv("CC", f"{COMPILER} -fvisibility=hidden")
+    with pytest.raises(rows.Unbuilt, match="does not multiply right"):
+        load()
+    monkeypatch.setenv("CC", f"{COMPILER} -ffast-math")
+    with pytest.raises(rows.Unbuilt, match="any order"):
+        load()
+    if rows.forms_here()[0] != "plain":
+        monkeypatch.setenv("CC", f"{COMPILER} {rows.FORMS[rows.forms_here()[0]].options}")
+        with pytest.raises(rows.Unbuilt, match="does not multiply right"):
+            load()
+    monkeypatch.setenv("CC", COMPILER)
+    assert rows.is_right(load()[1])
+
+
+@NEEDS_COMPILER
+def test_two_that_start_at_once_both_get_a_whole_library(home):
+    found, failed = [], []
+
+    def start():
+        try:
+            found.append(load()[1])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and len(found) == 4 and all(rows.is_right(library) for library in found)
+    assert len(list(home.iterdir())) == 1
+
+
+# --- as a user sees it ---------------------------------------------------------------------------------------------
+
+
+def ask(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "ask.py"), "What is 17 + 6?", "--max-tokens", "20"]
+    inherited = {name: value for name, value in os.environ.items() if name not in ("NANOBATCH_BLAS", "CC")}
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    return subprocess.run(command, env=inherited | cache | environment, capture_output=True, text=True, timeout=120)
+
+
+@NEEDS_COMPILER
+def test_a_first_start_says_in_one_line_that_it_compiles(tmp_path):
+    first, second = ask(tmp_path), ask(tmp_path)
+    assert first.stdout.split("[")[0] == second.stdout.split("[")[0] and "23" in first.stdout
+    lines = first.stderr.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("nanobatch: compiling rows.c") and "; rows (" in lines[1]
+    assert len(second.stderr.splitlines()) == 1
+
+
+def test_without_a_compiler_the_tokens_are_right_and_the_first_line_says_what_would_change(tmp_path):
+    done = ask(tmp_path, PATH=str(tmp_path))
+    assert "23" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert "so bits may differ with the company: there is no C compiler; apt install gcc" in line
+
+
+def test_what_was_asked_for_and_cannot_be_had_is_an_error_in_one_line(tmp_path):
+    for choice, said in (("rows", "there is no C compiler"), ("rows:sse", "no form 'sse'")):
+        done = ask(tmp_path, PATH=str(tmp_path), NANOBATCH_BLAS=choice)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and line.startswith(f"nanobatch: NANOBATCH_BLAS={choice}: ") and said in line
+
+
+def test_an_engine_says_whether_it_is_exact(tmp_path):
+    code = "from nanobatch import Engine; print(Engine.load('demo').exact)"
+    for choice, exact in (("rows", bool(COMPILER)), ("openblas", False), ("off", False)):
+        environment = os.environ | {"NANOBATCH_BLAS": choice}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.stdout == f"{exact}\n", done
+
+
+def test_on_a_mac_or_a_gpu_nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(blas.rows, "load", lambda *_: pytest.fail("it was compiled"))
+    monkeypatch.delenv("NANOBATCH_BLAS", raising=False)
+    monkeypatch.setattr(blas.sys, "platform", "darwin")
+    assert str(blas.preload()) == "mlx"
+    monkeypatch.setattr(blas.sys, "platform", "linux")
+    monkeypatch.setattr(blas.importlib.metadata, "distributions", lambda name: [name] * (name == "mlx-cuda-13"))
+    assert str(blas.preload()) == "mlx"

@@ -1,0 +1,328 @@
+"""The plan of the house: which of its files may import which.
+
+The plan stands first, as tables. The tests read the source, and run nothing of it but the list of sources that ranks
+compare. A test that fails names every file or line that breaks the plan, not only the first.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from source import lines_of_code
+
+from parts.model.fit import sources
+
+ROOT = Path(__file__).parents[2]
+FUNCTION = 60  # the most lines of a function: a page
+# The files on the left, a room or one that stands on top, may import those on the right, and each other in a room.
+MAY_IMPORT = {
+    "prefix": "",
+    "sched": "prefix",
+    "kv": "parts/device/*",
+    "sampling": "parts/device/* parts/api/settings",
+    "llama": "kv parts/model/* parts/device/*",
+    "nanobatch": "llama kv sched sampling parts/*",
+    "parts/device/*": "",
+    "parts/text/*": "",
+    "parts/api/*": "sched",
+    "parts/ranks/*": "parts/api/views parts/device/*",
+    "parts/model/*": "parts/ranks/* kv parts/device/*",
+    "parts/checks": "",
+    "parts/files": "",
+    "parts/program": "",
+    "door/*": "parts/api/* parts/text/* sched",
+    "measure/*": "nanobatch parts/*",
+    "demo/*": "nanobatch",
+    "ask": "nanobatch parts/*",
+    "serve": "door/* parts/* sched",
+    "tui": "screen/* door/* serve parts/*",
+    "bench": "measure/* parts/* sched",
+}
+ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
+# What a program imports inside a function: `tui.py` shows a frame, and `serve.py` binds its port, before MLX is loaded.
+INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
+# Each file of the screen may import those of the lines below it, and these.
+SCREEN = """
+    session
+    keys panes widgets
+    charts clients
+    state
+    runs
+    totals
+    remote trace
+    timeline
+    room
+    ink places
+"""
+SCREEN_MAY_IMPORT = "parts/api/* door/journal door/wire sched"
+WITHOUT_MLX = "sched prefix parts/api/* door/* screen/* serve tui parts/checks parts/files parts/program parts/text/*"
+STANDARD_LIBRARY = {"sched": "", "prefix": "", "parts/checks": "", "parts/files": "", "parts/program": ""}
+
+
+STANDARD_LIBRARY |= {"parts/device/blas": "", "parts/device/rows": "", "parts/device/mlx": "mlx"}  # and this package
+
+
+# --- reading the source ------------------------------------------------------------------------------------------
+
+
+def names() -> list[str]:
+    """All files but the demo's: "nanobatch", "parts/model/ops" and so on, without the ending."""
+    return [name for folder in (".", "parts", "parts/*", "door", "screen", "measure") for name in files_in(folder)]
+
+
+@cache
+def everything() -> list[str]:
+    return names() + files_in("demo")
+
+
+def files_in(folder: str) -> list[str]:
+    return [path.relative_to(ROOT).with_suffix("").as_posix() for path in sorted(ROOT.glob(f"{folder}/*.py"))]
+
+
+@cache
+def source(name: str) -> str:
+    return (ROOT / f"{name}.py").read_text()
+
+
+def length(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+class Import(NamedTuple):
+    module: str  # "nanobatch" or "parts/model/ops", or of other people's packages the first name
+    inside: bool  # of a function
+
+
+@cache
+def imports(name: str, text: str | None = None) -> set[Import]:
+    """All that a file imports, wherever it stands."""
+    ours = set(everything())
+
+    def resolve(parts: list[str]) -> str:
+        for path in ("/".join(parts[:3]), "/".join(parts[:2]), parts[0], f"demo/{parts[0]}"):
+            if path in ours:
+                return path
+        return parts[0]
+
+    def visit(node: ast.AST, inside: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(resolve(alias.name.split(".")), inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = name.split("/")[: -node.level] if node.level else []
+            base = [*above, *(node.module.split(".") if node.module else [])]
+            yield from (Import(resolve([*base, alias.name]), inside) for alias in node.names)
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    return set(visit(ast.parse(source(name) if text is None else text), False))
+
+
+@cache
+def graph(inside: bool = True) -> dict[str, set[str]]:
+    """Each file of ours and what it imports: in any place, or only outside of functions."""
+    return {name: {i.module for i in imports(name) if inside or not i.inside} for name in everything()}
+
+
+def reached(edges: dict[str, set[str]], name: str) -> dict[str, list[str]]:
+    """What a file imports, itself or through others: each with the way that leads to it."""
+    ways, line = {}, [[name]]
+    for way in line:
+        for module in sorted(edges.get(way[-1], ())):
+            if module not in ways:
+                ways[module] = [*way, module]
+                line.append(ways[module])
+    return ways
+
+
+def matches(name: str, patterns: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns.split())
+
+
+def fitting(pattern: str) -> list[str]:
+    return [name for name in everything() if fnmatch(name, pattern)]
+
+
+def allowed(name: str) -> str | None:
+    """What a file may import of ours; None if the plan does not know it."""
+    rows = [line.split() for line in SCREEN.split("\n")]
+    for i, row in enumerate(rows):
+        if name in [f"screen/{other}" for other in row]:
+            return " ".join([SCREEN_MAY_IMPORT, *(f"screen/{other}" for below in rows[i + 1 :] for other in below)])
+    for pattern, files in MAY_IMPORT.items():
+        if fnmatch(name, pattern):
+            return f"{files} {pattern}" if pattern.endswith("/*") else files
+    return None
+
+
+def forbidden(name: str, found: set[Import]) -> list[str]:
+    """Those of a file's imports that the plan does not allow."""
+    ours, may = set(everything()), f"{allowed(name) or ''} {ANY_FILE_MAY_IMPORT}"
+    later = INSIDE_A_FUNCTION.get(name, "")
+    return [
+        f"{name} imports {module}{' inside a function' if inside else ''}"
+        for module, inside in sorted(found)
+        if module in ours and not matches(module, f"{may} {later}" if inside else may)
+    ]
+
+
+def engine_names(name: str, text: str) -> list[str]:
+    """Where a file touches an underscored name of an engine, outside the class `Engine` itself."""
+
+    def visit(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.ClassDef) and (name, node.name) == ("nanobatch", "Engine"):
+            return
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = ast.unparse(node.value)
+            if owner.split(".")[-1] in ("engine", "_engine"):
+                yield f"{name}.py:{node.lineno} touches {owner}.{node.attr}"
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child)
+
+    return list(visit(ast.parse(text)))
+
+
+def report(offenders: list[str]) -> str:
+    return "\n".join(["", *offenders])
+
+
+# --- sizes -------------------------------------------------------------------------------------------------------
+
+
+def test_no_function_is_longer_than_a_page():
+    lengths = {}
+    for name in names():
+        for node in ast.walk(ast.parse(source(name))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lengths[f"{name}.py:{node.lineno} {node.name}"] = length(node)
+    assert len(lengths) > 100
+    longest = max(lengths, key=lengths.get)
+    print(f"longest function: {longest}, {lengths[longest]} lines of {FUNCTION}")
+    offenders = [f"{place} has {lines} lines" for place, lines in lengths.items() if lines > FUNCTION]
+    assert not offenders, report(offenders)
+
+
+# --- imports -----------------------------------------------------------------------------------------------------
+
+
+def test_every_file_has_its_place_in_the_plan():
+    offenders = [f"{name}.py is not in the plan" for name in everything() if allowed(name) is None]
+    assert not offenders, report(offenders)
+
+
+def test_every_import_runs_downwards():
+    offenders = [line for name in everything() for line in forbidden(name, imports(name))]
+    assert not offenders, report(offenders)
+
+
+def test_the_plan_allows_no_import_that_nothing_makes():
+    """An arrow that is only on paper tells a reader of a dependency that does not exist."""
+    screen = {"screen/*": SCREEN_MAY_IMPORT}
+    offenders = [
+        f"{importing} may import {imported}, and nothing does"
+        for plan in (MAY_IMPORT, screen, INSIDE_A_FUNCTION)
+        for importing, allowed in plan.items()
+        for imported in allowed.split()
+        if not any(fnmatch(i.module, imported) for name in fitting(importing) for i in imports(name))
+    ]
+    assert not offenders, report(offenders)
+
+
+def test_no_import_runs_in_a_circle():
+    ways = {name: reached(graph(), name) for name in everything()}
+    offenders = [" -> ".join(way[name]) for name, way in ways.items() if name in way]
+    assert not offenders, report(offenders)
+
+
+def test_planning_answering_and_the_first_frame_need_no_mlx():
+    """Not even through what they import. What they import inside a function, they import later."""
+    ways = {name: reached(graph(inside=False), name) for name in everything() if matches(name, WITHOUT_MLX)}
+    assert {"sched", "tui", "parts/api/handle"} <= ways.keys()
+    offenders = [" -> ".join(way["mlx"]) for way in ways.values() if "mlx" in way]
+    assert not offenders, report(offenders)
+
+
+def test_no_import_is_for_types_alone():
+    """Where a file may not import another, not even for its types, a protocol says what it needs."""
+    offenders = [f"{name}.py" for name in everything() if "TYPE_" + "CHECKING" in source(name)]
+    assert not offenders, report(offenders)
+
+
+def test_what_stands_lowest_needs_the_standard_library_only():
+    offenders = []
+    for name in (name for name in everything() if name in STANDARD_LIBRARY):
+        free = {*everything(), *sys.stdlib_module_names, *STANDARD_LIBRARY[name].split()}
+        offenders += [f"{name} imports {i.module}" for i in sorted(imports(name)) if i.module not in free]
+    assert not offenders, report(offenders)
+
+
+def test_ranks_compare_every_source_that_a_step_runs():
+    """Ranks whose sources differ would add up nonsense (`check_alike` in `parts/model/fit.py`)."""
+    compared = {path.relative_to(ROOT).as_posix() for path in sources()}
+    runs = {f"{name}.py" for name in ("nanobatch", *reached(graph(), "nanobatch")) if name in everything()}
+    assert {"nanobatch.py", "llama.py", "kv.py", "parts/model/load.py"} <= runs
+    assert runs | {"parts/device/rows.c"} <= compared, runs - compared
+    assert not any(path.startswith(("tests/", "screen/", "door/")) for path in compared)
+
+
+# --- the engine's own names --------------------------------------------------------------------------------------
+
+
+def test_only_the_class_engine_touches_its_underscored_names():
+    offenders = [line for name in everything() for line in engine_names(name, source(name))]
+    assert not offenders, report(offenders)
+
+
+# --- the tests of these tests ------------------------------------------------------------------------------------
+
+
+def test_a_line_of_code_is_no_prose():
+    text = '"""A docstring\n\nof three lines."""\n\n# a comment\nx = """a text\nof two lines"""  # and a comment\n'
+    assert lines_of_code(text) == 2
+    assert lines_of_code('def f(\n    x,\n):\n    """Says."""\n\n    return x\n') == 4
+
+
+def test_an_import_is_found_wherever_it_stands():
+    text = """
+import json, mlx.core as mx
+from parts.text import tokens as text
+from parts.device import mlx as device
+from parts.model.ops import silu
+if json:
+    import kv
+class A:
+    def f(self):
+        with open("x"):
+            from nanobatch import Engine
+"""
+    outside = "json mlx parts/device/mlx parts/text/tokens parts/model/ops kv"
+    outside = {Import(module, False) for module in outside.split()}
+    assert imports("tui", text) == {*outside, Import("nanobatch", True)}
+    assert imports("parts/load", "from .device import mlx\nfrom .model.ops import silu") == {
+        Import("parts/device/mlx", False),
+        Import("parts/model/ops", False),
+    }
+
+
+def test_an_import_against_the_plan_is_found():
+    wrong = {Import("nanobatch", True), Import("kv", True), Import("screen/panes", False)}
+    right = {Import("screen/ink", False), Import("parts/checks", False), Import("re", False)}
+    assert len(forbidden("screen/state", wrong | right)) == 3
+    assert len(forbidden("kv", {Import("nanobatch", True), Import("parts/device/mlx", False)})) == 1
+    assert len(forbidden("tui", {Import("nanobatch", True), Import("nanobatch", False)})) == 1
+    assert not forbidden("parts/model/load", {Import("parts/model/fit", False), Import("parts/ranks/ranks", False)})
+    assert len(forbidden("parts/ranks/ranks", {Import("parts/model/config", False)})) == 1
+    edges = {"a": {"b"}, "b": {"c", "mlx"}, "c": {"a"}}
+    assert reached(edges, "a") == {"b": ["a", "b"], "c": ["a", "b", "c"], "a": list("abca"), "mlx": ["a", "b", "mlx"]}
+
+
+def test_a_touch_of_the_engines_own_names_is_found():
+    inside = "class Engine:\n    def f(self, engine): return engine._a\n"
+    text = inside + "def g(x, engine): return x._engine._b(), x.engine._c, engine.d"
+    assert len(engine_names("nanobatch", text)) == 2
+    assert len(engine_names("parts/api/handle", text)) == 3
+    assert engine_names("tui", "engine.step(); engine.__class__; other._x") == []

@@ -1,0 +1,50 @@
+"""docs/life.md draws the way of a request as it is."""
+
+import re
+from pathlib import Path
+
+import life
+from source import places
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "life.md").read_text()
+API = ("handle", "ledger", "loop")
+STATIONS = re.findall(r"^\| +\d* *\| `([\w/]+\.py)`, `([\w.]+)` \|", TEXT, re.MULTILINE)
+
+
+def test_every_place_that_the_drawing_names_exists():
+    assert len(STATIONS) >= 15
+    for file, name in [*STATIONS, *re.findall(r"\(`([\w/]+\.py)`, `([\w.]+)`\)", TEXT)]:
+        assert name in places(ROOT / file), (file, name)
+    drawn = set(re.findall(r"[A-Z]\w+\.\w+", TEXT.split("```")[1]))
+    known = {
+        name
+        for path in (
+            "door/door",
+            "nanobatch",
+            "sched",
+            "door/bridge",
+            "parts/text/tokens",
+            *(f"parts/api/{each}" for each in API),
+        )
+        for name in places(ROOT / f"{path}.py")
+    }
+    assert len(drawn) >= 12 and drawn <= known, drawn - known
+
+
+def test_the_drawing_numbers_ten_stations_as_its_table_does():
+    numbers = [int(number) for number in re.findall(r"^\| +(\d+) *\|", TEXT, re.MULTILINE)]
+    drawn = re.findall(r"(?:^|  )(\d+) (?:HTTP body|[a-z]+)", TEXT.split("```")[1], re.MULTILINE)
+    assert numbers == sorted(map(int, drawn)) == list(range(1, 11))
+
+
+def test_a_request_goes_the_way_that_is_drawn(engine, monkeypatch):
+    """From submit to text, as tools/life.py traces it: the functions come in the order of the table."""
+    monkeypatch.setattr(life, "ROOT", ROOT)  # it looks for a folder among the program's arguments
+    entered = [name for _, _, name in life.trace(engine, "Count.")]
+    stations = [name for _, name in STATIONS]
+    inside = stations[stations.index("Engine.submit") : stations.index("TextStream.push") + 1]
+    inside.remove("Loop.turn")  # life.py steps by itself
+    assert len(inside) >= 10
+    firsts = [entered.index(name) for name in inside]
+    assert firsts == sorted(firsts), list(zip(inside, firsts, strict=True))

@@ -1,0 +1,207 @@
+"""What the pages promise is there, and runs as it is printed."""
+
+import io
+import re
+import shlex
+import tomllib
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from source import lines_of_code
+
+import ask
+import bench
+import serve
+import tui
+from kv import Slab
+from nanobatch import Engine, Sampling
+from parts.model.config import Config
+from parts.model.families import FAMILIES
+from parts.model.rope import Rope
+from screen.room import Settings
+from tools import tables
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+FILES = (ROOT / "docs" / "files.md").read_text()
+MODELS = (ROOT / "docs" / "models.md").read_text()
+SLOTS = (ROOT / "docs" / "slots.md").read_text()
+SPEED = (ROOT / "docs" / "speed.md").read_text()
+USE = (ROOT / "docs" / "use.md").read_text()
+ROOMS = ("parts", "door", "screen", "measure")
+MODULES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+MODULES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *MODULES)]
+
+
+def test_every_file_and_every_room_that_the_pages_name_exists():
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py|(?:\w+/)+)`", README + FILES + USE + SLOTS + CONTRIBUTING))
+    assert {"nanobatch.py", "kv.py", "sched.py", "parts/"} <= named
+    missing = [name for name in sorted(named) if not (ROOT / name).exists()]
+    assert not missing, missing
+
+
+def words(page: str) -> int:
+    """What a reader reads: words of prose, headings and tables. Code, pictures and targets of links do not count."""
+    page = re.sub(r"```.*?```|<!--.*?-->|!\[.*?\]\(.*?\)", "", page, flags=re.DOTALL)
+    page = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page)
+    return sum(any(letter.isalnum() for letter in word) for word in page.split())
+
+
+def test_the_readme_is_read_in_five_minutes():
+    assert words("## Run it\n\n![a picture](x.svg) Press `b`: 24 [prompts](y.md) | 3 |\n\n```sh\nls\n```\n") == 7
+    assert 500 < words(README) <= 1200
+
+
+def test_the_scheduler_is_as_long_as_the_readme_says():
+    """The one size that the project promises. There is room in it for what the exercises ask for."""
+    assert "in about 270 open lines of code" in README
+    assert lines_of_code((ROOT / "sched.py").read_text()) == pytest.approx(270, rel=0.1)
+
+
+def test_every_place_that_answers_a_question_exists():
+    found = re.findall(r"`((?:Scheduler|Engine|Runner|Flight|Window)\.\w+)`", README + SLOTS)
+    assert len(found) > 8
+    for name in found:
+        owner, method = name.split(".")
+        texts = [(ROOT / name).read_text() for name in MODULES]
+        assert any(f"class {owner}" in text and f"def {method}(" in text for text in texts), name
+
+
+def test_every_room_and_every_file_outside_of_one_is_in_the_reading_path():
+    """A room says itself what lies in it."""
+    rooms = {f"{Path(name).parent.as_posix()}/" for name in MODULES if "/" in name}
+    assert {"parts/", "parts/model/", "door/"} <= rooms
+    missing = [name for name in sorted(rooms) if f"`{name}`" not in FILES]
+    missing += [
+        name for name in MODULES if Path(name).parent.name in ("", "parts") and f"`{name}`" not in README + FILES
+    ]
+    assert not missing, missing
+
+
+def test_every_page_that_another_one_leads_to_is_there():
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exercises/*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), (page.name, target)
+
+
+def test_every_flag_of_the_command_line_that_a_page_names_is_understood():
+    commands = re.findall(r"python ask\.py ((?:.*\\\n)*.*)", README + USE)
+    flags = {flag for command in commands for flag in re.findall(r"--[a-z-]+", command)}
+    assert {"--model", "--max-tokens"} <= flags
+    for flag in flags - {"--help", "--version"}:
+        ask.parse_arguments([flag, "1"])
+
+
+def test_every_command_for_the_screen_that_a_page_names_is_understood():
+    text = README + USE + " ".join(FILES.split())
+    commands = re.findall(r"(?<!')python tui\.py([^\n`]*)", text)  # not where it is an argument
+    assert len(commands) >= 5
+    for command in commands:
+        tui.parse_arguments(shlex.split(command.partition("#")[0]))
+
+
+def test_every_command_for_the_server_that_a_page_names_is_understood():
+    commands = re.findall(r"python serve\.py([^\n`]*)", README + USE)
+    assert len(commands) >= 2
+    for command in commands:
+        serve.parse_arguments(shlex.split(command.partition("#")[0]))
+    flags = set(re.findall(r"`(--[a-z-]+)`", USE.split("## Over HTTP")[1].split("\n## ")[0]))
+    for flag in flags:
+        serve.parse_arguments([flag, "1"])
+    assert "--api-key" in flags
+
+
+def test_every_command_for_the_benchmark_that_a_page_names_is_understood(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "obstacle", lambda peer: None)  # a peer need not be installed to be named
+    for checkout in (tmp_path / "now", tmp_path / "before"):  # the pages compare two that lie side by side
+        (checkout / "docs").mkdir(parents=True)
+        (checkout / "bench.py").touch()
+    monkeypatch.chdir(tmp_path / "now")
+    commands = re.findall(r"python bench\.py([^\n`]*)", SPEED)
+    assert len(commands) >= 5
+    for command in commands:
+        bench.parse_arguments(shlex.split(command.partition("#")[0]))
+
+
+def test_every_table_of_figures_is_made_from_what_was_measured_and_counted():
+    """`python tools/tables.py` writes them anew."""
+    made = [found for page in tables.pages() for found in tables.MADE.findall(page.read_text())]
+    assert len(made) >= 6
+    for mark, _, text in made:
+        assert tables.made_anew(mark + text) == mark + text, f"{mark.strip()} is stale: python tools/tables.py"
+
+
+def test_every_picture_in_the_pages_is_there_and_shows_text():
+    assert re.findall(r"!\[.+?\]\((.+?)\)", README)[0] == "docs/race.svg", "the race comes first: it moves"
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    pictures = [page.parent / name for page in pages for name in re.findall(r"!\[.+?\]\((.+?)\)", page.read_text())]
+    assert len(pictures) >= 4
+    for picture in pictures:
+        assert picture.read_text().count("<text") > 5, picture
+
+
+def test_the_python_of_the_page_about_use_runs_as_printed(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
+    exec(code, {})
+    assert "ttft_s" in capsys.readouterr().out
+
+
+def test_the_python_of_the_page_about_slots_prints_what_stands_below_it():
+    ((code, printed),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", SLOTS, re.DOTALL)
+    with redirect_stdout(io.StringIO()) as out:
+        exec(code, {})
+    assert out.getvalue() == printed
+
+
+def test_what_the_page_about_slots_works_out_by_hand_is_what_the_engine_does():
+    demo = {"layers": 6, "Hkv": 2, "Dh": 32, "itemsize": 4}
+    llama = {"layers": 16, "Hkv": 8, "Dh": 64, "itemsize": 4}
+    for slots, length in ((8, 1024), (32, 256), (64, 128)):
+        assert Slab.nbytes(slots=slots, length=length, **demo) == 24 * 2**20
+    copies = [Slab.nbytes(slots=7, length=320, **shape) / 2**20 for shape in (demo, llama)]
+    assert "{:.1f} MiB of the demo's 24, and {:.0f} MiB".format(*copies) in " ".join(SLOTS.split())
+    with Engine.load("demo", slots=8, max_len=1024) as engine:
+        config = engine.model.config
+        assert (config.layers, config.Hkv, config.Dh, engine.model.dtype.size) == tuple(demo.values())
+        prompts = [[5 + at % 200 for at in range(320)] + [300 + request] * 9 for request in range(8)]
+        results = engine.generate(prompts, Sampling(max_tokens=2))
+        taken_over = [result.metrics.cached_tokens for result in results]
+        assert taken_over[0] == 0 and taken_over.count(320) >= 6, taken_over
+        with pytest.raises(ValueError, match="but a slot holds 1,024"):
+            engine.submit([1] * 1000, Sampling(max_tokens=100))
+
+
+def test_b_sends_as_many_prompts_as_the_readme_says():
+    assert f"Press `b`: {Settings().burst} prompts" in README
+
+
+def test_ci_runs_the_install_and_the_tests_as_the_pages_print_them():
+    (install,) = re.findall(r"^(python3 -m venv .*)$", README, re.MULTILINE)
+    (command,) = re.findall(r"^(python3 -m venv .* && python -m pytest)$", CONTRIBUTING, re.MULTILINE)
+    assert install in USE and command.startswith(install.replace("[cpu]'", "[cpu,test]'"))
+    assert command in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_readme_and_ci_say_the_same_of_a_mac():
+    """CI ran one, and the README said that nobody had."""
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    has_no_say = "continue-on-error: ${{ matrix.os == 'macos-latest' }}" in workflow
+    assert ("macos-latest" in workflow and has_no_say) == ("CI tries a Mac as well, without a say yet" in README)
+
+
+def test_the_newest_entry_of_the_changelog_is_this_version_with_its_date():
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## (.*)$", CHANGELOG, re.MULTILINE)[1]
+    assert re.fullmatch(rf"{re.escape(number)}, \d{{4}}-\d\d-\d\d", newest)
+
+
+def test_the_page_of_models_names_fields_that_a_config_has():
+    """It named one that had been renamed."""
+    rows = re.findall(r"^\| `\w+` \|.*\| (.*) \|$", MODELS.split("## What is supported")[0], re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([\w.]+)`", row)]
+    assert {*re.findall(r"^\| `(\w+)` \|", MODELS, re.MULTILINE)} == {"model_type", *FAMILIES} and len(named) > 15
+    missing = [name for name in named if name not in Config.__dataclass_fields__ and not hasattr(Rope, name[5:])]
+    assert not missing, missing

@@ -1,0 +1,382 @@
+"""The door in this process, on a small random model: what a server that cannot be paused or broken would not show."""
+
+import json
+import logging
+import os
+import queue
+import re
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+
+import pytest
+from doors import COMPLETIONS, Line, Server
+from soak_http import soak
+
+from door import bridge, http, openai
+from door.door import Door
+from door.http import Options
+from door.journal import ACCESS_LOG, Lines, log_to
+from parts.api.loop import Loop, Stopwatch
+
+BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
+
+
+class Here(Server):
+    """A door in this process, spoken to like a server in another."""
+
+    def __init__(self, engine, **options):
+        self.door = Door(Options(port=0, **options)).start()
+        self.loop = Loop(engine, watch=Stopwatch()).start()
+        self.door.open(engine, self.loop, "small")
+        host, port = self.door.address.removeprefix("http://").split(":")
+        self.host, self.port = host, int(port)
+
+    def __exit__(self, *exception) -> None:
+        self.door.close()
+        self.loop.stop()
+
+
+@pytest.fixture
+def here(engine):
+    with Here(engine) as here:
+        yield here
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_in_a_long_silence_a_stream_gets_pings(here, monkeypatch, version):
+    """Proxies close a connection on which nothing moves; a full line or a pause may last minutes. nginx speaks 1.0."""
+    monkeypatch.setattr(http, "PING_S", 0.3)
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"stream": True}, version=version)
+    line.until(b": ping\n\n")
+    line.until(b": ping\n\n")
+    here.loop.resume()
+    assert b"[DONE]" in line.until(b"[DONE]")
+
+
+def test_a_stream_without_a_silence_has_no_pings(here):
+    """Simple clients take every line for data, and a first one would spoil what they measure until the first token."""
+    assert b"ping" not in here.complete(stream=True).body
+
+
+def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY)
+    deadline = time.monotonic() + 20
+    while here.gauge("paused_seconds") < 0.1:
+        assert time.monotonic() < deadline
+    here.door.drain(10)
+    assert line.reply().json["choices"][0]["finish_reason"] == "length"
+
+
+def test_slow_motion_ends_when_the_server_does(here):
+    """A client's answer would not have ended within the patience of a server that is told to end."""
+    here.loop.slow = 0.2
+    line = here.line().post(COMPLETIONS, BODY)
+    while not here.loop.engine.steps:
+        time.sleep(0.01)
+    here.door.drain(10)
+    assert line.reply().json["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(here, engine, monkeypatch, stream):
+    expected = here.complete(seed=1).json["choices"][0]["text"]
+    run, calls = engine.runner.run, []
+
+    def fail(order):
+        calls.append(order)
+        if len(calls) == 3:
+            raise RuntimeError("the device is on fire")
+        return run(order)
+
+    monkeypatch.setattr(engine.runner, "run", fail)
+    reply = here.complete(stream=stream)
+    error = reply.events[-2]["error"] if stream else reply.error
+    assert reply.status == (200 if stream else 500)
+    assert (error["code"], error["type"]) == ("failed", "server_error") and "on fire" in error["message"]
+    assert here.complete(seed=1).json["choices"][0]["text"] == expected
+    assert here.door.look().ended[1].reason == "failed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, stream):
+    """A person at the screen cancels it: `finish_reason` "stop" would be a lie."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
+    deadline = time.monotonic() + 20
+    while not (found := here.door.look().open) or not found[0].requests:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    engine.cancel(engine._ledger.open[found[0].requests[0]])
+    said = line.until(b'"code":"cancelled"') if stream else line.reply()
+    assert b"finish_reason" not in said if stream else (said.status, said.error["code"]) == (503, "cancelled")
+
+
+def test_a_reader_that_takes_nothing_is_dropped(here, monkeypatch):
+    monkeypatch.setattr(http, "STUCK_S", 0.3)
+    line = Line(here.host, here.port, receive=4096)
+    line.post(COMPLETIONS, BODY | {"stream": True, "logprobs": 20, "n": 16, "max_tokens": 100, "temperature": 1})
+    deadline = time.monotonic() + 20
+    while not (ended := here.door.look().ended):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert ended[0].hung_up and not here.door.look().open
+    line.hang_up()
+
+
+def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
+    """Pieces are written at once while the client keeps up, and wait in line while it does not."""
+    body = BODY | {"max_tokens": 120, "temperature": 1, "seed": 7}
+    whole = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
+    here.loop.pause()
+    line = Line(here.host, here.port, receive=2048).post(COMPLETIONS, body | {"stream": True})
+    line.until(b"\r\n\r\n")
+    (connection,) = here.door._server.server_state.connections
+    connection.transport.set_write_buffer_limits(0)
+    connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    here.loop.resume()
+    deadline = time.monotonic() + 20
+    while not connection.is_blocked:  # a write waits
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    said = b""
+    while b"[DONE]" not in said:
+        said += line.socket.recv(600)
+        time.sleep(0.002)
+    texts = re.findall(rb"data: (\{.*\})", said)
+    assert "".join(json.loads(text)["choices"][0]["text"] for text in texts) == whole
+
+
+def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
+    monkeypatch.setattr(http, "BODY_S", 0.2)
+    line = here.line().send(f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{")
+    assert line.reply().status == 408
+
+
+def test_a_connection_that_sends_no_request_is_closed(here, monkeypatch):
+    """512 of them would be all that the door lets in."""
+    monkeypatch.setattr(http, "HEAD_S", 0.2)
+    silent, slow = here.line(), here.line().send("GET /health HTT")
+    kept = here.line().send("GET /health HTTP/1.1\nHost: localhost\n\n")
+    assert kept.reply().status == 200
+    for line in (silent, slow):
+        assert line.everything() == b""
+    assert kept.send("GET /health HTTP/1.1\nHost: localhost\n\n").reply().status == 200
+
+
+def fill(here, line: Line, requests: int) -> None:
+    """Ask for more than the buffers between here and there hold, and read nothing."""
+    while not here.door._server.server_state.connections:
+        time.sleep(0.01)
+    (connection,) = here.door._server.server_state.connections
+    connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    line.send("GET /metrics HTTP/1.1\nHost: localhost\n\n" * requests)
+    deadline = time.monotonic() + 20
+    while here.door.look().connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    line.hang_up()
+
+
+def test_whole_answers_that_are_never_read_end_their_connection(here, monkeypatch):
+    """Only streams were watched: the next answer on a full line waited for ever."""
+    monkeypatch.setattr(http, "STUCK_S", 0.2)
+    fill(here, Line(here.host, here.port, receive=2048), 100)
+
+
+def test_an_answer_that_waits_to_be_read_keeps_no_idle_connection(engine, monkeypatch):
+    """A connection that has been idle for long is closed; but a close waits until all has been sent, for ever."""
+    monkeypatch.setattr(http, "HEAD_S", 0.2)
+    monkeypatch.setattr(http, "IDLE_S", 1)
+    with Here(engine) as here:
+        fill(here, Line(here.host, here.port, receive=2048), 5)
+
+
+def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
+    """What came in advance had stopped the reading, and with it the news that the client was gone."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY)
+    deadline = time.monotonic() + 20
+    while not (found := here.door.look().open) or not found[0].requests:
+        assert time.monotonic() < deadline
+    line.send("GET /health HTTP/1.1\nHost: localhost\n\n")
+    (connection,) = here.door._server.server_state.connections
+    while not connection.pipeline:
+        assert time.monotonic() < deadline
+    line.hang_up()
+    while here.door.look().open:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_flood_of_requests_before_their_turn_ends_its_connection(here):
+    """A packet holds 14,000 of them, and `uvicorn` would keep them all."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY)
+    deadline = time.monotonic() + 20
+    while not (found := here.door.look().open) or not found[0].requests:
+        assert time.monotonic() < deadline
+    line.send("GET /health HTTP/1.1\n\n" * (http.REQUESTS + 100))
+    assert line.everything() == b""
+    while here.door.look().open:
+        assert time.monotonic() < deadline
+    here.loop.resume()
+    assert here.complete().status == 200
+
+
+def test_a_page_may_ask_often_on_one_connection(here):
+    """What Starlette answers by itself, a preflight, was counted as a request whose turn never came."""
+    line = here.line()
+    head = f"OPTIONS {COMPLETIONS} HTTP/1.1\nHost: localhost\nOrigin: http://localhost\n"
+    for _ in range(http.REQUESTS + 10):
+        assert line.send(f"{head}Access-Control-Request-Method: POST\n\n").reply().status == 200
+    assert line.post(COMPLETIONS, BODY).reply().status == 200
+
+
+def test_bytes_that_are_no_http_behind_an_answer_are_no_traceback(here, caplog):
+    """A refusal does not wait for the rest of the body, which may turn out to be malformed."""
+    line = here.line().send("POST /nope HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n1\nx\n")
+    assert line.reply().status == 404
+    assert line.send("no number\n").everything() == b""
+    assert here.ask("/health").status == 200 and not caplog.records
+
+
+def test_the_health_of_a_server_whose_loop_has_ended_is_not_fine(here):
+    """Every request would wait for ever."""
+    assert here.ask("/health").json == {"status": "ok"}
+    here.loop.stop()
+    assert here.ask("/health").status == 503
+
+
+def test_a_fault_of_ours_is_a_500_and_no_traceback(here, monkeypatch, capfd):
+    monkeypatch.setattr(bridge.Answer, "_usage", lambda self: 1 / 0)
+    reply = here.complete()
+    assert (reply.status, reply.error["code"]) == (500, "internal_error") and "ZeroDivisionError" in reply.error[
+        "message"
+    ]
+    monkeypatch.undo()
+    assert here.complete().status == 200 and "Traceback" not in capfd.readouterr().err
+
+
+def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
+    """All choices of a request get in line, or none does."""
+    engine.sched.max_queue = 3  # and two slots are free
+    with Here(engine) as here:
+        here.loop.pause()
+        first = here.line().post(COMPLETIONS, BODY | {"n": 3})
+        deadline = time.monotonic() + 5
+        while engine.snapshot().waiting < 3:
+            assert time.monotonic() < deadline
+        assert here.complete(n=3).status == 429
+        assert engine.snapshot().waiting == 3
+        here.loop.resume()
+        assert len(first.reply().json["choices"]) == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["fox", "", 'a "quote"\n\\', "\0", '"\0"', "\u0000", "日本 🦊", "half \ud83e", "data: [DONE]\n\n"]
+)
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(chat, text):
+    """A stream's events are written around their texts. A text that looks like the pattern's hole would tear them."""
+    shape = openai.Shape(chat, 7, "ab", 'a "model"', streamed_usage=True)
+    for index in (0, 3, 0):
+        (choice,) = json.loads(shape.piece(index, text, None).removeprefix(b"data: "))["choices"]
+        written = choice["delta"]["content"] if chat else choice["text"]
+        assert (choice["index"], written) == (index, text.replace("\ud83e", "?"))
+        said = json.loads(shape.piece(index, text, []).removeprefix(b"data: "))
+        said["choices"][0]["logprobs"] = None
+        assert shape.piece(index, text, None) == openai.event(said)
+
+
+def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
+    """Clients turn a 429 into a second try; a plain 503 without a word of when looks like a server that ends."""
+    monkeypatch.setattr(http, "CONNECTIONS", 2)
+    kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
+    assert [line.reply().status for line in kept] == [200, 200]
+    reply = here.ask("/v1/models")
+    assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (429, "1", "close")
+    assert reply.error["type"] == "rate_limit_error"
+    for line in kept:
+        line.hang_up()
+    deadline = time.monotonic() + 10
+    while (status := here.ask("/v1/models").status) != 200:
+        assert time.monotonic() < deadline, status
+
+
+def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
+    """`Thread.join` forgot the living thread, the socket was closed under it, and a clean end had a traceback."""
+
+    def interrupt(*signal) -> None:
+        raise KeyboardInterrupt
+
+    faults, before = [], signal.signal(signal.SIGALRM, interrupt)
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+    try:
+        with Here(engine) as here:
+            here.line().post(COMPLETIONS, BODY | {"stream": True}).until(b"data: ")
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                here.door.wait()
+            here.door.close()
+            while any(thread.name == "door" for thread in threading.enumerate()):
+                time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not faults
+
+
+def test_the_end_of_a_server_does_not_wait_for_a_log_that_nobody_reads():
+    """What is written to a full pipe waits for ever."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as pipe, open(reader, "rb") as end:
+        with log_to(pipe):
+            for number in range(900):
+                ACCESS_LOG.info(f"line={number} {'x' * 100}")
+            began = time.monotonic()
+        assert time.monotonic() - began < 3
+        said = b""
+        while b"line=899 " not in said:  # now the thread can end
+            said += end.read1(65536)
+        assert said.count(b"line=") == 900
+
+
+def test_a_log_says_how_many_lines_it_has_lost():
+    lines = Lines(queue.Queue(1))
+    log = logging.Logger("test")
+    log.addHandler(lines)
+    for number in range(4):
+        log.info(f"line={number}")
+    assert lines.queue.get().getMessage() == "line=0"
+    log.info("line=4")
+    assert lines.queue.get().getMessage() == "lost_lines=3 line=4"
+    log.info("line=5")
+    assert lines.queue.get().getMessage() == "line=5"
+
+
+def test_a_long_prompt_stops_no_other_thread(engine):
+    """Turning megabytes into tokens keeps Python's lock, if it is asked to in the wrong way."""
+    looks, done = Counter(), threading.Event()
+
+    def watch() -> None:  # by count, since how long it is kept from looking is the machine's affair, too
+        while not done.wait(0.002):
+            looks["meanwhile"] += 1
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    engine.text.encode("so long " * 100_000)
+    done.set()
+    thread.join()
+    assert looks["meanwhile"] > 20
+
+
+def test_a_short_soak(tmp_path):
+    """`python tools/soak_http.py` is the long form."""
+    with Server("--slots", "8") as server:
+        report = soak(server, 120, clients=8, cases=12)
+    assert not report.faults, report.faults[:5]
+    assert report.answered > 40 and report.hung_up > 20 and report.refused > 3

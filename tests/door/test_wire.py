@@ -1,0 +1,188 @@
+"""What watchers are told, over the wire: packed at one end, the same views at the other."""
+
+import json
+import threading
+import time
+
+import pytest
+from doors import CHAT, Line, Server
+
+from door import watch as watch_module
+from door import wire
+from door.door import Door
+from door.http import Options
+from door.journal import Call, DoorView, Journal
+from nanobatch import Sampling
+from parts.api.views import RequestView, Snapshot
+
+LONG = Sampling(max_tokens=60, ignore_eos=True)
+
+
+def over_the_wire(sender: wire.Sender, receiver: wire.Receiver, frame: wire.Frame) -> wire.Frame:
+    return receiver.take(json.loads(sender.pack(frame)))
+
+
+def door(journal: Journal, since: int = 0) -> DoorView:
+    opened, ended, count = journal.look(since)
+    return DoorView("http://127.0.0.1:8000", False, 3, 1, opened, ended, count - since - len(ended), count)
+
+
+def test_every_frame_is_the_same_at_the_other_end(engine):
+    """Requests that wait, run, end and are cancelled, and texts that grow between two frames."""
+    journal, sender, receiver = Journal(), wire.Sender(True), wire.Receiver()
+    number = journal.begin("127.0.0.1", "POST /v1/completions")
+    journal.note(number, status=400, reason="invalid_value", message="temperature = 'x'")
+    journal.end(number)
+    journal.begin("10.0.0.1", "POST /v1/chat/completions")
+    handles = [engine.submit(f"prompt {n}", LONG, origin="10.0.0.1") for n in range(5)]
+    seen, grew = None, 0
+    for step in range(300):
+        seen = engine.snapshot(seen)
+        frame = wire.Frame(False, 0, 0.0, seen, door(journal))
+        assert over_the_wire(sender, receiver, frame) == frame
+        grew += any(request.text for request in seen.requests)
+        if step == 20:
+            handles[4].cancel()
+        engine.step()
+    assert grew > 20 and seen.finished == 5
+
+
+def test_of_a_text_only_what_is_new_is_sent(engine):
+    """An answer of 8,000 tokens would else be sent ten times a second, as long as it grows."""
+    sender, seen, sizes = wire.Sender(True), None, []
+    engine.submit("a prompt of some length " * 2, LONG)
+    while engine.step() or not sizes:
+        seen = engine.snapshot(seen)
+        sizes.append(len(json.dumps(json.loads(sender.pack(wire.Frame(False, 0, 0.0, seen, door(Journal()))))[3][7])))
+    assert sizes[0] > 50 and max(sizes[5:-2]) < sizes[0] + 200
+    assert "of some length" not in sender.pack(wire.Frame(False, 0, 0.0, engine.snapshot(seen), door(Journal())))
+
+
+def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
+    journal = Journal()
+    journal.note(journal.begin("10.9.8.7", "POST /x"), message="a secret message")
+    engine.submit("a secret prompt", LONG, origin="10.9.8.7")
+    engine.note("a secret fault", ValueError("of a text"))
+    engine.step()
+    told = wire.Sender(False).pack(wire.Frame(False, 0, 0.0, engine.snapshot(), door(journal)))
+    assert "secret" not in told and "10.9.8.7" not in told
+    assert "secret" in wire.Sender(True).pack(wire.Frame(False, 0, 0.0, engine.snapshot(), door(journal)))
+
+
+@pytest.mark.parametrize("origin", [None, "10.0.0.1", 7, {("a", 1): {2}}, [{3}], object(), "half \ud83e"])
+def test_an_origin_may_be_anything(engine, origin):
+    engine.submit("a prompt", LONG, origin=origin)
+    frame = wire.Frame(False, 0, 0.0, engine.snapshot(), door(Journal()))
+    (request,) = over_the_wire(wire.Sender(True), wire.Receiver(), frame).engine.requests
+    assert request.origin == origin or isinstance(request.origin, (str, list))
+
+
+def test_another_version_is_noticed():
+    """The fields are sent without their names: those of another version would be taken for ours."""
+    assert wire._shape(Snapshot) != wire._shape(RequestView) and "steps_s" in repr(wire._shape(Snapshot))
+    with pytest.raises(ValueError):
+        wire.unpack(Call, [1, 2, 3])
+
+
+def test_the_journal_is_bounded_and_tells_what_was_missed():
+    journal = Journal()
+    for n in range(3000):
+        journal.note(journal.begin("x", "GET /"), status=404)
+        journal.end(n + 1)
+    view = door(journal, 10)
+    assert (view.seen, len(view.ended), view.missed) == (3000, 1000, 1990)
+    assert [call.number for call in door(journal, 2998).ended] == [2999, 3000]
+
+
+def test_a_journal_may_be_looked_at_while_it_is_written():
+    journal, faults, done = Journal(), [], threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                journal.look(0)
+            except RuntimeError as error:  # a collection changed during iteration
+                faults.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(3000):
+        journal.end(journal.begin("x", "GET /"))
+    done.set()
+    thread.join()
+    assert not faults
+
+
+# --- /watch ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--api-key", "key", "--watch-key", "eye", "--allow-host", "llm.example") as server:
+        yield server
+
+
+def watch(server: Server, *headers: str, host: str = "localhost"):
+    line = server.line().send("\n".join(["GET /watch HTTP/1.1", f"Host: {host}", *headers, "", ""]))
+    line.until(b"event: hello\ndata: ")
+    return line, json.loads(line.until(b"\n\n"))
+
+
+def frames(line, receiver: wire.Receiver):
+    while True:
+        line.until(b"data: ")
+        yield receiver.take(json.loads(line.until(b"\n\n")))
+
+
+def test_a_watcher_sees_requests_refusals_and_their_texts(server):
+    line, hello = watch(server, "Authorization: Bearer key")
+    assert hello["protocol"] == wire.PROTOCOL and hello["model"] == "demo" and hello["texts"] is True
+    body = {"messages": [{"role": "user", "content": "Count from 3 to 7."}], "temperature": 0}
+    assert server.ask(CHAT, body, Authorization="Bearer key").status == 200
+    assert server.ask(CHAT, body | {"n": 0}, Authorization="Bearer key").status == 400
+    requests, calls = [], []
+    for frame in frames(line, wire.Receiver()):
+        requests += frame.engine.ended
+        calls += frame.door.ended
+        if len(calls) == 2 and requests:
+            break
+    assert (requests[0].text, requests[0].origin, requests[0].reason) == ("3, 4, 5, 6, 7.", "127.0.0.1", "stop")
+    assert [call.status for call in calls] == [200, 400] and "n = 0" in calls[1].message
+    assert calls[0].requests == (requests[0].id,) and calls[0].tokens == requests[0].metrics.output_tokens
+    line.hang_up()
+
+
+@pytest.mark.parametrize(
+    ("headers", "host", "texts"),
+    [
+        (["Authorization: Bearer key"], "localhost", True),
+        (["Authorization: Bearer key"], "llm.example", False),  # through a proxy on this machine
+        (["Authorization: Bearer key", "X-Forwarded-For: 10.0.0.1"], "localhost", False),
+        (["Authorization: Bearer eye", "X-Forwarded-For: 10.0.0.1"], "llm.example", True),
+    ],
+)
+def test_texts_are_for_this_machine_or_for_the_watch_key(server, headers, host, texts):
+    line, hello = watch(server, *headers, host=host)
+    assert hello["texts"] is texts
+    line.hang_up()
+
+
+def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
+    """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is in this process."""
+    monkeypatch.setattr(watch_module, "WATCH_STUCK_S", 0.3)
+    door = Door(Options(port=0)).start()
+    loop = engine.serving()
+    with loop:
+        door.open(engine, loop, "small")
+        try:
+            host, port = door.address.removeprefix("http://").split(":")
+            line = Line(host, int(port), receive=4096).send("GET /watch HTTP/1.1\nHost: localhost\n\n")
+            line.until(b"event: hello")
+            deadline, most = time.monotonic() + 30, 0
+            while time.monotonic() < deadline and not (most and door.look().watchers == 0):
+                most = max(most, door.look().watchers)
+                engine.submit("x", Sampling(max_tokens=100, ignore_eos=True)).result()
+            assert most == 1 and door.look().watchers == 0
+        finally:
+            door.close()
+    line.hang_up()

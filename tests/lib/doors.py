@@ -1,0 +1,182 @@
+"""A server as a user starts it, and clients that speak to it: what the tests of the door share.
+
+`Server` is `serve.py` in a process of its own. `ask` is a plain request, `Line` a raw socket for what no client library
+would send.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+JSON = {"Content-Type": "application/json"}
+
+
+class Server:
+    """`serve.py` in a process of its own, on a port that is free."""
+
+    patience = 20.0  # seconds for an answer
+
+    def __init__(self, *arguments: str, wait: bool = True, **environment: str):
+        self.log = Path(tempfile.mkstemp(suffix=".log")[1])
+        command = [sys.executable, str(ROOT / "serve.py"), "--port", "0", *arguments]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stderr=log, stdout=log, env=os.environ | environment, cwd="/")
+        self.host, self.port = "127.0.0.1", 0
+        if wait:
+            self.wait()
+
+    def wait(self, seconds: float = 60) -> None:
+        """Until it says where it is."""
+        self.address = self.says(r"at (http://\S+)/v1", seconds)[1]
+        self.host, self.port = self.address.removeprefix("http://").rsplit(":", 1)
+        self.port = int(self.port)
+
+    def says(self, pattern: str, seconds: float = 10) -> re.Match:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if found := re.search(pattern, self.log.read_text()):
+                return found
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
+        raise AssertionError(f"{pattern!r} is not in the log: {self.log.read_text()}")
+
+    def stop(self, by: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(by)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.stop()
+        self.log.unlink(missing_ok=True)
+
+    # --- clients
+
+    def ask(self, path: str, body: object = None, method: str = "", **headers: str) -> Reply:
+        """One request on a connection of its own. A body that is no text is sent as JSON."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=self.patience)
+        data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        try:
+            connection.request(method or ("GET" if body is None else "POST"), path, data, JSON | headers)
+            answer = connection.getresponse()
+            return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    def chat(self, text: str = "Count from 3 to 7.", **fields) -> Reply:
+        return self.ask(CHAT, {"messages": [{"role": "user", "content": text}], **fields})
+
+    def complete(self, prompt: object = "Once upon a time", **fields) -> Reply:
+        return self.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, **fields})
+
+    def gauge(self, name: str) -> float:
+        return float(re.search(rf"^nanobatch_{name}(?:{{.*}})? (\S+)$", self.ask("/metrics").body.decode(), re.M)[1])
+
+    def is_idle(self, within: float) -> bool:
+        """Do all slots become free within so many seconds, and does nothing wait?"""
+        deadline = time.monotonic() + within
+        while time.monotonic() < deadline:
+            if self.gauge("requests_running") == self.gauge("requests_waiting") == 0:
+                return True
+            time.sleep(0.02)
+        return False
+
+    def line(self) -> Line:
+        return Line(self.host, self.port)
+
+
+def hail(process: subprocess.Popen, by: int) -> None:
+    """A signal every few milliseconds, until the process has ended."""
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(by)
+        time.sleep(0.003)
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> dict:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict:
+        return self.json["error"]
+
+    @property
+    def events(self) -> list:
+        """Of a stream: the data of each event, parsed."""
+        lines = [part.removeprefix("data: ") for part in self.body.decode().split("\n\n") if part.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+class Line:
+    """A raw connection: it sends what it is told, byte by byte."""
+
+    def __init__(self, host: str, port: int, receive: int = 0):
+        """`receive`: bytes that the system takes in while nobody reads."""
+        self.socket = socket.socket()
+        if receive:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+        self.socket.settimeout(20)
+        self.socket.connect((host, port))
+        self.rest = b""
+
+    def send(self, text: str | bytes) -> Line:
+        self.socket.sendall(text if isinstance(text, bytes) else text.replace("\n", "\r\n").encode())
+        return self
+
+    def post(self, path: str, body: object, *headers: str, host: str = "localhost", version: str = "1.1") -> Line:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        lines = [f"POST {path} HTTP/{version}", f"Host: {host}", "Content-Type: application/json", *headers]
+        return self.send("\n".join([*lines, f"Content-Length: {len(data)}", "", ""])).send(data)
+
+    def until(self, mark: bytes) -> bytes:
+        """What comes, up to and with a mark."""
+        while mark not in self.rest:
+            more = self.socket.recv(65536)
+            assert more, f"closed before {mark!r}: {self.rest[-300:]!r}"
+            self.rest += more
+        head, self.rest = self.rest.split(mark, 1)
+        return head + mark
+
+    def reply(self) -> Reply:
+        """One answer with a Content-Length."""
+        head = self.until(b"\r\n\r\n").decode()
+        headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
+        length = int(headers.get("content-length", 0))
+        while len(self.rest) < length:
+            self.rest += self.socket.recv(65536)
+        body, self.rest = self.rest[:length], self.rest[length:]
+        return Reply(int(head.split()[1]), headers, body)
+
+    def everything(self) -> bytes:
+        """All up to the end of the connection."""
+        while more := self.socket.recv(65536):
+            self.rest += more
+        return self.rest
+
+    def hang_up(self) -> None:
+        self.socket.close()

@@ -1,0 +1,137 @@
+"""What the engine tests share: a tap on the logits, random schedules for an engine, and Ctrl-C at any line."""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+import nanobatch
+import prefix
+import sched
+from nanobatch import Engine, Handle, Order, Sampling
+from parts.api import ctrl_c, ledger, loop, views
+from parts.api import handle as handle_file
+
+
+class Tap:
+    """Records the logits that each token of each request was chosen from: `logits[request id, index]`, (V,)."""
+
+    def __init__(self, engine: Engine):
+        self.logits: dict[tuple[int, int], np.ndarray] = {}
+        runner, calls = engine.runner, []
+        head, run = runner.model.head, runner.run
+
+        def tapped_head(x):
+            logits = head(x)
+            if len(x):  # a pass in which no token is asked for has none
+                calls.append(logits)
+            return logits
+
+        def tapped_run(order: Order):
+            calls.clear()
+            flight = run(order)
+            owners = {request.slot: request.id for request in engine.sched.running.values()}
+            asked = [chunk.slot for chunk in order.prefills if chunk.asked]
+            asked += [slot for slot, _ in order.decodes]
+            assert len(calls) <= len(order.passes()), "the head is read once a pass"
+            found = [row for logits in calls for row in np.array(logits)]
+            for slot, logits in zip(asked, found, strict=True):
+                self.logits[owners[slot], order.picks[slot].index] = logits
+            return flight
+
+        runner.model = replace(runner.model, head=tapped_head)
+        runner.run = tapped_run
+
+    def of(self, handle: Handle) -> np.ndarray:
+        """(tokens, V): what the request's tokens were chosen from."""
+        return np.stack([self.logits[handle.id, index] for index in range(len(handle.tokens))])
+
+
+@dataclass
+class Ask:
+    """A request to come: what it says, how long its answer is, and after how many steps it is cancelled."""
+
+    prompt: list[int]
+    max_tokens: int
+    cancel_after: int | None = None
+
+    def sampling(self) -> Sampling:
+        return Sampling(max_tokens=self.max_tokens, ignore_eos=True)
+
+
+def random_asks(
+    rng: np.random.Generator, count: int, longest: int, tokens: int, cancels: float = 0.0, alike: float = 0.0
+) -> list[Ask]:
+    """Prompts of 1 to `longest` tokens, half of them short, with answers of 1 to `tokens`.
+
+    Of all prompts, a share `alike` begins with the same tokens, some of them or all.
+    """
+    asks, opening = [], rng.integers(0, 256, longest).tolist()
+    for _ in range(count):
+        length = int(rng.integers(1, longest if rng.random() < 0.5 else min(longest, 12), endpoint=True))
+        prompt = rng.integers(0, 256, length).tolist()
+        if rng.random() < alike:
+            common = int(rng.integers(1, longest, endpoint=True))
+            prompt = (opening[:common] + prompt)[:longest]
+        cancel = int(rng.integers(0, 20)) if rng.random() < cancels else None
+        asks.append(Ask(prompt, int(rng.integers(1, tokens, endpoint=True)), cancel))
+    return asks
+
+
+def run_schedule(
+    engine: Engine, asks: list[Ask], rng: np.random.Generator, at_last: Callable[[], object] = lambda: None
+) -> list[Handle]:
+    """Submit the asks at random moments and step until all have ended, with every invariant checked in every step.
+
+    `at_last` is called when they have.
+    """
+    waiting, handles, cancels = list(asks), [], {}
+    step = 0
+    while True:
+        while waiting and rng.random() < 0.4:
+            ask = waiting.pop(0)
+            handles.append(engine.submit(ask.prompt, ask.sampling()))
+            if ask.cancel_after is not None:
+                cancels.setdefault(step + ask.cancel_after, []).append(handles[-1])
+        for handle in cancels.pop(step, []):
+            handle.cancel()
+        worked = engine.step()
+        engine.check()
+        step += 1
+        if not waiting and all(handle.finish_reason for handle in handles):
+            at_last()
+        if not (worked or waiting):
+            return handles
+
+
+MODULES = (nanobatch, sched, prefix, handle_file, ledger, loop, views, ctrl_c, threading)
+WATCHED = {module.__file__ for module in MODULES}
+
+
+def interrupt(function: Callable[[], object], at: int) -> bool:
+    """Send Ctrl-C at the `at`-th line of ours that a function runs; False if the function ends before that.
+
+    It is the signal itself, so what the engine does about it holds. The lines of Python's own `threading` count, too:
+    there a condition lets go of its lock.
+    """
+    lines = iter(range(10**9))
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename not in WATCHED:
+            return None
+        if event == "line" and next(lines) == at:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)

@@ -1,0 +1,256 @@
+"""Configurations of each family, and how an engine's answers are compared with mlx-lm's, token by token."""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+from checkpoints import Reference
+from harness import Tap, random_asks, run_schedule
+
+from kv import Slab, Window
+from llama import forward
+from nanobatch import Engine, Model
+from parts.device.mlx import mx
+
+PROMPTS, TOKENS = 16, 32  # of each configuration
+FEWER = int(os.environ.get("NANOBATCH_PARITY_PROMPTS", 9))  # prompts where a family differs little from a Llama
+CLOSE = 1e-4  # logits may differ by this much, and where the best two are nearer than this, either may win
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {  # half of a head of 16 is four planes
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 60,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.2, 3.0, 9.0, 20.0]},
+}
+GRANITE = {
+    "embedding_multiplier": 0.6,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.8,
+    "logits_scaling": 2.5,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+GEMMA = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 10,
+    "num_hidden_layers": 3,
+    "sliding_window_pattern": 3,
+    "sliding_window": 30,
+}
+CONFIGS = {
+    "multi-head attention": {"num_key_value_heads": 4},
+    "grouped queries": {"num_key_value_heads": 2},
+    "multi-query attention": {"num_key_value_heads": 1},
+    "kv heads not named": {"num_key_value_heads": None},
+    "head_dim larger than hidden / heads": {"head_dim": 32},
+    "head_dim smaller than hidden / heads": {"head_dim": 8, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "tied head": {"tie_word_embeddings": True},
+    "attention bias": {"attention_bias": True},
+    "mlp bias": {"mlp_bias": True},
+    "all biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "another rope theta": {"rope_theta": 500000.0},
+    "rope default, named": {"rope_scaling": {"rope_type": "default"}},
+    "rope linear, old spelling": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "rope linear, new spelling": {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+    "rope llama3": {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    "rope llama3 in rope_parameters": {
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3},
+        "reference": {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    },
+    "rope dynamic, within the trained length": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "rope yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "qwen3, yarn, its gain a quotient": {
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 48,
+            "beta_fast": 8,
+            "beta_slow": 2,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "rope interleaved": {"rope_traditional": True, "head_dim": 24},
+    "qwen2, interleaved, 4 bits": {
+        "model_type": "qwen2",
+        "rope_traditional": True,
+        "quantize": lambda module: (4, 32),
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
+    "mistral, window longer than the slot": {"model_type": "mistral", "sliding_window": 512},
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1000000.0},
+    "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True, "sliding_window": 64},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24},
+    "qwen3, rope_parameters": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "float16": {"dtype": mx.float16},
+    "bfloat16 in three shards": {"dtype": mx.bfloat16, "shards": 3},
+    "2 bits": {"quantize": lambda module: (2, 32)},
+    "3 bits": {"quantize": lambda module: (3, 32)},
+    "4 bits": {"quantize": lambda module: (4, 64), "hidden_size": 128, "intermediate_size": 192},
+    "5 bits": {"quantize": lambda module: (5, 32)},
+    "6 bits, tied": {"quantize": lambda module: (6, 32), "tie_word_embeddings": True},
+    "8 bits, sharded": {"quantize": lambda module: (8, 32), "shards": 2},
+    "some layers quantized, each in its way": {
+        "num_hidden_layers": 3,
+        "quantize": lambda module: {"q_proj": (4, 32), "v_proj": (6, 32), "down_proj": (8, 32)}.get(
+            module.split(".")[-1], (4, 64) if "embed" in module or "layers.1.mlp" in module else None
+        ),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+    },
+    "deep and narrow": {"num_hidden_layers": 6, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 64},
+    "qwen3_moe, experts apart": {**EXPERTS, "experts_apart": True, "norm_topk_prob": False, "shards": 2},
+    "qwen3_moe, 4 bits": {
+        **EXPERTS,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (8, 64) if module.endswith("mlp.gate") else (4, 32),
+    },
+    "granite, tied": {"model_type": "granite", "tie_word_embeddings": True, **GRANITE},
+    "granite, biases, as published": {
+        "model_type": "granite",
+        **GRANITE,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "num_hidden_layers": 6,
+    },
+    "granite, 4 bits, tied": {
+        "model_type": "granite",
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (4, 32),
+        **GRANITE,
+    },
+    "phi3": {"model_type": "phi3", "num_key_value_heads": 2, "sliding_window": 512},
+    "phi3, tied, 4 bits": {
+        "model_type": "phi3",
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (4, 32),
+        "shards": 2,
+    },
+    "phi3, a part of each head turns": {"model_type": "phi3", "partial_rotary_factor": 0.75},
+    "phi3, longrope, a part of each head turns, 8 bits": {
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+        "quantize": lambda module: (8, 32),
+        **LONGROPE,
+    },
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "rope_theta": 500000.0},
+    "olmo2, 8 bits": {"model_type": "olmo2", "num_hidden_layers": 4, "quantize": lambda module: (8, 32)},
+    "llama, layers with a window": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "sliding_window": 40,
+    },
+    "gemma2": {"model_type": "gemma2", "tie_word_embeddings": True, **GEMMA, "sliding_window": 512},
+    "gemma2, scores near the cap, 4 bits": {
+        "model_type": "gemma2",
+        "tie_word_embeddings": True,
+        **GEMMA,
+        "num_hidden_layers": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 512,
+        "quantize": lambda module: (4, 32),
+    },
+    "gemma3_text": {"model_type": "gemma3_text", "tie_word_embeddings": True, **GEMMA},
+    "gemma3_text, as published": {
+        "model_type": "gemma3_text",
+        **GEMMA,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 5000.0,
+        "sliding_window_pattern": 2,
+        "sliding_window": 16,
+        "num_hidden_layers": 4,
+    },
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layer_interval": 2},
+    "smollm3, layers named": {
+        "model_type": "smollm3",
+        "num_hidden_layers": 3,
+        "no_rope_layers": [0, 1, 0],
+        "head_dim": 24,
+        "rope_theta": 5000000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_bias": True, "attention_out_bias": False},
+    "seed_oss, bias of the output": {
+        "model_type": "seed_oss",
+        "head_dim": 24,
+        "attention_bias": False,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
+}
+
+
+def is_of_its_own(name: str) -> bool:
+    """Is this of a family that differs from a Llama by more than biases or a norm of heads?"""
+    return CONFIGS[name].get("model_type", "llama") not in ("llama", "mistral", "qwen2", "qwen3")
+
+
+def prompts_of(name: str) -> int:
+    return PROMPTS if is_of_its_own(name) else FEWER
+
+
+def compare(engine: Engine, reference: Reference, seed: int, prompts: int) -> dict:
+    """Drive the engine through a random schedule and hold every token and every logit against the reference."""
+    rng = np.random.default_rng(seed)
+    tap = Tap(engine)
+    asks = [replace(ask, max_tokens=TOKENS) for ask in random_asks(rng, prompts, longest=140, tokens=1)]
+    handles = run_schedule(engine, asks, rng)
+    assert len(handles) == prompts
+    tokens, ties, furthest, distinct = 0, 0, 0.0, []
+    for handle in handles:
+        assert handle.finish_reason == "length" and len(handle.tokens) == handle.sampling.max_tokens
+        prompt = list(handle.request.prompt)
+        right = reference.of(engine.sched.max_len)
+        expected = right.logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]  # (tokens, V)
+        ours = tap.of(handle)
+        for index, token in enumerate(handle.tokens):
+            behind = expected[index].max() - expected[index][token]
+            assert behind < CLOSE, f"request {handle.id}, token {index}: {token} is {behind:.2g} behind mlx-lm's choice"
+            ties += behind > 0
+        furthest = max(furthest, float(np.abs(ours - expected).max()))
+        tokens += len(handle.tokens)
+        distinct.append(len(set(handle.tokens)) / len(handle.tokens))
+    assert furthest < CLOSE, f"logits differ by {furthest:.2g}"
+    assert np.mean(distinct) > 0.3, "the answers are stuck, and prove nothing"
+    return {"tokens": tokens, "ties": int(ties), "largest difference": furthest}
+
+
+def count() -> tuple[int, int]:
+    """Prompts in all, and prompts of the families that differ most."""
+    each = [prompts_of(name) for name in CONFIGS]
+    return sum(each), sum(many for name, many in zip(CONFIGS, each, strict=True) if is_of_its_own(name))
+
+
+def whole(model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32) -> np.ndarray:
+    """(len(tokens), V): one pass over everything, in a slab of its own."""
+    c = model.config
+    slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, model.dtype)
+    assert slab.k[0].dtype == dtype
+    window = Window(slab, [0], [0], len(tokens))
+    logits = forward(model, mx.array(tokens), [window], range(len(tokens)))
+    assert logits.shape == (len(tokens), c.V)
+    return np.array(logits.astype(mx.float32))

@@ -1,0 +1,96 @@
+"""What a rank of the tests does in a process of its own: `python rank.py answers FOLDER ...` or `python rank.py FAULT`.
+
+Rank 0 prints what came of it as JSON.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from nanobatch import POLICIES, Engine, Sampling
+
+SIZES = {"slots": 3, "max_len": 192, "chunk": 32}
+OPENING = list(range(40, 110))  # longer than two chunks
+SETTINGS = [
+    {},
+    {"temperature": 0.9, "seed": 5},
+    {"temperature": 1.2, "top_k": 7, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.3},
+    {"logprobs": 2, "logit_bias": {70: 2.0}},
+]
+
+
+def live(engine: Engine) -> list[list[int]]:
+    """A short life under each policy: bursts, prompts that begin alike, and a cancel in line, in prefill, in decode."""
+    answers = []
+    for policy in POLICIES:
+        engine.drain(policy)
+        handles = []
+        for n in range(6):
+            prompt = [*OPENING[: 14 * n], 33 + n, 80 - n, 50 + 3 * n]
+            sampling = Sampling(max_tokens=3 + n, ignore_eos=True, **SETTINGS[n % len(SETTINGS)])
+            handles.append(engine.submit(prompt, sampling))
+        handles[5].cancel()
+        step = 0
+        while engine.step():
+            engine.check()
+            step += 1
+            running = sorted(engine.sched.running.values(), key=lambda request: request.id)
+            phases = {2: "prefill", 4: "decode"}
+            for request in [r for r in running if r.phase == phases.get(step)][-1:]:
+                next(handle for handle in handles if handle.id == request.id).cancel()
+        answers += [handle.tokens for handle in handles if handle.finish_reason == "length"]
+    return answers
+
+
+def fail(fault: str) -> None:
+    """Clients wait for long answers, and in the sixth step something goes wrong on one of the ranks."""
+    engine = Engine.load("demo", slots=2, max_len=1024)
+    is_there = engine.ranks.rank == (0 if fault == "raises at rank 0" else 1)
+    run, calls = engine.runner.run, []
+
+    def failing(order):
+        calls.append(order)
+        if len(calls) == 6 and is_there:
+            if fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "cut":
+                subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+                return run(order)
+            raise OverflowError("planted")
+        return run(order)
+
+    engine.runner.run = failing
+    if engine.ranks.rank:
+        sys.exit(engine.follow())
+    results = []
+
+    def wait(handle) -> None:
+        results.append(handle.result())
+        if len(results) == 4:
+            print(json.dumps([[r.finish_reason, r.error] for r in results]), flush=True)
+
+    with engine.serving():
+        handles = [engine.submit("Tell me a story.", Sampling(max_tokens=900, ignore_eos=True)) for _ in range(4)]
+        for handle in handles:
+            threading.Thread(target=wait, args=(handle,), daemon=True).start()
+        time.sleep(120)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "answers":
+        for folder in sys.argv[2:]:
+            with Engine.load(folder, **SIZES) as engine:
+                if engine.ranks.rank:
+                    engine.follow()
+                else:
+                    print(json.dumps(live(engine)), flush=True)
+    else:
+        fail(sys.argv[1])

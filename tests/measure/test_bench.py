@@ -1,0 +1,502 @@
+"""The benchmark: its figures on times made by hand, its loop on a clock made by hand, and each part once, tiny."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from checkpoints import make_checkpoint
+
+import bench
+from measure import report
+from measure import sample as samples
+from measure.figures import Answer, closed_figures, decode_figures, long_figures, plan_figures, rank, step_figures
+from measure.peers import PEERS, News, cores, obstacle
+from measure.plan import (
+    CROWD,
+    PARTS,
+    PARTS_OF_A_PEER,
+    SHAPES,
+    Ask,
+    Cell,
+    Column,
+    Spec,
+    crowd_lengths,
+    lines_of,
+    make_model,
+    make_plan,
+    our_column,
+    read_rival,
+)
+from measure.report import cell_text, summarise, ticks
+from measure.sample import Failure, Sample, busy_cores, take_all
+from parts.api.views import StepView
+
+BENCH = Path(__file__).parents[2] / "bench.py"
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory) -> Spec:
+    folder = make_checkpoint(tmp_path_factory.mktemp("bench"), seed=1)
+    return Spec("", "nanobatch continuous", str(folder), 272, rows=2, prompt=8, output=4)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(BENCH), *arguments], capture_output=True, text=True, timeout=60)
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_is_a_value_that_was_measured():
+    assert rank(range(1, 101), 0.95) == 95
+    assert rank([3, 1, 2], 0.5) == 2
+    assert rank([7], 0.99) == 7
+
+
+def test_decoding_is_measured_while_all_rows_decode():
+    """A begins at 1 and B at 3: what A did before 3 is not counted, nor what B does after A's second one more.
+
+    A  1 2 3 4 5        after 3: A at 4 and 5, B at 4 and 5: four tokens in two seconds
+    B      3 4 5 6 7
+    """
+    a, b = Answer(0, [1, 2, 3, 4, 5]), Answer(0, [3, 4, 5, 6, 7])
+    assert decode_figures([a, b], 2) == {"decode tokens/s": 2, "prefill ms": 3000}
+    assert decode_figures([a, b], 9)["decode tokens/s"] == 2, "the first end is the end"
+
+
+def test_rows_that_never_decode_together_are_refused():
+    with pytest.raises(ValueError, match="longer --output"):
+        decode_figures([Answer(0, [1, 2]), Answer(0, [3, 4])], 2)
+
+
+def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
+    """Two users, ten tokens: five within 5 s, then five within 5 s, of which the first is waited for 1 s each time."""
+    answers = [Answer(0, [1, 2, 3, 4, 5]), Answer(5, [6, 7, 8, 9, 10])]
+    figures = closed_figures(answers, users=1)
+    assert figures["decode tokens/s"] == 1 and figures["total tokens/s"] == 1
+    assert figures["TTFT mean ms"] == figures["TTFT p99 ms"] == figures["gap max ms"] == 1000
+
+
+def test_the_gaps_of_others_are_told_apart_by_the_moment_when_the_long_prompt_came():
+    """It comes at 4.5 and has its first token at 8.5. The row's gaps are 1 s before, and 1, 3 and 1 s until then."""
+    row = Answer(0, [1, 2, 3, 4, 5, 8, 9, 10])
+    figures = long_figures([row], late=Answer(4.5, [8.5]), alone=Answer(0, [2]))
+    assert figures["gap undisturbed ms"] == 1000 and figures["gap p95 ms"] == 3000
+    assert figures["gap p95 / undisturbed"] == 3 and figures["TTFT / alone"] == 2
+
+
+def test_a_steps_own_time_is_its_period_and_not_the_sum_of_its_stages():
+    def step(number: int) -> StepView:
+        stages = {"plan_s": 0.1, "build_s": 0.4, "device_s": 0.6, "wait_s": 0.8, "commit_s": 0.2}
+        return StepView(number, (), (), (), (), (), (), (), 0, "", 0, 0, began=number - 0.5, ended=number, **stages)
+
+    figures = step_figures([step(1), step(2), step(3)])
+    assert figures["step ms"] == 1000 and figures["wait ms"] == 800 and figures["device ms"] == 600
+    assert figures["python ms"] == pytest.approx(700)
+    assert figures["plan + commit ms"] == pytest.approx(300)
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+class Clockwork:
+    """A contestant, and its clock: each step takes a second and gives one token to each of the oldest `rows`."""
+
+    def __init__(self, rows: int):
+        self.rows, self.now, self.left = rows, 0.0, {}
+
+    def submit(self, ask: Ask) -> int:
+        self.left[len(self.left)] = ask.max_tokens
+        return len(self.left) - 1
+
+    def step(self) -> list[News]:
+        self.now += 1
+        came = [key for key, left in self.left.items() if left][: self.rows]
+        for key in came:
+            self.left[key] -= 1
+        return [(key, [7], not self.left[key]) for key in came]
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def drive(self, asks: list[Ask], users: int | None = None) -> list[Answer]:
+        return samples.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
+
+
+def test_a_user_sends_the_next_prompt_when_the_last_answer_has_ended():
+    answers = Clockwork(rows=2).drive([Ask([1], 2)] * 3, users=1)
+    assert [a.sent for a in answers] == [0, 2, 4]
+    assert [a.times for a in answers] == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_in_an_open_loop_waiting_begins_when_the_prompt_was_due():
+    """The second is due at 0.5, in the middle of a step, and the row is taken till 2: it waits since 0.5."""
+    answers = Clockwork(rows=1).drive([Ask([1], 2), Ask([1], 1, at=0.5), Ask([1], 1, at=9)])
+    assert [a.sent for a in answers] == [0, 0.5, 9]
+    assert [a.times for a in answers] == [[1, 2], [3], [10]], "nobody is sent before he is due"
+
+
+def test_a_prompt_can_come_when_the_others_have_got_so_far():
+    rows = [Ask([1], 6), Ask([1], 6)]
+    *_, late = Clockwork(rows=3).drive([*rows, Ask([1], 1, after=3)])
+    assert (late.sent, late.times) == (3, [4])
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def records(part: str, x: str, **rates: float) -> list[dict]:
+    return [
+        {"part": part, "x": x, "contestant": who.replace("_", " "), "sample": 0, "figures": {"decode tokens/s": rate}}
+        for who, rate in rates.items()
+    ]
+
+
+def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_ours():
+    samples = [r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)]
+    peers = records("decode", "rows 8", **{"mlx-lm": 100, "llama.cpp": 220})
+    table = summarise([*samples, *peers])
+    key = "decode", "rows 8", "decode tokens/s"
+    assert cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150)"
+    assert cell_text((*key, "mlx-lm"), table) == "100 ×0.91"
+    assert cell_text((*key, "llama.cpp"), table) == "220 ×2.00"
+    assert cell_text((*key, "nobody"), table) == ""
+
+
+def test_growth_is_compared_with_the_first_of_its_kind():
+    lines = [("queue 0", 2), ("queue 100", 3), ("slots 1", 9)]
+    table = summarise(r for x, ms in lines for r in records("growth", x, nanobatch=ms))
+    cells = [cell_text(("growth", x, "decode tokens/s", "nanobatch"), table) for x, _ in lines]
+    assert cells == ["2.00", "3.00 ×1.50", "9.00"]
+
+
+@pytest.mark.parametrize(
+    "value, text", [(1234.5, "1,234"), (12.345, "12.3"), (0.012345, "0.0123"), (0, "0"), (99.96, "100.0")]
+)
+def test_numbers_have_three_digits_that_count(value, text):
+    assert report.number(value) == text
+
+
+def test_the_marks_of_an_axis_are_round_and_hold_every_value():
+    assert ticks([120, 370], log=False) == [0, 100, 200, 300, 400]
+    assert ticks([1.0], log=False)[-1] >= 1
+    assert ticks([30, 2000], log=True) == [10, 100, 1000, 10000]
+    assert ticks([100], log=True) == [100, 1000]
+
+
+def plan_of(spec: Spec, part: str, vs: str = "") -> list[Cell]:
+    rivals = [read_rival(name, "continuous") for name in vs.split(",") if name]
+    return make_plan([part], [8], spec, our_column("continuous"), rivals)
+
+
+def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, monkeypatch):
+    order = []
+
+    def measure(spec: Spec, column: Column) -> dict:
+        order.append(column.name.split()[0])
+        return {"figures": {"total tokens/s": 100}}
+
+    monkeypatch.setattr(samples, "measure", measure)
+    plan = plan_of(spec, "decode", vs="mlx-lm,llama.cpp")
+    records = list(take_all(plan, samples=3, tell=lambda stage: None))
+    there = ["nanobatch", "mlx-lm", "llama.cpp"]
+    assert order == [*there, *reversed(there), *there]
+    assert len(records) == 9
+
+
+def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
+    rates = {}
+    capacity = 200  # tokens a second
+
+    def measure(spec: Spec, column: Column) -> dict:
+        rates.setdefault(spec.rate, []).append(column.name)
+        return {"figures": {"total tokens/s": capacity if "static" in column.name else 999}}
+
+    monkeypatch.setattr(samples, "measure", measure)
+    list(take_all(plan_of(spec, "open", vs="mlx-lm"), 1, tell=lambda stage: None))
+    mean = sum(crowd_lengths(256)) / CROWD
+    assert list(rates) == pytest.approx([float("inf"), *(load * capacity / mean for load in (0.4, 0.6, 0.8, 1.0, 1.2))])
+    assert all(len(set(who)) == 4 for who in rates.values()), "everybody meets the same arrivals"
+
+
+# --- who is measured, and where --------------------------------------------------------------------------------------
+
+
+ANOTHER_VERSION = """
+import json, os, sys
+spec = json.loads(sys.argv[sys.argv.index("--sample") + 1])
+said = {"spec": spec, "at": os.getcwd(), "BLAS": os.environ.get("NANOBATCH_BLAS")}
+with open("said", "a") as file:
+    print(json.dumps(said), file=file)
+print(json.dumps({"figures": {"decode tokens/s": 1.0}}))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """Another version, whose samples write down what they were asked, where, and on which BLAS."""
+    folder = tmp_path / "before"
+    folder.mkdir()
+    (folder / "bench.py").write_text(ANOTHER_VERSION)
+    return folder
+
+
+def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(spec, checkout, monkeypatch):
+    """The fields of a spec are those that older versions know."""
+    monkeypatch.setenv("NANOBATCH_BLAS", "mine")
+    plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@openblas:Haswell")
+    cell = plan[0]._replace(columns=plan[0].columns[1:])
+    records = list(take_all([cell], samples=1, tell=lambda stage: None))
+    assert [r["contestant"] for r in records] == [str(checkout), f"{checkout}@openblas:Haswell"]
+    assert all(r["figures"] == {"decode tokens/s": 1.0} for r in records)
+    plain, other = map(json.loads, (checkout / "said").read_text().splitlines())
+    assert plain["BLAS"] == "mine" and other["BLAS"] == "openblas:Haswell"
+    assert checkout.samefile(plain["at"])
+    assert plain["spec"]["contestant"] == "nanobatch continuous"
+    fields = "part contestant folder vocabulary rows prompt output rate late queue length"
+    assert list(plain["spec"]) == fields.split()
+
+
+def test_a_checkout_that_knows_no_such_part_is_named(spec, checkout):
+    (checkout / "bench.py").write_text("raise AttributeError('no such part')")
+    with pytest.raises(Failure, match=r"before ended with code 1: AttributeError: no such part"):
+        samples.measure(spec, read_rival(str(checkout), "continuous"))
+
+
+def test_mlx_lm_runs_on_openblas_unless_another_is_named():
+    """Its users have no product of ours, and the best that they can put under MLX is OpenBLAS."""
+    assert read_rival("mlx-lm", "continuous").environment == {"NANOBATCH_BLAS": "openblas"}
+    assert read_rival("mlx-lm@off", "continuous").environment == {"NANOBATCH_BLAS": "off"}
+    assert read_rival("llama.cpp", "continuous").environment == {}
+    assert our_column("continuous").environment == {}, "ours is the one that the user's environment asks for"
+
+
+def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec, checkout):
+    columns = {part: plan_of(spec, part, vs=f"mlx-lm,{checkout}")[0].columns for part in PARTS}
+    names = {part: [column.name.replace(str(checkout), "before") for column in columns[part]] for part in columns}
+    assert names["decode"] == ["nanobatch continuous", "mlx-lm", "before"]
+    assert names["steps"] == ["nanobatch continuous", "before"]
+    assert names["open"] == [*(f"nanobatch {policy}" for policy in bench.POLICIES), "mlx-lm", "before"]
+    assert names["busy"] == ["nanobatch continuous", "nanobatch continuous, one thread", "before"]
+    assert names["newcomer"] == ["nanobatch continuous", "mlx-lm as installed"]
+    assert names["same"] == ["mlx-lm"]
+
+
+# --- each part, in small ---------------------------------------------------------------------------------------------
+
+SMALL = {
+    "decode": {},
+    "closed": {},
+    "open": {"rows": 8, "output": 2, "rate": 5000.0},
+    "steps": {"output": 8},
+    "long": {"rows": 3, "output": 24, "late": 100},
+    "chat": {"rows": 1, "prompt": 40, "length": 240},
+    "idle": {"rows": 1},
+    "growth": {"queue": 20, "length": 96},
+    "plan": {},
+    "sampling": {},
+    "busy": {},
+    "same": {"output": 8},
+}
+
+
+def test_every_part_is_tried_here():
+    """`far` and `newcomer` are tables of their own, and their samples are those of `steps` and `decode`."""
+    assert SMALL.keys() == PARTS.keys() - {"far", "newcomer"}
+    assert [lines_of(part, [8])["rows 8"]["part"] for part in ("far", "newcomer")] == ["steps", "decode"]
+
+
+@pytest.mark.parametrize(
+    "part, who",
+    [
+        (part, who)
+        for part in SMALL
+        if part != "plan"  # it needs no contestant
+        for who in ("nanobatch continuous", "nanobatch static", *PEERS)
+        if who not in PEERS or part in PARTS_OF_A_PEER
+    ],
+)
+def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
+    if who in PEERS and obstacle(who):
+        pytest.skip(
+            obstacle(who)
+        )  # llama.cpp would have to be compiled; tests/measure/test_peers.py has a stand-in for it
+    sample = Sample(spec._replace(part=part, contestant=who, **SMALL[part]))
+    figures = getattr(sample, part)()
+    sample.contestant.close()
+    assert figures and all(value > 0 for value in figures.values()), figures
+
+
+def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
+    """Turns of 40 new tokens, answers of 4: the fifth prompt has 216 tokens. A chunk at row 128 has 41 new ones."""
+    sample = Sample(spec._replace(part="chat", **SMALL["chat"]))
+    with closing(sample.contestant):
+        turn = sample.last_turn()
+        chunk = sample.lone_chunk(turn.prompt_tokens)
+    assert turn.prompt_tokens == 216
+    assert (chunk.prompt_tokens, chunk.cached_tokens) == (128 + 41, 128)
+
+
+def test_a_busy_machine_is_quiet_again_afterwards():
+    before = children()  # the suite may have a child of its own, which may end meanwhile
+    with busy_cores():
+        assert len(children() - before) == cores()
+    assert children() <= before
+
+
+def children() -> set[str]:
+    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    if not path.exists():
+        pytest.skip("no /proc here")
+    return set(path.read_text().split())
+
+
+def test_planning_is_measured_without_a_model():
+    figures = plan_figures(slots=4, length=2000)
+    assert 0 < figures["plan median ms"] <= figures["plan max ms"]
+
+
+def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
+    data, picture = tmp_path / "run.json", tmp_path / "run.svg"
+    small = ("--model", spec.folder, "--rows", "2", "--prompt", "8", "--output", "4", "--samples", "1")
+    measured = run(*small, "--parts", "decode", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
+    assert measured.returncode == 0, measured.stderr
+    shown = run("--from", str(data), "--plot", str(picture))
+    assert (shown.returncode, shown.stdout) == (0, measured.stdout)
+    written = json.loads(data.read_text())
+    assert {"processor", "cores", "mlx", "mlx-lm", "BLAS", "commit"} <= written["machine"].keys()
+    assert {r["contestant"] for r in written["records"]} == {"nanobatch continuous", "mlx-lm", "mlx-lm@off"}
+    if sys.platform == "linux":  # elsewhere MLX has a fast BLAS of its own
+        assert re.search(r"BLAS openblas( \(\w+\))? +┃ BLAS mlx +┃", shown.stdout), shown.stdout
+    texts = [element.text for element in ElementTree.parse(picture).findall(".//{*}text")]
+    assert {"decode tokens/s, by rows", "nanobatch continuous", "mlx-lm"} <= set(texts)
+
+
+def test_whoever_reads_the_progress_from_a_pipe_has_a_line_before_each_sample(spec):
+    """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as if it hung."""
+    small = ("--model", spec.folder, "--rows", "1,2", "--prompt", "8", "--output", "4", "--samples", "1")
+    done = run(*small, "--parts", "decode")
+    assert done.returncode == 0
+    first, second = done.stderr.splitlines()
+    assert re.fullmatch(r"nanobatch: 1 of 2 after \d+ s: decode, rows 1, nanobatch continuous", first)
+    assert re.fullmatch(r"nanobatch: 2 of 2 after \d+ s: decode, rows 2, nanobatch continuous", second)
+
+
+def test_on_a_terminal_the_progress_is_a_bar(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal then
+    with bench.progress(2) as tell:
+        tell("decode, rows 1")
+        tell("decode, rows 2")
+    shown = capsys.readouterr().err
+    assert "━" in shown and "1/2" in shown and "after" not in shown
+
+
+def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", (32, 1, 2, 1, 48, 300))
+    folder = str(make_model(tmp_path, "tiny"))
+    for who in ("nanobatch serial", "mlx-lm"):
+        sample = Sample(Spec("decode", who, folder, 300, rows=1, prompt=4, output=2))
+        assert sample.decode()["decode tokens/s"] > 0
+        sample.contestant.close()
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--rows", "1,0"], ["--rows", "'0'", "from 1 to 1,024"]),
+        (["--output", "1"], ["--output", "'1'", "from 2 to"]),
+        (["--samples", "many"], ["--samples", "'many'", "whole number"]),
+        (["--parts", "decode,cold"], ["'cold'", "newcomer"]),
+        (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp", "folder"]),
+        (["--vs", "mlx-lm,"], ["''", "folder"]),
+        (["--vs", "docs"], ["'docs'", "holds a bench.py"]),
+        (["--vs", "llama.cpp@off"], ["products of its own", "@'off'"]),
+        (["--parts", "same"], ["same", "--vs mlx-lm", "--vs llama.cpp"]),
+        (["--shape", "70b"], ["70b", "llama-1b"]),
+        (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
+        (["--json", "/dev/null/run.json"], ["/dev/null/run.json", "cannot be written"]),
+        (["--plot", "x.svg", "--parts", "steps"], ["--plot", "decode and open"]),
+        (["--colour"], ["--colour"]),
+        (["--exact"], ["--exact"]),  # there is one way to compute a row
+        (["--compact"], ["--compact"]),
+    ],
+)
+def test_a_wrong_option_gets_one_line_and_nothing_is_measured(arguments, words, capsys):
+    with pytest.raises(SystemExit) as exit:
+        bench.main(arguments)
+    line = capsys.readouterr().err
+    assert exit.value.code == 2 and line.count("\n") == 1
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[1, 2]", b'{"records": [{}]}', b"\xff"])
+def test_a_file_that_holds_no_run_gets_one_line(content, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert bench.main(["--from", str(path)]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and str(path) in line and "name what --json has written" in line
+
+
+def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    assert bench.main(["--model", spec.folder + "/config.json"]) == 2
+    assert "is a file" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="would fit"):
+        samples.measure(spec._replace(part="growth", length=2**30), our_column("continuous"))
+
+
+def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
+    """Late in a prompt chunks are narrow, so the first answer had ended before the last prompt was read."""
+    sample = Sample(spec._replace(part="steps", rows=4, prompt=900, output=2))
+    with closing(sample.contestant):
+        steps = sample.decode_steps()
+    assert len(steps) >= 2 and all(len(step.decode) == 4 for step in steps)
+
+
+def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_job):
+    """The signal goes to the benchmark alone, as from another program: its child must not be left behind."""
+    command = [sys.executable, str(BENCH), "--model", spec.folder, "--parts", "decode", "--output", "100000"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"NANOBATCH_BLAS": "off"},  # where there is no fast BLAS, a line would say so
+        preexec_fn=background_job,
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.parent.exists():
+        process.kill()
+        pytest.skip("no /proc here")
+    while not (samples := [pid for pid in children.read_text().split() if "--sample" in line_of(pid)]):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (stdout, process.returncode) == ("", 130)
+    assert re.fullmatch(r"nanobatch: 1 of \d+ after \d+ s: decode, rows 1, nanobatch continuous\n", stderr), stderr
+    deadline = time.monotonic() + 30  # it may still be importing what it needs to notice
+    while line_of(samples[0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def line_of(pid: str) -> str:
+    """A process's command line; empty if it has gone, or is dead and waits for somebody to take note of it."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

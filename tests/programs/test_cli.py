@@ -1,0 +1,526 @@
+"""The command line, as a user runs it: a process, its two streams, and its exit code.
+
+To import MLX and all the rest takes a process ten times as long as to answer. So what does not need a process of its
+own runs `main` in this one (`here`), with the same two streams and the same exit code.
+"""
+
+import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from tokenizers import Tokenizer, models
+
+import ask
+import bench
+import serve
+import tui
+from parts import program
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("cli"), seed=1))
+
+
+def run(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "ask.py"), *arguments],
+        input=stdin.encode(),
+        capture_output=True,
+        timeout=60,
+        env=os.environ | environment,
+        cwd="/",
+    )
+
+
+@pytest.fixture
+def here(model, capfd, monkeypatch):
+    """What `run` does, in this process. Without a word about it, the model is the fixture's."""
+
+    def run_here(*arguments: str, main=ask.main, stdin: str = "") -> subprocess.CompletedProcess:
+        if main is ask.main and "--model" not in arguments:
+            arguments = ("--model", model, *arguments)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        capfd.readouterr()
+        try:
+            with pytest.raises(SystemExit) as ended:
+                program.run(lambda: main(list(arguments)))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return subprocess.CompletedProcess(arguments, ended.value.code, *(said.encode() for said in capfd.readouterr()))
+
+    return run_here
+
+
+def lines(stream: bytes) -> list[str]:
+    """What was said, without what is said in any case: advice about a missing BLAS, slots and memory, the template."""
+    always = ("reference BLAS", " of memory are free", "no chat template")
+    return [line for line in stream.decode(errors="replace").splitlines() if not any(a in line for a in always)]
+
+
+def test_prompts_run_at_once_and_each_answer_comes_with_its_figures(model):
+    done = run("--model", model, "--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos")
+    text = done.stdout.decode(errors="replace")
+    assert done.returncode == 0, done.stderr
+    assert text.index("--- 1: one") < text.index("--- 2: two")
+    assert text.count("[length: 8 tokens, TTFT ") == 2 and text.count(" tokens/s]") == 2
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(model):
+    given = run("--model", model, "--prompt", "a question", "--max-tokens", "8", "--ignore-eos")
+    piped = run("--model", model, "--prompt", "-", "--max-tokens", "8", "--ignore-eos", stdin="a question")
+    assert answer(piped) == answer(given) != []
+
+
+def headings(done: subprocess.CompletedProcess) -> list[str]:
+    return [line.partition(": ")[2] for line in done.stdout.decode(errors="replace").splitlines() if line[:4] == "--- "]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["one", "two", "--max-tokens", "8", "--ignore-eos"],
+        ["--max-tokens", "8", "--ignore-eos", "one", "two"],
+        ["one", "--max-tokens", "8", "two", "--ignore-eos"],
+        ["one", "--ignore-eos", "--max-tokens=8", "--prompt", "two"],
+        ["--prompt", "two", "--max-tokens", "8", "one", "--ignore-eos"],  # plain ones come first
+        ["--ignore-eos", "--max-tokens", "8", "--", "one", "two"],
+    ],
+)
+def test_prompts_are_plain_arguments_wherever_they_stand_among_the_options(here, arguments):
+    expected = here("--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos")
+    done = here(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert headings(done) == headings(expected) == ["one", "two"]
+    assert answer(done) == answer(expected) != []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-"], [], ["--prompt", "-"], ["first", "-"], ["-", "first"], ["first", "--prompt", "-"], ["-", "-"]]
+)
+def test_a_dash_among_the_prompts_or_no_prompt_at_all_stands_for_standard_input(here, arguments):
+    settings = ["--max-tokens", "8", "--ignore-eos"]
+    done = here(*settings, *arguments, stdin="a question")
+    prompts = ["a question" if argument == "-" else argument for argument in arguments if argument != "--prompt"]
+    expected = here(*settings, *(prompts or ["a question"]))
+    assert done.returncode == 0 and headings(done) == (prompts or ["a question"])
+    assert answer(done) == answer(expected) != []
+
+
+def test_a_prompt_that_looks_like_an_option_is_named_as_a_prompt(model):
+    refused = run("--model", model, "--max-tokens", "4", "--what")
+    assert refused.returncode == 2 and "--what" in lines(refused.stderr)[-1]
+    done = run("--model", model, "--max-tokens", "4", "--prompt=--what")
+    assert done.returncode == 0 and headings(done) == ["--what"]
+
+
+@pytest.mark.parametrize("before", [[], ["one"]])
+def test_what_follows_two_dashes_is_a_prompt_whatever_it_looks_like(here, before):
+    """`-- --odd` was refused, unless a plain prompt stood before it: argparse forgot the two dashes half way."""
+    odd = ["--odd", "two", "--max-tokens", "--"]
+    done = here(*before, "--max-tokens", "4", "--", *odd)
+    assert done.returncode == 0, done.stderr
+    assert headings(done) == before + odd
+
+
+def test_a_seed_makes_an_answer_repeat_in_another_process_too_and_a_stop_text_ends_it(here, model):
+    arguments = ["--model", model, "--prompt", "one", "--max-tokens", "30", "--ignore-eos", "--temperature", "1"]
+    first = run(*arguments, "--seed", "1")
+    assert answer(here(*arguments, "--seed", "1")) == answer(first) != answer(here(*arguments, "--seed", "2"))
+    text = "\n".join(answer(first))
+    stop = next(char for char in text[5:] if char.isalnum())
+    ended = here(*arguments, "--seed", "1", "--stop", stop)
+    assert "\n".join(answer(ended)) == text[: text.index(stop)] and b"[stop: " in ended.stdout
+
+
+def test_a_chat_model_gets_its_prompts_through_its_template_unless_told_not_to(here, model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("<|user|>{{ messages[0].content }}<|end|>")
+    arguments = ["--prompt", "one", "--max-tokens", "8", "--ignore-eos"]
+    plain, chat = here(*arguments), here("--model", str(folder), *arguments)
+    assert answer(chat) != answer(plain)
+    assert answer(here("--model", str(folder), *arguments, "--raw")) == answer(plain)
+    assert b"no chat template" in plain.stderr and b"no chat template" not in chat.stderr
+
+
+def test_the_chosen_slots_and_memory_are_said(here):
+    done = here("--prompt", "x", "--max-tokens", "1")
+    assert "nanobatch: llama, 2 layers; 1 slot of 1,024 tokens in a slab of 512 KiB; " in done.stderr.decode()
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(model):
+    command = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--prompt", "x", "--ignore-eos"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(20)
+    process.stdout.close()
+    stderr = process.stderr.read()
+    assert process.wait(30) == 141 and b"Traceback" not in stderr and b"BrokenPipe" not in stderr
+
+
+def answer(done: subprocess.CompletedProcess) -> list[str]:
+    return [line for line in lines(done.stdout) if not line.startswith(("---", "    ["))]
+
+
+@pytest.mark.parametrize("option", [["--policy", "static"], ["--policy", "serial"], ["--slots", "1"], ["--slots", "7"]])
+def test_no_option_changes_the_answer(here, option):
+    prompts = ["--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos"]
+    assert answer(here(*prompts, *option)) == answer(here(*prompts)) != []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "./nowhere"], "./nowhere"),
+        (["--prompt", ""], "empty"),
+        (["--max-tokens", "0"], "max_tokens = 0"),
+        (["--max-tokens", "2000"], "slot holds"),
+        (["--slots", "0"], "slots = 0"),
+        (["--max-len", "-1"], "max_len = -1"),
+        (["--max-len", "1" + "0" * 23], "max_len = 1000"),
+        (["--slots", "1" + "0" * 19], "slots = 1"),
+        (["--model", "x" * 400], "xxx"),
+        (["--model", "~nobody/x"], "~nobody/x"),
+        (["--max-len", "999999999"], "--max-len"),
+        (["--temperature", "-1"], "temperature = -1"),
+        (["--temperature", "nan"], "temperature = nan"),
+        (["--top-p", "0"], "top_p = 0"),
+        (["--top-p", "1.5"], "top_p = 1.5"),
+        (["--top-k", "-1"], "top_k = -1"),
+        (["--min-p", "2"], "min_p = 2"),
+        (["--repetition-penalty", "0"], "repetition_penalty = 0"),
+        (["--stop", ""], "stop holds ''"),
+        (["--policy", "magic"], "magic"),
+        (["--max-tokens", "many"], "many"),
+        (["--magic"], "--magic"),
+    ],
+)
+def test_a_mistake_gets_its_line_and_exit_code_2(here, arguments, words):
+    done = here("--prompt", "hello", *arguments)
+    said = lines(done.stderr)
+    assert done.returncode == 2 and words in said[-1], said
+    assert "Traceback" not in "\n".join(said)
+    assert len(said) == 1 or said[0].startswith("usage:"), said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--port", "x"],
+        ["--port", "70000"],
+        ["--slots", "0"],
+        ["--max-len", "1"],
+        ["--max-queue", "-1"],
+        ["--policy", "lifo"],
+        ["--model", "/no/such/folder"],
+        ["--model", ""],
+        ["--host", "256.1.1.1"],
+        ["--host", "203.0.113.1"],
+        ["--log-file", "/no/such/folder/log"],
+        ["--nonsense"],
+        ["--api-key", ""],  # as "$KEY" is where KEY is not set: it would let everybody in
+        ["--api-key", "key\n"],  # a header's value has no spaces around it, so this would let no client in
+        ["--watch-key", " "],
+    ],
+)
+def test_a_wrong_option_of_the_server_is_one_line_and_exit_code_2(here, arguments):
+    done = here("--port", "0", *arguments, main=serve.main)
+    (line,) = lines(done.stderr)
+    assert done.returncode == 2 and line.startswith("nanobatch: "), done
+
+
+# It knows no word, and has no token for words that it does not know.
+LATE = Tokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]")).to_str().encode()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("config.json", None, "config.json is missing"),
+        ("config.json", b"{", "not JSON"),
+        ("config.json", b'{"model_type": "gpt2"}', "Supported: llama, mistral, qwen2, qwen3"),
+        ("model.safetensors", None, "model*.safetensors"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        ("model.safetensors", b"<!DOCTYPE html>", "HTML"),
+        ("config.json", b"[" * 100_000, "config.json"),
+        ("config.json", b'{"model_type": "llama", "hidden_size": 1' + b"0" * 400 + b"}", "hidden_size"),
+        ("model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "no tensors"),
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("tokenizer.json", b"[]", "not a tokenizer"),
+        ("tokenizer.json", LATE, "cannot read this prompt (WordLevel error: Missing [UNK] token"),
+        ("chat_template.jinja", b"{{ 'a' * 10 ** 9 }}", "makes more than 100,000,000 characters; give plain text"),
+        ("chat_template.jinja", b"{{ " + b"(" * 3000 + b"1" + b")" * 3000 + b" }}", "recursion depth"),
+    ],
+)
+def test_a_broken_model_gets_its_line_and_exit_code_2(here, model, tmp_path, file, content, words):
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+    done = here("--model", str(folder), "--prompt", "x")
+    assert done.returncode == 2 and len(lines(done.stderr)) == 1 and words in lines(done.stderr)[0]
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_process_whose_model_is_broken_ends_with_its_line_and_nothing_behind_it(model, tmp_path, file):
+    """What `main` says and what a user sees are the same only if nothing is said at the process's end."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / file).write_bytes(b"[]")
+    done = run("--model", str(folder), "--prompt", "x")
+    assert done.returncode == 2 and len(lines(done.stderr)) == 1 and file in lines(done.stderr)[0]
+
+
+def test_no_standard_input_and_a_full_disk_get_their_line(model):
+    command = f"{sys.executable} {ROOT}/ask.py --model {model} --max-tokens 4"
+    done = subprocess.run(f"{command} <&-", shell=True, capture_output=True, timeout=60)
+    assert done.returncode == 2 and "empty" in lines(done.stderr)[-1]
+    if Path("/dev/full").exists():
+        done = subprocess.run(f"{command} --prompt x >/dev/full", shell=True, capture_output=True, timeout=60)
+        assert done.returncode == 1 and "cannot be written" in lines(done.stderr)[-1]
+
+
+def test_a_hub_id_that_is_not_here_while_the_network_is_down(tmp_path):
+    done = run("--model", "some/one", "--prompt", "x", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert done.returncode == 2 and len(lines(done.stderr)) == 1 and "check the network" in lines(done.stderr)[0]
+
+
+def test_a_prompt_that_is_no_text_gets_its_line(model):
+    command = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--prompt", "-"]
+    done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=60)
+    assert done.returncode == 2 and len(lines(done.stderr)) == 1
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_while_it_answers_ends_it_at_once_also_in_a_background_job(model, sent, code, background_job):
+    endless = ["--model", model, "--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--ignore-eos"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "ask.py"), *endless],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=background_job,
+    )
+    process.stdout.read(40)  # it is answering by now
+    process.send_signal(sent)
+    began = time.monotonic()
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == code and time.monotonic() - began < 10  # its answer would have taken minutes
+    assert b"Traceback" not in stderr
+
+
+@pytest.mark.parametrize("asked", [ask, serve, tui, bench], ids=lambda module: module.__name__)
+def test_every_program_says_its_version_on_standard_output_and_ends(here, asked):
+    """The number is the one in pyproject.toml, and stands nowhere else."""
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    done = here("--version", main=asked.main)
+    assert (done.returncode, done.stderr.decode()) == (0, "")
+    line = rf"nanobatch {re.escape(number)} \(mlx \S+, Python \S+, \w+ \w+\)\n"
+    assert re.fullmatch(line, done.stdout.decode())
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        *(("ask.py", name) for name in ("argparse", "dataclasses", "ctypes", "mlx", "tokenizers")),
+        *(("bench.py", name) for name in ("argparse", "timeit", "mlx", "tokenizers")),
+        # The screen's loader imports MLX and what is beyond, while the first frame is shown.
+        *(("tui.py", name) for name in ("argparse", "textual", "mlx", "tokenizers")),
+    ],
+)
+def test_ctrl_c_during_the_imports_is_quiet_in_every_program(tmp_path, program, module):
+    """A signal came while the imports ran, outside of any `try`: a traceback, and no exit code 130.
+
+    Here the signal comes from within an import: of the first module that a program needs, of the last, and between.
+    """
+    reached = tmp_path / "reached"
+    (tmp_path / f"{module}.py").write_text(
+        f"import signal, time\nopen({str(reached)!r}, 'w').close()\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(5)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(ROOT / program), *(["--script", "burst1"] if program == "tui.py" else [])],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "NANOBATCH_BLAS": "off"},
+        # A shell's background job ignores Ctrl-C, and so does all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert reached.exists(), "the signal never came"
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
+def test_closed_standard_streams_leave_their_numbers_to_no_other_file(tmp_path):
+    """A service may be started without them. The weights were opened as file 0, which MLX takes for a failure."""
+    trace = tmp_path / "trace"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tui.py"), "--plain", "--script", "burst1", "--trace", str(trace)],
+        preexec_fn=lambda: [os.close(number) for number in range(3)],
+        timeout=120,
+    )
+    assert done.returncode == 0 and trace.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("program", ["ask.py", "bench.py", "tui.py"])
+def test_in_a_background_job_that_ignores_ctrl_c_a_program_ignores_it_too(tmp_path, program):
+    (tmp_path / "argparse.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nraise SystemExit(7)\n")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / program)],
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert done.returncode == 7
+
+
+def test_importing_a_program_changes_nothing_about_ctrl_c():
+    code = "import signal; before = signal.getsignal(2); import ask, bench, tui; print(signal.getsignal(2) is before)"
+    assert python(code).stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        (ask, ["--max-tokens"]),
+        (ask, ["--slots=1", "--what"]),
+        (ask, ["--policy"]),
+        (ask, ["--model"]),
+        (tui, ["--slots"]),
+        (tui, ["--policy"]),
+        (tui, ["--script"]),
+        (tui, ["--prompts"]),
+        (tui, ["--trace"]),
+        (bench, ["--parts"]),
+        (bench, ["--rows"]),
+        (bench, ["--shape"]),
+        (bench, ["--json"]),
+        (bench, ["--from"]),
+    ],
+)
+def test_a_value_as_long_as_a_book_is_quoted_in_a_short_line_with_the_remedy(here, program, arguments):
+    """5,000 characters were said again, whole."""
+    *others, option = arguments
+    done = here(*others, f"{option}={BOOK}", main=program.main)
+    check_that_it_is_short(done)
+
+
+@pytest.mark.parametrize("program", ["ask.py", "tui.py", "bench.py"])
+def test_a_process_quotes_a_book_in_a_short_line_too(program):
+    """The model is looked for by a thread of the screen, and by another process of the benchmark."""
+    command = [sys.executable, str(ROOT / program), f"--model={BOOK}"]
+    check_that_it_is_short(subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60))
+
+
+BOOK = "x" * 4000 + "\x1b[31m\n" + "y" * 1000
+
+
+def check_that_it_is_short(done: subprocess.CompletedProcess) -> None:
+    (line,) = lines(done.stderr)
+    assert done.returncode == 2 and line.startswith("nanobatch: ") and len(line) < 500 and "\x1b" not in line
+    assert "x" * 10 in line and "y" * 1000 not in line
+
+
+# --- what lies under MLX -----------------------------------------------------------------------------------------
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=environment, text=True)
+
+
+def test_the_blas_can_be_turned_off_and_then_nothing_is_said():
+    done = python("import nanobatch; from parts.device import mlx as device; print(device.blas)", NANOBATCH_BLAS="off")
+    assert (done.stdout, done.stderr, done.returncode) == ("mlx\n", "", 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
+def test_a_blas_that_cannot_be_loaded_is_named(model):
+    done = run("--model", model, "--prompt", "x", NANOBATCH_BLAS="/no/such/lib.so")
+    assert done.returncode == 2 and lines(done.stderr)[0].startswith("nanobatch: NANOBATCH_BLAS=/no/such/lib.so")
+    assert len(lines(done.stderr)) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
+def test_a_library_that_is_no_blas_is_refused(model):
+    done = run("--model", model, "--prompt", "x", NANOBATCH_BLAS="libm.so.6")
+    assert done.returncode == 2 and "NANOBATCH_BLAS=libm.so.6 is no BLAS" in lines(done.stderr)[0]
+    assert len(lines(done.stderr)) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
+def test_openblas_is_put_under_mlx_and_said_to_be(model):
+    """A library was loaded, and MLX went on with its own. Another order of adding up shows in the bits."""
+    code = (
+        "from parts.device.mlx import blas, mx\na = mx.random.normal((384, 384), key=mx.random.key(0))\n"
+        "print(mx.sum((a @ a).view(mx.int32)).item(), blas)"
+    )
+    bits, named = zip(*(python(code, NANOBATCH_BLAS=b).stdout.split(" ", 1) for b in ("off", "openblas")), strict=True)
+    assert named[0] == "mlx\n" and named[1].startswith("openblas (") and bits[0] != bits[1]
+    done = run("--model", model, "--prompt", "x", "--max-tokens", "2", NANOBATCH_BLAS="openblas")
+    assert done.returncode == 0 and named[1].strip().encode() in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
+def test_without_a_fast_blas_one_line_says_why_and_what_to_install(tmp_path):
+    """A ctypes that finds no library, as on a machine that has none. The line stands in every engine's summary."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes\ndef none(*args, **options): raise OSError('not found')\nctypes.CDLL = none\n"
+    )
+    done = python(
+        "import nanobatch; from parts.device import mlx as device; print(device.blas)",
+        PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}",
+        NANOBATCH_BLAS="",
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+    )
+    assert done.returncode == 0 and done.stdout.count("\n") == 1
+    assert done.stdout.startswith("mlx, so bits may differ with the company: ")
+    assert "pip install -e '.[cpu]'" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Mac's MLX always has its backend")
+def test_a_missing_backend_says_which_extra_to_install(model, tmp_path):
+    """An mlx package without its library, as `pip install mlx` leaves it on Linux."""
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").write_text("")
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')\n")
+    done = run("--model", model, "--prompt", "x", PYTHONPATH=str(tmp_path), NANOBATCH_BLAS="off")
+    assert done.returncode == 2
+    assert len(lines(done.stderr)) == 1 and "pip install -e '.[cpu]'" in lines(done.stderr)[0]
+    imported = python("import nanobatch", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", NANOBATCH_BLAS="off")
+    assert imported.returncode == 1 and "ImportError: MLX has no backend here" in imported.stderr
+
+
+# --- environments ------------------------------------------------------------------------------------------------
+
+
+def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(model, tmp_path):
+    arguments = ("--model", model, "--prompt", "hello", "--max-tokens", "8", "--ignore-eos")
+    expected = answer(run(*arguments))
+    broken = tmp_path / "bin"
+    broken.mkdir()
+    for name in ("cc", "gcc", "clang", "g++"):
+        (broken / name).write_text("#!/bin/sh\nexit 1\n")
+        (broken / name).chmod(0o755)
+    empty = {"XDG_CACHE_HOME": str(tmp_path / "cache")}  # here our own product is not kept yet
+    environments = [{"PATH": "/nowhere"}, {"PATH": str(broken)}, {"TMPDIR": "/proc"}, {"HOME": "/proc/nowhere"}]
+    environments += [environment | empty for environment in environments]
+    for environment in environments:
+        done = run(*arguments, **environment)
+        assert done.returncode == 0 and answer(done) == expected, (environment, done.stderr)
+
+
+def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, monkeypatch):
+    """`--model .` served a model without a name, which no request could ask for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    assert {program.name_of(text) for text in ("small", "small/", "./small", "small/../small")} == {"small"}
+    assert program.name_of(".") == tmp_path.name
+    assert (program.name_of("owner/name"), program.name_of("demo")) == ("owner/name", "demo")

@@ -1,0 +1,532 @@
+"""One model over several processes: shares add up, orders survive the wire, two processes answer like one, and a rank
+that is lost is told of and not waited for.
+
+The processes speak over MLX's ring, on loopback. With 3 and 4 ranks, by MPI, the same is run by hand: `python
+tools/crowd.py`.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint
+from doors import hail
+from harness import random_asks, run_schedule
+from rank import SIZES, live
+
+from nanobatch import Engine, most_numbers, pack, unpack
+from parts import program
+from parts.device import rows
+from parts.device.mlx import mx
+from parts.files import ModelError
+from parts.model.config import read_config
+from parts.model.fit import Sizes, check_alike, is_exact
+from parts.model.layers import Chain, Dense, Quantized
+from parts.model.load import ModelReader
+from parts.model.share import Share
+from parts.ranks import ranks
+from parts.ranks.line import Line, keep_alive
+from parts.ranks.meet import join
+from parts.ranks.ranks import LOST, Ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+# --- shares ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("H", "Hkv", "hidden"), [(8, 8, 96), (8, 4, 640), (9, 3, 1536), (8, 1, 100), (12, 2, 512)])
+def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
+    """A head or a hidden number that two ranks have counts twice; one that no rank has is missing."""
+    changes = {"num_attention_heads": H, "num_key_value_heads": Hkv, "intermediate_size": hidden, "head_dim": 16}
+    c = read_config(make_checkpoint(tmp_path / "model", **changes), True)
+    for size in range(1, 9):
+        shares = [Share.of(c, rank, size) for rank in range(size)]
+        assert [head for share in shares for head in share.queries] == list(range(H))
+        assert [number for share in shares for number in share.hidden] == list(range(hidden))
+        for share in shares:
+            assert share.queries and share.hidden
+            own = [head * Hkv // H for head in share.queries]  # the key heads that its query heads look at
+            assert sorted(set(own)) == list(share.keys)
+            assert len(set(Counter(own).values())) == 1, "attention shares a key head among equally many query heads"
+        spread = Counter(len(share.hidden) for share in shares)
+        assert max(spread) - min(spread) <= 64, "a rank has much more to do than another"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("olmo2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})]
+)
+def test_a_family_that_cannot_be_cut_up_is_refused_on_ranks_by_name(tmp_path, family, changes):
+    """Each rank would norm by what it has of q and k, or might choose other experts; MLX adds up what does not belong
+    together without complaint."""
+    folder = make_checkpoint(tmp_path / "model", model_type=family, **changes)
+    with pytest.raises(ModelError, match=rf"{family}.*one process"):
+        ModelReader(folder, "float32", Ranks(1, 2))
+    ModelReader(folder, "float32", Ranks(0, 1))
+
+
+KINDS = {
+    "gqa": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
+    "mqa": {"num_key_value_heads": 1},
+    "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+    "granite": {
+        "model_type": "granite",
+        "attention_bias": True,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+    },
+    "phi3": {"model_type": "phi3"},
+    "phi3, a part turns": {"model_type": "phi3", "partial_rotary_factor": 0.5},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0]},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16},
+    "gemma3_text": {"model_type": "gemma3_text", "head_dim": 16},
+    "interleaved, 4 bit": {"rope_traditional": True, "quantize": lambda module: (4, 32)},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
+    "4 bit": {"quantize": lambda module: (4, 32) if "embed" not in module else None},
+}
+
+
+def own(branch):
+    """What a rank computes by itself, before it is added up over the ranks."""
+    return branch.steps[0] if isinstance(branch, Chain) else branch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
+    """A bias that every rank adds counts several times; columns where rows belong still have fitting shapes."""
+    changes = {"num_hidden_layers": 1, "intermediate_size": 192, **KINDS[kind]}
+    folder = make_checkpoint(tmp_path / "model", seed=3, **changes)
+    whole = ModelReader(folder, "float32").read()
+    c, layer = whole.config, whole.layers[0]
+    x = mx.random.normal((5, c.D), key=mx.random.key(1))
+    q, k, v = np.split(np.array(layer.qkv(x)), np.cumsum([c.H * c.Dh, c.Hkv * c.Dh]), axis=1)
+    heads = mx.random.normal((5, c.H, c.Dh), key=mx.random.key(2))
+    down = lambda layer: own(layer.mlp)(x)  # noqa: E731
+    for size in (2, 3, 4):
+        models = [ModelReader(folder, "float32", Ranks(rank, size)).read() for rank in range(size)]
+        shares = [Share.of(c, rank, size) for rank in range(size)]
+        for model, share in zip(models, shares, strict=True):
+            queries, keys = (slice(heads.start * c.Dh, heads.stop * c.Dh) for heads in (share.queries, share.keys))
+            expected = np.concatenate([q[:, queries], k[:, keys], v[:, keys]], axis=1)
+            np.testing.assert_allclose(np.array(model.layers[0].qkv(x)), expected, atol=1e-4)
+        parts = [
+            own(model.layers[0].out)(heads[:, share.queries.start : share.queries.stop].reshape(5, -1))
+            for model, share in zip(models, shares, strict=True)
+        ]
+        np.testing.assert_allclose(np.array(sum(parts)), np.array(own(layer.out)(heads.reshape(5, -1))), atol=1e-4)
+        sums = sum(down(model.layers[0]) for model in models)
+        np.testing.assert_allclose(np.array(sums), np.array(down(layer)), atol=1e-3)
+        assert [model.head(x) is x for model in models] == [False] + [True] * (size - 1)
+
+
+def test_packed_numbers_are_cut_where_their_scales_are(tmp_path):
+    """On a GPU a quantized matrix stays packed. A cut inside of a group would leave numbers without their scale."""
+    folder = make_checkpoint(
+        tmp_path / "model", dtype=mx.float16, hidden_size=128, intermediate_size=256, quantize=lambda module: (4, 64)
+    )
+    whole = ModelReader(folder, "checkpoint").read().layers[0]
+    x = mx.random.normal((3, 128), key=mx.random.key(1)).astype(mx.float16)
+    down = lambda layer: own(layer.mlp)(x)  # noqa: E731
+    for size in (2, 4):
+        layers = [ModelReader(folder, "checkpoint", Ranks(rank, size)).read().layers[0] for rank in range(size)]
+        np.testing.assert_allclose(np.array(sum(map(down, layers))), np.array(down(whole)), rtol=0.02, atol=0.5)
+        parts = [own(layer.out)(heads) for layer, heads in zip(layers, mx.split(x, size, axis=-1), strict=True)]
+        np.testing.assert_allclose(np.array(sum(parts)), np.array(own(whole.out)(x)), rtol=0.02, atol=0.1)
+        # One head of 32 numbers is half a group: its part of `o` is unpacked.
+        assert [type(own(layer.out)) for layer in layers] == [Quantized if size == 2 else Dense] * size
+        assert all(
+            isinstance(part, Quantized)
+            for layer in layers
+            for part in (layer.qkv, own(layer.mlp).gate_up, own(layer.mlp).down)
+        )
+
+
+def test_a_rank_takes_the_memory_of_its_share(tmp_path):
+    """Counted whole, a model that fits two machines would be refused on both."""
+    folder = make_checkpoint(tmp_path / "model", hidden_size=128, intermediate_size=1024, num_key_value_heads=4)
+    whole = ModelReader(folder, "float32").nbytes
+    for size in (2, 4):
+        readers = [ModelReader(folder, "float32", Ranks(rank, size)) for rank in range(size)]
+        outside = 272 * 128 * 4  # the table, which all have; the head, as large, is rank 0's
+        expected = (whole - 2 * outside) / size
+        assert readers[1].nbytes == pytest.approx(expected + outside, rel=0.02)
+        assert readers[0].nbytes == pytest.approx(expected + 2 * outside, rel=0.02)
+        assert readers[1].fit().slots == 8
+
+
+def test_more_ranks_than_heads_are_refused(tmp_path):
+    """A rank without a head would multiply empty matrices."""
+    c = read_config(make_checkpoint(tmp_path / "model"), True)
+    with pytest.raises(ModelError, match="5 ranks cannot share a model with 4 attention heads; start 4 or less"):
+        Share.of(c, 0, 5)
+
+
+# --- orders ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [32, 100, 1000])
+def test_orders_survive_the_wire(parts, budget):
+    """What a rank that follows hears is what the leader ran, but for how tokens are chosen; and it fits the room."""
+    orders, rng = [], np.random.default_rng(budget)
+    with Engine(*parts, slots=4, max_len=128, chunk=32, budget=budget) as engine:
+        run = engine.runner.run
+        engine.runner.run = lambda order: orders.append(order) or run(order)
+        run_schedule(engine, random_asks(rng, 40, 100, 12, cancels=0.4, alike=0.6), rng)
+    most = most_numbers(Sizes(slots=4, max_len=128, chunk=32, budget=budget, summary=""))
+    assert len(orders) > 50
+    assert sum(bool(order.scrubs) for order in orders) > 0
+    assert sum(len(order.prefills) > 1 for order in orders) > 0
+    assert any(prefill.source is not None for order in orders for prefill in order.prefills)
+    for order in orders:
+        numbers = pack(order)
+        assert unpack([*numbers, *[0] * 9]) == order._replace(picks={})
+        assert len(numbers) <= most and all(-1 <= number < 2**31 for number in numbers)
+
+
+# --- how they find each other --------------------------------------------------------------------------------------
+
+
+def test_a_process_that_was_started_alone_is_alone(monkeypatch):
+    for name in ("MLX_RANK", "MLX_HOSTFILE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert program.backend() == "" and program.rank() == 0
+    alone = join()
+    assert (alone.rank, alone.size) == (0, 1)
+    x = mx.ones(3)
+    assert alone.sum(x) is x and alone.first(x) is x and alone.least(4, 5) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("rank", "text", "says"),
+    [
+        ("0", None, "MLX_RANK is set, but not MLX_HOSTFILE"),
+        ("x", '[["127.0.0.1:1"], ["127.0.0.1:2"]]', "MLX_RANK"),
+        ("2", '[["127.0.0.1:1"], ["127.0.0.1:2"]]', "MLX_RANK = 2, but .* lists 2 ranks, from 0 to 1"),
+        ("0", '[["127.0.0.1:1"]]', "is no hostfile"),
+        ("0", "{", "is no hostfile"),
+        ("0", '{"a": 1, "b": 2}', "is no hostfile"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1:2", 3]]', "is no hostfile"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1"]]', "'127.0.0.1' is no address"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1:65537"]]', "'127.0.0.1:65537' is no address"),
+        ("0", '[["127.0.0.1:1"], [":2"]]', "':2' is no address"),
+        ("1", '[["127.0.0.1:1"], ["127.1:1"]]', "lists 127.0.0.1:1 twice"),
+    ],
+)
+def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, text, says):
+    """MLX answers with an abort, or waits for ever; port 65537 is 1 for it, and then no connection is looked after."""
+    monkeypatch.setenv("MLX_RANK", rank)
+    monkeypatch.delenv("MLX_HOSTFILE", raising=False)
+    if text:
+        (tmp_path / "hosts.json").write_text(text)
+        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
+    join.cache_clear()
+    with pytest.raises(ValueError, match=says) as caught:
+        join()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_port_that_is_taken_is_said_before_anything_waits(monkeypatch, tmp_path):
+    """Two processes with one MLX_RANK listened at one port, since MLX lets them: either might get the neighbour."""
+    with socket.socket() as other:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as MLX does it
+            other.setsockopt(socket.SOL_SOCKET, option, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        here = f"127.0.0.1:{other.getsockname()[1]}"
+        (tmp_path / "hosts.json").write_text(json.dumps([["127.0.0.1:1"], [here]]))
+        monkeypatch.setenv("MLX_RANK", "1")
+        monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
+        join.cache_clear()
+        with pytest.raises(ModelError, match=rf"rank 1 \({here}\) cannot listen: Address already in use"):
+            join()
+
+
+class Beside(Ranks):
+    """Rank 0 of two, which never meets the other one, but knows what it would say."""
+
+    def __init__(self, says: list[int]):
+        super().__init__(0, 2)
+        self.said, self.says = [], iter(says)
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        self.said += numbers
+        return [list(numbers), [next(self.says, numbers[0])]]
+
+
+def test_ranks_with_other_weights_of_the_same_shapes_are_refused(tmp_path):
+    """A model and its tuned version have one config. Half of each answered nonsense, and nothing said so."""
+    models = [ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read() for seed in (1, 2)]
+    said = []
+    for model in models:
+        check_alike(replace(model, ranks=(beside := Beside([]))))  # the other says the same
+        said.append(beside.said)
+    assert len(said[0]) == 3 and said[0][:2] == said[1][:2]
+    with pytest.raises(ModelError, match="rank 0: the ranks have not the same weights"):
+        check_alike(replace(models[0], ranks=Beside(said[1])))
+    with pytest.raises(ModelError, match="rank 0: the ranks have not the same version"):
+        check_alike(replace(models[0], ranks=Beside([1])))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the line is looked at by Linux's TCP_INFO")
+def test_a_rank_that_is_slow_to_read_is_not_taken_for_lost(monkeypatch):
+    """The numbers of a wide chunk fill all room between two ranks. The system gave up one that did not read for 4 s."""
+    monkeypatch.setattr("parts.ranks.line.SILENCE_MS", 2000)
+    with ExitStack() as lines:
+        server = lines.enter_context(socket.create_server(("127.0.0.1", 0)))
+        one = lines.enter_context(socket.create_connection(server.getsockname()))
+        for each in (one, lines.enter_context(server.accept()[0])):
+            keep_alive(each)
+        one.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                one.send(bytes(2**16))
+        line, until = Line(1, "", one), time.monotonic() + 5
+        while time.monotonic() < until:
+            assert not line.is_gone() and not line.is_mute()
+            time.sleep(0.05)
+
+
+def test_a_rank_that_is_lost_during_the_goodbye_does_not_hold_it_up(monkeypatch):
+    """Where one signal ended both ranks at once, rank 0 waited for ever until rank 1 would hear of the end."""
+    is_gone, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(ranks, "GOODBYE_S", 0.1)
+    monkeypatch.setattr(Ranks, "_end", lambda self, why, code: ended.set())
+    line = SimpleNamespace(rank=1, address="there", is_mute=lambda: False, is_gone=is_gone.is_set)
+    leader = Ranks(0, 2, "ring", [line])
+    leader.room = 9
+    leader.first = lambda x: is_gone.set() or (ended.wait(10) and x)
+    leader.leave()
+    assert ended.is_set()
+
+
+# --- two processes -------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_whose_messages_nobody_reads_any_more_ends_all_the_same():
+    """Once `mlx.launch` was killed, the word about a lost rank broke its pipe, and rank 0 waited for ever."""
+    code = "from parts.ranks.ranks import Ranks; Ranks(0, 2)._end('rank 1 is gone', 3)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=writer, timeout=60)
+    os.close(writer)
+    assert done.returncode == 3
+
+
+class Pair(ExitStack):
+    """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are never started.
+    `inside` comes before each command. `forms`: of our own matrix product, one for each rank."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        *command: str,
+        only: tuple[int, ...] = (0, 1),
+        host: str = "127.0.0.1",
+        inside: tuple[str, ...] = (),
+        forms: Sequence[str] = (),
+    ):
+        super().__init__()
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            self.hosts = [f"{host}:{each.getsockname()[1]}" for each in (one, other)]
+        (tmp_path / "hosts.json").write_text(json.dumps([[host] for host in self.hosts]))
+        self.logs = [tmp_path / f"rank{rank}.log" for rank in (0, 1)]
+        self.processes = {}
+        for rank in only:
+            environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(tmp_path / "hosts.json")}
+            if forms:
+                environment["NANOBATCH_BLAS"] = f"rows:{forms[rank]}"
+            log = self.enter_context(self.logs[rank].open("wb"))
+            # A test may run in a background job, which ignores Ctrl-C, and so would its children.
+            reset = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+            options = {"stdout": log, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "env": environment}
+            self.processes[rank] = subprocess.Popen([*inside, sys.executable, *command], preexec_fn=reset, **options)
+            self.callback(self.end, self.processes[rank])
+
+    @staticmethod
+    def end(process: subprocess.Popen) -> None:
+        process.kill()
+        process.wait()
+
+    def codes(self, seconds: float = 60) -> list[int]:
+        deadline = time.monotonic() + seconds
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes.values()]
+
+    def said(self, rank: int) -> str:
+        return self.logs[rank].read_text()
+
+    def says(self, rank: int, pattern: str, seconds: float = 60) -> re.Match:
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.said(rank))):
+            assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.said(rank)
+            time.sleep(0.02)
+        return found
+
+
+def test_two_processes_answer_like_one(tmp_path):
+    """The demo; and a model of its own kinds: more query heads than key heads, biases, an untied head, 4 bit."""
+    kinds = {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16, "attention_bias": True}
+    packed = lambda module: (4, 32) if "mlp" in module else None  # noqa: E731
+    folders = ["demo", str(make_checkpoint(tmp_path / "other", seed=2, quantize=packed, **kinds))]
+    with Pair(tmp_path, str(ROOT / "tests" / "lib" / "rank.py"), "answers", *folders) as pair:
+        alone = []
+        for folder in folders:
+            with Engine.load(folder, **SIZES) as engine:
+                alone.append(live(engine))
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        together = [json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[[")]
+        assert together == alone and min(map(len, alone)) >= 8
+        assert len({token for answers in alone for answer in answers for token in answer}) > 20
+        assert len(re.findall(r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0", pair.said(1))) == 2
+
+
+def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
+    """Each request in company, with prefixes taken over, and then alone. The two have other forms of the product."""
+    folder = str(make_checkpoint(tmp_path / "model", seed=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16))
+    with Pair(tmp_path, str(ROOT / "tools" / "crowd.py"), folder, forms=(rows.forms_here() * 2)[:2]) as pair:
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        (line,) = [line for line in pair.said(0).splitlines() if line.startswith("[[")]
+    _, exact, compared, different = json.loads(line)
+    assert exact and compared > 200 and different == 0
+
+
+@pytest.mark.parametrize(("own", "says", "exact"), [(True, 1, True), (True, 0, False), (False, 1, False)])
+def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
+    """Once it had to be the same product, down to the number of its threads."""
+    monkeypatch.setattr("parts.device.mlx.is_exact", lambda: own)
+    assert is_exact(replace(parts[0], ranks=Beside([says]))) is exact
+
+
+def test_the_benchmark_measures_ranks_one_engine_after_another(tmp_path):
+    """Over MPI a sample's process could not join the others, so all samples are taken by the ranks themselves."""
+    small = ("--parts", "decode", "--rows", "1", "--samples", "2", "--prompt", "16", "--output", "8")
+    with Pair(tmp_path, str(ROOT / "bench.py"), *small, "--json", str(tmp_path / "run.json")) as pair:
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+    records = json.loads((tmp_path / "run.json").read_text())["records"]
+    assert len(records) == 2 and all(record["figures"]["decode tokens/s"] > 0 for record in records)
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes", "says"),
+    [
+        ("killed", [LOST, -signal.SIGKILL], r"rank 1 \(127.0.0.1:\d+\) is gone"),
+        ("raises at rank 1", [LOST, 1], r"rank 1 \(127.0.0.1:\d+\) is gone"),
+        ("raises at rank 0", [1, LOST], "OverflowError: planted"),
+    ],
+)
+def test_a_lost_rank_is_told_to_every_client_and_ends_every_process(tmp_path, fault, codes, says):
+    """MLX may wait for a lost rank for ever, and with it the thread that steps."""
+    with Pair(tmp_path, str(ROOT / "tests" / "lib" / "rank.py"), fault) as pair:
+        assert pair.codes() == codes, pair.said(0) + pair.said(1)
+        results = next(json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[["))
+        assert len(results) == 4
+        for reason, error in results:
+            assert reason == "error" and re.search(says, error), error
+        raised = {"raises at rank 1": 1, "raises at rank 0": 0}.get(fault)
+        assert raised is None or f"nanobatch: rank {raised} of 2: OverflowError: planted" in pair.said(raised)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["once", "again and again"])
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by, many):
+    """A third signal interrupted the goodbye to rank 1, which then took rank 0 for lost."""
+    with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
+        address = pair.says(0, r"at http://(\S+)/v1; .*rank 0 of 2 by ring")[1]
+        pair.says(1, "follows rank 0")
+        host, port = address.split(":")
+        body = json.dumps({"prompt": "Count from 3 to 9.", "max_tokens": 8, "temperature": 0}).encode()
+        with socket.create_connection((host, int(port)), 30) as line:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+            line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert line.recv(4096).startswith(b"HTTP/1.1 200")
+        for process in reversed(pair.processes.values()) if by == signal.SIGINT else [pair.processes[0]]:
+            process.send_signal(by)  # in a terminal, Ctrl-C reaches all
+        if many:
+            hail(pair.processes[0], by)
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        assert "Traceback" not in pair.said(0) + pair.said(1)
+
+
+def test_a_rank_is_missed_even_while_nothing_is_asked(tmp_path):
+    """Nothing is sent then, so MLX notices nothing: the next client would be the first to learn of it. Where the
+    hostfile writes the address in another way, such as by name, a rank was never missed."""
+    with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0", host="127.1") as pair:
+        pair.says(0, r"at http://(\S+)/v1;")
+        pair.says(1, "follows rank 0")
+        pair.processes[1].kill()
+        assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
+        assert "rank 1" in pair.said(0).splitlines()[-1] and "is gone" in pair.said(0).splitlines()[-1]
+
+
+@pytest.fixture
+def inside():
+    """What to write before a command that shall run in a network of its own, without any other machine."""
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        pytest.skip("no network of its own without unshare, nsenter and ip")
+    script = "ip link set lo up && echo up && exec sleep 600"
+    with subprocess.Popen(["unshare", "-rn", "sh", "-c", script], stdout=subprocess.PIPE) as network:
+        try:
+            enter = ("nsenter", "-t", str(network.pid), "-U", "-n", "--preserve-credentials")
+            if not network.stdout.readline() or subprocess.run([*enter, "true"], stderr=subprocess.DEVNULL).returncode:
+                pytest.skip("this user may have no network of its own")
+            yield enter
+        finally:
+            network.kill()
+
+
+def test_a_cut_line_is_told_to_every_client_and_ends_every_process(tmp_path, inside):
+    """No word comes of it, and MLX would wait for ever."""
+    with Pair(tmp_path, str(ROOT / "tests" / "lib" / "rank.py"), "cut", inside=inside) as pair:
+        assert pair.codes() == [LOST, LOST], pair.said(0) + pair.said(1)
+        results = next(json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[["))
+        assert len(results) == 4
+        for reason, error in results:
+            assert reason == "error" and re.search(r"rank 1 \(127.0.0.1:\d+\) is gone", error), error
+        assert re.search(r"rank 1 of 2: rank 0 \(.*\) is gone", pair.said(1))
+
+
+CUT = """
+import socket, subprocess, time
+from parts.ranks import line as one_end
+one_end.SILENCE_MS = 2000
+server = socket.create_server(("127.0.0.1", 0))
+one = socket.create_connection(server.getsockname())
+other = server.accept()[0]
+one_end.keep_alive(one)
+line = one_end.Line(1, "", one)
+assert not line.is_mute()
+subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+one.send(b"numbers")
+while not line.is_mute():
+    time.sleep(0.05)
+"""
+
+
+def test_a_line_that_was_cut_while_numbers_were_on_their_way_is_noticed(inside):
+    """The system then does not ask whether the other machine is there. It tries again for a quarter of an hour."""
+    subprocess.run([*inside, sys.executable, "-c", CUT], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_is_named(tmp_path, rank):
+    """MLX waits for it without a word, and lets no other thread of Python run: so Ctrl-C would not end it."""
+    with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(rank,)) as pair:
+        pair.says(rank, re.escape(f"rank {rank} waits for rank {1 - rank} ({pair.hosts[1 - rank]})"))
+        pair.processes[rank].send_signal(signal.SIGINT)
+        assert pair.codes(20) == [-signal.SIGINT] and "Traceback" not in pair.said(rank)

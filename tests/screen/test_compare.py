@@ -1,0 +1,310 @@
+"""Comparing policies: a race, a replay without a model, and what a busy machine does to both."""
+
+import re
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import film
+import pytest
+from stage import Stage, disturb, plain, show
+
+import ask
+import tui
+from sched import POLICIES, Scheduler
+from screen import charts, ink, keys, panes, runs, state, timeline
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("hurry", [False, True])
+@pytest.mark.parametrize("policy", ["continuous", "static", "serial"])
+def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
+    """A decode step takes 10 ms here, a chunk 5: on that clock the replay is the run, cell for cell.
+
+    The replay knows no text, only how much of each prompt was taken over.
+    """
+    stage = Stage(policy=policy).load()
+    stage.engine.reuse = reuse
+    limits = {"chunk": 32, "budget": 64, "far": 20, "hurry": hurry}  # long prompts have narrow chunks
+    for name, value in limits.items():
+        setattr(stage.engine.sched, name, value)
+    stage.session.obey("/burst 20")
+    stage.turns(30)
+    for prompt in ("late", "and later " * 20):
+        stage.session.obey(prompt)
+    stage.finish()
+    limits = stage.state.view.engine.limits
+    requests = sorted(stage.state.requests.values(), key=lambda r: r.id)
+    costs = SimpleNamespace(of=lambda rows, chunks: 0.01 * bool(rows) + 0.005 * chunks)
+    run = runs.replay(limits, requests, policy, lambda at: at - requests[0].arrived, costs)
+    assert [column.cells for column in run.columns] == [column.cells for column in stage.state.history]
+    assert run.makespan == pytest.approx(stage.state.history[-1].ended - requests[0].arrived)
+    assert run.ttfts == pytest.approx([r.metrics.ttft_s for r in requests])
+
+
+def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
+    """A verdict that divided a measured time by a simulated one would tell of the simulation's faults."""
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.finish()
+    assert stage.session.obey("/compare") == ""
+    ran, rival = stage.state.contest.runs
+    assert (ran.policy, ran.how, rival.policy, rival.how) == ("continuous", "simulated", "static", "simulated")
+    assert rival.makespan > 1.2 * ran.makespan and timeline.useful_of(rival.columns) < timeline.useful_of(ran.columns)
+    assert rival.ttft_mean > ran.ttft_mean
+    assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in ran.columns) > 500
+    text = " ".join(" ".join(plain(panes.draw_contest(stage.state, ink.DARK, 100, 30))).split())
+    for part in (
+        "static, simulated",
+        "continuous, simulated",
+        "makespan",
+        "TTFT p95",
+        "Compare: continuous and static, 20 requests",
+    ):
+        assert part in text, part
+    assert "What really ran (continuous) took" in text and "Not over" not in text
+
+
+def test_a_comparison_in_mid_burst_says_how_far_it_counts():
+    """Half of a burst was compared as if it were the whole."""
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(100)
+    engine = stage.state.view.engine
+    run = sum(slot.output_tokens > 0 for slot in engine.slots)
+    assert 0 < run < engine.submitted - engine.finished
+    stage.session.obey("/compare")
+    wait = engine.submitted - engine.finished - run
+    said = f"Not over: {run} of them still run, and count as far as they are; {wait} more have no token yet. Simulated"
+    assert stage.state.contest.note.startswith(said)
+    while stage.state.view.engine.waiting or any(r.metrics.ttft_s is None for r in stage.state.requests.values()):
+        stage.turns()
+    stage.session.obey("/compare")
+    said = r"Not over: \d of them still run, and count as far as they are\. Simulated"  # "0 more have no token yet"
+    assert re.match(said, stage.state.contest.note)
+
+
+@pytest.mark.parametrize("order", ["/compare", "/race 8"])
+def test_if_there_are_no_more_requests_than_slots_it_says_why_the_policies_are_alike(order):
+    """It said "320 steps instead of 320 ... 1.00 times as fast", and not why."""
+    stage = Stage().load()
+    stage.session.obey("/burst 8")
+    stage.finish()
+    stage.session.obey(order)
+    runs = (stage.finish().state.raced or stage.state.contest).runs
+    steps = len(runs[0].columns)
+    assert f" take {steps} steps each: there are no more requests than slots" in state.verdict(runs)
+
+
+def test_a_run_that_changed_its_policy_says_so():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(20)
+    stage.session.obey("/policy static")
+    stage.finish()
+    stage.session.obey("/compare")
+    assert "What really ran (continuous, then static) took" in stage.state.contest.note
+
+
+def test_after_a_race_its_second_leg_is_compared_and_not_both():
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    stage.turns(30)
+    stage.session.obey("/cancel all")  # while some still wait
+    stage.session.obey("/race 12")
+    stage.finish()
+    stage.session.obey("/compare")
+    assert stage.state.contest.title == "Compare: continuous and static, 12 requests"
+
+
+def test_there_is_nothing_to_compare_before_two_requests_ran_together():
+    stage = Stage().load()
+    with pytest.raises(ValueError, match="nothing has run yet"):
+        stage.session.obey("/compare")
+    stage.session.obey("alone")
+    stage.finish()
+    with pytest.raises(ValueError, match="one request alone"):
+        stage.session.obey("/compare")
+
+
+def test_a_race_runs_the_same_burst_under_both_policies_and_restores_everything():
+    stage = Stage(policy="serial").load()
+    stage.session.obey("a request that is served first")
+    stage.session.obey("/race 20")
+    stage.finish()
+    static, continuous = stage.state.view.legs
+    assert (static.policy, continuous.policy) == ("static", "continuous")
+    assert len(static.requests) == len(continuous.requests) == 20 and 1 not in static.requests
+    contest = state.race(stage.state)
+    slow, fast = contest.runs
+    assert slow.how == fast.how == "measured" and slow.makespan > 1.2 * fast.makespan > 0
+    assert sum(c.tokens for c in slow.columns) == sum(c.tokens for c in fast.columns)
+    assert "continuous takes" in state.verdict(contest.runs)
+    assert {cell.request for column in slow.columns for cell in column.cells} >= set(range(1, 21))
+    assert stage.engine.sched.policy == stage.state.view.engine.policy == "serial"
+    assert all(
+        c.view.policy == "static" for c in stage.state.history if static.first_step <= c.step <= static.last_step
+    )
+
+
+def test_the_film_of_a_race_counts_an_answer_when_the_cover_leaves_its_last_token():
+    """Two clocks in one picture: the counter's keyframes, and the cover, which moves over cells drawn to scale."""
+    stage = Stage(slots=3).load()
+    stage.session.obey("/race 7")
+    contest = stage.finish().state.raced
+    root = ElementTree.fromstring(film.draw(contest))
+    style = "".join(part.text for part in root.iter("{http://www.w3.org/2000/svg}style"))
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    boxes = [
+        box for box in root.iter("{http://www.w3.org/2000/svg}rect") if re.fullmatch(r"r\d+", box.get("class", ""))
+    ]
+    tops = sorted({float(box.get("y")) for box in boxes})
+    assert len(tops) == 6 and "7 requests, 3 slots" in texts[0] and texts.count("7 of 7 answered") == 2
+    assert f"{len(contest.runs[1].columns):,} steps" in "".join(texts)
+    for number, leg in enumerate((tops[:3], tops[3:])):
+        edges = [float(box.get("x")) + float(box.get("width")) for box in boxes if float(box.get("y")) in leg]
+        (moments,) = re.findall(rf"@keyframes c{number}{{(.*?}})}}", "".join(style))
+        percents = [float(percent) for percent in re.findall(r"([\d.]+)%", moments)][1:]
+        covers = [film.LEFT + percent / 100 * film.WHOLE / film.PLAYS * film.WIDE for percent in percents]
+        assert len(covers) == 7 and all(min(abs(cover - edge) for edge in edges) < 1 for cover in covers)
+
+
+def test_a_race_ends_a_pause_even_while_the_slots_are_drained():
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    stage.turns(20)
+    for order in ("/pause", "/policy static"):
+        stage.session.obey(order)
+        stage.turns()
+    status = plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
+    assert "▮▮ paused, draining → static" in status
+    assert "space: go on" in plain(panes.draw_status(stage.state, ink.DARK, 120, 1))[0]
+    assert "space Go on s Step" in plain(keys.draw_keys(stage.state, ink.DARK, 80, 1))[0]
+    stage.session.obey("/race 12")
+    stage.finish()
+    assert [leg.policy for leg in stage.state.view.legs] == ["static", "continuous"]
+    assert stage.engine.sched.policy == stage.state.view.engine.policy == "static"
+
+
+def test_cancelling_everything_ends_a_race_and_nobody_has_won_it():
+    """A race that had been cancelled said "running …" for ever."""
+    stage = Stage().load()
+    stage.session.obey("/race 20")
+    stage.turns(30)
+    assert stage.state.view.racing
+    stage.session.obey("/cancel all")
+    stage.finish()
+    assert not stage.state.view.racing and stage.engine.sched.policy == "continuous"
+    assert {r.reason for r in stage.state.requests.values()} == {"cancelled", "length"}
+    assert [run.how for run in stage.state.raced.runs] == ["cut short"] and not state.verdict(stage.state.raced.runs)
+
+
+def test_races_in_a_row_agree_however_busy_the_machine_is_and_interruptions_are_named():
+    """The same race came out as 1.03 to 3.85 times as fast, because other programs had the processor meanwhile."""
+    stage = Stage().load()
+    stage.session.obey("/set max=90")
+    stage.session.obey("/race 12")
+    quiet = [run.makespan for run in stage.finish().state.raced.runs]
+    stage.state.history.clear()  # so that the quiet race tells the others nothing
+    disturb(stage, 0.1)
+    races = []
+    for _ in range(8):
+        stage.session.obey("/race 12")
+        races.append(stage.finish().state.raced)
+    for leg in (0, 1):
+        steps, spans, walls = zip(
+            *((r.columns, r.makespan, r.took) for r in (race.runs[leg] for race in races)), strict=True
+        )
+        assert len({len(columns) for columns in steps}) == 1
+        assert max(spans) < 1.15 * min(spans) and spans[0] == pytest.approx(quiet[leg], rel=0.15)
+        assert min(walls) > 2 * max(spans)
+    assert all(race.note.count(", of it interruptions: ") == 2 for race in races)
+    words = state.verdict(races[0].runs)
+    assert f"takes {len(races[0].runs[1].columns)} steps instead of {len(races[0].runs[0].columns)}" in words
+
+
+@pytest.mark.parametrize("policy", ["continuous", "static"])
+def test_on_a_busy_machine_the_replay_of_what_ran_takes_as_long_as_that_did(policy):
+    """Compare's cost of a chunk came out as 1.9 to 249 ms."""
+    stage = Stage(policy=policy).load()
+    stage.engine.reuse = False
+    disturb(stage, 0.1)
+    stage.session.obey("/burst 20")
+    stage.turns(60)
+    stage.session.obey("/burst 6")  # in the middle: their arrival must be found on that clock
+    stage.finish()
+    stage.session.obey("/compare")
+    own, _ = stage.state.contest.runs
+    columns = stage.state.history
+    real = runs.measured(policy, columns, list(stage.state.requests.values()), state.prices(stage.state))
+    assert own.makespan == pytest.approx(real.makespan, rel=0.1) and real.took > 3 * real.makespan
+    assert own.ttft_mean == pytest.approx(real.ttft_mean, rel=0.1)
+    assert f"{len(columns):,} steps, {ink.span(real.makespan)} on that clock" in stage.state.contest.note
+    assert "of it interruptions" in stage.state.contest.note
+
+
+def test_a_step_that_was_never_seen_has_a_price_on_the_line_of_those_that_were():
+    """A class of few steps had no price that could be trusted, and a policy that never ran had none at all."""
+
+    def step(rows: int, chunks: int, seconds: float) -> SimpleNamespace:
+        return SimpleNamespace(decode=range(rows), prefill=range(chunks), seconds=seconds)
+
+    seen = [step(2, 0, 0.010)] * 9 + [step(6, 0, 0.018)] * 9 + [step(2, 1, 0.015)] * 2 + [step(6, 0, 9.0)] * 9
+    prices = runs.Prices(seen)
+    wanted = {(2, 0): 0.010, (6, 0): 0.018, (4, 0): 0.014, (1, 0): 0.008, (8, 0): 0.022, (2, 2): 0.020, (0, 1): 0.005}
+    assert {kind: prices.of(*kind) for kind in wanted} == pytest.approx(wanted)
+    assert runs.Prices([]).of(3, 1) > 0 and runs.Prices([step(0, 2, 0.01)]).of(0, 2) == pytest.approx(0.01)
+    odd = runs.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])  # the more rows, the quicker: that was chance
+    assert odd.row == 0 and 0.01 < odd.of(8, 0) < 0.02
+
+
+def test_the_last_race_can_be_opened_again():
+    """Escape closed the sheet, and with it the race was gone, though nothing had cleared it."""
+
+    async def scenario(it):
+        await it.press("R")
+        await it.sees("no race has been run yet; r runs one")
+        await it.press("r", turns=30)
+        it.stage.finish()
+        await it.turns()
+        before = plain(panes.draw_contest(it.stage.state, ink.DARK, 120, 40))
+        await it.press("escape", "b", turns=300)
+        it.stage.state.KEPT = 60  # so it is long ago, as far as the timeline knows
+        await it.turns(2)
+        await it.press("c")
+        assert "Compare" in it.text()
+        await it.press("escape")
+        assert "Slots" in it.text()
+        await it.press("R")
+        assert plain(panes.draw_contest(it.stage.state, ink.DARK, 120, 40)) == before
+        assert "continuous takes" in it.text()
+
+    show(scenario, size=(120, 40))
+
+
+def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
+    """It admits one request a step. Only `sched.py` is told of it."""
+    room_for = Scheduler._room
+    monkeypatch.setitem(POLICIES, "shy", "one newcomer a step.")
+    monkeypatch.setattr(
+        Scheduler, "_room", lambda self, free: min(free, 1) if self.policy == "shy" else room_for(self, free)
+    )
+    stage = Stage().load()
+    for _ in range(len(POLICIES) - 1):
+        stage.session.obey("/policy")  # the next one, again and again
+        stage.turns()
+    assert "shy" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
+    stage.session.obey("/burst 20")
+    stage.turns(4)
+    slots = plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))
+    assert any("blocked" in line for line in slots) and "(shy)" in slots[-1]
+    assert "╳" in "".join(plain(panes.draw_timeline(stage.state, ink.DARK, 73, 10))[1:-1])
+    stage.finish()
+    assert "shy" in plain(charts.draw_ttft(stage.state, ink.DARK, 40, 9))[1]
+    stage.session.obey("/compare")
+    assert stage.state.contest.title == "Compare: shy and continuous, 20 requests"
+    assert "one newcomer a step." in "".join(plain(keys.draw_help(stage.state, ink.DARK, 120, 90)))
+    for program in (tui, ask):
+        with pytest.raises(SystemExit):
+            program.parse_arguments(["--help"])
+        assert "shy" in capsys.readouterr().out
+    assert tui.parse_arguments(["--policy", "shy"]).policy == "shy"

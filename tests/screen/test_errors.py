@@ -1,0 +1,74 @@
+"""What fails is shown: tracebacks on a page of their own, and a pane that raises in its own place."""
+
+import pytest
+from rich.cells import cell_len
+from stage import at_every_size, plain, show
+
+import tui
+from parts.api.faults import show_fault
+from screen import ink, panes
+from screen.state import State
+
+
+def test_a_failed_step_says_so_in_a_line_and_a_page_shows_where():
+    async def scenario(it):
+        it.stage.session.obey("one")
+        await it.turns(5)
+        it.stage.engine.runner.fail = RuntimeError("the device is on fire")
+        await it.turns(2)
+        await it.sees("failed; E shows")
+        await it.press("E")
+        await it.sees("Traceback (most recent call last):")
+        text = it.text()
+        assert "Errors" in text and 'words.py", line' in text and "RuntimeError: the device is on fire" in text
+        await it.press("escape")
+        assert it.app.screen.name != "errors"
+
+    show(scenario, size=(120, 40))
+
+
+def test_without_a_failure_the_page_of_tracebacks_says_so():
+    async def scenario(it):
+        await it.press("E")
+        await it.sees("Nothing has failed.")
+
+    show(scenario)
+
+
+@at_every_size
+def test_a_pane_that_raises_says_so_in_its_place_and_the_others_go_on(size, monkeypatch, caplog):
+    def broken(state, palette, width, height):
+        return [palette.no_such_colour]
+
+    monkeypatch.setitem(tui.PANES, "slots", broken)
+
+    async def scenario(it):
+        it.stage.session.obey("one")
+        await it.turns(40)
+        assert "✗ slots: AttributeError" in it.text() and "step" in it.text()
+        assert len(it.stage.state.tracebacks) == 1, "once, however often it is painted"
+        await it.press("E", turns=3)
+        await it.sees("the pane 'slots' cannot be drawn")
+        assert "in broken" in it.stage.state.tracebacks[0] and "test_errors.py" in it.stage.state.tracebacks[0]
+
+    stage = show(scenario, size=size)
+    assert stage.engine.steps > 10
+    assert len(caplog.records) == 1
+
+
+def test_tracebacks_go_to_the_terminal_again_when_the_screen_is_left(caplog):
+    async def scenario(it):
+        await it.turns()
+
+    stage = show(scenario)
+    show_fault("a test failed", ValueError("after the end"))
+    assert stage.state.tracebacks == [] and "a test failed" in caplog.text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_traceback_of_any_width_fits_its_page(width):
+    block = "step 3 failed\nTraceback:\n" + " " * 90 + "deep = inside\n    " + "x" * 300 + "\n  " + "文" * 90
+    lines = panes.draw_errors(State(tracebacks=[block, "another\nTraceback:"]), ink.DARK, width, 20)
+    assert all(cell_len(line) <= width for line in plain(lines))
+    text = "".join(plain(lines))
+    assert text.index("another") < text.index("step 3 failed") and text.count("x") >= 300 and text.count("文") == 90

@@ -1,0 +1,720 @@
+"""Keys and mouse: each key does what the footer says, in every state of the screen."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from stage import Stage, at_every_size, like_golden, plain, show
+from textual import events
+
+import tui
+from sched import POLICIES
+from screen import charts, ink, keys, panes, room, runs, state
+from screen.ink import BLOCKED, DECODE, HELD, PREFILL
+from screen.room import Settings
+from screen.state import State
+
+
+@at_every_size
+def test_a_prompt_is_typed_with_the_letters_of_keys_and_answered(size):
+    async def scenario(it):
+        await it.press("i", *"quiz", "space", *"xbrpcq", "enter")
+        assert it.stage.prompt(1) == "quiz xbrpcq"
+        await it.turns(360)
+        assert it.stage.state.ended[-1].text.startswith("once upon a time")
+        assert "1 ended" in it.text()
+        if size[0] > 80:
+            assert it.stage.state.ended[-1].text.split()[-1] in it.text()
+
+    show(scenario, size=size)
+
+
+def test_enter_fires_the_example_or_opens_the_prompt_and_a_draft_is_kept():
+    async def scenario(it):
+        await it.press("enter", turns=2)
+        assert it.stage.prompt(1) == room.BURST[0][0]
+        await it.press("enter", *"again", "enter", turns=2)
+        assert it.stage.prompt(2) == "again"
+        await it.press("i", *"draft", "escape", "b", turns=2)
+        assert it.stage.engine.sched.submitted == 2 + 12 and it.app.query_one(tui.Prompt).value == "draft"
+
+    show(scenario)
+
+
+def test_commands_are_obeyed_and_a_wrong_one_comes_back_with_a_message():
+    async def scenario(it):
+        await it.press("slash", *"set", "space", *"temperature=0.5", "space", *"max=7", "space", *"seed=3", "enter")
+        assert it.stage.state.settings == Settings(0.5, 7, 3, burst=12)
+        assert "set temperature=0.5 max=7 seed=3" in it.text() and "– tok/s" in it.text()
+        it.app.hush(it.stage.state.said)
+        await it.pilot.pause()
+        assert "temp 0.5 · max 7 tok · seed 3" in it.text()
+        await it.press("slash", *"burst", "space", "0", "enter")
+        await it.sees("from 1 to 1,000")
+        assert it.app.query_one(tui.Prompt).value == "/burst 0"
+        await it.press("ctrl+u", *"/nonsense", "enter")
+        await it.sees("no command")
+        await it.press("escape", "c", "i")  # a key that asks for what cannot be is told so, too
+        await it.sees("nothing has run yet")
+        await it.press("ctrl+u", *"//5", "enter", turns=2)
+        assert it.stage.prompt(1) == "/5"
+        assert it.stage.state.requests[1].origin.max_tokens == 7
+
+    show(scenario, size=(120, 40))
+
+
+@at_every_size
+def test_b_fires_a_burst_and_x_cancels_the_selected_and_X_all(size):
+    async def scenario(it):
+        await it.press("b", turns=5)
+        assert it.stage.engine.sched.submitted == 12 and "queue 4" in it.text()
+        await it.press("down", "down", "x", turns=2)
+        assert it.stage.state.selected == 2
+        assert [r.id for r in it.stage.state.ended if r.reason == "cancelled"] == [3]
+        await it.press("X", turns=2)
+        assert len(it.stage.state.ended) == 12 and not it.stage.state.view.busy
+        await it.press("up", "up", "up", "x", turns=2)
+        await it.sees("slot 7 has no request")
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_space_pauses_and_s_steps(size):
+    async def scenario(it):
+        await it.press("b", turns=10)
+        await it.press("space")
+        steps = len(it.stage.state.history)
+        assert "paused" in it.text()
+        await it.press("s", turns=3)
+        assert len(it.stage.state.history) == steps + 1
+        await it.press("space", turns=5)  # the first of these starts a step and has none to read back
+        assert len(it.stage.state.history) == steps + 5 and "running" in it.text()
+        await it.press("space")
+        await it.press("left", "left", turns=0)
+        assert it.stage.state.cursor is not None
+        await it.press("space")
+        assert it.stage.state.cursor is None  # going on, the screen follows the newest step
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_p_switches_the_policy_and_the_load_can_be_changed_live(size):
+    async def scenario(it):
+        await it.press("p")
+        assert it.stage.state.view.engine.policy == "static" and "static" in it.text()
+        await it.press("l")
+        assert it.stage.state.view.load == 2
+        it.app.action_command("/load 4")
+        await it.turns()
+        assert it.stage.state.view.load == 4 and (size[0] == 80 or "load 4/s" in it.text())
+        await it.press("l")
+        assert it.stage.state.view.load == 0
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_the_cursor_goes_back_in_time_and_shows_that_step(size):
+    async def scenario(it):
+        await it.press("b", turns=400)
+        await it.press("z", turns=0)  # one step a column
+        newest = it.stage.state.history[-1].step
+        await it.press("left", turns=0)
+        assert it.stage.state.cursor == it.stage.state.step.step == newest - 1 and f"step {newest - 1:,} " in it.text()
+        assert "End: follow" in it.text() and f"◀ back at step {newest - 1:,} of {newest:,}" in it.text()
+        await it.press("pageup", "comma", turns=0)
+        assert it.stage.state.step.step == newest - 42
+        await it.press("home", turns=0)
+        assert it.stage.state.step.step == 1 and "▲ step 1" in it.text()
+        while it.stage.state.lower != "step" and size[0] < 110:
+            await it.press("v", turns=0)
+        assert "Step 1 " in it.text() and "r1 → slot 0" in it.text()
+        await it.press("end")
+        assert it.stage.state.cursor is None
+        for zoom in (2, 4, 8, None):
+            await it.press("z", turns=0)
+            assert it.stage.state.zoom == zoom
+            await it.press("end", "left", turns=0)
+            wide = it.stage.state.zoom_for(it.app.query_one("#timeline").size.width - 4)
+            wide = wide if it.app.query_one("#timeline").display else 1
+            assert (it.stage.state.step.step == newest - wide and wide == (zoom or wide)) or size[0] < 110, zoom
+            await it.press("end", "shift+left", "comma", "full_stop", turns=0)  # and no step can be passed over
+            assert it.stage.state.step.step == newest - 1
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of_that_step(size):
+    """Only Timeline and Step went back; beside them stood the slots, the queue and the answers of now."""
+
+    async def scenario(it):
+        state, seen = it.stage.state, {}
+        await it.press("b", turns=0)
+        for _ in range(60):
+            await it.turns()
+            if state.history:
+                slots = [(s.slot, s.request, s.used, s.output_tokens) for s in state.view.engine.slots]
+                seen[state.view.engine.planned] = slots, [r for r, _ in state.view.engine.queue], dict(state.requests)
+        it.stage.finish()
+        await it.turns()
+        then = 31
+        state.look_at(state.index_of(then))
+        # After the commit of a step, the engine has planned the next one: its slots are a step further.
+        rows = {s.slot: s.used for s in state.slots()}
+        for slot, request, used, said in seen[then + 1][0]:
+            if request is not None and state.past.cells[slot] == (DECODE, request):
+                assert rows[slot] == used and said == state.slots()[slot].output_tokens
+        assert sum(cell.kind == DECODE for cell in state.past.cells) >= 4
+        waiting, line = state.line()
+        assert [r for r, _ in line] == seen[then][1] and waiting == len(line) > 0
+        assert all(waited == pytest.approx(state.past.ended) for _, waited in line)  # as all else: at the step's end
+        for slot in range(8):
+            owner = state.owner(slot)
+            before = seen[then + 1][2][owner.id]
+            if before.reason is None and before.metrics.output_tokens:
+                assert owner.reason is None and owner.metrics.output_tokens == before.metrics.output_tokens
+                assert owner.metrics.ttft_s == pytest.approx(before.metrics.ttft_s)
+                assert owner.text == before.text
+        began, last = charts.stretch(state)
+        assert (began, last) == (state.history[0].began, state.past.ended)
+        ttfts = plain(charts.draw_ttft(state, ink.DARK, 60, 9))
+        ended = sum(r.arrived + r.metrics.ttft_s <= last for r in state.requests.values())
+        assert f" of {ended}, {12 - ended} still wait" in ttfts[0] and 0 < ended < 12
+        firsts = re.findall(r"█p50 (\S+ \S+)", plain(charts.draw_waits(state, ink.DARK, 60, 9))[0])
+        assert firsts == [ink.span(sorted(ttft for at, ttft in state.firsts if at <= last)[(ended - 1) // 2])]
+        queue = plain(charts.draw_queue(state, ink.DARK, 60, 9))
+        assert "queue at step 31" in queue[0] and queue[-1].split()[-1] == "31"
+        (figures,) = plain(panes.draw_status(state, ink.DARK, 200, 1))  # they stayed at now, beside "back at step"
+        assert "  now: ■ idle  " in figures, "beside a step in which 8 slots worked stood that the engine is idle"
+        tokens, over = state.past.total, sum(r.ended <= last for r in state.ended)
+        newest = [column.view.seconds for column in state.history[then - 20 : then]]
+        assert f"{tokens / (last - began):.0f} tok/s  {over} ended" in figures
+        assert f"{1000 * sum(newest) / 20:.1f} ms/step" in figures and "10.0 ms/step" not in figures
+        opened = " ".join(plain(panes.draw_request(state, ink.DARK, 300, 12)))
+        assert f"in all {ink.span(last)}" in opened and "1 to 31, in slot 0" in opened
+        it.app.hush(state.said)  # it would go by itself after a while
+        it.app.paint()
+        await it.pilot.pause()
+        assert "◀ back at step 31 of" in it.text() and "Slots at step 31" in it.text()
+        like_golden(f"past-{size[0]}x{size[1]}", it.text())
+        await it.press("end", turns=0)
+        assert "at step 31" not in it.text() and state.slots() is state.view.engine.slots
+
+    show(scenario, size=size)
+
+
+def test_back_in_time_an_answer_shows_just_the_letters_that_had_come():
+    """At full speed its text was known of every look only, ten times a second: "Of al…", of what had been "Of all the".
+
+    The text of each step is had again from another engine, at which the screen looks after each of its steps."""
+    story = "".join(f"{i:04}" for i in range(24))  # four letters a token
+    then, stage = (Stage(prompts=[(f'"{story}"', 24)]).load() for _ in range(2))
+    then.session.obey("/burst 1")
+    seen = {}
+    while not then.session.settled:
+        then.turns()
+        if request := then.state.requests.get(1):
+            seen[request.metrics.output_tokens] = request.text
+    stage.session.obey("/burst 1")
+    for _ in range(100):
+        stage.room.loop.turn()
+    stage.session.look()  # once, when all is over
+    assert stage.session.settled
+    said = []
+    for i in range(len(stage.state.history)):
+        stage.state.look_at(i)
+        said.append(stage.state.owner(0).metrics.output_tokens)
+        assert stage.state.owner(0).text == seen[said[-1]], stage.state.cursor
+    assert sorted(set(said)) == list(range(25)), "some step was not looked at"
+
+
+def test_the_step_pane_says_newest_only_if_it_is():
+    """It is painted less often than the header: "step 689" stood over "Step 663 newest"."""
+
+    async def scenario(it):
+        await it.press("b", turns=30)
+        it.app._looks = 0
+        await it.turns()
+        stays = it.text()
+        await it.turns()
+        assert "one of many" in stays and "newest" not in it.text()
+        it.stage.session.obey("/slow 8")
+        await it.turns()
+        for _ in range(3):
+            it.stage.room.loop._next = 0.0
+            await it.turns()
+            newest = it.stage.state.history[-1].step
+            assert f" step {newest} " in it.text() and f"── Step {newest} " in it.text() and "newest" in it.text()
+
+    show(scenario, size=(120, 40))
+
+
+def test_an_axis_of_time_has_one_unit():
+    assert charts.ends_of(1.0, 1.14) == ("−140 ms", "0 ms") and charts.ends_of(1.0, 3.5) == ("−2.50 s", "0 s")
+
+
+def test_the_charts_cover_the_same_time():
+    """The batch sizes covered as many steps as had room, the tokens a second the last ten seconds."""
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.finish()
+    rate, batch = (plain(draw(stage.state, ink.DARK, 44, 8)) for draw in (charts.draw_rate, charts.draw_batch))
+    assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.33", "s", "0", "s"]
+    assert len({line.find("┤") for line in (rate[1], batch[1])}) == 1, "the same moment stood in other columns"
+    work = sum(column.useful * (column.ended - column.began) for column in stage.state.history)
+    assert f"mean {work / stage.state.history[-1].ended:.1f} of 8 slots" in batch[0]
+
+
+def test_the_mean_of_first_tokens_says_how_many_still_wait():
+    """Under overload the mean told of those that had got one, and looked good."""
+    stage = Stage(slots=2, policy="serial").load()
+    stage.session.obey("/burst 12")
+    stage.turns(20)
+    titles = {width: plain(charts.draw_ttft(stage.state, ink.DARK, width, 8))[0] for width in (60, 34, 25)}
+    assert "mean 15.0 ms of 1, 11 still wait" in titles[60]
+    assert "15.0 ms, 11 wait" in titles[34] and "11 wait" in titles[25]
+
+
+@at_every_size
+def test_from_a_step_to_the_request_and_from_a_request_to_its_steps(size):
+    """A step named a request that could not be opened from there, and a request did not say when it had run."""
+
+    async def scenario(it):
+        state = it.stage.state
+        await it.press("g")
+        await it.sees("slot 0 has had no request yet")
+        await it.press("b", turns=60)
+        await it.press("g")  # one that runs
+        assert f"r{state.owner(0).id}, open" in it.text() and "prompt tokens" in it.text()
+        await it.press("escape")
+        await it.turns(340)
+        last = state.ended[-1]
+        await it.press("f")
+        assert f"r{last.id}, 1 of 12 that have ended" in it.text()
+        steps = [state.history[i].step for i in state.steps_of(last)]
+        assert f"{steps[0]:,} to {steps[-1]:,}, in slot {last.slot}: " in it.text()
+        await it.press("g", turns=0)
+        assert state.cursor == steps[0] and state.selected == last.slot and "Slots at step" in it.text()
+        assert (last.slot, last.id) in state.step.admitted
+        await it.press("g", turns=0)
+        assert state.open.id == last.id and f"r{last.id}," in it.text()
+        await it.press("down", "g", "g", turns=0)
+        assert state.open.id == state.ended[-2].id
+
+    show(scenario, size=size)
+
+
+def test_a_step_pane_that_is_cut_says_so_and_can_be_opened():
+    """At 80x24 the last lines of a step were missing, without a sign."""
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(3)
+    tall = plain(panes.draw_step(stage.state, ink.DARK, 60, 30))
+    for height in range(3, len(tall)):
+        lines = plain(panes.draw_step(stage.state, ink.DARK, 60, height))
+        assert len(lines) == height and lines[-1].strip() == f"↓ {len(tall) - height + 1} more lines"
+
+    async def scenario(it):
+        it.stage.session.obey("/burst 20")
+        await it.turns(3)
+        await it.press(*"v" * tui.LOWER.index("step"))
+        await it.sees("more line")
+        row = next(i for i, line in enumerate(it.text().splitlines()) if "more line" in line)
+        await it.pilot.click(offset=(4, row))
+        await it.pilot.pause()
+        assert "time" in it.text() and "commit" in it.text() and "Slots" not in it.text()
+
+    show(scenario, size=(60, 20))
+
+
+@at_every_size
+def test_requests_that_have_ended_can_be_read_and_copied(size):
+    async def scenario(it):
+        await it.press("f")
+        assert "Nothing has ended yet" in it.text()
+        await it.press("escape", "b", turns=400)
+        assert len(it.stage.state.ended) == 12
+        await it.press("f")
+        assert "Esc back" in it.text().split("\n")[0]
+        newest = it.stage.state.ended[-1]
+        assert f"r{newest.id}" in it.text() and "once upon" in it.text() and "TTFT" in it.text()
+        await it.press("down", "y")
+        chosen = it.stage.state.ended[-2]
+        assert it.app.clipboard == chosen.text and state.prompt_of(chosen)[:20] in it.text()
+        await it.press("escape", "y")
+        assert it.app.clipboard == it.stage.state.owner(0).text
+
+    show(scenario, size=size)
+
+
+def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
+    """It had titles of figures, and a scale of one second, with nothing above it."""
+    stage = Stage().load()
+    stage.state.contest = runs.Contest("Race", [], state.RACE_WAITS)
+    heading, *lines = plain(panes.draw_contest(stage.state, ink.DARK, 80, 24))
+    assert "Esc back" in heading and [line.strip() for line in lines] == [state.RACE_WAITS]
+
+
+def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
+    """The race before was shown until then; and where nothing ran, the new one was said to wait for what runs."""
+    stage = Stage().load()
+    drawn = lambda: plain(panes.draw_contest(stage.state, ink.DARK, 80, 24))  # noqa: E731
+    for _ in range(2):
+        stage.session.obey("/race 4 serial continuous")
+        assert drawn()[0].startswith("── Race: serial and continuous ") and drawn()[1].strip() == state.RACE_BEGINS
+        stage.turns(5)
+        assert "running …" in "".join(drawn())
+        stage.finish()
+        assert "continuous takes" in "".join(drawn())
+    stage.session.obey("one")
+    stage.turns(3)
+    stage.session.obey("/race 4")
+    assert state.RACE_WAITS in "".join(drawn())
+    stage.turns(3)
+    assert state.RACE_WAITS in "".join(drawn())
+
+
+def test_a_number_and_its_unit_stand_in_one_line():
+    assert ink.wrap("in all 3.48 s", 11) == ["in all", "3.48 s"] and ink.wrap("325 ms; more", 7) == ["325 ms;", "more"]
+    assert ink.wrap("interruptions: 5.94 s.", 21) == ["interruptions:", "5.94 s."]  # the point stood alone
+    assert ink.wrap("a small word", 8) == ["a small", "word"] and ink.wrap("1 second", 6) == ["1", "second"]
+
+
+def test_the_parts_of_a_steps_time_add_up_as_they_are_printed():
+    """Each part was rounded by itself, and so was their sum: 0.00 + 0.00 + 0.00 would have been 0.01."""
+    stage = Stage().load()
+    stage.session.obey("one")
+    stage.finish()
+    parts = {"plan_s": 4e-6, "build_s": 4e-6, "commit_s": 4e-6, "device_s": 14.4e-6, "wait_s": 1.0}
+    step = replace(stage.state.step, **parts)
+    assert plain(panes.draw_time(step, ink.DARK, 70))[:2] == [
+        " time     1,000.01 ms = Python 0.00 + device 0.01 + wait 1,000.00",
+        " Python   plan 0.00, build 0.00, commit 0.00",
+    ]
+    parts["plan_s"] = 0.0149
+    for width in range(30, 90):
+        lines = plain(panes.draw_time(replace(step, **parts), ink.DARK, width))
+        text = " ".join(" ".join(lines[:-1]).split())
+        total, *sums = [float(number.replace(",", "")) for number in re.findall(r"[\d,]+\.\d\d", text)]
+        assert sum(sums[:3]) == pytest.approx(total) and sum(sums[3:]) == pytest.approx(sums[0]) == 14.9
+        assert not any(line.endswith(("+", "device", "wait")) for line in lines), lines
+
+
+def test_a_part_of_a_steps_time_has_its_name_or_its_first_letter():
+    """The bar said "pbui": a word that was cut."""
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    stage.turns(30)
+    seen = set()
+    for width in range(30, 90):
+        bar = plain(panes.draw_step(stage.state, ink.DARK, width, 40))[-1]
+        seen |= set(re.findall(r"[A-Za-z]+", bar))
+    assert {"P", "device", "w"} <= seen <= {"P", "Python", "device", "w"}
+
+
+@at_every_size
+def test_r_races_and_shows_it_live(size):
+    async def scenario(it):
+        await it.press("r", turns=30)
+        assert "Race" in it.text() and "running …" in it.text()
+        it.stage.finish()
+        await it.turns()
+        it.app.paint()
+        await it.pilot.pause()
+        assert "continuous takes" in it.text() and "static" in it.text()
+        await it.press("escape", turns=0)
+        await it.sees(f"{2 * 12} ended")
+
+    show(scenario, size=size)
+
+
+@at_every_size
+def test_help_names_every_key_and_the_words(size):
+    async def scenario(it):
+        await it.press("question_mark")
+        seen = it.text()
+        assert keys.KEYS[0].help in seen and ("more lines" in seen or size[1] == 50)
+        for _ in range(9):
+            await it.press("pagedown")
+            seen += it.text()
+        for word in re.findall(r"\S+", " ".join(key.help for key in keys.KEYS)):
+            assert word in seen, f"{word}: the end of a line was cut off"
+        for name in (*dict(keys.WORDS), *POLICIES):
+            assert f" {name}  " in seen or f" {name} " in seen, name
+        for kind in (PREFILL, DECODE, HELD, BLOCKED, ink.GHOST):
+            assert f"{ink.NAMES[kind]} {ink.GLYPHS[kind]}" in seen
+        await it.press("escape")
+        assert "Slots" in it.text()
+
+    show(scenario, size=size)
+
+
+@pytest.mark.parametrize("page", ["question_mark", "t", "h", "f", "r"])
+def test_i_and_slash_lead_from_every_page_to_the_prompt_box(page):
+    """The box behind the page took all keys from then on, and Esc did not lead back."""
+
+    async def scenario(it):
+        await it.press(page, "i", *"hi there", "enter", turns=2)
+        assert it.app.screen is it.app.screen_stack[0] and it.app.focused is None
+        assert "hi there" in [state.prompt_of(request) for request in it.stage.state.requests.values()]
+        await it.press(page, "slash", turns=0)
+        assert it.app.focused is it.app.prompt and it.app.prompt.value == "/"
+        await it.press("escape", "question_mark", "escape", turns=0)
+        assert it.app.focused is None and len(it.app.screen_stack) == 1
+
+    show(scenario)
+
+
+def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes_it():
+    """It only led back to the main screen, so every key had to be pressed twice."""
+
+    async def scenario(it):
+        await it.press("b")
+        it.stage.finish()
+        for key, page in (
+            ("t", "totals"),
+            ("f", "requests"),
+            ("question_mark", "help"),
+            ("c", "contest"),
+            ("h", "clients"),
+        ):
+            await it.press(key, turns=0)
+            assert it.app.screen.name == page and len(it.app.screen_stack) == 2
+        await it.press("h", turns=0)
+        assert len(it.app.screen_stack) == 1
+        await it.press("question_mark", "r", turns=20)
+        assert it.app.screen.name == "contest" and it.stage.state.view.racing and "running …" in it.text()
+        await it.press("c", turns=0)
+        assert it.app.screen.name == "contest" and "simulated" in it.text()
+
+    show(scenario)
+
+
+def test_a_pause_behind_a_page_is_said_on_the_page():
+    """Space stopped the engine behind the help, and nothing there said so."""
+
+    async def scenario(it):
+        await it.press("b", "question_mark", "space")
+        assert it.stage.state.view.paused
+        await it.sees("done behind this page: /pause")
+        await it.press("space")
+        assert not it.stage.state.view.paused
+        await it.sees("done behind this page: /resume")
+        line = it.text().splitlines().index(next(line for line in it.text().splitlines() if line.startswith(" p ")))
+        await it.pilot.click("#sheet", offset=(2, line))
+        await it.sees("done behind this page: /policy")
+
+    show(scenario)
+
+
+def test_every_key_of_the_footer_can_be_clicked_even_while_typing():
+    async def scenario(it):
+        for typing in (False, True):
+            if typing:
+                await it.press("i")
+            await it.pilot.pause()
+            line = it.text().splitlines()[-1]
+            before = it.stage.engine.sched.submitted
+            await it.pilot.click("#keys", offset=(line.index("b Burst") + 2, 0))
+            await it.turns()
+            assert it.stage.engine.sched.submitted == before + 12
+            await it.pilot.click("#keys", offset=(line.index("? Help") + 1, 0))  # the blank takes clicks, too
+            await it.turns()
+            assert "Help" in it.text().splitlines()[0]
+            await it.press("escape")
+            await it.press("escape")
+
+    show(scenario, size=(120, 40))
+
+
+def test_slots_and_columns_can_be_clicked_and_the_wheel_scrolls():
+    async def scenario(it):
+        await it.press("b", turns=60)
+        await it.pilot.click("#slots", offset=(5, 2 + 4))
+        assert it.stage.state.selected == 4
+        await it.pilot.click("#timeline", offset=(4 + 10, 3))
+        zoom = it.stage.state.zoom_for(76)
+        assert it.stage.state.cursor == it.stage.state.history[10 * zoom].step
+        assert it.stage.state.selected == 2  # it was the third line of the timeline
+        await it.press("end")
+        timeline = it.app.query_one("#timeline")
+        timeline.post_message(events.MouseScrollUp(timeline, 5, 5, 0, -1, 0, False, False, False))
+        await it.pilot.pause()
+        assert it.stage.state.cursor is not None
+
+    show(scenario)
+
+
+def test_every_action_is_in_the_command_palette():
+    async def scenario(it):
+        titles = [command.title for command in it.app.get_system_commands(it.app.screen)]
+        assert all(any(title.startswith(key.label) for title in titles) for key in keys.KEYS)
+        await it.press("ctrl+p")
+        assert it.app.screen is not it.app.screen_stack[0]
+        await it.press("escape")
+
+    show(scenario)
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_screen_whose_model_could_not_be_loaded_ends_with_code_2(broken, capsys):
+    """The exit code was 0."""
+    view = state.View(stage="failed", error="x is cut off") if broken else state.View(stage="ready")
+    assert tui.failed(State(view=view)) == (2 if broken else 0)
+    assert capsys.readouterr().err == ("nanobatch: x is cut off\n" if broken else "")
+
+
+STATES = ("idle", "busy", "paused", "help", "contest", "requests", "loading")
+
+
+@pytest.mark.parametrize(
+    "key, state",
+    [*(("q", state) for state in STATES), *((f"ctrl+{key}", s) for key in "cq" for s in ("idle", "help", "loading"))],
+)
+def test_the_screen_can_be_left_in_every_state(key, state):
+    async def scenario(it):
+        keys = {"busy": ["b"], "paused": ["b", "space"], "help": ["question_mark"], "contest": ["r"], "requests": ["f"]}
+        if state != "loading":
+            await it.press(*keys.get(state, []), turns=3)
+        await it.pilot.press(key)
+        assert it.app.return_code == 0 and it.app._exit
+
+    show(scenario, load=state != "loading")
+
+
+def test_a_paste_of_several_lines_is_one_prompt_of_several_lines():
+    """All lines but the first were lost."""
+
+    async def scenario(it):
+        await it.press("i", "ctrl+u", turns=0)
+        it.app.post_message(events.Paste("first line\r\n  second\nthird"))
+        await it.pilot.pause()
+        assert "first line␊  second␊third" in it.text()
+        await it.press("!", "enter", turns=2)
+        assert it.stage.state.requests[1].origin.prompt == "first line\n  second\nthird!"
+        await it.press("i", turns=0)
+        it.app.query_one(tui.Prompt).value = "x" * 600 + "\ny"
+        await it.press("enter", turns=2)
+        assert it.app.query_one(tui.Prompt).value == "x" * 600 + "␊y"  # it did not fit, and comes back whole
+
+    show(scenario, size=(120, 40))
+
+
+def test_help_and_quit_are_commands():
+    """They were unknown."""
+
+    async def scenario(it):
+        await it.press("slash", *"help", "enter")
+        await it.sees("Help: keys")
+        await it.press("escape", "slash", *"helpp", "enter")
+        await it.sees("/slow /step /quit")
+        await it.press("ctrl+u", *"/quit", "space", *"now", "enter")  # this was no command, said the list that has it
+        assert it.app._exit and it.app.return_code == 0
+
+    show(scenario, size=(120, 40))
+
+
+def test_cancelling_what_is_not_there_says_so():
+    """`/cancel 99999` said that it was cancelled."""
+    stage = Stage().load()
+    stage.session.obey("one")
+    stage.session.obey("/cancel 1")  # it is on its way, and nobody has looked yet
+    stage.turns(2)
+    assert [r.reason for r in stage.state.ended] == ["cancelled"]
+    for order, words in (
+        ("/cancel 99999", "r99999 is not known"),
+        ("/cancel 1", r"r1 has ended already \(cancelled\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            stage.session.obey(order)
+
+
+def test_set_alone_prints_the_settings():
+    """It said "set "."""
+    stage = Stage().load()
+    assert stage.session.obey("/set") == "temperature=0 max=320 seed=none burst=12 rate=2"
+    assert stage.session.obey("/set " + stage.session.obey("/set")).startswith("set temperature=0")
+
+
+def test_a_longest_answer_beyond_a_slot_is_cut_to_it_and_that_is_said():
+    """The edge went on to promise 100,000 tokens in slots of 512. A temperature may be what sampling takes."""
+    stage = Stage().load()
+    assert stage.session.obey("/set max=100000") == "max=512: a slot holds no more"
+    assert stage.state.settings.max_tokens == 512
+    assert stage.session.obey("/set max=512 temperature=500") == "set max=512 temperature=500"
+
+
+def test_a_picture_from_the_palette_lies_where_the_screen_was_started(tmp_path, monkeypatch):
+    """It failed where there was no folder for downloads."""
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario(it):
+        it.app.deliver_screenshot()
+        await it.sees("Saved screenshot")
+        (picture,) = tmp_path.iterdir()
+        assert picture.suffix == ".svg" and "<svg" in picture.read_text()
+
+    show(scenario, size=(120, 40))
+
+
+def test_escape_takes_a_command_out_of_the_box_and_leaves_a_prompt_there():
+    """`/set …` stayed in the box."""
+
+    async def scenario(it):
+        await it.press("e", turns=0)
+        assert it.app.query_one(tui.Prompt).value.startswith("/set temperature=0")
+        await it.press("escape", turns=0)
+        assert it.app.query_one(tui.Prompt).value == "" and it.app.focused is None
+        await it.press("i", *"draft", "escape", turns=0)
+        assert it.app.query_one(tui.Prompt).value == "draft"
+
+    show(scenario)
+
+
+def test_a_burst_that_is_fired_while_the_model_loads_waits_for_it():
+    """`b` was dropped."""
+
+    async def scenario(it):
+        await it.press("b", "space", "r", "i", "c", turns=0)  # of these only b makes sense already
+        await it.pilot.pause()
+        assert "12 prompts fired; they wait for the model" in it.text()
+        it.stage.room.load()
+        await it.turns(3)
+        assert it.stage.engine.sched.submitted == 12 and it.stage.state.view.busy
+
+    show(scenario, load=False)
+
+
+def test_figures_have_commas_and_things_their_plural_everywhere():
+    """2,552 had a comma here and none there, and there were "1 prompts"."""
+    stage = Stage(slots=2, max_len=4096).load()
+    assert stage.session.obey("/burst 1") == "1 prompt fired"
+    stage.session.obey("/set max=1500")
+    stage.session.obey("x" * 2000)
+    stage.finish()
+    texts = [plain(draw(stage.state, ink.DARK, 100, 30)) for draw in (panes.draw_requests, panes.draw_slots)]
+    stage.state.look_at(1)
+    texts += [plain(draw(stage.state, ink.DARK, 100, 30)) for draw in (panes.draw_slots, panes.draw_step)]
+    texts += [plain(panes.draw_settings(stage.state, ink.DARK, 60, 1))]
+    said = "\n".join(line for lines in texts for line in lines)
+    assert {"2,000 prompt tokens", "1,500 new tokens", "max 1,500 tok"} <= set(
+        re.findall(r"[\d,]+ \w+ ?\w+|max.*tok", said)
+    )
+    assert not re.search(r"(?<![.\d])\d{4}", said), said
+    assert (ink.count(0, "line"), ink.count(1, "line"), ink.count(1000, "line")) == ("0 lines", "1 line", "1,000 lines")
+
+
+def test_an_exported_picture_keeps_its_blanks_in_every_viewer():
+    """Runs of non-breaking spaces were misplaced by some viewers, and leading spaces lost by others."""
+
+    async def scenario(it):
+        await it.press("b", turns=20)
+        svg = it.app.export_screenshot()
+        texts = re.findall(r"<text [^>]*>", svg)
+        assert len(texts) > 20 and all('xml:space="preserve"' in text for text in texts)
+        assert "&#160;" not in svg and "\xa0" not in svg and re.search(r">[^<]*  \S", svg)
+
+    show(scenario)

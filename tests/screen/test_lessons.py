@@ -1,0 +1,261 @@
+"""What the pictures teach: each figure on the screen is that of the engine, and what cannot be true is not said."""
+
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from stage import Stage, plain, show
+from words import Clock, WordRunner
+
+from nanobatch import Sampling
+from screen import charts, ink, panes, timeline, widgets
+from screen.ink import BLOCKED, PREFILL
+
+
+def test_static_leaves_slots_blocked_while_requests_wait_and_continuous_never_does():
+    history = {}
+    for policy in ("continuous", "static"):
+        stage = Stage(policy=policy).load()
+        stage.session.obey("/burst 20")
+        history[policy] = stage.finish().state.history
+    blocked = {p: sum(c.kind == BLOCKED for column in h for c in column.cells) for p, h in history.items()}
+    assert blocked["continuous"] == 0 < 100 < blocked["static"]
+    assert timeline.useful_of(history["continuous"]) > timeline.useful_of(history["static"]) > 10
+
+
+def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
+    stage = Stage(slots=3).load()
+    for letter, length in (("a", 64), ("b", 48), ("c", 10)):  # a chunk is 16 tokens, and a step's budget is 32
+        stage.session.obey(letter * length)
+    stage.turns(20)
+    assert [stage.cells(slot)[:7] for slot in range(3)] == ["▒▒▒▒███", "▒▒▒████", "┈┈┈▒███"]
+    lines = plain(panes.draw_timeline(stage.state, ink.DARK, 73, 5))
+    assert [line[:11] for line in lines[1:4]] == ["  0 ▒1▒▒███", "  1 ▒2▒████", "  2 ┈3┈▒███"]
+    assert lines[0].endswith("useful 95 % ▒prefill █decode ╳blocked ┈held ▚ghost ·empty ──"), lines
+
+
+def test_a_requests_number_hides_no_prefill_and_touches_no_neighbours():
+    """A prefill of one step has one cell; and "18" beside "19" would be read as 1819."""
+    stage = Stage(slots=1).load()
+    for _ in range(30):
+        stage.session.obey("/set max=3")
+        stage.session.obey("x")
+    stage.finish()
+    line = plain(panes.draw_timeline(stage.state, ink.DARK, 160, 3))[1]
+    assert "▒18▒19▒20" in line.replace("█", "").replace("·", ""), line
+    assert not re.search(r"\d{3}", line[4:]), line
+
+
+def test_merged_columns_lose_no_prefill_and_no_work():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.finish()
+    for zoom in (2, 4, 8):
+        merged = stage.state.columns(zoom)
+        assert sum(column.steps for column in merged) == len(stage.state.history)
+        assert timeline.useful_of(merged) == pytest.approx(timeline.useful_of(stage.state.history))
+        assert sum(c.tokens for c in merged) == sum(c.tokens for c in stage.state.history)
+        for i, column in enumerate(merged):
+            for slot in range(8):
+                kinds = {c.cells[slot].kind for c in stage.state.history[i * zoom : (i + 1) * zoom]}
+                assert (column.cells[slot].kind == PREFILL) == (PREFILL in kinds)
+
+
+def test_why_requests_wait_is_told():
+    stage = Stage(policy="static").load()
+    stage.session.obey("/burst 20")
+    stage.turns(2)
+    assert "every slot is taken" in plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))[-1]
+    stage.session.obey("/pause")
+    stage.turns()
+    assert "paused" in plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))[-1]
+    stage.session.obey("/resume")
+    stage.turns(60)
+    lines = plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))
+    assert "free slots are shut (static)" in lines[-1] and any("blocked" in line for line in lines)
+
+
+def test_a_slots_bar_tells_reused_prefill_decode_and_remembered_rows():
+    stage = Stage(slots=1, max_len=256).load()
+    stage.session.obey("/set max=60")
+    stage.session.obey("a" * 64)
+    stage.finish()
+    for width, words in ((80, "(123 remembered)"), (60, "(123)")):  # and 59 of the answer: its last token has no row
+        (line,) = plain(panes.draw_slots(stage.state, ink.DARK, width, 4))[2:3]
+        assert "░░░" in line and "free" in line and words in line and "/256" not in line
+    stage.session.obey("a" * 64 + "b" * 60)
+    stage.turns(20)
+    (line,) = plain(panes.draw_slots(stage.state, ink.DARK, 80, 4))[2:3]
+    bar = re.sub(r"(.)\1*", r"\1", re.search("[▓▒█░·]+", line)[0])
+    assert bar == "▓▒█·", line
+    assert stage.state.owner(0).metrics.cached_tokens == 64
+
+
+def test_the_ttft_histogram_counts_every_request_once_and_tells_the_policies_apart():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.finish()
+    stage.session.obey("/policy static")
+    stage.session.obey("/burst 20")
+    stage.finish()
+    lines = plain(charts.draw_ttft(stage.state, ink.DARK, 40, 9))
+    assert sum(int(line.split()[-1]) for line in lines[2:]) == 40
+    assert all(" ms " in line for line in lines[2:])
+    assert "█" in "".join(lines[2:]) and "▒" in "".join(lines[2:])
+    assert "█ continuous" in lines[1] and "▒ static" in lines[1]
+
+
+def test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words():
+    """Nothing showed why batching pays: that a step of 8 rows costs hardly more than one of 1."""
+    stage = Stage(slots=4).load()
+    lines = plain(charts.draw_cost(stage.state, ink.DARK, 60, 12))
+    assert "No step has only decoded so far" in " ".join(lines)
+    cost = WordRunner.run
+
+    def dearer(runner, order):
+        flight = cost(runner, order)
+        flight.cost += 0.002 * len(order.decodes)  # a step of n rows takes 10 + 2 n ms
+        return flight
+
+    stage.engine.runner.run = partial(dearer, stage.engine.runner)
+    stage.session.obey("alone")
+    stage.finish()
+    assert "All steps had 1 row so far" in " ".join(plain(charts.draw_cost(stage.state, ink.DARK, 120, 12)))
+    stage.session.obey("/burst 12")
+    stage.finish()
+    for seconds in stage.state.costs.values():
+        seconds.extend([9.0] * (len(seconds) // 2))  # interruptions
+    lines = plain(charts.draw_cost(stage.state, ink.DARK, 70, 12))
+    rows = [re.findall(r"[\d.]+", line) for line in lines[2:6]]
+    assert [[float(value) for value in row] for row in rows] == [
+        pytest.approx([n, 10 + 2 * n, n / (0.010 + 0.002 * n)], rel=0.01) for n in (1, 2, 3, 4)
+    ]
+    assert lines[6].strip() == "4 rows cost 1.50 × as much as 1 row, and yield 2.67 × the tokens."
+    assert len(plain(charts.draw_cost(stage.state, ink.DARK, 70, 5))) <= 5
+
+
+def test_what_cannot_be_true_is_not_said():
+    """ "8 rows cost 0.90 × as much as 1 row, and yield 8.92 × the tokens", "0.00 ms more for each row"; and while a
+    burst ran, a sentence said that one should be fired."""
+    assert charts.lesson({1: 0.010, 8: 0.009}, False) == "Too noisy to say: 8 rows took less time than 1 row."
+    assert "Too noisy" not in charts.lesson({1: 0.010, 8: 0.010}, False)
+    assert "fire a burst (b)" in charts.lesson({8: 0.01}, False) and "fire" not in charts.lesson({8: 0.01}, True)
+    stage = Stage(slots=2, prompts=[("hello", 30), ("you", 20)]).load()
+    stage.session.obey("/burst 4")
+    stage.finish()
+
+    stage.session.obey("/compare")  # here, all steps take as long
+    said = "10.0 ms with one row, too noisy to say how much more for each row, "
+    assert said in stage.state.contest.note and "0.00 ms" not in stage.state.contest.note
+
+
+def test_waits_and_queue_are_drawn_over_the_whole_busy_period():
+    """A request that came early in a crowd waited for less than one that came late: a mean tells neither."""
+    stage = Stage().load()
+    stage.session.obey("/burst 60")
+    stage.finish()
+    lines = plain(charts.draw_queue(stage.state, ink.DARK, 60, 8))
+    assert "peak 52" in lines[0] and "step 1" in lines[-1] and f"{stage.state.history[-1].step}" in lines[-1]
+    columns = ["".join(line[x] for line in lines[1:-1]).strip() for x in range(8, 50)]
+    heights = [len(column.replace("┤", "").replace("│", "")) for column in columns]
+    assert heights == sorted(heights, reverse=True) and heights[0] >= 5 > heights[-1]
+    lines = plain(charts.draw_waits(stage.state, ink.DARK, 60, 12))
+    assert "█p50" in lines[0] and "▒p95" in lines[0]
+    for x in range(8, 58):
+        column = "".join(line[x] for line in lines[1:-1])
+        assert re.fullmatch(" *▒*█+", column), (x, column)
+    waits = sorted(
+        r.metrics.ttft_s for r in sorted(stage.state.ended, key=lambda r: r.arrived + r.metrics.ttft_s)[-50:]
+    )
+    assert ink.span(waits[24]) in lines[0] and ink.span(waits[47]) in lines[0]
+
+
+def test_the_rate_is_what_the_steps_delivered():
+    stage = Stage().load()
+    stage.session.obey("/burst 8")
+    stage.finish()
+    history = stage.state.history
+    assert stage.state.delivered(history[-1].ended + 1e-9) == sum(c.tokens for c in history) == stage.state.delivered()
+    assert stage.state.delivered(history[0].began) == 0
+    middle = history[20]
+    assert history[19].total <= stage.state.delivered(middle.ended - 1e-6) <= history[20].total
+
+
+def test_a_screen_that_looked_away_for_too_long_says_how_many_steps_and_ends_it_has_not_seen():
+    stage = Stage(slots=1).load()
+    for _ in range(700):
+        stage.engine.submit([1]).cancel()
+    for _ in range(42):
+        stage.engine.submit([1], Sampling(max_tokens=100, ignore_eos=True)).result()
+    stage.turns()
+    gone = stage.engine.steps - 4096
+    assert gone > 0 and [fault.message for fault in stage.state.faults] == [
+        f"{gone:,} steps went by unseen: the screen looked away for too long",
+        "242 requests ended unseen: the screen looked away for too long",
+    ]
+    stage.turns()
+    assert len(stage.state.faults) == 2 and len(stage.state.ended) == 500
+
+
+def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted():
+    """The timeline went on as if nothing had been between, and tokens/s left out what had come meanwhile."""
+    stage = Stage(slots=2).load()
+    stage.engine.submit([1], Sampling(max_tokens=9, ignore_eos=True)).result()
+    stage.turns()
+    for _ in range(45):
+        stage.engine.submit([1], Sampling(max_tokens=100, ignore_eos=True)).result()
+    stage.turns()
+    history, missed = stage.state.history, stage.engine.steps - 4096 - stage.state.history[0].step - 8
+    (at,) = [i for i, column in enumerate(history) if column.unseen]
+    gap = history[at]
+    assert gap.unseen == missed > 300 and {cell.kind for cell in gap.cells} == {ink.UNSEEN}
+    assert gap.step == history[at + 1].step - 1 and history[at - 1].step == gap.step - missed
+    assert stage.state.delivered() == stage.state.view.engine.output_tokens == 9 + 4500
+    stage.state.cursor = stage.state.edge = gap.step
+    stage.state.zoom = 1
+    lines = plain(panes.draw_timeline(stage.state, ink.DARK, 80, 4))
+    assert "?" in lines[1] and "?" in lines[2] and "unseen" in lines[0]
+    assert f"{missed:,} steps up to this one went by" in plain(panes.draw_step(stage.state, ink.DARK, 80, 9))[1]
+    for zoom in (2, 4, 8):
+        merged = stage.state.columns(zoom)
+        assert sum(column.unseen for column in merged) == missed
+        assert sum(cell.kind == ink.UNSEEN for column in merged for cell in column.cells) == 2
+    assert 0 < timeline.useful_of(history) <= 100
+
+
+def test_every_step_reaches_the_screen_while_the_engine_takes_thousands_a_second():
+    """Three loops at once: the engine's, which steps as fast as it can, the screen's looks, and its painting."""
+    stage = Stage()
+
+    async def scenario(it):
+        loop = stage.room.loop.start()
+        stage.session.obey("/set max=300")
+        stage.session.obey("/burst 90")
+        it.app.set_interval(0.1, it.app.look)
+        await it.app.until(lambda: stage.state.ended and stage.session.settled)
+        assert loop.stop(10)
+
+    show(scenario, stage, (120, 40))
+    steps = [column.step for column in stage.state.history]
+    assert steps == list(range(1, stage.engine.steps + 1)) and len(steps) > 1000
+    assert len(stage.state.ended) == 90 and not stage.state.faults
+
+
+def test_the_screen_takes_a_tenth_of_a_core_at_most_and_looks_twice_a_second_at_least(monkeypatch):
+    """A picture of 20 ms, ten times a second, is a fifth of a core that the engine needs, too."""
+    now, used, looks = Clock(), Clock(), []
+    monkeypatch.setattr(widgets, "time", SimpleNamespace(monotonic=now, thread_time=used))
+
+    def run(price: float, seconds: float) -> list[float]:
+        looks.clear()
+        look = widgets.thrifty(lambda: looks.append(now.now))
+        for _ in range(round(10 * seconds)):
+            look_count = len(looks)
+            look()
+            used.now += price * (len(looks) - look_count)
+            now.now += 0.1
+        return looks
+
+    assert len(run(0.005, 10)) == 100 and len(run(0.015, 10)) == 50
+    assert len(run(0.030, 10)) in (33, 34) and len(run(0.5, 10)) == 20

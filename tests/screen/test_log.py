@@ -1,0 +1,261 @@
+"""The command line of the screen, the plain log and the trace."""
+
+import json
+import re
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from stage import Stage, disturb, show
+
+import tui
+from sched import POLICIES
+from screen import session, trace
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--slots", "0"],
+        ["--slots", "many"],
+        ["--max-len", "-3"],
+        ["--policy", "fastest"],
+        ["--prompts", "/nowhere/at/all"],
+        ["--seed", "x"],
+        ["--model", "/nowhere/at/all"],
+        ["--model", ""],
+        ["--script", "dance"],
+        ["--size", "80"],
+        ["--trace", "/nowhere/at/all.json"],
+        ["--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_option_gets_one_line_and_exit_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        tui.parse_arguments(arguments)
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.out == ""
+    assert said.err.startswith("nanobatch: ") and said.err.count("\n") == 1
+
+
+def test_a_script_may_be_written_in_capitals(capsys):
+    """`--script Burst24` said that 'urst' was no command."""
+    assert tui.parse_arguments(["--script", "Static Burst24"]).script == "Static Burst24"
+    assert session.orders_of("Static Burst24") == [("static", ""), ("burst", "24")]
+    with pytest.raises(SystemExit):
+        tui.parse_arguments(["--script", "Hurst24"])
+    assert "'hurst24' is no command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("burst-3", "burst = '-3', but it must be a whole number from 1 to 1,000"),
+        ("burst5x", "burst = '5x'"),
+        ("burst0", "burst = '0'"),
+        ("burst 5", "'5' is no command"),
+        ("set max=5 burst2", "'set' is no command"),
+        ("static4", "'static4' is no command"),
+        ("bogus", "'bogus' is no command; there are continuous static"),
+    ],
+)
+def test_a_script_of_wrong_words_is_refused_before_anything_is_loaded(script, words, capsys):
+    """`burst-3` and `burst 5` fired 24 prompts; a wrong word did not say which there are."""
+    with pytest.raises(SystemExit) as left:
+        tui.parse_arguments(["--script", script, "--screenshot", "/dev/null/x.svg"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith(f"nanobatch: --script: {words}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "script", ["pause burst2", "static burst24 step60", "load5", "help", "slow4", "view", "cancel"]
+)
+def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
+    """`pause burst2` hung in silence, and a step or a load was left out."""
+    assert session.orders_of(script)
+    with pytest.raises(SystemExit) as left:
+        tui.parse_arguments(["--plain", "--script", script])
+    assert left.value.code == 2 and "is no command without a screen; there are " in capsys.readouterr().err
+    assert tui.parse_arguments(["--plain", "--script", "static burst8 compare wait race12"])
+
+
+def test_the_help_of_the_command_line_names_what_a_script_may_say(capsys):
+    """It gave an example, and no more."""
+    with pytest.raises(SystemExit):
+        tui.parse_arguments(["--help"])
+    said = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert {*POLICIES, *session.LOGGED, *session.ON_A_SCREEN} <= said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompts", "/no/p.txt"], "--prompts '/no/p.txt': No such file or directory; name a text file"),
+        (["--trace", "/no/t.json"], "--trace '/no/t.json': No such file or directory; name a file in a folder"),
+        (["--screenshot", "/no/s.svg"], "--screenshot '/no/s.svg': No such file or directory; name a file"),
+        (["--screenshot", "foo.png"], "--screenshot 'foo.png' will be an SVG; give a name that ends in .svg"),
+    ],
+    ids=range(4),
+)
+def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(arguments, words, capsys):
+    """It said "[Errno 2] No such file or directory", and foo.png was no PNG."""
+    with pytest.raises(SystemExit):
+        tui.parse_arguments(arguments)
+    assert capsys.readouterr().err.startswith(f"nanobatch: {words}")
+
+
+def test_right_options_are_taken(tmp_path):
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    args = tui.parse_arguments(["--slots", "3", "--seed", "0", "--prompts", str(tmp_path / "p.txt"), "--size", "80x24"])
+    assert (args.slots, args.seed, args.asks, args.size) == (3, 0, ["one", "two"], (80, 24))
+
+
+def test_a_plain_log_has_a_line_for_each_event():
+    stage = Stage(slots=2, policy="static")
+    lines: list[str] = []
+    log = session.PlainLog(stage.session, lines.append)
+    log.look()
+    stage.room.load()
+    log.look()
+    for order in ('"hello"', "third", "/nonsense", "second"):
+        log.obey(order)
+    for _ in range(400):
+        stage.room.loop.turn()
+        log.look()
+    log.obey("/race 6")
+    while not stage.session.settled:
+        stage.room.loop.turn()
+        log.look()
+    text = "\n".join(lines)
+    for part in (
+        "loading: starting",
+        "policy static",
+        'r1 waits: "hello"',
+        "r1 is admitted to slot 0 in step 1",
+        "r1 has its first token after",
+        "r1 ends (length): 320 tokens, TTFT ",
+        "in all (static): 3 requests, 960 tokens, ",
+        ": hello",
+        "no command",
+        "static, measured: steps ",
+        "continuous takes",
+    ):
+        assert part in text, part
+    times = [float(line.split()[0]) for line in lines if re.match(r" +[\d.]+ s ", line)]
+    assert len(times) > 20 and times == sorted(times), "a step was told of when it had ended, behind what came later"
+    # The first leg was told of at its end, at other prices than the verdict; and nothing said why it took longer.
+    *legs, verdict, note = lines[-4:]
+    means = [re.search(r"TTFT mean ([\d.]+ m?s)", leg)[1] for leg in legs]
+    assert f"after {means[1]} instead of {means[0]} on average" in verdict and "On the engine's clock: static " in note
+
+
+def test_a_plain_log_that_is_ended_in_mid_burst_keeps_no_line_back():
+    stage = Stage().load()
+    lines: list[str] = []
+    log = session.PlainLog(stage.session, lines.append)
+    stage.session.obey("/burst 2")
+    for _ in range(3):
+        stage.room.loop.turn()
+        log.look()
+    before = len(lines)
+    log.flush()
+    assert len(lines) > before > 0 and any("r2 has its first token" in line for line in lines[before:])
+
+
+def test_the_log_stamps_a_switch_with_the_moment_from_which_the_policy_held():
+    """It was stamped when somebody looked."""
+    stage = Stage(slots=2)
+    stage.load()
+    lines: list[str] = []
+    log = session.PlainLog(stage.session, lines.append)
+    stage.session.obey("/burst 4")
+    stage.turns(5)
+    stage.session.obey("/policy static")
+    for _ in range(900):
+        stage.room.loop.turn()  # and nobody looks
+    log.look()
+    first = next(column for column in stage.state.history if column.view.policy == "static")
+    assert first.step > 1 and f"{first.view.began:8.3f} s  policy static" in lines
+    assert lines.index(f"{first.view.began:8.3f} s  policy static") < len(lines) - 4
+
+
+def check_trace(events: list[dict]) -> Counter:
+    """The rules of Chrome's trace format, as far as we use it. Answers with how many there are of each kind."""
+    processes = {e["pid"]: e["args"]["name"] for e in events if (e["ph"], e["name"]) == ("M", "process_name")}
+    tracks = {
+        (e["pid"], e["tid"]) for e in events if (e["ph"], e["name"]) == ("M", "thread_name") and e["args"]["name"]
+    }
+    spans, counts = {}, {}
+    for event in events:
+        assert {"ph", "name", "pid", "tid", "args"} <= event.keys() and event["pid"] > 0, event
+        assert processes[event["pid"]], event
+        if event["ph"] == "X":
+            assert (event["pid"], event["tid"]) in tracks and event["tid"] > 0 and event["cat"], event
+            assert type(event["ts"]) is type(event["dur"]) is int and event["ts"] >= 0 and event["dur"] >= 0, event
+            spans.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "C":
+            (value,) = event["args"].values()
+            assert value >= 0, event
+            counts.setdefault(event["name"], []).append(event["ts"])
+        else:
+            assert event["ph"] == "M" and event["name"] in ("process_name", "thread_name"), event
+    for track, times in spans.items():
+        for (_, ended), (began, _) in pairwise(sorted(times)):
+            assert began >= ended, f"{track}: a span begins at {began}, and another ends at {ended}"
+    assert all(times == sorted(times) for times in counts.values())
+    return Counter(event["ph"] for event in events)
+
+
+def test_a_trace_keeps_the_rules_of_its_format_and_holds_every_request_and_every_step():
+    """Step k + 1 began before step k had ended, on the same track: Perfetto does not draw that. Tracks had no names."""
+    stage = Stage(policy="static").load()
+    disturb(stage, 0.0123456789)
+    stage.session.obey("/burst 12")
+    stage.finish()
+    stage.time.now += 5.0  # idle for a while
+    stage.session.obey("/burst 12")
+    stage.turns(40)  # now some are open, and some wait
+    now = stage.state.view.engine.now
+    events = trace.trace_events(stage.state.history, stage.state.requests.values(), now)
+    events = json.loads(json.dumps(events, allow_nan=False))
+    kinds = check_trace(events)
+    steps = len(stage.state.history)
+    assert kinds["X"] > 5 * steps > 1000 and kinds["C"] == 3 * steps + 6  # after each busy period the counters are 0
+    spans = [event for event in events if event["ph"] == "X"]
+    names = Counter(event["name"] for event in spans)
+    assert all(names[f"r{i} decode"] for i in range(1, 21)) and names["blocked"]
+    assert all(names[stage] == steps for stage in ("plan", "build", "device", "wait", "commit"))
+    assert sum(name.startswith("step ") for name in names) == steps and names["in line"] == 24
+    waits = {e["tid"]: e["dur"] / 1e6 for e in spans if e["name"] == "in line"}
+    for request in stage.state.ended:
+        assert waits[request.id] == pytest.approx(request.metrics.queued_s, abs=2e-6)
+    assert sum(wait > 0.1 for wait in waits.values()) >= 8
+    rates = [e["args"]["tokens/s"] for e in events if e["name"] == "tokens/s"]
+    lines = [e["args"]["in line"] for e in events if e["name"] == "in line" and e["ph"] == "C"]
+    assert max(rates) > 100 and max(lines) == 4 and rates[-1] == lines[-1] == 0
+    overlapping = [e | {"dur": e["dur"] + 100_000} if e["name"] == "plan" else e for e in events]
+    unnamed = [e for e in events if e["name"] != "thread_name"]
+    for broken in (overlapping, unnamed):
+        with pytest.raises(AssertionError):
+            check_trace(broken)
+    assert check_trace(trace.trace_events([])) == {"M": 6}
+
+
+def test_only_what_has_changed_is_painted():
+    async def scenario(it):
+        await it.press("b", turns=30)
+        painted = []
+        for pane in it.app.query(tui.Pane):
+            refresh = pane.refresh
+            pane.refresh = lambda *a, pane=pane, refresh=refresh, **k: (
+                painted.append((pane.id, len(a))),
+                refresh(*a, **k),
+            )
+        it.app.look()
+        it.app.paint()
+        assert painted == []
+        await it.turns(1)
+        assert {"slots", "timeline"} <= {name for name, _ in painted} and "settings" not in dict(painted)
+
+    show(scenario)

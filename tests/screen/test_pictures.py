@@ -1,0 +1,173 @@
+"""Pictures of the screen, at every size, compared as plain text with `golden/*.txt`.
+
+After a change that is meant, run the tests with NANOBATCH_GOLDEN=write and look at the difference.
+"""
+
+from collections import Counter
+from itertools import chain, product
+
+import pytest
+from rich.cells import cell_len
+from stage import SIZES, Stage, at_every_size, like_golden, plain, show
+from textual import events
+from textual.geometry import Region
+
+import tui
+from screen import ink, panes, room
+
+
+@pytest.mark.parametrize("size", [(60, 20), *SIZES], ids=lambda size: "x".join(map(str, size)))
+@pytest.mark.parametrize("policy", ["continuous", "static"])
+def test_the_main_screen_in_mid_burst_is_as_drawn(size, policy):
+    async def scenario(it):
+        it.stage.session.obey("/burst 20")
+        await it.turns(70)
+        like_golden(f"{policy}-{size[0]}x{size[1]}", it.text())
+
+    show(scenario, Stage(policy=policy), size)
+
+
+@pytest.mark.parametrize("size", [(60, 20), *SIZES], ids=lambda size: "x".join(map(str, size)))
+def test_the_comparison_is_as_drawn(size):
+    async def scenario(it):
+        it.stage.session.obey("/burst 20")
+        it.stage.finish()
+        await it.press("c")
+        like_golden(f"compare-{size[0]}x{size[1]}", it.text())
+
+    show(scenario, Stage(), size)
+
+
+@at_every_size
+@pytest.mark.parametrize("lower", ["lesson", "waits"])
+def test_the_other_charts_are_as_drawn(lower, size):
+    async def scenario(it):
+        it.stage.session.obey("/burst 40")
+        await it.turns(250)
+        while it.stage.state.lower != lower:
+            await it.press("v", turns=0)
+        await it.turns(0)
+        like_golden(f"{lower}-{size[0]}x{size[1]}", it.text())
+
+    show(scenario, size=size)
+
+
+@pytest.mark.parametrize("lower", [name for name in tui.LOWER[:-1] if name not in ("lesson", "waits")])
+def test_each_pane_of_a_small_screen_is_as_drawn(lower):
+    async def scenario(it):
+        it.stage.session.obey("/burst 12")
+        await it.turns(40)
+        while it.stage.state.lower != lower:
+            await it.press("v", turns=0)
+        await it.turns(0)
+        like_golden(f"pane-{lower}-80x24", it.text())
+
+    show(scenario)
+
+
+def test_loading_tells_its_stages_and_what_a_library_prints():
+    async def scenario(it):
+        assert "starting" in it.text()
+        it.stage.room._report("finding owner/name")
+        it.app.look()
+        it.app.post_message(events.Print("\rmodel: 41%|████ | 12.3M/30.1M [00:04<00:06, 2.9MB/s]", True))
+        await it.pilot.pause()
+        assert "… finding owner/name" in it.text() and "12.3M/30.1M" in it.text() and "2.9MB/s" in it.text()
+        assert "Slots" not in it.text()
+        it.stage.room.load()
+        it.app.look()
+        await it.pilot.pause()
+        assert "Slots" in it.text() and "finding" not in it.text()
+        assert it.app.query_one(tui.Prompt).value == room.BURST[0][0]
+
+    show(scenario, load=False)
+
+
+def test_an_engine_that_does_not_start_says_why_and_the_screen_can_be_left():
+    stage = Stage()
+    stage.room._load = lambda report, clock: (report("finding x"), 1 / 0)
+
+    async def scenario(it):
+        stage.room._load = lambda report, clock: exec("raise ValueError('x is cut off; download it again \\x1b[31m')")
+        stage.room.load()
+        it.app.look()
+        await it.pilot.pause()
+        assert "x is cut off; download it again ␛[31m" in it.text()
+        await it.pilot.press("b", "p", "c", "enter", "x", "q")
+        assert it.app.return_code == 0
+
+    show(scenario, stage, load=False)
+
+
+@pytest.mark.parametrize("width", range(60, 230, 17))
+@pytest.mark.parametrize("slots", [1, 3, 8, 40])
+def test_panes_never_overlap_nor_leave_the_screen(width, slots):
+    seen = 0
+    for height in range(20, 70, 3):
+        for lower, door in product(tui.LOWER, (False, True)):
+            places = tui.arrange(width, height, slots, lower, door)
+            assert {"status", "slots", "prompt", "keys"} <= places.keys()
+            drawn = tui.STACKS.get(lower, (lower,))
+            assert drawn[0] in places or lower in ("streams", "timeline") or width >= 110, (lower, places)
+            charted = [places[name].height for name in chain(*tui.STACKS.values()) if name in places]
+            assert min(charted, default=4) >= 4, "a chart of two lines was a title and an axis, with nothing in between"
+            for name, region in places.items():
+                assert Region(0, 0, width, height).contains_region(region), (name, region)
+                assert region.width > 1 and region.height > 0, (name, region)
+                for other, its in places.items():
+                    assert other == name or not region.overlaps(its), (name, other)
+                seen += 1
+    assert seen > 500
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 40])
+def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
+    """A line that is cut would tell a lie: 179 of 1799."""
+    stage = Stage(slots=slots, policy="static").load()
+    stage.session.obey("/burst 30")
+    stage.session.obey(
+        '"日本語のテキスト 👩‍👩‍👧 [/foo] and_a_very_long_word_that_has_no_blank_in_it_at_all_and_goes_on_for_ever"'
+    )
+    drawn = Counter()
+    for _ in range(5):
+        stage.turns(40)
+        for lower, (width, height) in product(tui.LOWER, ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50))):
+            for name, region in tui.arrange(width, height, slots, lower, True).items():
+                if name != "prompt":
+                    check_lines(name, tui.PANES[name](stage.state, ink.DARK, region.width, region.height), region)
+                    drawn[name] += 1
+            for name in ("help", "requests"):  # they can be scrolled
+                check_lines(name, tui.SHEETS[name](stage.state, ink.DARK, width, height), Region(0, 0, width, 10_000))
+        check_lines("request", panes.draw_request(stage.state, ink.DARK, 74, 12), Region(0, 0, 74, 12))
+        drawn["request"] += 1  # with many slots it has no room of its own
+        if sum(request.metrics.output_tokens > 0 for request in stage.state.requests.values()) < 2:
+            continue  # with one slot, the first is still alone
+        stage.session.obey("/compare")
+        for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
+            lines = panes.draw_contest(stage.state, ink.DARK, width, height)
+            check_lines("contest", lines, Region(0, 0, width, height))
+    assert drawn.keys() == tui.PANES.keys() - {"loading", "small"} and min(drawn.values()) >= 5
+
+
+def check_lines(name: str, lines: list[ink.Line], region: Region) -> None:
+    assert len(lines) <= region.height, (name, region)
+    for line in plain(lines):
+        assert cell_len(line) <= region.width, (name, region, line)
+
+
+def test_below_60x20_there_is_a_plain_line_and_every_size_survives():
+    async def scenario(it):
+        it.stage.session.obey("/burst 20")
+        for size in ((59, 24), (80, 19), (10, 3), (1, 1), (60, 20), (200, 60), (79, 24), (110, 34), (300, 20)):
+            await it.pilot.resize_terminal(*size)
+            await it.turns(2)
+            text = it.text()
+            assert ("60×20" in text) == (size[0] < 60 or size[1] < 20) or size[0] < 10, (size, text)
+        for sheet in ("question_mark", "f", "c"):
+            await it.press(sheet)
+            for size in ((10, 3), (60, 20), (200, 60)):
+                await it.pilot.resize_terminal(*size)
+            await it.press("escape")
+        assert it.app.is_running
+
+    show(scenario)

@@ -1,0 +1,259 @@
+"""The engine room: wishes are fulfilled between two steps, and the clock stands still while nothing runs."""
+
+import re
+from collections import Counter
+
+import pytest
+from stage import Stage, at_every_size, plain, show
+from textual import events
+
+import tui
+from screen import ink, keys, panes, room, session
+
+
+def test_a_switch_of_policy_drains_the_slots_first():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(20)
+    running = set(stage.engine.sched.running)
+    stage.session.obey("/policy serial")
+    stage.turns()
+    assert stage.state.view.engine.draining_to == "serial" and stage.state.view.engine.policy == "continuous"
+    while stage.state.view.engine.draining_to:
+        assert set(stage.engine.sched.running) <= running
+        stage.turns()
+    stage.turns(3)
+    assert stage.state.view.engine.policy == "serial" and len(stage.engine.sched.running) == 1
+    stage.finish()
+
+
+def test_a_pause_stops_the_engine_and_the_clocks_and_a_step_is_one_step():
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(20)
+    stage.session.obey("/pause")
+    stage.turns()
+    before = stage.state.view, len(stage.state.history)
+    stage.time.now += 100  # a user looks for a while
+    stage.turns(5)
+    assert len(stage.state.history) == before[1] and stage.state.view.engine.now == before[0].engine.now
+    for i in range(1, 4):
+        stage.session.obey("/step")
+        stage.turns(2)
+        assert len(stage.state.history) == before[1] + i
+    stage.session.obey("/resume")
+    stage.finish()
+    assert all(r.metrics.ttft_s < 5 for r in stage.state.requests.values())
+
+
+def test_the_first_step_by_hand_is_one_step_although_the_engine_runs_ahead():
+    stage = Stage().load()
+    stage.session.obey("/pause")
+    stage.session.obey("/burst 3")
+    stage.session.obey("/step")
+    stage.turns(3)
+    assert [column.step for column in stage.state.history] == [1]
+
+
+def test_while_paused_slots_timeline_and_step_agree_and_steps_by_hand_show_each_prefill():
+    """Slots were one step ahead of Step: a prompt of one chunk was never seen in its slot as prefill."""
+    stage = Stage().load()
+    stage.engine.sched.budget = 16  # one chunk a step: many prompts are held
+    stage.session.obey("/burst 20")
+    stage.turns(3)
+    stage.session.obey("/pause")
+    stage.turns()
+    seen = Counter()
+    for _ in range(40):
+        assert stage.engine.steps == stage.state.view.engine.planned == stage.state.history[-1].step
+        step, slots = stage.state.step, stage.state.view.engine.slots
+        did = {slot: "prefill" for slot, *_ in step.prefill} | {slot: "decode" for slot, _ in step.decode}
+        did |= {slot: "held" for slot, _ in step.held}
+        lines = plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))[2:-1]
+        for slot, line in zip(slots, lines, strict=True):
+            if slot.request is not None:
+                assert line[4:12].strip() == did[slot.slot], (line, step)
+                seen[did[slot.slot]] += 1
+        stage.session.obey("/step")
+        stage.turns()
+    assert min(seen["prefill"], seen["decode"], seen["held"]) > 10
+
+
+def test_a_pause_reads_back_what_is_in_flight_before_the_clock_stands_still():
+    """That step has taken its time, too."""
+    stage = Stage().load()
+    stage.session.obey("/burst 4")
+    stage.turns(9)
+    assert stage.state.view.engine.planned == stage.state.history[-1].step + 1
+    stage.session.obey("/pause")
+    stage.turns()
+    newest, before = stage.state.history[-1], stage.state.history[-2]
+    assert newest.step == stage.state.view.engine.planned and newest.ended - before.ended >= 0.01 - 1e-9
+    assert stage.state.view.engine.now == newest.ended
+
+
+def test_slow_motion_takes_so_many_steps_a_second_and_all_figures_stay_the_engines_own():
+    """A burst is over in a second. TTFT and tokens/s must not tell how slowly somebody looked at it."""
+    figures = {}
+    for rate in (0, 4):
+        stage = Stage().load()
+        stage.session.obey("/burst 6")
+        stage.session.obey(f"/slow {rate}" if rate else "/slow off")
+        began = stage.time.now
+        stage.turns()
+        while not stage.session.settled:
+            rest = stage.room.loop.turn()
+            stage.time.now += min(rest or 0, 0.25)
+            stage.session.look()
+            if rate and not stage.session.settled:
+                assert stage.state.view.slow == rate and stage.state.history[-1].step == stage.state.view.engine.planned
+        real, steps = stage.time.now - began, len(stage.state.history)
+        figures[rate] = [round(r.metrics.ttft_s, 2) for r in sorted(stage.state.ended, key=lambda r: r.id)]
+        assert (real >= (steps - 1) / 4) == bool(rate), (real, steps)
+        assert stage.state.history[-1].ended < 1.1 * steps * 0.02
+    assert figures[4] == pytest.approx(figures[0], abs=0.03)
+
+
+def test_while_the_clock_stands_still_a_steady_load_does_not_keep_the_loop_awake():
+    """It asked to be called at a moment of a clock that did not go on: again and again, at once."""
+    stage = Stage().load()
+    stage.session.obey("/load 5")
+    stage.turns()
+    stage.session.obey("/pause")
+    stage.turns()
+    assert stage.room.loop.turn() is None
+    stage.session.obey("/resume")
+    stage.turns()
+    assert stage.room.loop.turn() is not None
+    stage.session.obey("a request")
+    stage.session.obey("/slow 4")
+    stage.turns()
+    assert 0 < stage.room.loop.turn() <= 0.25
+
+
+def test_a_first_burst_of_the_demo_runs_slowly_says_how_to_leave_that_and_later_ones_do_not():
+    async def scenario(it):
+        it.stage.session.eases = True
+        await it.press("b", turns=2)
+        assert it.stage.state.view.slow == session.SLOW
+        assert f"slow: {session.SLOW} steps/s" in it.text() and "0 full speed" in it.text()
+        assert "0 Full speed" in it.text().splitlines()[-1]
+        while not it.stage.session.settled:
+            it.stage.time.now += it.stage.room.loop.turn() or 0
+            it.stage.session.look()
+        assert it.stage.state.view.slow == 0
+        await it.press("b", turns=3)
+        assert it.stage.state.view.slow == 0 and "running" in it.text()
+
+    show(scenario)
+
+
+@pytest.mark.parametrize("leave", ["0", "r", "plus"])
+def test_the_first_bursts_slow_motion_can_be_left(leave):
+    async def scenario(it):
+        it.stage.session.eases = True
+        await it.press("b", turns=2)
+        await it.press(*[leave] * (4 if leave == "plus" else 1), turns=2)
+        assert it.stage.state.view.slow == 0 and "slow" not in it.text().splitlines()[0]
+
+    show(scenario)
+
+
+@at_every_size
+def test_minus_and_plus_change_the_speed_and_it_stays_until_it_is_left(size):
+    async def scenario(it):
+        await it.press("minus")
+        assert it.stage.state.view.slow == 16
+        await it.press("minus", "minus", "minus", "plus")  # faster than views come
+        assert it.stage.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
+        assert "Full speed" in it.text().splitlines()[-1]
+        await it.press("b", turns=2)
+        assert it.stage.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
+        await it.press("space", turns=2)
+        assert "paused" in it.text() and it.stage.state.view.slow == 4
+        await it.press("space", "0")
+        assert it.stage.state.view.slow == 0 and "running" in it.text()
+        it.app.action_command("/slow 0.05")
+        await it.sees("slow = '0.05'")
+
+    show(scenario, size=size)
+
+
+def test_in_slow_motion_the_footer_of_a_small_screen_keeps_what_is_wanted_then():
+    """Pause, View and Slower gave way to Policy, Compare and Race."""
+    stage = Stage().load()
+    stage.session.obey("/slow 16")
+    stage.turns()
+    (footer,) = plain(keys.draw_keys(stage.state, ink.DARK, 80, 1))
+    for key in ("space Pause", "- Slower", "0 Full speed", "v View", "b Burst", "? Help", "q Quit"):
+        assert key in footer
+
+
+def test_a_steady_load_comes_at_its_rate_and_stops():
+    stage = Stage().load()
+    stage.session.obey("/load 5")
+    stage.room.loop.turn()
+    for _ in range(400):  # 20 seconds
+        stage.time.now += 0.05
+        stage.turns()
+    assert 60 < stage.engine.sched.submitted < 140
+    stage.session.obey("/load off")
+    stage.turns()
+    count = stage.engine.sched.submitted
+    stage.time.now += 100
+    stage.turns(10)
+    assert stage.engine.sched.submitted == count and count > 0
+
+
+def test_a_failing_step_is_told_and_the_next_request_is_served():
+    async def scenario(it):
+        it.stage.session.obey("one")
+        await it.turns(5)
+        it.stage.engine.runner.fail = RuntimeError("the device is on fire [/b]")
+        await it.turns(2)
+        await it.sees("fire [/b]")  # it may stand in a line of its own
+        it.stage.session.obey("two")
+        await it.turns(360)
+        assert [r.reason for r in it.stage.state.ended] == ["error", "length"]
+
+    show(scenario, size=(120, 40))
+
+
+def test_what_cannot_be_fired_comes_back_into_the_prompt_box():
+    async def scenario(it):
+        await it.press("i", *"xyz", turns=0)
+        it.app.query_one(tui.Prompt).value = "x" * 2600
+        await it.press("enter", turns=2)
+        assert it.app.query_one(tui.Prompt).value == "x" * 2600
+        await it.sees("not fired: the prompt has 2,600")
+        said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
+        assert it.stage.state.faults[-1].message.startswith(said)  # it told of a max_tokens that no user had set
+        await it.press("i", "ctrl+u", turns=0)  # the cursor stood at the beginning, so this took nothing away
+        assert it.app.query_one(tui.Prompt).value == ""
+
+    show(scenario, size=(120, 40))
+
+
+def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
+    evil = '"\x1b]0;title\x07 \x1b[31mred\x9b2J [/foo] [b]x[/b] \u202eabc \r\x08 \x00"'
+
+    async def scenario(it):
+        it.stage.session.obey("/set max=30")
+        it.stage.session.obey(evil)
+        it.stage.room.loop.turn()
+        it.stage.room.fault("fault " + evil)
+        await it.turns(60)
+        texts = [it.text()]
+        await it.press("f")
+        texts.append(it.text())
+        it.app.post_message(events.Paste(evil))
+        await it.press("escape", "i")
+        await it.pilot.pause()
+        it.app.post_message(events.Paste(evil))
+        await it.pilot.pause()
+        texts.append(it.text())
+        for text in texts:
+            assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text), repr(text)
+        assert "[/foo]" in texts[0] and "␛[31m" in texts[0]
+
+    show(scenario, Stage(prompts=room.BURST), size=(120, 40))

@@ -1,0 +1,192 @@
+"""What stays of a busy period: its totals, its steps, and counts that go on beyond what is remembered."""
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from stage import Stage, at_every_size, like_golden, plain, show
+
+from nanobatch import Sampling
+from parts.api.views import RanksView
+from screen import ink, panes, timeline, totals
+
+
+def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
+    """After a burst nothing was left to read."""
+    stage = Stage().load()
+    for policy in ("continuous", "static"):
+        stage.session.obey(f"/policy {policy}")
+        stage.session.obey("/burst 20")
+        if policy == "static":
+            stage.turns(30)
+            stage.session.obey("/pause")
+            stage.turns()
+            stage.time.now += 100  # looked at for a while
+            stage.session.obey("/resume")
+        stage.finish()
+    first, second = stage.state.periods
+    assert first.over and second.over and list(second.policies) == ["static"]
+    for period, ended in ((first, stage.state.ended[:20]), (second, stage.state.ended[20:])):
+        assert (period.requests, period.lost) == (20, 0)
+        assert period.tokens == sum(r.metrics.output_tokens for r in ended)
+        assert period.began == min(r.arrived for r in ended)
+        assert period.ended - period.began == pytest.approx(max(r.ended for r in ended) - period.began, abs=0.03)
+        assert sorted(period.ttfts) == sorted(r.metrics.ttft_s for r in ended)
+        gaps = sum(r.metrics.output_tokens - 1 for r in ended)
+        assert len(period.gaps) == gaps and 0.01 <= totals.percentile(period.gaps, 0.95) <= 0.03
+    split = next(i for i, column in enumerate(stage.state.history) if column.view.policy == "static")
+    parts = stage.state.history[:split], stage.state.history[split:]
+    assert [p.figures[-1] for p in (first, second)] == [f"{timeline.useful_of(part):.0f} %" for part in parts]
+    assert second.ended - second.began < 20, "the pause is no part of it"
+
+
+def test_a_percentile_is_a_value_that_was_there():
+    assert totals.percentile([], 0.5) is None and totals.percentile([7.0], 0.95) == 7.0
+    values = [float(n) for n in range(1, 101)]
+    assert (totals.percentile(values, 0.5), totals.percentile(values, 0.95), totals.percentile(values, 1)) == (
+        50,
+        95,
+        100,
+    )
+
+
+def test_each_leg_of_a_race_is_a_period_and_what_was_cancelled_is_counted_as_lost():
+    stage = Stage().load()
+    stage.session.obey("/race 10")
+    stage.finish()
+    assert [(list(p.policies), p.requests) for p in stage.state.periods] == [(["static"], 10), (["continuous"], 10)]
+    stage.session.obey("/burst 10")
+    stage.turns(30)
+    stage.session.obey("/cancel all")
+    stage.finish()
+    period = stage.state.periods[-1]
+    assert period.requests == 10 and 0 < period.lost <= 10
+    stage.session.obey("/pause")
+    stage.session.obey("/burst 5")
+    stage.session.obey("/cancel all")  # none of these has run
+    stage.turns(3)
+    assert len(stage.state.periods) == 3 and period.requests == 10
+
+
+def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
+    """The race leaves interruptions out and the totals counted them: 2.1 times as fast there, 1.2 times here. Each
+    leg's time without them stands beside the other now, and is the race's own."""
+    stage = Stage(slots=3).load()
+    run = stage.engine.runner.run
+
+    def disturbed(order):
+        stage.time.now += 0.3 * (random.random() < 0.2 and stage.engine.sched.policy == "continuous")
+        return run(order)
+
+    monkeypatch.setattr(stage.engine.runner, "run", disturbed)
+    random.seed(1)
+    stage.session.obey("/race 10")
+    stage.finish()
+    titles, *rows = (re.split("  +", line.strip()) for line in panes.farewell(stage.state, 120)[:3])
+    took, makespan = ([row[titles.index(name)] for row in rows[::-1]] for name in ("took", "makespan"))
+    assert makespan == [run.figures[1] for run in stage.state.raced.runs] and makespan[0] != makespan[1]
+    assert stage.state.periods[1].ended - stage.state.periods[1].began > 2 * stage.state.raced.runs[1].makespan
+    said = (panes.farewell(stage.state, 120), plain(panes.draw_totals(stage.state, ink.DARK, 120, 9)))
+    assert took != makespan and all("makespan: without interruptions, as in a race" in "".join(text) for text in said)
+
+
+@at_every_size
+def test_after_a_burst_its_totals_are_on_the_screen_and_t_compares_it_with_others(size):
+    async def scenario(it):
+        await it.press("t")
+        assert "Nothing has run yet" in it.text()
+        await it.press("escape", "b", turns=2)
+        assert "last:" not in it.text()
+        it.stage.finish()
+        it.stage.session.obey("/policy static")
+        it.stage.session.obey("/burst 30")
+        it.stage.finish()
+        await it.turns()
+        period = it.stage.state.periods[-1]
+        assert f" last: 30 requests, {period.tokens:,} tokens, " in it.text() and " tok/s" in it.text()
+        await it.press("t")
+        like_golden(f"totals-{size[0]}x{size[1]}", it.text())
+        await it.press("escape", turns=0)
+        assert "Slots" in it.text()
+
+    show(scenario, size=size)
+
+
+def test_what_stays_in_the_terminal_says_how_many_requests_had_not_ended():
+    """After a burst of 24 that was left: "13 requests, lost 0". Narrow totals explained columns that they had not."""
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(100)
+    left = stage.state.view.engine.submitted - stage.state.view.engine.finished
+    assert 0 < left < 20
+    for width in (60, 120):
+        said = " ".join(panes.farewell(stage.state, width))
+        assert f"{left} requests not finished." in said and "On the engine's clock" in said
+        said = " ".join(plain(panes.draw_totals(stage.state, ink.DARK, width, 20)))
+        assert ("Lost:" in said) == (" lost " in said) and ("Useful:" in said) == (" useful " in said) == (width == 120)
+    assert "not finished" not in " ".join(panes.farewell(stage.finish().state, 60))
+
+
+def test_requests_whose_ends_were_missed_are_forgotten():
+    """They stood among the open ones for ever: memory grew, and each chart went through them."""
+    stage = Stage(slots=2).load()
+    handles = [stage.engine.submit([1], Sampling(max_tokens=400, ignore_eos=True)) for _ in range(1500)]
+    stage.turns(3)
+    assert len(stage.state.requests) == 1500
+    for handle in handles[:1400]:
+        handle.cancel()
+    stage.turns()
+    assert len(stage.state.requests) <= 600 and set(range(1401, 1501)) <= stage.state.requests.keys()
+
+
+def test_counts_go_on_beyond_what_is_remembered():
+    """After 500 ends, "500 ended" for ever."""
+    stage = Stage(slots=2).load()
+    stage.state.REMEMBERED = 50
+    for _ in range(6):
+        for _ in range(100):
+            stage.engine.submit([1], Sampling(max_tokens=1, ignore_eos=True))
+        stage.finish()
+    assert "600 ended" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
+    assert sum(period.requests for period in stage.state.periods) == 600 and len(stage.state.ended) == 50
+    assert "1 of 600 that have ended" in plain(panes.draw_requests(stage.state, ink.DARK, 80, 20))[0]
+
+
+def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
+    stage = Stage(slots=4).load()
+    for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 5)):  # c gets the 7 that are left of the budget
+        stage.session.obey(letter * length)
+    stage.turns(2)
+    text = "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 70, 14)))
+    admitted = "r1 → slot 0, r2 → slot 1, r3 → slot 2: unused for longest; r4 → slot 3: the only free slot"
+    assert admitted in " ".join(text.split())
+    assert "r1 0–16 → slot 0, r2 0–9 → slot 1, r3 0–7 → slot 2" in text
+    assert "32 prefill + 0 decode = 32 in one step" in text
+    assert re.search(r"budget +cost 32 \+ 0 of 32$", text, re.MULTILINE)
+    assert "held     r4: over the budget, or what they share is being written" in text
+    stage.turns()  # now the device works on the step before, while Python stands
+    lines = plain(panes.draw_step(stage.state, ink.DARK, 70, 14))
+    assert lines[-3:-1] == [
+        " time     15.00 ms = Python 1.00 + device 14.00 + wait 0.00",
+        " Python   plan 0.00, build 1.00, commit 0.00",
+    ]
+    assert re.fullmatch(r" {10}─*P─+device─+w", lines[-1]), lines[-1]
+    stage.session.obey("/cancel all")
+    stage.session.obey("d")
+    stage.turns(4)
+    text = " ".join(plain(panes.draw_step(stage.state, ink.DARK, 70, 14)))
+    assert re.search(r"decode +slot \d ", text), "one slot was called slots"
+
+
+def test_the_screen_tells_of_the_ranks_that_share_the_model():
+    """How many there are, and what each of them holds."""
+    stage = Stage(slots=3).load()
+    stage.session.obey("a" * 20)
+    stage.turns(2)
+    assert "rank" not in "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 90, 14)))
+    ranks = RanksView("ring", (300 * 2**20, 200 * 2**20))
+    stage.state.view = stage.state.view._replace(engine=replace(stage.state.view.engine, ranks=ranks))
+    text = "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 90, 14)))
+    assert "ranks    2 by ring, of 300, 200 MiB" in text
+    assert "2 ranks" in plain(panes.draw_status(stage.state, ink.DARK, 120, 1))[0]

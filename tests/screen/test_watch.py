@@ -1,0 +1,460 @@
+"""The screen on real traffic: with a door of its own (`--serve`), and on a server in another process (`--watch`)."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from doors import CHAT, COMPLETIONS, ROOT, Line, Server
+from rich.cells import cell_len
+from stage import SIZES, Show, Stage, like_golden, plain, show
+
+import tui
+from door.door import Door
+from door.http import Options
+from door.journal import Call, DoorView
+from screen import clients, ink, panes
+from screen.remote import RemoteRoom, base_of
+from screen.room import EngineRoom, View
+from screen.session import PlainLog, Session
+from screen.state import State
+
+LONG = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
+
+
+class Watched(Server):
+    """A session that looks at a door, and a client of that door."""
+
+    def __init__(self, room, address: str):
+        self.room, self.session = room, Session(room, State("small"))
+        self.host, port = address.removeprefix("http://").split(":")
+        self.port = int(port)
+
+    @property
+    def state(self) -> State:
+        return self.session.state
+
+    def sees(self, what, within: float = 20):
+        """Look until it is so."""
+        deadline = time.monotonic() + within
+        while not (found := what(self.state)):
+            assert time.monotonic() < deadline, (self.state.view, self.state.calls)
+            time.sleep(0.02)
+            self.session.look()
+        return found
+
+    def answer(self, prompt: str) -> str:
+        return next((request.text for request in self.state.ended if request.prompt == prompt), "")
+
+    def drawn(self, width: int = 120) -> str:
+        return "\n".join(plain(clients.draw_clients(self.state, ink.DARK, width, 30)))
+
+
+@contextmanager
+def serving(engine):
+    """A room with a door, as `tui.py --serve` opens it."""
+    door = Door(Options(port=0)).start()
+    room = EngineRoom(lambda report, clock: engine, door, "small")
+    room.start()
+    try:
+        yield Watched(room, door.address)
+    finally:
+        door.close()
+        room.loop.stop()
+
+
+@contextmanager
+def watching(server: Server, *keys: str):
+    room = RemoteRoom(server.address, *keys)
+    room.start()
+    try:
+        yield Watched(room, server.address)
+    finally:
+        room.stop(1)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture(params=["--serve", "--watch"])
+def watched(request):
+    how = serving if request.param == "--serve" else watching
+    with how(request.getfixturevalue("engine" if request.param == "--serve" else "server")) as watched:
+        watched.sees(lambda state: state.view.stage == "ready")
+        yield watched
+
+
+# --- what both show --------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_is_seen_although_it_never_reaches_the_engine(watched):
+    """The engine's own snapshot tells nothing of it."""
+    seen = len(watched.state.calls)
+    assert watched.complete(n=0).status == 400
+    assert watched.ask("/v1/embeddings", {}).status == 404
+    calls = watched.sees(lambda state: len(state.calls) == seen + 2 and state.calls[seen:])
+    assert [call.status for call in calls] == [400, 404] and "n = 0" in calls[0].message
+    assert re.search(r"127.0.0.1 +/completions +400 +\w+: n = 0", watched.drawn())
+    lines = clients.draw_clients(watched.state, ink.DARK, 120, 30)
+    assert {segment.style.color.name for segment in lines[-1] if segment.text.strip()} == {ink.DARK.bad}
+
+
+def test_a_clients_request_is_seen_like_ones_own_with_where_it_came_from(watched):
+    seen = len(watched.state.calls)
+    answer = watched.complete("Once upon a time")
+    call = watched.sees(lambda state: len(state.calls) > seen and state.calls[seen])
+    number = call.requests[0]
+    request = watched.sees(lambda state: number in state.requests and state.requests[number])
+    assert (request.text, request.reason) == (answer.json["choices"][0]["text"], "length")
+    assert call.status == 200 and call.tokens == 8 and call.id == answer.json["id"]
+    watched.state.opened = number
+    text = " ".join("\n".join(plain(panes.draw_requests(watched.state, ink.DARK, 100, 20))).split())
+    assert "from 127.0.0.1" in text and f"r{number}" in watched.drawn()
+
+
+def test_a_client_that_hangs_up_is_marked(watched):
+    line = Line(watched.host, watched.port).post(COMPLETIONS, LONG | {"max_tokens": 900, "stream": True})
+    line.until(b"data: ")
+    watched.sees(lambda state: any(call.stream for call in state.view.door.open))
+    assert " open" in watched.drawn()
+    line.hang_up()
+    call = watched.sees(lambda state: state.calls and state.calls[-1].hung_up and state.calls[-1])
+    assert f"╳r{call.requests[0]}" in watched.drawn() and "1 hung up" in watched.drawn()
+
+
+def test_cancelling_all_ends_ones_own_requests_alone(watched):
+    line = Line(watched.host, watched.port).post(COMPLETIONS, LONG | {"prompt": "Stay", "stream": True})
+    line.until(b"data: ")
+    for _ in range(6):
+        watched.session.obey("/set max=900")
+        watched.session.obey("Tell me a long story about a fox.")
+    number = watched.sees(lambda state: next((r for r in state.requests.values() if r.prompt == "Stay"), None)).id
+    if not watched.state.requests[number].reason:
+        with pytest.raises(ValueError, match=f"r{number} is a client's"):
+            watched.session.obey(f"/cancel {number}")
+    watched.session.obey("/cancel all")
+    watched.sees(lambda state: watched.session.settled)
+    reasons = {r.id: r.reason for r in watched.state.ended}
+    assert reasons[number] == "length" and b"[DONE]" in line.until(b"[DONE]")
+    assert "cancelled" in reasons.values()
+    line.hang_up()
+
+
+def test_a_race_is_refused_in_one_line(watched):
+    """Clients would wait for it, and it would measure them."""
+    with pytest.raises(ValueError, match="no race while the door is open"):
+        watched.session.obey("/race")
+
+
+# --- a door of one's own --------------------------------------------------------------------------------------------
+
+
+def test_a_pause_stops_clients_and_leaving_ends_it_with_their_answers(engine):
+    with serving(engine) as it:
+        it.sees(lambda state: state.view.stage == "ready")
+        it.session.obey("/pause")
+        it.sees(lambda state: state.view.paused)
+        line = it.line().post(COMPLETIONS, LONG)
+        it.sees(lambda state: state.view.engine.waiting == 1)
+        it.session.obey("/step 3")
+        it.sees(lambda state: len(state.history) == 3 and not state.view.stepping)
+        it.room.drain()
+        assert line.reply().json["choices"][0]["finish_reason"] == "length"
+        with pytest.raises(OSError):
+            it.complete()
+
+
+def test_while_the_model_is_loaded_the_screen_says_what_clients_get():
+    door = Door(Options(port=0)).start()
+    try:
+        room = EngineRoom(lambda report, clock: None, door)
+        state = State()
+        state.absorb(room.look())
+        text = "\n".join(plain(panes.draw_loading(state, ink.DARK, 100, 30)))
+        assert f"{door.address}/v1 is open, and answers 503 until then" in text
+        it = Watched(room, door.address)
+        it.complete()
+        assert [call.status for call in it.sees(lambda state: state.calls)] == [503]
+    finally:
+        door.close()
+
+
+def tui_process(*arguments: str, **options) -> subprocess.Popen:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, str(ROOT / "tui.py"), *arguments], cwd="/", **pipes | options)
+
+
+def test_without_a_terminal_the_door_stays_open_until_a_signal_and_drains():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = tui_process("--serve", str(port), "--plain")
+    try:
+        while "policy" not in process.stdout.readline():
+            assert process.poll() is None
+        line = Line("127.0.0.1", port).post(CHAT, {"messages": [{"role": "user", "content": "Count from 3 to 7."}]})
+        refused = tui.main(["--serve", str(port)])
+        assert line.reply().status == 200
+        line = Line("127.0.0.1", port).post(COMPLETIONS, LONG | {"stream": True})
+        line.until(b"data: ")
+        process.send_signal(signal.SIGTERM)
+        assert b"[DONE]" in line.everything()
+        said = process.communicate(timeout=30)[0]
+    finally:
+        process.kill()
+    assert (process.returncode, refused) == (0, 2)
+    assert "r1 (127.0.0.1) waits: Count from 3 to 7." in said and "ends (length): 60 tokens" in said
+
+
+def test_a_taken_port_is_one_line_and_exit_code_2(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert tui.main(["--serve", address]) == 2
+    assert capsys.readouterr().err == f"nanobatch: --serve {address}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("8000", ("127.0.0.1", 8000)), ("0.0.0.0:80", ("0.0.0.0", 80)), ("[::1]:9", ("::1", 9)), ("box:1", ("box", 1))],
+)
+def test_where_the_door_is(text, address):
+    assert tui.parse_arguments(["--serve", text]).serve == address
+
+
+# --- a server elsewhere ---------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_fired_through_the_ordinary_route_and_its_text_comes_back(server):
+    with watching(server) as it:
+        it.sees(lambda state: state.view.stage == "ready")
+        assert it.state.model.startswith("demo @ 127.0.0.1:")
+        it.session.obey("Count from 3 to 7.")
+        it.sees(lambda state: it.session.settled)
+        assert it.answer("Count from 3 to 7.") == "3, 4, 5, 6, 7." and it.state.calls[-1].stream
+        it.session.obey("word " * 2000)
+        fault = it.sees(lambda state: state.faults and state.faults[-1])
+        assert "not fired" in fault.message and "context length" in fault.message and fault.prompt.startswith("word")
+
+
+def test_a_prompt_is_not_settled_before_its_answer_has_come(server, monkeypatch):
+    """The stream of a prompt could end before the frame that tells of it: a script then left without the answer."""
+    take = RemoteRoom._take
+    monkeypatch.setattr(RemoteRoom, "_take", lambda self, frame: (time.sleep(0.5), take(self, frame)))
+    with watching(server) as it:
+        it.sees(lambda state: state.view.stage == "ready")
+        it.session.obey("Count from 5 to 9.")
+        it.sees(lambda state: it.session.settled)
+        assert it.answer("Count from 5 to 9.") == "5, 6, 7, 8, 9."
+
+
+@pytest.mark.parametrize("order", ["/pause", "/step", "/policy", "/load"])
+def test_what_belongs_to_the_other_end_is_refused(server, order):
+    with watching(server) as it:
+        it.sees(lambda state: state.view.stage == "ready")
+        with pytest.raises(ValueError, match="only watches"):
+            it.session.obey(order)
+
+
+def test_a_view_of_another_process_has_every_step_and_every_end(server):
+    """Differences come ten a second; between two looks there may be several of them."""
+    with watching(server) as it:
+        it.sees(lambda state: state.view.stage == "ready")
+        first = it.state.history[-1].step if it.state.history else 0
+        ends = len(it.state.ended)
+        for _ in range(4):
+            it.complete(max_tokens=30)
+            time.sleep(0.25)  # nobody looks meanwhile
+        it.sees(lambda state: len(state.ended) == ends + 4)
+        steps = [column.step for column in it.state.history if column.step > first]
+        assert steps == list(range(first + 1, first + 1 + len(steps))) and len(steps) >= 120
+        assert sum(column.tokens for column in it.state.history if column.step > first) == 120
+        assert not it.state.faults
+
+
+def test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with_the_next():
+    with Server() as first:
+        port = str(first.port)
+        with watching(first) as it:
+            it.sees(lambda state: state.view.stage == "ready")
+            it.complete()
+            it.sees(lambda state: state.ended and state.history)
+            first.process.kill()
+            it.sees(lambda state: (state.view.gone_s or 0) > 1)
+            assert re.search(r"✗ gone for \d+ s", plain(panes.draw_status(it.state, ink.DARK, 80, 1))[0])
+            assert "is gone" in it.state.faults[-1].message and len(it.state.faults) == 1 and it.state.ended
+            it.session.obey("Nobody hears this.")
+            assert "not fired" in it.sees(lambda state: len(state.faults) > 1 and state.faults[-1]).message
+            with Server("--port", port):
+                it.sees(lambda state: state.view.gone_s is None, 60)
+                assert (it.state.ended, it.state.history) == ([], [])
+                it.complete()
+                it.sees(lambda state: len(state.ended) == 1)
+
+
+def test_a_server_that_only_hangs_is_gone_too(monkeypatch):
+    monkeypatch.setattr("screen.remote.SILENT_S", 1.5)
+    with Server() as server, watching(server) as it:
+        it.sees(lambda state: state.view.stage == "ready")
+        server.process.send_signal(signal.SIGSTOP)
+        it.sees(lambda state: state.view.gone_s is not None)
+        server.process.send_signal(signal.SIGCONT)
+        it.sees(lambda state: state.view.gone_s is None)
+
+
+def test_keys_decide_what_is_seen():
+    with Server("--api-key", "key", "--watch-key", "eye") as server:
+        with pytest.raises(ValueError, match="no API key, or a wrong one"), watching(server):
+            pass
+        with watching(server, "eye", "key") as it:
+            it.sees(lambda state: state.view.stage == "ready")
+            it.session.obey("Count from 3 to 7.")
+            it.sees(lambda state: it.session.settled)
+            assert it.state.ended[-1].text == "3, 4, 5, 6, 7."
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "http://h:99999", "http://user:pw@h", "http://h/?a=1", "", ":", "http://h:0"]
+)
+def test_a_wrong_address_is_one_line_and_exit_code_2(url, capsys):
+    with pytest.raises(SystemExit) as left:
+        tui.parse_arguments([f"--watch={url}"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith("nanobatch: --watch ") and said.count("\n") == 1
+
+
+def test_where_there_is_no_server_or_another_one_it_is_one_line_and_exit_code_2(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # it does not listen
+        assert tui.main(["--watch", f"127.0.0.1:{taken.getsockname()[1]}"]) == 2
+    said = capsys.readouterr().err
+    assert "refused" in said and "is a server there?" in said and said.count("\n") == 1
+    other = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"]
+    with subprocess.Popen(other, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        port = re.search(r"port (\d+)", process.stdout.readline())[1]
+        assert tui.main(["--watch", f"127.0.0.1:{port}"]) == 2
+        process.kill()
+    said = capsys.readouterr().err
+    assert "404" in said and said.count("\n") == 1
+
+
+def test_an_address_may_be_that_of_any_route():
+    for url in ("http://h:1", "h:1", "http://h:1/", "http://h:1/v1", "http://h:1/watch"):
+        assert base_of(url) == "http://h:1"
+    assert base_of("https://h/llm/v1/") == "https://h/llm"
+
+
+def test_watching_needs_no_mlx(server, tmp_path):
+    """A laptop that watches a server has none, perhaps; and it would take a second to load."""
+    code = "import sys, tui; code = tui.main(sys.argv[1:]); print(code, [m for m in sys.modules if m[:3] == 'mlx'])"
+    picture = tmp_path / "picture.svg"
+    command = [sys.executable, "-c", code, "--watch", server.address, "--screenshot", str(picture)]
+    done = subprocess.run([*command, "--script", "wait"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.split("\n")[0] == "0 []", done.stdout + done.stderr
+    text = re.sub("<[^>]*>", "", picture.read_text()).replace("&#160;", " ").replace("\xa0", " ")
+    assert "demo @ 127.0.0.1" in text and "Clients of" in text
+
+
+# --- the pane --------------------------------------------------------------------------------------------------------
+
+
+def canned_door() -> tuple[DoorView, list[Call]]:
+    asked = Call(7, 0.0, "10.1.2.3", "POST /v1/chat/completions", "chatcmpl-7-7f3a", (7,), True, 200)
+    wrong = Call(3, 0.0, "192.168.100.200", "POST /v1/completions", status=400, reason="invalid_value")
+    figures = {"prompt_tokens": 1204, "cached_tokens": 1088, "tokens": 64, "ttft_s": 0.0312, "generation_tps": 58.2}
+    done = Call(2, 0.0, "127.0.0.1", "POST /v1/completions", "cmpl-2-7f3a", (2, 3), False, 200, "stop", **figures)
+    message = "temperature = 'hot', but it must be a number from 0 to 1,000,000; \x1b[31m[/foo]"
+    ended = [
+        done.__class__(**vars(done) | {"latency_s": 1.13}),
+        Call(**vars(wrong) | {"message": message, "latency_s": 0.002}),
+        Call(**vars(asked) | {"number": 4, "hung_up": True, "reason": "cancelled", "latency_s": 0.5, **figures}),
+    ]
+    calls = (asked, Call(8, 0.0, "2001:db8::1234:5678:9abc", "POST /v1/chat/completions"))
+    return DoorView("http://127.0.0.1:8000", False, 3, 1, calls, tuple(ended), 0, 3), ended
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+def test_the_clients_pane_is_as_drawn(size):
+    async def scenario(it: Show):
+        it.stage.room.door = type("Door", (), {"journal": type("Journal", (), {"changes": 0})})
+        views = [canned_door()[0], DoorView(*(*vars(canned_door()[0]).values(),)[:5], (), 0, 3)]
+        it.stage.room.door.look = lambda since: views[bool(since)]
+        it.stage.session.obey("/burst 3")
+        await it.turns(30)
+        while size[0] < 110 and it.stage.state.lower != "clients":
+            await it.press("v", turns=0)
+        it.app.place(it.app.size)
+        await it.pilot.pause()
+        like_golden(f"clients-{size[0]}x{size[1]}", it.text())
+        await it.press("h")
+        like_golden(f"clients-sheet-{size[0]}x{size[1]}", it.text())
+        assert "␛[31m[/foo]" in it.text()
+
+    show(scenario, Stage(slots=4), size)
+
+
+@pytest.mark.parametrize("width", range(60, 220, 9))
+def test_no_line_of_the_clients_is_longer_than_its_pane(width):
+    state = State(view=View(door=canned_door()[0]), calls=canned_door()[1] * 9)
+    for height in (1, 2, 5, 12):
+        lines = plain(clients.draw_clients(state, ink.DARK, width, height))
+        assert len(lines) <= height and all(cell_len(line) <= width for line in lines)
+    lines = plain(clients.draw_clients(state, ink.DARK, width, 3, whole=True))
+    assert len(lines) > 15 and all(cell_len(line) <= width for line in lines)
+
+
+def test_a_screen_that_watches_is_not_counted_as_a_call_that_is_open():
+    """17 were open where 16 asked."""
+    door, _ = canned_door()
+    watch = Call(9, 0.0, "127.0.0.1", "GET /watch", status=200)
+    state = State()
+    state.absorb(View(door=replace(door, open=(*door.open, watch))))
+    lines = plain(clients.draw_clients(state, ink.DARK, 120, 30))
+    assert f"{len(door.open)} open" in lines[0] and "/watch" in "".join(lines)
+
+
+def test_clients_are_counted_beyond_those_that_are_kept():
+    """ "2,000 ended" stood there for ever, and fewer and fewer of them had been refused."""
+    state, door = State(), canned_door()[0]
+    for number in range(1, 1001):
+        state.absorb(View(door=replace(door, seen=3 * number)))
+    assert len(state.calls) == State.REMEMBERED
+    heading = plain(clients.draw_clients(state, ink.DARK, 120, 12))[0]
+    assert "2 open · 3,000 ended · 1,000 refused · 1,000 hung up" in heading
+    state.absorb(View(door=replace(door, ended=(), seen=0), life=1))  # another process
+    assert "0 ended · 0 refused · 0 hung up" in plain(clients.draw_clients(state, ink.DARK, 120, 12))[0]
+
+
+def test_without_a_door_the_sheet_says_how_to_open_one():
+    async def scenario(it: Show):
+        await it.press("h")
+        assert "The door is shut. --serve 8000 opens it" in it.text()
+        await it.press("h")
+        assert "Slots" in it.text()
+
+    show(scenario)
+
+
+def test_a_plain_log_tells_of_refusals(engine):
+    with serving(engine) as it:
+        lines: list[str] = []
+        log = PlainLog(it.session, lines.append)
+        it.sees(lambda state: state.view.stage == "ready")
+        it.complete(n=0)
+        it.complete()
+        deadline = time.monotonic() + 20
+        while len(lines) < 6 and time.monotonic() < deadline:
+            time.sleep(0.02)
+            log.look()
+    text = "\n".join(lines)
+    assert "127.0.0.1 POST /v1/completions → 400 invalid_value: n = 0" in text
+    assert "r1 (127.0.0.1) waits: Once upon a time" in text
