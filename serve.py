@@ -27,7 +27,7 @@ from typing import Any
 
 from door.door import DRAIN_S, Door
 from door.http import Options
-from door.journal import LogFile
+from door.journal import log_to
 from parts.api import faults
 from parts.checks import one_line, read_whole
 from parts.device import blas
@@ -74,13 +74,18 @@ def main(arguments: list[str] | None = None) -> int:
     if program.rank():
         return follow(args)
     options = Options(args.host, args.port, args.api_key, args.watch_key, tuple(args.allow_host))
-    log = LogFile(args.log)
     try:
-        door = Door(options, log)
+        door = Door(options)
     except OSError as error:  # the port is taken
         print(f"nanobatch: --host {args.host} --port {args.port}: {error.strerror or error}", file=sys.stderr)
         return 2
 
+    with log_to(args.log):
+        return serve(door, args)
+
+
+def serve(door: Door, args: argparse.Namespace) -> int:
+    """From a bound socket to the end of the last answer; returns the exit code."""
     signals = []  # the first lets answers end, the second ends them, and more change nothing
 
     def leave(number: int, _) -> None:
@@ -93,7 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
     door.start()
-    engine, code = None, 0
+    engine = None
+    code = 0
     try:
         engine = load(args)
         name = program.name_of(args.model)
@@ -108,7 +114,6 @@ def main(arguments: list[str] | None = None) -> int:
     for each in (signal.SIGTERM, signal.SIGINT):  # the rest is short, and half done it would end in a crash
         signal.signal(each, signal.SIG_IGN)
     door.close()
-    log.close()
     if engine:
         engine.close()
     return code

@@ -181,7 +181,7 @@ class Answer:
                 self._take(index, None)
 
     def _take(self, index: int, piece: str | None) -> None:
-        if piece and self._straight and self._straight.flows and not self._pieces:
+        if piece and self._straight and not (self._pieces or self._straight.connection.is_blocked):
             self._straight.push(self.shape.piece(index, piece, None))
         else:
             self._pieces.append((index, piece))

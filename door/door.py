@@ -21,54 +21,91 @@ import asyncio
 import ipaddress
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route, Router
 
 from door import http, openai
 from door.bridge import Answer, Mailbox, Served, defaults_of
 from door.http import Gone, Options, Visit, refused, reply
-from door.journal import DoorView, Figures, Journal, LogFile
+from door.journal import ACCESS_LOG, DoorView, Figures, Journal
 from door.openai import Refusal, ending
 from door.watch import WATCHERS, Watched, watch
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe, show_fault
 from parts.api.loop import Loop
+from parts.api.views import Snapshot
 from parts.checks import shown
 
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
 
 
+class Handler:
+    """A route's endpoint for Starlette: it has the visit answered, with a response or through the visit itself."""
+
+    def __init__(self, answer: Callable[[Visit], Awaitable[Response | None]]):
+        self._answer = answer
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        visit: Visit = scope["state"]["visit"]
+        visit.request = Request(scope, receive)
+        response = await self._answer(visit)
+        if response:
+            await response(scope, receive, send)
+
+
 class Door:
     """A bound socket at first; `start` lets clients in, and `open` lets them ask an engine that a loop steps."""
 
-    def __init__(self, options: Options, log: LogFile | None = None):
-        self.options, self.journal, self.figures, self._log = options, Journal(), Figures(), log
-        self._socket = http.listen(options.host, options.port)
-        host, port = self._socket.getsockname()[:2]
-        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._is_local = ipaddress.ip_address(host).is_loopback
+    def __init__(self, options: Options):
+        self.options = options
+        self.journal = Journal()
+        self.figures = Figures()
         self.served: Served | None = None  # None while the model is being loaded
         self.loop: Loop | None = None
         self.draining = False
+        self.watchers = 0
+        self._socket = http.listen(options.host, options.port)
+        host, port = self._socket.getsockname()[:2]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._born = int(time.time())
         self._visits: set[Visit] = set()
         self._answers: dict[int, Answer] = {}  # by the number of the call
-        self.watchers, self._scraped = 0, None  # `_scraped`: the snapshot of the last look at /metrics
+        self._scraped: Snapshot | None = None  # the snapshot of the last look at /metrics
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
+        self._router = self._routes(is_local=ipaddress.ip_address(host).is_loopback)
+        self._pages = http.for_pages(self._answer, options)
         self._server = http.server(self._serve)
-        self._thread, self._ended = threading.Thread(target=self._run, name="door", daemon=True), threading.Event()
-        self._routes: dict[str, tuple[str, Callable]] = {
-            "/v1/chat/completions": ("POST", partial(self._complete, True)),
-            "/v1/completions": ("POST", partial(self._complete, False)),
-            "/v1/models": ("GET", self._models),
-            "/health": ("GET", self._health),
-            "/metrics": ("GET", self._metrics),
-            "/watch": ("GET", self._watch),
-        }
+        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._ended = threading.Event()
+
+    def _routes(self, is_local: bool) -> Router:
+        """Each path and what answers it. `is_local`: the door is open to this machine alone, which has few names."""
+        chat = Handler(partial(self._complete, True))
+        completions = Handler(partial(self._complete, False))
+        hosts = self.options.names if is_local else ["*"]
+        return Router(
+            [
+                Route("/v1/chat/completions", chat, methods=["POST"], max_body_size=http.BODY),
+                Route("/v1/completions", completions, methods=["POST"], max_body_size=http.BODY),
+                Route("/v1/models", Handler(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", Handler(self._models), methods=["GET"]),
+                Route("/health", Handler(self._health), methods=["GET"]),
+                Route("/metrics", Handler(self._metrics), methods=["GET"]),
+                Route("/watch", Handler(self._watch), methods=["GET"]),
+            ],
+            redirect_slashes=False,
+            default=Handler(self._nothing),
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
+        )
 
     # --- what any other thread may call
 
@@ -78,7 +115,8 @@ class Door:
 
     def open(self, engine: AnyEngine, loop: Loop, name: str) -> None:
         """From here on requests are answered."""
-        self.loop, self.served = loop, Served(engine, name, defaults_of(engine))
+        self.loop = loop
+        self.served = Served(engine, name, defaults_of(engine))
         engine.on_commit = self._on_commit
 
     def _on_commit(self) -> None:
@@ -115,8 +153,16 @@ class Door:
     def look(self, since: int = 0) -> DoorView:
         """What can be seen at the door, and what has happened there since the watcher had seen `since` ended calls."""
         opened, ended, count = self.journal.look(since)
-        state = (self.address, self.draining, len(self._server.server_state.connections), self.watchers)
-        return DoorView(*state, opened, ended, count - since - len(ended), count)
+        return DoorView(
+            address=self.address,
+            draining=self.draining,
+            connections=self._count_connections(),
+            watchers=self.watchers,
+            open=opened,
+            ended=ended,
+            missed=count - since - len(ended),
+            seen=count,
+        )
 
     # --- the way in: from here on all runs in the door's thread
 
@@ -128,71 +174,79 @@ class Door:
 
     async def _listen(self) -> None:
         self._mailbox = Mailbox(asyncio.get_running_loop(), self._answers)
-        sweeper = asyncio.ensure_future(http.sweep(self._server.server_state.connections, self._visits))
+        connections = self._server.server_state.connections
+        sweeper = asyncio.ensure_future(http.sweep(connections, self._visits))
         await self._server.serve([self._socket])
         sweeper.cancel()
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """Each request comes through here, and whatever is raised on its way becomes its answer."""
-        client = scope["client"][0] if scope.get("client") else ""
-        number, began = self.journal.begin(client, f"{scope['method']} {scope['path']}"[:200]), time.perf_counter()
-        visit = Visit(Request(scope, receive), number, send, self.journal)
+        """Each request comes through here: a visit begins, and what became of it is written down."""
+        began = time.perf_counter()
+        request = Request(scope, receive)
+        client = request.client.host if request.client else ""
+        number = self.journal.begin(client, f"{request.method} {scope['path']}"[:200])
+        visit = Visit(request, number, send, self.journal)
+        scope["state"]["visit"] = visit
+        visit.connection.begin_visit()
         self._visits.add(visit)
+        await self._pages(scope, receive, send)
+        self._visits.discard(visit)
+        visit.connection.end_visit()
+        visit.note(latency_s=time.perf_counter() - began)
+        if visit.is_news:
+            call = self.journal.end(number)
+            self.figures.count(call)
+            ACCESS_LOG.info(call.line)
+        else:
+            self.journal.forget(number)
+
+    async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
+        """Whatever is raised on the way of a request becomes its answer. `send` adds what lets pages read it."""
+        visit: Visit = scope["state"]["visit"]
+        visit.send_head = send
+        request = visit.request
+        response = None
         try:
-            http.take_target(scope)
-            http.guard(visit.request, self.options, self._is_local, len(self._server.server_state.connections))
-            response = await self._route(visit.request)(visit)
+            self._admit(request)
+            await self._router(scope, receive, visit.send)
         except Refusal as refusal:
             response = refused(visit, refusal)
+        except HTTPException as error:
+            response = refused(visit, http.refusal_of(request, error))
         except (ClientDisconnect, Gone):
-            response = None
             visit.note(hung_up=True, status=visit.status or 499)
         except Exception as error:  # a fault of ours: this client is told, and the others do not notice
             show_fault("a request over HTTP failed", error)
             response = refused(visit, Refusal(500, describe(error), "internal_error"))
         if response and visit.status is None:
             await response(scope, receive, visit.send)
-        self._visits.discard(visit)
-        visit.note(latency_s=time.perf_counter() - began)
-        if visit.is_news:
-            call = self.journal.end(number)
-            self.figures.count(call)
-            if self._log:
-                self._log.write(call.line)
-        else:
-            self.journal.forget(number)
 
-    def _route(self, request: Request) -> Callable:
-        path = request.scope["path"]
-        route = "/v1/models" if path.startswith("/v1/models/") else path
-        if route not in self._routes:
-            words = f"there is no {shown(path)} here; there is {', '.join(self._routes)}"
-            raise Refusal(404, words, "unknown_url")
-        method, handler = self._routes[route]
-        methods = ["GET", "HEAD"] if method == "GET" and route != "/watch" else [method]
-        if request.method == "OPTIONS":
-            return partial(self._options, ", ".join([*methods, "OPTIONS"]))
-        if request.method not in methods:
-            words = f"{shown(request.method)} is not a method of {path}; use {method}"
-            raise Refusal(405, words, "method_not_allowed", Allow=", ".join([*methods, "OPTIONS"]))
-        if path not in ("/health", "/metrics") and self.served is None:
-            raise Refusal(503, "the model is being loaded; try again", "loading", Retry_After="1")
-        if path not in ("/health", "/metrics") and self.draining:
-            raise ending()
-        return handler
+    def _admit(self, request: Request) -> None:
+        http.guard(request, self.options, self._pages, self._count_connections())
+        if request.scope["path"] not in ("/health", "/metrics"):
+            if self.served is None:
+                raise Refusal(503, "the model is being loaded; try again", "loading", Retry_After="1")
+            if self.draining:
+                raise ending()
+
+    def _count_connections(self) -> int:
+        return len(self._server.server_state.connections)
 
     # --- the small routes
 
-    async def _options(self, allow: str, visit: Visit) -> Response:
-        return Response(status_code=204, headers={"Allow": allow})
+    async def _nothing(self, visit: Visit) -> None:
+        paths = ", ".join(route.path for route in self._router.routes if "{" not in route.path)
+        words = f"there is no {shown(visit.request.scope['path'])} here; there is {paths}"
+        raise Refusal(404, words, "unknown_url")
 
     async def _models(self, visit: Visit) -> Response:
-        name, max_len = self.served.name, self.served.engine.sched.max_len
-        asked = visit.request.scope["path"].removeprefix("/v1/models").removeprefix("/")
+        own = self.served.name
+        max_len = self.served.engine.sched.max_len
+        asked = visit.request.path_params.get("name")
         if not asked:
-            return reply(openai.models(name, self._born, max_len))
-        openai.check_model(asked, (name, "default"))
-        return reply(openai.model(name, self._born, max_len))
+            return reply(openai.models(own, self._born, max_len))
+        openai.check_model(asked, (own, "default"))
+        return reply(openai.model(own, self._born, max_len))
 
     async def _health(self, visit: Visit) -> Response:
         status = "loading" if self.served is None else "draining" if self.draining else "ok"
@@ -202,12 +256,17 @@ class Door:
 
     async def _metrics(self, visit: Visit) -> Response:
         self._scraped = self.served.engine.snapshot(self._scraped) if self.served else None
-        gauges = {"http_connections": len(self._server.server_state.connections), "watchers": self.watchers}
-        gauges["paused_seconds"] = self.loop.paused_s if self.loop else 0.0
+        gauges = {
+            "http_connections": self._count_connections(),
+            "watchers": self.watchers,
+            "paused_seconds": self.loop.paused_s if self.loop else 0.0,
+        }
         text = self.figures.text(self._scraped, gauges)
-        return Response(text, media_type="text/plain; version=0.0.4")
+        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def _watch(self, visit: Visit) -> None:
+        if visit.request.method == "HEAD":  # Starlette allows it beside GET, and the answer would never end
+            raise HTTPException(405, headers={"allow": "GET"})
         if self.watchers >= WATCHERS:
             raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
         watched = Watched(
@@ -229,17 +288,20 @@ class Door:
     async def _complete(self, chat: bool, visit: Visit) -> Response | None:
         """From a body to its answer, whole or as a stream, while somebody listens."""
         visit.is_news = True
-        body, events = await http.read_body(visit.request), asyncio.get_running_loop()
+        body = await http.read_body(visit.request)
         if self.draining:  # meanwhile
             raise ending()
-        answer = self._answers[visit.number] = Answer(self.served)
+        answer = Answer(self.served)
+        self._answers[visit.number] = answer
+        events = asyncio.get_running_loop()
         tasks = []
         try:
             await events.run_in_executor(self._pool, answer.ask, chat, body, visit.call.client)
             requests = tuple(handle.id for handle in answer.handles)
             visit.note(id=answer.shape.id, requests=requests, stream=answer.wish.stream)
             work = answer.stream(visit) if answer.wish.stream else answer.whole()
-            tasks = [asyncio.ensure_future(work), asyncio.ensure_future(http.hang_up(visit.request))]
+            tasks.append(asyncio.ensure_future(work))
+            tasks.append(asyncio.ensure_future(visit.connection.lost.wait()))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
                 raise Gone

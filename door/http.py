@@ -3,7 +3,8 @@
 The problem. A port on this machine is open to every program on it, and to every page in its browser. What comes in may
 be malformed, huge, or never end; what goes out may never be read.
 
-What this file keeps. Each wait has a limit, and so has each size. Nothing here knows models or engines.
+What this file keeps. Each wait has a limit, and so has each size. Nothing here knows models or engines. `uvicorn`
+speaks HTTP (`httptools` parses it), and `starlette` knows hosts, pages and bodies. What they leave open is done here.
 
 Where next: `bridge.py`, for the requests that ask for an answer.
 """
@@ -13,18 +14,21 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import uvicorn
-from h11 import ERROR, SEND_BODY, LocalProtocolError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from door.journal import Call, Journal
 from door.openai import Refusal, dump
@@ -32,14 +36,18 @@ from parts.checks import shown
 
 CONNECTIONS = 512  # open at once; one more gets a 429
 SWEEP_S = 0.5  # so often the door looks for clients that are silent or stuck
-HEAD_S, IDLE_S = 30.0, 75.0  # a connection waits so long for its first request, and for another one
+HEAD_S = 30.0  # a connection waits so long for its first request, or for the rest of one
+IDLE_S = 75.0  # and so long for another one
+HEAD = 2**16  # bytes of a request before its body
 BODY = 4 * 2**20  # bytes; a prompt that fills a slot of 8,192 tokens has about 50,000
-AHEAD = 2**16  # bytes of requests that come before their turn, about
+AHEAD = 2**14  # bytes that are read before their turn, about
+REQUESTS = 128  # that may come before their turn; `uvicorn` keeps two kilobytes for each
 BODY_S = 30.0  # a body must have come by then
 STUCK_S = 60.0  # a client that takes nothing for so long is gone
 FAREWELL_S = 2.0  # a client that is still sending has so long to read why we do not listen
-PING_S, PING = 10.0, b": ping\n\n"  # in a long silence, a comment says so often that we are still here
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+PING_S = 10.0  # in so long a silence, a comment says that we are still here
+PING = b": ping\n\n"
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Options(NamedTuple):
@@ -51,6 +59,12 @@ class Options(NamedTuple):
     watch_key: str | None = None
     allow_hosts: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> list[str]:
+        """This server's names, as they stand in a URL."""
+        own = f"[{self.host}]" if ":" in self.host else self.host
+        return [name.lower() for name in (*LOOPBACK, own, *self.allow_hosts)]
+
 
 class Gone(Exception):
     """The client has hung up."""
@@ -59,14 +73,17 @@ class Gone(Exception):
 class Visit:
     """One request at the door, and the way back to its client."""
 
-    def __init__(self, request: Request, number: int, send: Any, journal: Journal):
-        self.request, self.number, self.status = request, number, None
+    def __init__(self, request: Request, number: int, send: Callable, journal: Journal):
+        self.request = request
+        self.number = number
+        self.status: int | None = None  # of the answer, once it has begun
         self.is_news = False  # a look at /health is none
-        self._send, self._journal = send, journal
-        self._cycle = send.__self__  # uvicorn's own view of this request
-        self._is_chunked = request.scope["http_version"] >= "1.1"
-        self.patience, self._waits_since = STUCK_S, None  # `_waits_since`: a write has begun then
-        self._wrote: float | None = None  # while this is a stream: when it last said something
+        self.connection: Connection = request.state.connection
+        self._is_old = request.scope["http_version"] == "1.0"
+        self.send_head = send  # for the head of an answer
+        self._send = send  # for its body
+        self._journal = journal
+        self._wrote: float | None = None  # while the answer is a stream: when the stream last said something
 
     @property
     def call(self) -> Call:
@@ -76,108 +93,135 @@ class Visit:
         self._journal.note(self.number, **changes)
 
     async def send(self, message: dict) -> None:
+        """Pass on a part of the answer. A library refuses in plain text: `refusal_of` says the same in our words."""
         if message["type"] == "http.response.start":
+            headers = Headers(raw=message["headers"])
+            if message["status"] >= 400 and headers.get("content-type", "").startswith("text/plain"):
+                raise HTTPException(message["status"], headers=headers)
             self.status = message["status"]
             self.note(status=self.status)
-            if self.status != 403:
-                message = message | {"headers": [*message["headers"], *for_pages(self.request)]}
-        self._waits_since = time.monotonic()
-        await self._send(message)
-        self._waits_since = None
+            await self.send_head(message)
+        else:
+            await self._send(message)
 
     async def begin_events(self, id: str = "") -> None:
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        headers |= {"X-Accel-Buffering": "no"} | ({"X-Request-Id": id} if id else {})  # so that no proxy holds it back
-        await self.send({"type": "http.response.start", "status": 200, "headers": encoded(headers)})
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        headers["x-accel-buffering"] = "no"  # so that no proxy holds the stream back
+        if id:
+            headers["x-request-id"] = id
+        if self._is_old:  # uvicorn would write chunks, which HTTP/1.0 does not know; behind a HEAD it writes nothing
+            self.request.scope["method"] = "HEAD"
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": 200, "headers": encoded})
         self._wrote = time.monotonic()
 
     async def write(self, body: bytes, more: bool = True) -> None:
-        """It waits while the client takes nothing. A timer for each token would cost more than all else here."""
-        if more and self.flows:
-            self.push(body)
-            return
-        await self.send({"type": "http.response.body", "body": body, "more_body": more})
+        """A part of a stream, or its end. `write` waits while the client takes nothing."""
+        if self._is_old:
+            self.connection.transport.write(body)
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self._wrote = time.monotonic() if more else None
 
-    @property
-    def flows(self) -> bool:
-        """Does the client keep up, so that what is pushed is on its way at once?"""
-        flow = self._cycle.flow
-        return self._waits_since is None and not (flow.write_paused or self._cycle.disconnected)
-
     def push(self, body: bytes) -> None:
-        """A part of a stream. `h11` would spend more on its bookkeeping than the system on sending."""
-        self._wrote = time.monotonic()
-        if body:  # a chunk without bytes would be the last one
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._is_chunked else body)
+        """A part of a stream, at once: while the connection is not blocked, `write` has nothing to wait for.
 
-    def break_silence(self, now: float) -> None:
+        So the coroutine runs to its end here. To wake a task for each token would cost more than all else.
+        """
+        for _ in self.write(body).__await__():
+            pass
+
+    async def break_silence(self, now: float) -> None:
         """Proxies close a connection on which nothing moves."""
-        if self._wrote is not None and now - self._wrote > PING_S and self.flows:
-            self.push(PING)
-
-    def is_stuck(self, now: float) -> bool:
-        """Has the client taken nothing for longer than we are patient?"""
-        return self._waits_since is not None and now - self._waits_since > self.patience
+        if self._wrote is not None and now - self._wrote > PING_S and not self.connection.is_blocked:
+            await self.write(PING)
 
 
 # --- may it come in? ---------------------------------------------------------------------------------------------
 
 
-def take_target(scope: dict) -> None:
-    """`GET http://127.0.0.1:8000/health`, as through a proxy: its host takes the place of the header's."""
-    scheme, _, rest = scope["raw_path"].decode().partition("://")
-    host, slash, path = rest.partition("/")
-    if scheme.lower() in ("http", "https") and host:
-        scope["path"] = unquote(slash + path) or "/"
-        scope["headers"] = [header for header in scope["headers"] if header[0] != b"host"] + [(b"host", host.encode())]
+def for_pages(app: Callable, options: Options) -> CORSMiddleware:
+    """Pages of this server's names may ask, and may read what is answered."""
+    names = "|".join(map(re.escape, options.names))
+    return CORSMiddleware(
+        app,
+        allow_origin_regex=rf"https?://({names})(:\d+)?",
+        allow_methods=("GET", "POST", "OPTIONS"),
+        allow_headers=("*",),
+        expose_headers=("X-Request-Id", "Retry-After"),
+    )
 
 
-def guard(request: Request, options: Options, local: bool, connections: int) -> None:
-    """Refuse what is too much, and what does not belong here. `local`: the door is open to this machine alone.
+def guard(request: Request, options: Options, pages: CORSMiddleware, connections: int) -> None:
+    """Refuse what is too much, and what does not belong here.
 
-    A browser sends requests for any page that its user looks at. So a page must be of this machine. On the loopback
-    the host's name must be ours, too, since a page's own name may be given the address 127.0.0.1.
+    A browser sends requests for any page that its user looks at. So a page must be of this machine, or come from the
+    host that it asks. (On the loopback `TrustedHostMiddleware` looks at the host's name, since the owner of a page may
+    give its name the address 127.0.0.1.)
     """
     if connections > CONNECTIONS:
         words = f"{CONNECTIONS} connections are open already"
         raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
-    names = {name.lower() for name in (*LOOPBACK, options.host, *options.allow_hosts)}
-    host, origin, path = request.headers.get("host", ""), request.headers.get("origin", ""), request.scope["path"]
-    if local and host and hostname(f"//{host}") not in names:
-        words = f"the Host {shown(host)} is none of this server's names; --allow-host adds one"
-        raise Refusal(403, words, "host_not_allowed")
-    if origin and hostname(origin) not in names and origin.partition("//")[2] != host:
+    origin = request.headers.get("origin", "")
+    is_own = origin in (f"{scheme}://{request.headers.get('host')}" for scheme in ("http", "https"))
+    if origin and not is_own and not pages.is_allowed_origin(origin):
         words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
         raise Refusal(403, words, "origin_not_allowed")
-    keys = [options.api_key, options.watch_key if path == "/watch" else None]
-    free = not keys[0] or request.method == "OPTIONS" or path == "/health"
-    if not free and not any(has_key(request, key) for key in keys if key):
+    path = request.scope["path"]
+    keys = [options.api_key]
+    if path == "/watch":
+        keys.append(options.watch_key)
+    is_free = not options.api_key or path == "/health"
+    if not is_free and not any(has_key(request, key) for key in keys if key):
         words = "no API key, or a wrong one; give it as 'Authorization: Bearer KEY'"
         raise Refusal(401, words, "invalid_api_key", WWW_Authenticate="Bearer")
+
+
+def has_key(request: Request, key: str) -> bool:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    is_right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())  # in constant time
+    return is_right and scheme.lower() == "bearer"
 
 
 def may_read(request: Request, options: Options) -> bool:
     """May this watcher read everybody's prompts and answers? With the watch key, or from this machine itself."""
     if options.watch_key and has_key(request, options.watch_key):
         return True
-    forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "x-real-ip", "via"))
-    local = hostname(f"//{request.headers.get('host', 'localhost')}") in LOOPBACK  # else it came through a proxy
-    return local and not forwarded and ipaddress.ip_address(request.client.host).is_loopback
+    name = re.sub(r":\d+$", "", request.headers.get("host", ""))
+    signs = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+    has_proxy = name.lower() not in LOOPBACK or any(sign in request.headers for sign in signs)
+    return not has_proxy and ipaddress.ip_address(request.client.host).is_loopback
+
+
+def refusal_of(request: Request, error: HTTPException) -> Refusal:
+    """What Starlette refuses: `TrustedHostMiddleware` a host, `Route` a method, `RequestBodyLimitMiddleware` a body."""
+    if error.status_code == 400:
+        words = f"the Host {shown(request.headers.get('host', ''))} is none of this server's names"
+        return Refusal(403, f"{words}; --allow-host adds one", "host_not_allowed")
+    if error.status_code == 405:
+        allowed = ", ".join(sorted(error.headers["allow"].split(", ")))
+        words = f"{shown(request.method)} is not a method of {request.scope['path']}; use {allowed}"
+        return Refusal(405, words, "method_not_allowed", Allow=allowed)
+    return Refusal(413, f"the body has more than {BODY:,} bytes", "request_too_large")
 
 
 # --- connections ---------------------------------------------------------------------------------------------------
 
 
-class Farewell:
-    """A transport that takes leave of a client which is still sending.
+class Line:
+    """A connection's transport, as `uvicorn` sees it. It differs in how it closes, and in how it stops to read.
 
     A system that closes a connection with bytes unread sends a reset, and a reset throws away what the client has not
     read yet: our last words. So we say that nothing more comes from us, and throw away what comes from the client.
+
+    `uvicorn` stops to read when a request comes before its turn, and would not notice then that the client hangs up.
+    So we read on for a while.
     """
 
     def __init__(self, transport: asyncio.Transport, is_unread: Callable[[], bool]):
-        self._transport, self._is_unread, self._has_left = transport, is_unread, False
+        self._transport = transport
+        self._is_unread = is_unread  # is the client in the middle of a request?
+        self._has_left = False
+        self._room: int | None = None  # while reading is to stop: for so many bytes it goes on
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -199,63 +243,153 @@ class Farewell:
             self._transport.resume_reading()
             asyncio.get_running_loop().call_later(FAREWELL_S, self._transport.close)
 
+    def pause_reading(self) -> None:
+        self._room = AHEAD
 
-class Protocol(H11Protocol):
-    """uvicorn's own, but for what it does about bytes that are no HTTP, and for its farewell."""
+    def resume_reading(self) -> None:
+        self._room = None
+        self._transport.resume_reading()
+
+    def took(self, size: int) -> None:
+        """So many bytes have been read."""
+        if self._room is not None:
+            self._room -= size
+            if self._room < 0:
+                self._transport.pause_reading()
+
+
+class Connection(HttpToolsProtocol):
+    """One client's connection: `uvicorn`'s, with an end to clients that are silent, stuck, or never come to an end.
+
+    All that is overridden is `asyncio`'s (bytes come, writing pauses) or `httptools`' (a message begins, ends).
+    """
+
+    def __init__(self, app_state: dict, **how):
+        super().__init__(app_state=app_state | {"connection": self}, **how)
+        self.patience = STUCK_S
+        self._waiting = 0  # requests that came, and whose visits have not begun
+        self._visits = 0  # that go on
+        self._in_head = False
+        self._in_message = False
+        self._head = 0  # bytes of a head that is not complete, about
+        self._blocked_since: float | None = None  # since then the client has taken too little
+        self._silent_since: float | None = time.monotonic()  # since then a whole request is awaited
+        self.lost = asyncio.Event()  # the client has hung up
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(Farewell(transport, self._is_unread))
+        super().connection_made(Line(transport, lambda: self._in_message))
 
-    def _is_unread(self) -> bool:
-        """Is there more of the client's request, or behind it, than was read?"""
-        return self.conn.their_state in (SEND_BODY, ERROR) or bool(self.conn.trailing_data[0])
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self.lost.set()
 
     def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing():
-            super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if not self._visits and self._silent_since is None:
+            self._silent_since = time.monotonic()
+        is_body = self._in_message and not self._in_head
+        if not is_body:
+            # Java's client offers HTTP/2 in its first request. Behind such an offer `httptools` reads no body.
+            data = re.sub(rb"(?i)\nupgrade:", b"\nx-grade:", data)
+        super().data_received(data)
+        self.transport.took(len(data))
+        if self._in_head and not is_body:
+            self._head += len(data)
+            if self._head > HEAD and not self.transport.is_closing():
+                self.send_400_response("The request's head is too long.")
 
-    def send_400_response(self, message: str) -> None:
-        """An answer may have gone out before its request's body was complete. To what comes behind it, we say nothing.
+    def on_message_begin(self) -> None:
+        self._in_message = True
+        self._in_head = True
+        super().on_message_begin()
 
-        `uvicorn` would try to answer, and print a traceback.
-        """
-        with suppress(LocalProtocolError):
-            super().send_400_response(message)
-        self.transport.close()
+    def on_headers_complete(self) -> None:
+        """Say which host is asked for. Of several headers `Host` Starlette reads the first one."""
+        self._waiting += 1
+        if self._waiting > REQUESTS:
+            raise ValueError("too many requests before their turn")  # `httptools` stops at it
+        if not self.url.startswith(b"/"):  # a whole address, as through a proxy: its host takes the header's place
+            self.headers.insert(0, (b"host", urlsplit(self.url).netloc))
+        self.headers.append((b"host", b"localhost"))  # for HTTP/1.0, which needs no such header
+        super().on_headers_complete()
+        self._in_head = False
+        self._head = 0
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """An answer may have begun before its request's body turned out to be no HTTP. Then we say nothing more."""
+        if self._visits or not self._in_head:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._blocked_since = time.monotonic()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._blocked_since = None
+
+    @property
+    def is_blocked(self) -> bool:
+        """Has the client taken so little that what we write would only pile up?"""
+        return self._blocked_since is not None
+
+    def begin_visit(self) -> None:
+        self._waiting -= 1
+        self._visits += 1
+        self._silent_since = None
+        self.patience = STUCK_S
+
+    def end_visit(self) -> None:
+        self._visits -= 1
+
+    def end_if_stuck(self, now: float) -> None:
+        """`uvicorn` would wait for ever for a whole request, and for an answer to be taken."""
+        if self.transport.is_closing() and self._silent_since is None:
+            self._silent_since = now
+        is_stuck = self._blocked_since is not None and now - self._blocked_since > self.patience
+        is_silent = self._silent_since is not None and now - self._silent_since > HEAD_S
+        if is_stuck or is_silent:
+            self.transport.abort()
 
 
 def server(app: Callable) -> uvicorn.Server:
     """It speaks HTTP, in the thread that runs it, and leaves the rest to the door."""
-    manners = {"timeout_keep_alive": int(IDLE_S), "timeout_graceful_shutdown": 2}
-    silent = {"log_config": None, "log_level": "critical", "access_log": False, "server_header": False}
-    plain = {"interface": "asgi3", "http": Protocol, "ws": "none", "lifespan": "off", "proxy_headers": False}
-    return uvicorn.Server(uvicorn.Config(app, **manners, **silent, **plain))
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        interface="asgi3",
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=int(IDLE_S),
+        timeout_graceful_shutdown=2,
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+    )
+    return uvicorn.Server(config)
 
 
-async def sweep(connections: set[H11Protocol], visits: set[Visit]) -> None:
-    """Now and then: pings, and an end to connections that never send a whole request, or never take an answer.
-
-    `uvicorn` would wait for them for ever. Nor does it read on behind a request that comes before its turn, and so it
-    would not notice that the client hangs up.
-    """
-    silent: dict[H11Protocol, float] = {}
+async def sweep(connections: set[Connection], visits: set[Visit]) -> None:
+    """Now and then: pings, and an end to connections that never send a whole request, or never take an answer."""
     while True:
         await asyncio.sleep(SWEEP_S)
-        now, found = time.monotonic(), list(connections)
-        for visit in visits:
-            visit.break_silence(now)
-        stuck = {id(visit.request.scope) for visit in visits if visit.is_stuck(now)}
-        calm = [c for c in found if not c.cycle or c.cycle.response_complete]
-        idle = [c for c in calm if not c.timeout_keep_alive_task or c.transport.is_closing()]
-        silent = {connection: silent.get(connection, now) for connection in idle}
-        for connection in found:
-            if connection.flow.read_paused and len(connection.conn.trailing_data[0]) < AHEAD:
-                connection.flow.resume_reading()
-            if id(connection.scope) in stuck or now - silent.get(connection, now) > HEAD_S:
-                connection.transport.abort()
+        now = time.monotonic()
+        for visit in list(visits):
+            await visit.break_silence(now)
+        for connection in list(connections):
+            connection.end_if_stuck(now)
 
 
-# --- sockets, bodies, headers ------------------------------------------------------------------------------------
+# --- sockets, bodies, answers ------------------------------------------------------------------------------------
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -276,28 +410,15 @@ def listen(host: str, port: int) -> socket.socket:
 async def read_body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" or request.headers.get("content-encoding", "identity") != "identity":
-        words = f"the body is of type {shown(kind)}, or compressed; give plain JSON as 'Content-Type: application/json'"
+        words = f"the body is of type {shown(kind)}, or compressed"
+        words += "; give plain JSON as 'Content-Type: application/json'"
         raise Refusal(415, words, "unsupported_media_type")
-    body, too_large = bytearray(), Refusal(413, f"the body has more than {BODY:,} bytes", "request_too_large")
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > BODY:
-        raise too_large
     try:
         async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > BODY:
-                    raise too_large
+            return await request.body()
     except TimeoutError:
         words = f"the body has not come within {BODY_S:.0f} s"
         raise Refusal(408, words, "request_timeout", Connection="close") from None
-    return bytes(body)
-
-
-async def hang_up(request: Request) -> None:
-    """Until the client hangs up."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def reply(body: dict, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -306,36 +427,9 @@ def reply(body: dict, status: int = 200, headers: dict[str, str] | None = None) 
 
 def refused(visit: Visit, refusal: Refusal) -> Response:
     visit.is_news = True
-    reason = refusal.code or str(refusal.status)
-    visit.note(reason=reason, message=refusal.message, status=visit.status or refusal.status)
+    visit.note(
+        reason=refusal.code or str(refusal.status),
+        message=refusal.message,
+        status=visit.status or refusal.status,
+    )
     return reply(refusal.body, refusal.status, refusal.headers)
-
-
-def for_pages(request: Request) -> list[tuple[bytes, bytes]]:
-    """The headers that let a page read our answers. Whether it may ask at all, the door has decided before."""
-    headers = {}
-    if origin := request.headers.get("origin"):
-        headers = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
-        headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
-        if request.method == "OPTIONS":
-            wanted = request.headers.get("access-control-request-headers", "authorization, content-type")
-            headers |= {"Access-Control-Allow-Methods": "GET, POST, OPTIONS", "Access-Control-Allow-Headers": wanted}
-            headers["Access-Control-Max-Age"] = "600"
-    return encoded(headers)
-
-
-def encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
-
-
-def has_key(request: Request, key: str) -> bool:
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())  # in constant time
-    return right and scheme.lower() == "bearer"
-
-
-def hostname(url: str) -> str:
-    try:
-        return (urlsplit(url).hostname or "").rstrip(".")
-    except ValueError:
-        return ""

@@ -14,16 +14,21 @@ Where next: `wire.py`, which sends it to another machine.
 
 from __future__ import annotations
 
+import logging
 import queue
 import re
 import threading
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from logging.handlers import QueueHandler, QueueListener
 from typing import TextIO
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from parts.api.ledger import Log
 from parts.api.views import Snapshot
@@ -106,7 +111,8 @@ class Journal:
         self.open: dict[int, Call] = {}
         self.ended = Log(1000)
         self.changes = 0  # so often has something happened
-        self._lock, self._count = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._count = 0
 
     def begin(self, client: str, route: str) -> int:
         with self._lock:
@@ -139,111 +145,120 @@ class Journal:
             return tuple(self.open.values()), self.ended.since(since), self.ended.count
 
 
-class LogFile:
-    """A line for each request, written by a thread of its own: a write to a pipe that is never read waits for ever.
+# --- the access log ------------------------------------------------------------------------------------------------
 
-    Lines that find no room are counted, not kept.
-    """
+ACCESS_LOG = logging.getLogger("nanobatch.access")  # without `log_to`, its lines go nowhere
+ACCESS_LOG.propagate = False
 
-    def __init__(self, file: TextIO):
-        self._file, self._lost = file, 0
-        self._lines: queue.Queue[str | None] = queue.Queue(1000)
-        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-        self._thread.start()
 
-    def write(self, line: str) -> None:
+class Lines(QueueHandler):
+    """Hands lines over to the thread that writes them. Lines that find no room are counted, not kept."""
+
+    lost = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self.lost:
+            record.msg = f"lost_lines={self.lost} {record.msg}"
         try:
-            self._lines.put_nowait(f"lost_lines={self._lost} {line}" if self._lost else line)
-            self._lost = 0
+            self.queue.put_nowait(record)
+            self.lost = 0
         except queue.Full:
-            self._lost += 1
+            self.lost += 1
 
-    def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            try:
-                self._file.write(line + "\n")
-                self._file.flush()
-            except (OSError, ValueError):  # a full disk, or a pipe that is closed: serving goes on
-                self._lost += 1
 
-    def close(self) -> None:
-        try:
-            self._lines.put(None, timeout=1)
-            self._thread.join(1)
-        except queue.Full:
-            pass
+@contextmanager
+def log_to(file: TextIO) -> Iterator[None]:
+    """Write the access log to this file, in a thread: a write to a pipe that is never read waits for ever."""
+    lines = Lines(queue.Queue(1000))
+    listener = QueueListener(lines.queue, logging.StreamHandler(file))
+    listener.start()
+    logging.raiseExceptions = False  # a full disk, or a pipe that is closed: serving goes on
+    ACCESS_LOG.setLevel(logging.INFO)
+    ACCESS_LOG.addHandler(lines)
+    try:
+        yield
+    finally:
+        ACCESS_LOG.removeHandler(lines)
+        if not lines.queue.full():
+            stop = threading.Thread(target=listener.stop, daemon=True)
+            stop.start()
+            stop.join(1)
 
 
 # --- figures -------------------------------------------------------------------------------------------------------
 
-
-class Histogram:
-    """How many values were at most so large."""
-
-    BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
-
-    def __init__(self) -> None:
-        self.counts, self.sum = [0] * (len(self.BOUNDS) + 1), 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.BOUNDS, value)] += 1
-        self.sum += value
-
-    def lines(self, name: str) -> Iterable[str]:
-        total = 0
-        for bound, count in zip((*map(str, self.BOUNDS), "+Inf"), self.counts, strict=True):
-            total += count
-            yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self.sum:.6f}"
-        yield f"{name}_count {total}"
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+disable_created_metrics()  # else each figure would have a second one, the time when it was made
 
 
 class Figures:
     """What is counted as long as the door is open."""
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[int, str]] = Counter()  # by status and reason
-        self.prompt_tokens = self.cached_tokens = self.tokens = 0
-        self.ttft, self.gap, self.latency = Histogram(), Histogram(), Histogram()
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("http_requests", "Requests that have ended.", "status", "reason")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = self._counter("cached_prompt_tokens", "Tokens of prompts that a slot remembered.")
+        self.tokens = self._counter("generated_tokens", "Tokens of answers.")
+        self.ttft = self._histogram("time_to_first_token_seconds", "From a request to its first token.")
+        self.gap = self._histogram("token_gap_seconds", "From one token of an answer to the next one.")
+        self.latency = self._histogram("request_seconds", "From a request to the end of its answer.")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"nanobatch_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"nanobatch_{name}", text, buckets=SECONDS, registry=self.registry)
 
     def count(self, call: Call) -> None:
-        self.requests[call.status or 0, call.reason] += 1
-        self.prompt_tokens += call.prompt_tokens
-        self.cached_tokens += call.cached_tokens
-        self.tokens += call.tokens
+        self.requests.labels(call.status or 0, call.reason).inc()
+        self.prompt_tokens.inc(call.prompt_tokens)
+        self.cached_tokens.inc(call.cached_tokens)
+        self.tokens.inc(call.tokens)
         if call.requests and call.latency_s is not None:
-            self.latency.add(call.latency_s)
+            self.latency.observe(call.latency_s)
 
     def times(self, ttft_s: float | None, times: Sequence[float]) -> None:
         """Of one choice: when its first token came after the request did, and when each of its tokens came."""
         if ttft_s is not None:
-            self.ttft.add(ttft_s)
+            self.ttft.observe(ttft_s)
         for before, after in pairwise(times):
-            self.gap.add(after - before)
+            self.gap.observe(after - before)
 
     def text(self, engine: Snapshot | None, gauges: dict[str, float]) -> str:
         """All of it in Prometheus' text format."""
-        lines = ["# TYPE nanobatch_http_requests_total counter"]
-        for (status, reason), count in sorted(self.requests.items()):
-            lines.append(f'nanobatch_http_requests_total{{status="{status}",reason="{reason}"}} {count}')
-        counters = {"prompt": self.prompt_tokens, "cached_prompt": self.cached_tokens, "generated": self.tokens}
-        for name, value in counters.items():
-            lines += [f"# TYPE nanobatch_{name}_tokens_total counter", f"nanobatch_{name}_tokens_total {value}"]
+        now = CollectorRegistry()
+        now.register(Now(engine, gauges))
+        return (generate_latest(self.registry) + generate_latest(now)).decode()
+
+
+class Now(Collector):
+    """What is true at one look at /metrics: of the door, and of the engine once there is one."""
+
+    def __init__(self, engine: Snapshot | None, gauges: dict[str, float]):
+        self._engine = engine
+        self._gauges = gauges
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = dict(self._gauges)
+        engine = self._engine
         if engine:
-            running = sum(slot.request is not None for slot in engine.slots)
-            gauges = gauges | {"requests_running": running, "requests_waiting": engine.waiting}
-            gauges |= {"slots": engine.limits.slots, "slot_tokens": engine.limits.max_len}
+            gauges["requests_running"] = sum(slot.request is not None for slot in engine.slots)
+            gauges["requests_waiting"] = engine.waiting
+            gauges["slots"] = engine.limits.slots
+            gauges["slot_tokens"] = engine.limits.max_len
+            yield self._steps(engine)
         for name, value in gauges.items():
-            lines += [f"# TYPE nanobatch_{name} gauge", f"nanobatch_{name} {value:g}"]
-        if engine:
-            took = sorted(step.seconds for step in engine.steps)
-            lines.append("# TYPE nanobatch_step_seconds summary")
-            for part in (0.5, 0.95, 0.99) if took else ():
-                value = took[min(len(took) - 1, int(part * len(took)))]
-                lines.append(f'nanobatch_step_seconds{{quantile="{part}"}} {value:.6f}')
-            lines += [f"nanobatch_step_seconds_sum {engine.steps_s:.6f}"]
-            lines += [f"nanobatch_step_seconds_count {engine.seen.steps}"]
-        named = {"time_to_first_token": self.ttft, "token_gap": self.gap, "request": self.latency}
-        for name, histogram in named.items():
-            lines += [f"# TYPE nanobatch_{name}_seconds histogram", *histogram.lines(f"nanobatch_{name}_seconds")]
-        return "\n".join(lines) + "\n"
+            yield GaugeMetricFamily(f"nanobatch_{name}", name.replace("_", " ").capitalize(), value)
+
+    def _steps(self, engine: Snapshot) -> Metric:
+        """How long steps took: quantiles of those since the last look, sum and count of all."""
+        name = "nanobatch_step_seconds"
+        steps = Metric(name, "How long steps took.", "summary")
+        took = sorted(step.seconds for step in engine.steps)
+        for part in (0.5, 0.95, 0.99) if took else ():
+            value = took[min(len(took) - 1, int(part * len(took)))]
+            steps.add_sample(name, {"quantile": str(part)}, value)
+        steps.add_sample(f"{name}_sum", {}, engine.steps_s)
+        steps.add_sample(f"{name}_count", {}, engine.seen.steps)
+        return steps

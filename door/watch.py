@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from door import wire
-from door.http import Visit, hang_up
+from door.http import Visit
 from door.journal import DoorView
 from door.openai import event
 from parts.api.engine import AnyEngine
@@ -42,22 +43,38 @@ class Watched(NamedTuple):
 
 async def watch(watched: Watched, visit: Visit) -> None:
     """Until the watcher leaves, or the server does."""
-    name, engine, loop, texts, look, is_over = watched
-    gone, sender = asyncio.ensure_future(hang_up(visit.request)), wire.Sender(texts)
-    hello = {"protocol": wire.PROTOCOL, "model": name, "summary": engine.summary, "texts": texts}
-    seen, met, rest = None, None, 0.0  # the engine and the door as they were last seen; since when nothing has happened
-    try:
-        await visit.begin_events()
-        visit.patience = WATCH_STUCK_S
-        await visit.write(b"event: hello\n" + event(hello))
-        while not (gone.done() or is_over()):
-            before, seen = seen, engine.snapshot(seen)
-            last, met = met, look(met.seen if met else 0)
-            still = before and (before.seen, before.planned) == (seen.seen, seen.planned)
-            rest = rest + WATCH_S if still and (last.seen, last.open) == (met.seen, met.open) else 0.0
-            if rest % 1.0 < WATCH_S:  # when nothing happens, one a second
-                await visit.write(event(sender.pack(wire.Frame(loop.paused, loop.stepping, loop.slow, seen, met))))
-            await asyncio.wait([gone], timeout=WATCH_S)
-        await visit.write(b"", more=False)
-    finally:
-        gone.cancel()
+    engine = watched.engine
+    loop = watched.loop
+    lost = visit.connection.lost
+    sender = wire.Sender(watched.texts)
+    seen = None  # the engine as it was seen last
+    met = None  # the door as it was seen last
+    rest = 0.0  # for so many seconds nothing has happened
+    await visit.begin_events()
+    visit.connection.patience = WATCH_STUCK_S
+    await visit.write(b"event: hello\n" + event(hello_of(watched)))
+    while not (lost.is_set() or watched.is_over()):
+        before = seen
+        seen = engine.snapshot(seen)
+        last = met
+        met = watched.look(met.seen if met else 0)
+        still = before and (before.seen, before.planned) == (seen.seen, seen.planned)
+        if still and (last.seen, last.open) == (met.seen, met.open):
+            rest += WATCH_S
+        else:
+            rest = 0.0
+        if rest % 1.0 < WATCH_S:  # when nothing happens, one a second
+            await visit.write(event(sender.pack(wire.Frame(loop.paused, loop.stepping, loop.slow, seen, met))))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WATCH_S):
+                await lost.wait()
+    await visit.write(b"", more=False)
+
+
+def hello_of(watched: Watched) -> dict:
+    return {
+        "protocol": wire.PROTOCOL,
+        "model": watched.name,
+        "summary": watched.engine.summary,
+        "texts": watched.texts,
+    }

@@ -6,7 +6,7 @@ The task. `python serve.py` has a page /metrics, which Prometheus reads. It does
 an owner wants to know: people who leave have waited too long. Add the counter
 
     # TYPE nanobatch_hung_up_total counter
-    nanobatch_hung_up_total 3
+    nanobatch_hung_up_total 3.0
 
 A client may hang up before its answer has begun (then the status is 499), or in the midst of a stream, whose status was
 200 long before. Both count. An answer that the server itself cancels, because it is ending, does not: its client was
@@ -14,7 +14,7 @@ still there. A counter begins at 0, is there from the first look on, and never g
 
 Read first: `Call` and `Figures` in `door/journal.py`.
 
-Where: `Figures` in `door/journal.py`: it counts in `count` and prints in `text`.
+Where: `Figures` in `door/journal.py`: it names its counters in `__init__`, and counts in `count`.
 
 How to know: the command above, and `python -m pytest tests/door/test_serve.py -k metrics`. Then try it. Start
 `python serve.py`, and in another terminal ask for more than you want to read:
@@ -44,10 +44,10 @@ def told(figures: Figures) -> int:
     values = [line.split()[1] for line in lines if line.split()[0] == NAME]
     if not values:
         not_done(f"door/journal.py: Figures.text has no line {NAME}")
-    assert len(values) == 1 and re.fullmatch(r"\d+", values[0]), values
+    assert len(values) == 1 and re.fullmatch(r"\d+(\.0)?", values[0]), values
     at = lines.index(f"{NAME} {values[0]}")
     assert lines[at - 1] == f"# TYPE {NAME} counter", "the line before it says what it is"
-    return int(values[0])
+    return int(float(values[0]))
 
 
 def test_the_metric_is_there_before_anything_came():

@@ -1,6 +1,9 @@
 """The door in this process, on a small random model: what a server that cannot be paused or broken would not show."""
 
 import json
+import logging
+import os
+import queue
 import re
 import signal
 import socket
@@ -15,6 +18,7 @@ from soak_http import soak
 from door import bridge, http, openai
 from door.door import Door
 from door.http import Options
+from door.journal import ACCESS_LOG, Lines, log_to
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
 
@@ -192,8 +196,8 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
     connection.transport.set_write_buffer_limits(0)
     connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
     here.loop.resume()
-    deadline, (visit,) = time.monotonic() + 20, here.door._visits
-    while not visit.is_stuck(time.monotonic() + http.STUCK_S):  # a write waits
+    deadline = time.monotonic() + 20
+    while not connection.is_blocked:  # a write waits
         assert time.monotonic() < deadline
         time.sleep(0.005)
     said = b""
@@ -258,12 +262,36 @@ def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
         assert time.monotonic() < deadline
     line.send("GET /health HTTP/1.1\nHost: localhost\n\n")
     (connection,) = here.door._server.server_state.connections
-    while not connection.conn.trailing_data[0]:
+    while not connection.pipeline:
         assert time.monotonic() < deadline
     line.hang_up()
     while here.door.look().open:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_flood_of_requests_before_their_turn_ends_its_connection(here):
+    """A packet holds 14,000 of them, and `uvicorn` would keep them all."""
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY)
+    deadline = time.monotonic() + 20
+    while not (found := here.door.look().open) or not found[0].requests:
+        assert time.monotonic() < deadline
+    line.send("GET /health HTTP/1.1\n\n" * (http.REQUESTS + 100))
+    assert line.everything() == b""
+    while here.door.look().open:
+        assert time.monotonic() < deadline
+    here.loop.resume()
+    assert here.complete().status == 200
+
+
+def test_a_page_may_ask_often_on_one_connection(here):
+    """What Starlette answers by itself, a preflight, was counted as a request whose turn never came."""
+    line = here.line()
+    head = f"OPTIONS {COMPLETIONS} HTTP/1.1\nHost: localhost\nOrigin: http://localhost\n"
+    for _ in range(http.REQUESTS + 10):
+        assert line.send(f"{head}Access-Control-Request-Method: POST\n\n").reply().status == 200
+    assert line.post(COMPLETIONS, BODY).reply().status == 200
 
 
 def test_bytes_that_are_no_http_behind_an_answer_are_no_traceback(here, caplog):
@@ -357,6 +385,34 @@ def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine,
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not faults
+
+
+def test_the_end_of_a_server_does_not_wait_for_a_log_that_nobody_reads():
+    """What is written to a full pipe waits for ever."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as pipe, open(reader, "rb") as end:
+        with log_to(pipe):
+            for number in range(900):
+                ACCESS_LOG.info(f"line={number} {'x' * 100}")
+            began = time.monotonic()
+        assert time.monotonic() - began < 3
+        said = b""
+        while b"line=899 " not in said:  # now the thread can end
+            said += end.read1(65536)
+        assert said.count(b"line=") == 900
+
+
+def test_a_log_says_how_many_lines_it_has_lost():
+    lines = Lines(queue.Queue(1))
+    log = logging.Logger("test")
+    log.addHandler(lines)
+    for number in range(4):
+        log.info(f"line={number}")
+    assert lines.queue.get().getMessage() == "line=0"
+    log.info("line=4")
+    assert lines.queue.get().getMessage() == "lost_lines=3 line=4"
+    log.info("line=5")
+    assert lines.queue.get().getMessage() == "line=5"
 
 
 def test_a_long_prompt_stops_no_other_thread(engine):

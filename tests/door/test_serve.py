@@ -401,7 +401,7 @@ def test_unknown_paths_and_methods_say_what_there_is(server):
     for path in ("/", "/v1", "/v1/embeddings", "/v1/responses", f"{CHAT}/", "/..%2f", "/%ff%00", "//"):
         reply = server.ask(path)
         assert reply.status == 404 and CHAT in reply.error["message"], path
-    for path, allow in ((CHAT, "POST, OPTIONS"), ("/v1/models", "GET, HEAD, OPTIONS")):
+    for path, allow in ((CHAT, "POST"), ("/v1/models", "GET, HEAD")):
         for method in ("PUT", "DELETE", "PATCH", "GET" if path == CHAT else "POST"):
             reply = server.ask(path, method=method)
             assert (reply.status, reply.headers["allow"]) == (405, allow)
@@ -443,6 +443,22 @@ def test_old_and_unusual_ways_of_http_work(server):
     assert COUNT in line.send(data).reply().body.decode()
 
 
+def test_a_client_that_offers_http_2_is_answered_in_http_1(server):
+    """Java's own client offers it in its first request. The parser took the body for another protocol's."""
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAB")
+    line = server.line()
+    for _ in range(2):
+        assert COUNT in line.post(CHAT, say(temperature=0), *offer).reply().body.decode()
+
+
+def test_a_request_may_come_byte_by_byte(server):
+    data = json.dumps(say(temperature=0)).encode()
+    line = server.line()
+    for byte in f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data:
+        line.send(bytes([byte]))
+    assert COUNT in line.reply().body.decode()
+
+
 def test_a_target_may_be_a_whole_address_if_its_host_is_this_machine(server):
     """A client with `http_proxy` sends it so. Its host takes the place of the header's, which it may contradict."""
 
@@ -452,10 +468,12 @@ def test_a_target_may_be_a_whole_address_if_its_host_is_this_machine(server):
 
     for target in (f"{server.address}/v1/models", "HTTP://LOCALHOST/v1/models?x=1", "http://[::1]:80/v1/models/demo"):
         assert ask(target) == ask(target, "evil.example") == (200, ""), target
-    for host in ("evil.example", "127.0.0.1@evil.example", "localhost.evil.example:8000", "127.0.0.1.evil", "[", "@"):
+    for host in ("evil.example", "127.0.0.1@evil.example", "localhost.evil.example:8000", "127.0.0.1.evil"):
         assert ask(f"http://{host}/v1/models") == (403, "host_not_allowed"), host
-    for target in ("http://localhost", "http://localhost?x", "http:///v1/models", "ftp://localhost/health", "*"):
-        assert ask(target) == (404, "unknown_url"), target
+    assert ask("*") == (403, "host_not_allowed")
+    for target in ("http://[/v1/models", "http://@/v1/models", "http://localhost", "http:///v1/models"):
+        said = server.line().send(f"GET {target} HTTP/1.1\nHost: localhost\n\n").everything()
+        assert said.startswith(b"HTTP/1.1 400"), target
     chat = server.line().post(f"{server.address}{CHAT}", say(temperature=0)).reply()
     assert chat.json["choices"][0]["message"]["content"] == COUNT
 
@@ -470,19 +488,23 @@ def test_a_connection_is_kept_and_takes_requests_in_advance(server):
     assert [line.reply().status for _ in range(4)] == [200] * 4
 
 
-def test_head_and_options_answer_without_a_body(server):
+def test_head_is_answered_without_a_body(server):
     for path in ("/health", "/v1/models", "/metrics"):
         reply = server.ask(path, method="HEAD")
         assert (reply.status, reply.body) == (200, b"")
         assert int(reply.headers["content-length"]) > 0
-    reply = server.ask(CHAT, method="OPTIONS")
-    assert reply.status == 204 and reply.headers["allow"] == "POST, OPTIONS"
+    assert server.ask("/watch", method="HEAD").status == 405  # it would have no end
 
 
 def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
     for text in ("hello\n\n", "GET\n\n", "POST / HTTP/1.1\nContent-Length: -5\n\n", "\x16\x03\x01" * 50 + "\n\n"):
         assert server.line().send(text).everything().startswith(b"HTTP/1.1 400")
-    assert server.line().send("GET /" + "x" * 70_000).everything().startswith(b"HTTP/1.1 400")
+    for endless in (
+        "GET /" + "x" * 70_000,
+        "GET / HTTP/1.1\nA: " + "x" * 70_000,
+        "GET / HTTP/1.1\n" + "A: b\n" * 15_000,
+    ):
+        assert server.line().send(endless).everything().startswith(b"HTTP/1.1 400")
     assert server.ask("/health").status == 200
 
 
@@ -575,7 +597,7 @@ def test_pages_of_this_machine_alone_may_ask(server):
             "Access_Control_Request_Headers": "authorization,x-stainless-os",
         }
         reply = server.ask(CHAT, method="OPTIONS", Origin=origin, **asked)
-        assert reply.status == 204 and reply.headers["access-control-allow-origin"] == origin
+        assert reply.status == 200 and reply.headers["access-control-allow-origin"] == origin
         assert "POST" in reply.headers["access-control-allow-methods"]
         assert "x-stainless-os" in reply.headers["access-control-allow-headers"]
         reply = server.ask("/v1/models", Origin=origin)
@@ -653,13 +675,14 @@ def test_metrics_count_what_came(server):
     def grew(name: str) -> float:
         return value(after, name) - value(before, name)
 
-    assert grew('nanobatch_http_requests_total{status="200",reason="length"}') == 1
-    assert grew('nanobatch_http_requests_total{status="400",reason="invalid_value"}') == 1
+    assert grew('nanobatch_http_requests_total{reason="length",status="200"}') == 1
+    assert grew('nanobatch_http_requests_total{reason="invalid_value",status="400"}') == 1
     assert grew("nanobatch_generated_tokens_total") == 3
     assert grew("nanobatch_time_to_first_token_seconds_count") == 1
     assert grew("nanobatch_token_gap_seconds_count") == 2 and grew("nanobatch_step_seconds_count") >= 3
     for line in after.splitlines():
-        assert re.fullmatch(r"# TYPE \w+ (counter|gauge|histogram|summary)|\w+(\{[^}]*\})? [-+.\de]+", line), line
+        told = r"# HELP \w+ .+|# TYPE \w+ (counter|gauge|histogram|summary)|\w+(\{[^}]*\})? [-+.\de]+"
+        assert re.fullmatch(told, line), line
 
 
 def test_the_log_has_one_line_a_request_and_no_prompt(server):
@@ -747,7 +770,7 @@ def test_a_signal_lets_streams_end_refuses_new_requests_and_exits_with_0(by):
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
         server.process.send_signal(by)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while server.ask("/health").status == 200:
             assert time.monotonic() < deadline
         reply = server.chat()
