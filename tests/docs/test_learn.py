@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 LEARN = ROOT / "docs" / "learn"
 RUNGS = sorted(LEARN.glob("[0-9]_*.py"))
 TOKENS = 1150  # of code: what ten minutes allow (Python 3.12 counts the parts of an f-string, too)
+TOKENS_A_LINE = 9.5  # on average: a line does one thing
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,13 @@ def test_the_tokens_of_a_line_are_counted_without_its_prose():
     assert tokens_by_line(text) == {4: 4, 5: 2, 6: 1, 8: 3}
 
 
+def test_the_ladder_has_air():
+    """Bounded in lines alone, it once had several thoughts in one line."""
+    lines = [count for path in LEARN.glob("*.py") for count in tokens_by_line(path.read_text()).values()]
+    assert len(lines) > 300
+    assert sum(lines) / len(lines) <= TOKENS_A_LINE
+
+
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
 def test_a_rung_is_short_and_ends_with_a_question_that_the_code_answers(path):
     """A place that was renamed would send the reader into nothing; and what stands there need not stand here."""
@@ -106,6 +114,12 @@ def test_the_long_talk_of_the_last_rung_is_answered_as_the_engine_answers_it(eng
     assert len(talk) > 500
     alone, within = engine.generate([engine.text.ask(question), talk])
     assert alone.tokens == within.tokens  # so what stands under the rung is the answer to the whole talk
+    for runs_ahead in (False, True):  # without neighbours, the steps before the prompt's end yield no token
+        last = rung["Engine"](64, runs_ahead)
+        request = last.submit(talk)
+        while last.turn():
+            last.sched.check()
+        assert tuple(request.answer) == tuple(within.tokens)
 
 
 def test_the_last_rungs_engine_serves_all_even_where_all_slots_end_in_one_step(monkeypatch):
