@@ -44,7 +44,15 @@ BUCKETS = ((512, 128), (128, 64), (0, BUCKET))  # (beyond so many rows, the size
 class Slab:
     """The keys and values of all sequences, in every layer."""
 
-    def __init__(self, layers: int, slots: int, Hkv: int, length: int, Dh: int, dtype: mx.Dtype):
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        Hkv: int,
+        length: int,  # of a slot, in rows
+        Dh: int,
+        dtype: mx.Dtype,
+    ):
         assert length % BUCKET == 0, f"a slot of {length} rows is no multiple of {BUCKET}"
         self.slots = slots
         self.Hkv = Hkv
@@ -58,7 +66,14 @@ class Slab:
         self.last_read: mx.array | None = None  # once this is computed, all that was read is read
 
     @staticmethod
-    def nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
+    def nbytes(
+        layers: int,
+        slots: int,
+        Hkv: int,
+        length: int,
+        Dh: int,
+        itemsize: int,
+    ) -> int:
         """The memory that a slab of these sizes will take."""
         return 2 * layers * slots * Hkv * length * Dh * itemsize
 
@@ -130,7 +145,13 @@ class Window:
     array, too.)
     """
 
-    def __init__(self, slab: Slab, slots: Sequence[int], starts: Sequence[int], L: int):
+    def __init__(
+        self,
+        slab: Slab,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        L: int,
+    ):
         # MLX checks no bounds. A write past the end of the slab would change whatever memory lies
         # there.
         assert len(slots) == len(starts) and (L == 1 or len(slots) == 1), (slots, starts, L)
@@ -143,7 +164,7 @@ class Window:
         self.L = L
         self.positions = mx.array([start + i for start in starts for i in range(L)])  # (B * L,)
         self._rows = self._decoding_rows() if self.B > 1 else None
-        self._looks: dict[tuple[int | None, int], list[Look]] = {}
+        self._looks: dict[tuple[int | None, int], list[Look]] = {}  # by the arguments of `looks`
 
     def _decoding_rows(self) -> mx.array:  # (B * Hkv, Dh)
         """Where `write` puts the new rows of decoding sequences, in every layer alike.
