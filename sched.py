@@ -350,7 +350,8 @@ class Scheduler:
             request = member.request
             if request.finish_reason is not None:
                 continue  # a ghost: it ended after this step had been planned
-            request.answer.append(token)
+            if token >= 0:  # -1: the logits were not finite
+                request.answer.append(token)
             reason = accept(request, token)
             if reason is None and request.committed == request.max_tokens:
                 reason = "length"

@@ -69,7 +69,6 @@ class Handle:
         self.prompt = prompt
         self.origin = origin
         self.seed = random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
-        self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.error: str | None = None  # why the request failed, in one line
         self.exception: BaseException | None = None  # what was raised, if the request failed by an exception
@@ -84,6 +83,10 @@ class Handle:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.answer
 
     @property
     def finish_reason(self) -> str | None:
@@ -141,7 +144,6 @@ class Handle:
         if self.times:
             insort(self._gaps, now - self.times[-1])
         self.times.append(now)
-        self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(TokenLogprob(logprob.logprob, logprob.top[: self.sampling.logprobs]))
         if token in self._ends:

@@ -89,7 +89,12 @@ def fit(
     free = "" if free is None else f"; {readable(free)} of memory are free"
     layers, many = f"{c.layers} layer{'s' * (c.layers > 1)}", f"{count} slot{'s' * (count > 1)}"
     summary = f"{c.model_type}, {layers}; {many} of {length:,} tokens in a slab of {slab}{free}"
-    return Sizes(count, length, chunk, budget or count + chunk * (2 + count // 8) // 2, summary)
+    return Sizes(count, length, chunk, budget or usual_budget(count, chunk), summary)
+
+
+def usual_budget(slots: int, chunk: int) -> int:
+    """A token for each slot, a chunk, and half of one for every eight slots."""
+    return slots + chunk + chunk * (slots // 8) // 2
 
 
 def fit_all(model: Model, *sizes: int | None) -> Sizes:
