@@ -28,6 +28,7 @@ from typing import Any
 from door.door import DRAIN_S, Door
 from door.http import Options
 from door.journal import log_to
+from parts.api import faults
 from parts.checks import one_line, read_whole
 from parts.device import blas
 from sched import POLICIES
@@ -128,7 +129,8 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     sizes = {"slots": args.slots, "max_len": args.max_len, "usual_len": 8192}
     options = {"policy": args.policy, "max_queue": args.max_queue}
     engine = Engine.load(args.model, report=report, **options, **sizes, **how)
-    engine.runner.warm_up()
+    with faults.shown("the first step failed"):  # else a bug in `forward` would look like a wrong option
+        engine.runner.warm_up()
     if engine.text.has_template:
         with suppress(ValueError):
             engine.text.render([{"role": "user", "content": "compiles the template"}])

@@ -52,8 +52,8 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Input
 
+from parts.api import faults
 from parts.api.engine import AnyEngine
-from parts.api.faults import LOG
 from parts.checks import read_whole, shown
 from parts.program import BROWSER, about, on_a_terminal
 from screen import charts, clients, keys, panes
@@ -184,7 +184,7 @@ class Screen(App):
         yield self.prompt
 
     def on_mount(self) -> None:
-        LOG.addHandler(self._tracebacks)
+        faults.LOG.addHandler(self._tracebacks)
         self.begin_capture_print(self)  # a download's progress, or advice about a BLAS
         self.watch_theme()
         self.watch(self.screen, "focused", self.note_focus)
@@ -197,7 +197,7 @@ class Screen(App):
         self.run_worker(self.play(self._script))
 
     def on_unmount(self) -> None:
-        LOG.removeHandler(self._tracebacks)
+        faults.LOG.removeHandler(self._tracebacks)
 
     def on_print(self, event: events.Print) -> None:
         if said := re.split(r"[\r\n]", clean(event.text.strip("\r\n")))[-1].strip():
@@ -547,7 +547,8 @@ def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: 
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
     report(f"warming up with {device.named()}")
-    engine.runner.warm_up()
+    with faults.shown("the first step failed"):
+        engine.runner.warm_up()
     return engine
 
 

@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 
 from door.journal import DoorView, Journal
 from parts.api.engine import AnyEngine
+from parts.api.faults import show_fault
 from parts.api.handle import Handle
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
@@ -267,6 +268,8 @@ class EngineRoom(Room):
         try:
             self.engine = self._load(self._report, self.clock)
         except BaseException as error:  # the view must tell of it; a missing backend raises SystemExit
+            if not isinstance(error, (SystemExit, ValueError, OSError, RuntimeError)):  # these are mistakes of a user's
+                show_fault("loading failed", error)
             said = "" if isinstance(error, SystemExit) else str(error) or type(error).__name__
             self.note(stage="failed", error=clean(said))
             return

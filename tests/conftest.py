@@ -21,6 +21,12 @@ def pytest_report_header() -> str:
     return f"BLAS under MLX: {device.blas}"
 
 
+def pytest_configure() -> None:
+    """A shell's background job ignores Ctrl-C, which many tests raise."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 BESIDE = pytest.StashKey[subprocess.Popen]()
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LOG = logging.getLogger("nanobatch")  # without a handler of the program's, Python writes to stderr
 
@@ -27,6 +29,16 @@ def show_fault(what: str, error: BaseException) -> None:
     """Show what has failed, and the traceback. Any thread may call it."""
     LOG.error("nanobatch: %s", what, exc_info=error)
     _let_go(error)
+
+
+@contextmanager
+def shown(what: str) -> Iterator[None]:
+    """Around code whose exception is told in one line further up, but may be a bug of ours: its traceback is shown."""
+    try:
+        yield
+    except Exception as error:
+        show_fault(what, error)
+        raise
 
 
 def _let_go(error: BaseException) -> None:

@@ -205,3 +205,19 @@ with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
     first, *block = done.stderr.rstrip().splitlines()
     assert first == "nanobatch: step 1 failed" and block[0] == "Traceback (most recent call last):"
     assert f'  File "{tmp_path}/hacked.py", line 2, in forward' in block and block[-1] == error
+
+
+@pytest.mark.parametrize("error", ["ValueError", "TypeError"])
+def test_a_bug_in_forward_does_not_pass_for_a_wrong_option_of_a_server(tmp_path, error):
+    """The first step is run while the model is loaded, and what goes wrong there was told in one line."""
+    folder = make_checkpoint(tmp_path, seed=1)
+    (tmp_path / "hacked.py").write_text(f"def forward(model, ids, windows, asked):\n    raise {error}('shapes')\n")
+    code = f"""
+import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
+import hacked, nanobatch, serve
+nanobatch.forward = hacked.forward
+sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
+    assert done.returncode == (2 if error == "ValueError" else 1)
+    assert f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr and f"{error}: shapes" in done.stderr

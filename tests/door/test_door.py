@@ -20,6 +20,7 @@ from door.door import Door
 from door.http import Options
 from door.journal import ACCESS_LOG, Lines, log_to
 from parts.api.loop import Loop, Stopwatch
+from parts.api.settings import Sampling
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
@@ -100,6 +101,62 @@ def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(here,
     assert (error["code"], error["type"]) == ("failed", "server_error") and "on fire" in error["message"]
     assert here.complete(seed=1).json["choices"][0]["text"] == expected
     assert here.door.look().ended[1].reason == "failed"
+
+
+def test_the_doors_thread_is_woken_once_for_all_tokens_of_a_step_and_without_streaming_once_for_all(
+    here, engine, monkeypatch
+):
+    """A wake-up is a system call of the thread that steps: eight pieces of one step need one, not eight."""
+    woken, wake = [], bridge.Mailbox._open
+
+    def counted(mailbox) -> None:
+        woken.append(engine.steps)
+        wake(mailbox)
+
+    monkeypatch.setattr(bridge.Mailbox, "_open", counted)
+    here.complete(max_tokens=50, n=2)
+    assert 1 <= len(woken) <= 2, "for each choice's end, at most"
+    woken.clear()
+    before = engine.steps
+    events = here.complete(max_tokens=50, n=2, stream=True).events
+    assert len(events) > 50 and len(woken) <= engine.steps - before + 1
+
+
+def test_an_answer_that_is_ready_before_the_door_has_its_handle_is_told(here, engine):
+    """All of it was committed while the thread that had submitted it was still at work. No further commit comes."""
+    submit = engine.submit
+
+    def slow(*arguments, **options):
+        handle = submit(*arguments, **options)
+        handle.result(timeout=30)
+        return handle
+
+    engine.submit = slow
+    for stream in (False, True):
+        reply = here.complete(max_tokens=3, stream=stream)
+        assert reply.status == 200 and b"length" in reply.body
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyError])
+def test_a_fault_of_ours_at_the_door_has_a_traceback_and_its_client_a_500(here, monkeypatch, caplog, error):
+    def broken(*arguments):
+        raise error("of ours")
+
+    monkeypatch.setattr(bridge.openai, "understand", broken)
+    assert here.complete().status == 500
+    monkeypatch.undo()
+    assert "in broken" in caplog.text and caplog.text.count("Traceback") == 1
+    caplog.clear()
+    assert here.complete(temperature="hot").status == 400 and here.complete().status == 200
+    assert caplog.text == ""
+
+
+def test_a_door_that_is_shut_leaves_the_engine_without_a_hook(engine):
+    with Here(engine) as here:
+        assert here.complete().status == 200 and engine.on_commit is not None
+    assert engine.on_commit is None
+    engine.generate([[1]], Sampling(max_tokens=3))
+    assert engine.snapshot().faults == ()
 
 
 @pytest.mark.parametrize("stream", [False, True])
