@@ -4,9 +4,10 @@
 
 All prompts run at once. The answers are shown in the prompts' order: each streams as it comes, and a line of figures
 stands under it. A program needs no more of the engine than this: `Engine.load`, `submit` once for each prompt, and a
-thread that steps the engine while we read (`engine.serving()`).
+thread that steps the engine while we read. (`engine.serving()` starts it. While there is work, it calls `Engine.step`,
+the heart of the engine.)
 
-Where next: `nanobatch.py`, which answers.
+Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which answers.
 """
 
 from __future__ import annotations

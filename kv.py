@@ -72,8 +72,7 @@ class Slab:
         return min(self.length, -(-rows // size) * size)
 
     def written(self) -> tuple[mx.array, mx.array]:
-        """Two views to wait for: once they are computed, so is all that was written before this
-        call.
+        """Two views to wait for: once they are computed, so is all that was written.
 
         (One corner is enough, since the last layer's rows are written last, and an array is
         computed as a whole.)

@@ -177,8 +177,7 @@ class Prefixes:
         self.rows[slot] = rows
 
     def hold_answer(self, slot: int, trail: Trail, answer: Sequence[int]) -> None:
-        """Behind the whole of this prompt, the slot holds the rows of these tokens of the
-        answer."""
+        """Behind this prompt, the slot holds the rows of these tokens of its answer."""
         if trail.root is None:
             return
         tokens = [*trail.tokens, *answer]

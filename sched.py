@@ -8,11 +8,11 @@ ended. *Continuous* batching decides anew in every step: a request that has ende
 the next in line takes it, and a long prompt is cut into chunks, so that the requests that are
 already decoding never wait for more than a chunk of it.
 
-    step | slot 0    slot 1         P  prefill: a chunk of the prompt goes into the slab
-       1 | A:P       B:P            d  decode: one row, one new token
+    step | slot 0    slot 1         p  prefill: the last chunk of a prompt (P: any other chunk)
+       1 | A:p       B:p            d  decode: one row, one new token
        2 | A:d       B:d
        3 | A:d       B:d            <- A ends here
-       4 | C:P       B:d            <- C is admitted in mid-decode of B
+       4 | C:p       B:d            <- C is admitted in mid-decode of B
 
 A step is planned, run and committed: plan -> run -> commit. `plan` answers with a frozen `Plan`;
 the engine runs it on the device; `commit` takes the sampled tokens. The engine may plan step N+1
@@ -106,11 +106,9 @@ class Chunk(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """One step of one answer: the newest token goes into row `position`, and the next one comes
-    out.
+    """One step of one answer: the newest token goes into row `position`.
 
-    The newest token is known, even emitted, but has no row in the slab yet: this step writes the
-    row.
+    That token is known, even emitted, but has no row in the slab yet. The next token comes out.
     """
 
     request: Request
@@ -221,8 +219,7 @@ class Scheduler:
     # --- plan
 
     def plan(self, now: float) -> Plan | None:
-        """Decide the next step, or None if there is nothing to do. Touches no array, never
-        waits."""
+        """Decide the next step; None if there is nothing to do. Never waits."""
         admitted = self._admit(now)
         blocked = tuple(self.free) if self.waiting else ()
         running = list(self.running.values())

@@ -14,7 +14,7 @@ for each (d is a decode; p is a chunk that ends its prompt, where the essay of `
     5 | C:d D:d
     6 | D:d
 
-Read first: the essay at the top of `sched.py`, then `Scheduler._admit`. The fourth chapter of the ladder
+Read first: the essay at the top of `sched.py`, then `Scheduler._admit`. Rung 4 of the ladder
 (`docs/learn/4_continuous.py`) has a scheduler that is smaller still.
 
 Where: `sched.py`, one entry in `POLICIES` with a sentence for people, and one line in `Scheduler._room`. No other file

@@ -19,8 +19,8 @@ are). And an engine that speculates does not run ahead: a guess follows the newe
 Answers stay the same, token for token, and so do their logits: what a row computes does not depend on how many rows are
 computed beside it.
 
-Read first: `sched.py` as a whole; in `nanobatch.py` `Order.of`, `Runner._forward` and `Runner._choose`; chapter 5 of
-the ladder.
+Read first: `sched.py` as a whole; in `nanobatch.py` `Order.of`, `Runner._forward` and `Runner._choose`; rung 5 of the
+ladder.
 
 Where: `sched.py`: `Decode` carries its guess, and `Scheduler.commit` learns that a step may yield several tokens, of
 which one may end the answer. `nanobatch.py`: `Prefill`, `Order.of`, `Runner`, `Flight`, `Engine`. What is the newest

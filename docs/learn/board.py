@@ -1,10 +1,11 @@
-"""What the chapters share: the demo model, some prompts, and the picture that each of them draws.
+"""What the rungs share: the demo model, some prompts, and the picture that each of them draws.
 
-No chapter is about this file. The picture is a timeline, as the screen (`tui.py`) draws it while the engine runs, with
-the screen's own words and characters. A line is a slot, one sequence's place. A column is a step, and its character
-says what the slot did then. In ▒1██ the digit is the request's number, written over its second step.
+No rung is about this file. The picture is a timeline, in the words and characters in which the
+screen (`tui.py`) draws the engine. A line is a slot, the place of one sequence. A column is a step,
+and each character says what a slot did in that step. In ▒1██ the digit is the request's number,
+written over the request's second step.
 
-    ▒ prefill   a prompt goes in, or a part of it, its tokens side by side
+    ▒ prefill   a prompt goes in, or a part of one, all tokens side by side
     █ decode    the answer's newest token goes in, the next one comes out
     ▚ ghost     the same for an answer that has ended: what comes out is dropped
     ╳ blocked   nothing, though requests wait: the policy keeps them out
@@ -18,7 +19,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout, from which nothing is installed
+# The checkout, from which nothing is installed:
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from parts.model.find import DEMO
 from parts.model.layers import Model
@@ -26,6 +28,7 @@ from parts.model.load import read_model
 from parts.text.tokens import Text
 from screen.ink import GLYPHS, NAMES
 
+Cell = tuple[str, int]  # what a slot did in a step, and for which request (0: for none)
 PROMPTS = [
     "Count from 3 to 20.",
     "What is 17 + 6?",
@@ -41,13 +44,14 @@ WIDTH = 96  # steps in a line; a longer run goes on below
 
 
 def load() -> tuple[Model, Text]:
-    """The demo model: 2.7 million weights, which tell stories, count, spell and reverse words, and add up to 99."""
+    """The demo model: 2.7 million weights. It tells stories, counts, spells, and adds up to 99."""
     model = read_model(DEMO)
-    return model, Text(DEMO, model.config.V)
+    text = Text(DEMO, model.config.V)
+    return model, text
 
 
 def launch(main: Callable[[], None]) -> None:
-    """A chapter, as a program. If its output goes into `head`, it ends with it, as other programs do."""
+    """Run a rung. If its output goes into `head`, it ends when `head` does, without an error."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()
@@ -55,41 +59,57 @@ def launch(main: Callable[[], None]) -> None:
 
 class Timeline:
     def __init__(self, slots: int):
-        self.slots, self.steps = slots, []
+        self.slots = slots
+        self.steps: list[list[Cell]] = []  # in each step, a cell for each slot
 
-    def step(self, cells: Mapping[int, tuple[str, int]]) -> None:
-        """One step: for each slot that did something, what it was, and for which request (0: for none)."""
-        self.steps.append([cells.get(slot, ("empty", 0)) for slot in range(self.slots)])
+    def step(self, cells: Mapping[int, Cell]) -> None:
+        """One step, by slot. Slots that are not named were empty."""
+        column = [cells.get(slot, ("empty", 0)) for slot in range(self.slots)]
+        self.steps.append(column)
 
     @property
     def useful(self) -> float:
         """In how many percent of slots x steps something was computed for a request."""
-        cells = [kind for cells in self.steps for kind, _ in cells]
-        return 100 * sum(kind in ("prefill", "decode") for kind in cells) / len(cells)
+        kinds = [kind for column in self.steps for kind, _ in column]
+        useful = kinds.count("prefill") + kinds.count("decode")
+        return 100 * useful / len(kinds)
 
     def show(self, title: str) -> None:
-        lines = [[GLYPH[kind] for kind, _ in cells] for cells in zip(*self.steps, strict=True)]
-        for line, cells in zip(lines, zip(*self.steps, strict=True), strict=True):
-            owners = [request for _, request in cells]
-            for at, owner in enumerate(owners):
-                digits = str(owner)
-                if owner and (at == 0 or owners[at - 1] != owner) and owners[at + 1 :][: len(digits)].count(owner):
-                    line[at + 1 : at + 1 + len(digits)] = digits
         print(f"\n{title}")
+        lines = [self.picture(slot) for slot in range(self.slots)]
         for first in range(0, len(self.steps), WIDTH):
             if first:
                 print(f"from step {first + 1}")
             for slot, line in enumerate(lines):
-                print(f"slot {slot}  {''.join(line[first : first + WIDTH])}")
-        drawn = {kind for cells in self.steps for kind, _ in cells}
-        print("        " + "  ".join(f"{glyph} {kind}" for kind, glyph in GLYPH.items() if kind in drawn))
+                print(f"slot {slot}  {line[first : first + WIDTH]}")
+        drawn = {kind for column in self.steps for kind, _ in column}
+        legend = [f"{glyph} {kind}" for kind, glyph in GLYPH.items() if kind in drawn]
+        print("        " + "  ".join(legend))
+
+    def picture(self, slot: int) -> str:
+        """All steps of a slot. Behind a request's first step stands its number, if it fits."""
+        cells = [column[slot] for column in self.steps]
+        owners = [owner for _, owner in cells]
+        glyphs = [GLYPH[kind] for kind, _ in cells]
+        before = 0
+        for at, owner in enumerate(owners):
+            if owner and owner != before:
+                digits = str(owner)
+                behind = slice(at + 1, at + 1 + len(digits))
+                if owners[behind] == [owner] * len(digits):
+                    glyphs[behind] = digits
+            before = owner
+        return "".join(glyphs)
 
 
 def show_answers(text: Text, prompts: Sequence[str], answers: Sequence[Sequence[int]]) -> None:
     """Under each prompt its answer, without the token that ends it."""
     print()
-    for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True), 1):
-        print(f"{number:>3}  {prompt}\n     {text.tokenizer.decode(list(tokens))}  [{len(tokens)} tokens]")
+    for number, prompt in enumerate(prompts, 1):
+        tokens = list(answers[number - 1])
+        answer = text.tokenizer.decode(tokens)
+        print(f"{number:>3}  {prompt}")
+        print(f"     {answer}  [{len(tokens)} tokens]")
 
 
 def rate(tokens: int, seconds: float) -> str:

@@ -1,9 +1,19 @@
-"""Source code as text: what a file defines, and how many lines of code it has."""
+"""Source code as text: what a file defines, and how many tokens and lines of code it has."""
 
 import ast
 import io
 import tokenize
+from collections import Counter
 from pathlib import Path
+
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def places(file: Path) -> set[str]:
@@ -16,14 +26,29 @@ def places(file: Path) -> set[str]:
     return found
 
 
+def code_tokens(text: str) -> list[tokenize.TokenInfo]:
+    """All tokens but those of comments, docstrings and layout."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    prose = set()  # lines of docstrings
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            prose |= set(range(docstring.lineno, docstring.end_lineno + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token for token in tokens if token.type not in NO_CODE and token.start[0] not in prose]
+
+
+def tokens_by_line(text: str) -> Counter[int]:
+    """How many tokens begin in each line of code.
+
+    Lines can be made longer, and then there are fewer of them. Tokens cannot be hidden.
+    """
+    return Counter(token.start[0] for token in code_tokens(text))
+
+
 def lines_of_code(text: str) -> int:
     """Lines that hold a token, and are no docstring. (The README says how many the core has.)"""
-    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in no_code]
-    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (
-            ast.get_docstring(node, clean=False) is not None
-        ):
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = set()
+    for token in code_tokens(text):
+        lines |= set(range(token.start[0], token.end[0] + 1))
     return len(lines)
