@@ -585,7 +585,14 @@ def test_on_the_loopback_the_host_must_be_this_machine(server):
     """A page may give its own name the address 127.0.0.1; then its requests are of the same origin."""
     for host in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:8000"):
         assert server.ask("/v1/models", Host=host).status == 200, host
-    for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil", "[", "0.0.0.0"):
+    for host in (
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil",
+        "[",
+        "0.0.0.0",
+        "evil.example:80@localhost",
+    ):
         reply = server.ask("/v1/models", Host=host)
         assert (reply.status, reply.error["code"]) == (403, "host_not_allowed"), host
 
@@ -606,7 +613,15 @@ def test_pages_of_this_machine_alone_may_ask(server):
         assert reply.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"
         refused = server.ask(CHAT, b"{}", Origin=origin)
         assert refused.status == 400 and refused.headers["access-control-allow-origin"] == origin
-    for origin in ("http://evil.example", "null", "http://localhost.evil.example", "file://", "http://[", "["):
+    for origin in (
+        "http://evil.example",
+        "null",
+        "http://localhost.evil.example",
+        "file://",
+        "http://[",
+        "[",
+        "javascript://localhost/",
+    ):
         reply = server.ask(CHAT, say(max_tokens=1), Origin=origin)
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
 
