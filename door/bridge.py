@@ -242,7 +242,7 @@ class Answer:
         """What a stream says of a piece, or of a choice's end."""
         handle, said = self.handles[index], None
         if words:
-            words.take(list(handle.tokens), list(handle.logprobs))
+            words.take(handle.tokens, handle.logprobs)
             said = words.finish(handle.text) if piece is None else words.release(len(piece))
         told = self.shape.piece(index, piece or "", said) if piece or said else b""
         return told + event(self.shape.last(index, handle.finish_reason)) if piece is None else told

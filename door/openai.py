@@ -291,8 +291,12 @@ class Words:
         self._length = self._shown = 0  # characters: of all texts so far, and of those that have been shown
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """The answer's tokens so far. The newest may lack its log probability for a moment."""
-        for token, (logprob, top) in list(zip(tokens, logprobs, strict=False))[len(self._tokens) :]:
+        """The answer's tokens so far, of which only those are looked at that are new.
+
+        The newest may lack its log probability for a moment.
+        """
+        known = len(self._tokens)
+        for token, (logprob, top) in zip(tokens[known:], logprobs[known:], strict=False):
             before = self._tokens[-4:]
             piece = self._stream.push(token)
             likely = [(piece if id == token else self._text.after(before, id), value) for id, value in top]
