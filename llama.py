@@ -59,7 +59,7 @@ def forward(
 
         attn_norm, mlp_norm   x / sqrt(mean(x^2) + eps) * weight           RMSNorm
         qkv, out, head        x W^T
-        turn                  (a, b) -> (a cos - b sin, b cos + a sin)     RoPE, each plane of a head
+        turn                  (a, b) -> (a cos - b sin, b cos + a sin)     RoPE, in each plane
         mlp                   down(silu(gate(x)) * up(x))                  SwiGLU
 
     Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Runner` starts it.

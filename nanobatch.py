@@ -1,24 +1,27 @@
-"""Chapter 5: the engine. An order becomes tokens (`Runner`), and the wheel turns (`Engine`): plan -> run -> commit.
+"""Chapter 5: the engine. An order becomes tokens (`Runner`), and the wheel turns (`Engine`): plan
+-> run -> commit.
 
-The problem. Requests come at any moment, and each is at another place of its answer. The chapters before have the
-parts: a forward pass that takes them all (`llama.py`), a slab that holds their keys and values (`kv.py`), a scheduler
-that decides what runs next (`sched.py`), and a sampler for each of them (`sampling.py`). Here they are tied together:
+The problem. Requests come at any moment, and each is at another place of its answer. The chapters
+before have the parts: a forward pass that takes them all (`llama.py`), a slab that holds their keys
+and values (`kv.py`), a scheduler that decides what runs next (`sched.py`), and a sampler for each
+of them (`sampling.py`). Here they are tied together:
 
-    prompt -> submit -> plan (sched.py) -> order -> Runner: forward over the slab, sample -> commit -> text
-              any thread |___________________ one thread at a time ______________________|      any thread
+    prompt -> submit -> plan (sched.py) -> order -> Runner: forward, sample -> commit -> text
+              any thread |_____________ one thread at a time ______________|      any thread
 
-One turn of the wheel is `Engine.step`. A plan names requests; an order names slots and numbers, and is all that the
-device half needs to know.
+One turn of the wheel is `Engine.step`. A plan names requests; an order names slots and numbers, and
+is all that the device half needs to know.
 
     flight   a step that has been started, and not been read
     ghost    a sequence that runs in a step although its request has ended meanwhile
     rank     one of several processes that share a model; rank 0 leads, the others follow
 
-The invariant: a request's answer depends on its prompt, its `Sampling` and the model alone: not on its neighbours, not
-on its slot, and not on the moment when it came. (A request that draws its tokens at random needs a seed for that.)
+The invariant: a request's answer depends on its prompt, its `Sampling` and the model alone: not on
+its neighbours, not on its slot, and not on the moment when it came. (A request that draws its
+tokens at random needs a seed for that.)
 
-Where next: what all of this leans on lies in `parts/`, and can wait. Handles and snapshots and the thread that steps,
-how a folder becomes a model, how tokens become text.
+Where next: what all of this leans on lies in `parts/`, and can wait. Handles and snapshots and the
+thread that steps, how a folder becomes a model, how tokens become text.
 """
 
 from __future__ import annotations
@@ -55,10 +58,20 @@ from parts.text.tokens import Text
 from sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, choose
 from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
 
-__all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result", "Sampling", "Snapshot"]
+__all__ = [
+    "POLICIES",
+    "Engine",
+    "Handle",
+    "Model",
+    "ModelError",
+    "QueueFull",
+    "Result",
+    "Sampling",
+    "Snapshot",
+]
 
 
-# --- an order: what the device does in one step ----------------------------------------------------
+# --- an order: what the device does in one step -------------------------------------------------
 
 
 class Prefill(NamedTuple):
@@ -125,7 +138,7 @@ def pick_of(slot: int, request: Request, handle: Handle) -> Pick:
     return Pick(slot, handle.sampling, handle.seed, index, recent)
 
 
-# --- the runner: an order becomes tokens ---------------------------------------------------------
+# --- the runner: an order becomes tokens --------------------------------------------------------
 
 
 PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
@@ -212,7 +225,8 @@ class Runner:
         )
 
     def _forward(self, order: Order) -> tuple[list[mx.array], list[int]]:
-        """Run the passes of a step. Returns each pass's logits (n, V), and the slots they are for."""
+        """Run the passes of a step. Returns each pass's logits (n, V), and the slots they are
+        for."""
         logits = []
         slots: list[int] = []
         for prefills, decodes in order.passes():
@@ -263,7 +277,8 @@ class Runner:
         slots: Sequence[int],
         picks: Mapping[int, Pick],
     ) -> tuple[mx.array, list[Logprobs]]:
-        """A token for each slot that asks, -1 for the others. On a rank that follows, all are -1."""
+        """A token for each slot that asks, -1 for the others. On a rank that follows, all are
+        -1."""
         emitted = mx.full(self.slab.slots, -1, mx.int32)
         if not slots or self.ranks.rank:
             return emitted, []
@@ -317,7 +332,8 @@ class Runner:
         self._device_s += self.clock() - began
 
     def follow(self) -> None:
-        """What every rank but the first does: it runs the orders of rank 0, until there are no more."""
+        """What every rank but the first does: it runs the orders of rank 0, until there are no
+        more."""
         with device_lock, device_stream():
             while numbers := self.ranks.hear():
                 self.run(unpack(numbers)).read()
@@ -353,7 +369,8 @@ def unpack(numbers: Sequence[int]) -> Order:
 
 
 def most_numbers(sizes: Sizes) -> int:
-    """How long a packed order can be: three counts, a scrub and a prefill for each slot, all tokens.
+    """How long a packed order can be: three counts, a scrub and a prefill for each slot, all
+    tokens.
 
     A slot has one chunk in a step, so no budget fills more than a chunk for each slot.
     """
@@ -361,14 +378,15 @@ def most_numbers(sizes: Sizes) -> int:
     return 3 + sizes.slots * (3 + 5) + tokens
 
 
-# --- the engine ----------------------------------------------------------------------------------------------------
+# --- the engine ---------------------------------------------------------------------------------
 
 
 Report = Callable[[str], None]  # is told what is done
 
 
 def read(model: str, dtype: str, report: Report, options: Mapping[str, Any]) -> tuple[Model, Text]:
-    """A folder becomes a model, or this rank's share of it. If the slab would not fit beside it, nothing is read."""
+    """A folder becomes a model, or this rank's share of it. If the slab would not fit beside it,
+    nothing is read."""
     report(f"finding {model}")
     ranks = join()
     with device_lock, device_stream():

@@ -170,7 +170,7 @@ def has_penalty(picks: Sequence[Pick]) -> bool:
     return any(pick.sampling.repetition_penalty != 1 for pick in picks)
 
 
-# --- without a filter --------------------------------------------------------------------------
+# --- without a filter ---------------------------------------------------------------------------
 
 
 def argmax(x: mx.array) -> tuple[mx.array, mx.array]:  # (n, V) -> (n, 1) twice
@@ -239,7 +239,7 @@ def fold(reduce: Callable, x: mx.array) -> mx.array:  # (n, V) -> (n, 1)
     return reduce(columns, axis=-1, keepdims=True)
 
 
-# --- filters, and the draw ---------------------------------------------------------------------
+# --- filters, and the draw ----------------------------------------------------------------------
 
 
 class Filters(NamedTuple):
@@ -447,7 +447,7 @@ def uniform(seed: int, index: int) -> float:
     return ((x >> 42) + 0.5) / 2**22
 
 
-# --- log probabilities -------------------------------------------------------------------------
+# --- log probabilities --------------------------------------------------------------------------
 
 
 class Logprobs(NamedTuple):
@@ -482,7 +482,7 @@ def measure(
     return Logprobs(slots, ids, values)
 
 
-# --- arrays --------------------------------------------------------------------------------------
+# --- arrays -------------------------------------------------------------------------------------
 
 
 def column(values: list[float]) -> mx.array:  # (n, 1)
