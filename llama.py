@@ -146,6 +146,7 @@ def attention(
     """
     count, H, Dh = q.shape
     B, Hkv, T, _ = k.shape
+    assert isinstance(mask, str) or len(mask) == B, (mask.shape, k.shape)  # it would broadcast
     scale = Dh**-0.5
     if kind.has_kernel:  # on a GPU, one kernel does all of this and keeps no scores
         q = q.reshape(B, -1, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
@@ -157,6 +158,7 @@ def attention(
         if kind.cap:
             scores = capped(scores, kind.cap)
         scores = scores.reshape(B, H, -1, T) + mask  # (B, H, L, T), in float32 as the mask is
+        assert scores.shape == (B, H, count // B, T), scores.shape
         weights = softmax(scores).astype(v.dtype)
         weights = weights.reshape(B, Hkv, -1, T)  # (B, Hkv, G * L, T)
         sums = (weights @ v).reshape(B, H, -1, Dh)  # (B, H, L, Dh)

@@ -20,8 +20,7 @@ Read first: the essay at the top of `sched.py`, then `Scheduler._admit`. Rung 4 
 Where: `sched.py`, one entry in `POLICIES` with a sentence for people, and one line in `Scheduler._room`. No other file
 knows what a policy does.
 
-How to know: the command above, and `python -m pytest tests/book/test_sched.py -k "policy or static or continuous"`.
-(All of that file takes minutes.) In the screen, `p` shows the new name.
+How to know: the command above, and `python -m pytest tests/book/test_sched.py`. In the screen, `p` shows the new name.
 """
 
 from hints import not_done

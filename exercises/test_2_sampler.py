@@ -18,7 +18,8 @@ so the likeliest token has the probability 1 / total. What is the largest gap th
 `total`.
 
 Where: a field of `Sampling` and its limits (0 to 1) in `LIMITS`, both in `parts/api/settings.py`; one more gap in
-`Filters.of` in `sampling.py`, beside that of `min_p`; in `ask.py` an option `--top-a`.
+`Filters.of` in `sampling.py`, beside that of `min_p`; in `ask.py` an option `--top-a`; and its name in `PLAIN` of
+`door/openai.py`, so that clients over HTTP may ask for it.
 
 How to know: the command above, and `python -m pytest tests/book/test_sampling.py`.
 """

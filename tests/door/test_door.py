@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -464,3 +465,9 @@ def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
         words.take(tokens, logprobs)
         assert [word.text for word in words.release(1)] == ["a"]
     assert sum(looked) == 2 * 500
+
+
+def test_every_setting_of_a_request_can_be_asked_for_over_http():
+    """A new sampler that the door does not know would be refused as an unknown field."""
+    by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs"}
+    assert {field.name for field in fields(Sampling)} - by_another_way == {*openai.PLAIN}

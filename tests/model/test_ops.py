@@ -98,6 +98,15 @@ def test_a_window_hides_the_rows_before_it_and_no_other(L):
     assert mx.array_equal(whole.mask, longer.mask)
 
 
+def test_each_sequence_of_a_look_has_a_mask_of_its_own():
+    """Slots 1 and 2 read together, as far as the longer of them; slot 4 reads by itself."""
+    window = Window(Slab(1, 5, 2, 96, 16, mx.float32), [1, 2, 4], [20, 7, 60], 1)
+    near, far = window.looks()
+    assert (near.slots, near.T, far.slots, far.T) == (slice(1, 3), 21, slice(4, 5), 61)
+    assert [(row == 0).sum() for row in wide(near.mask)] == [21, 8]
+    assert (wide(far.mask) == 0).all()
+
+
 @pytest.mark.parametrize(("dtype", "close"), HALF)
 def test_silu_in_half_precision_is_as_close_as_half_precision_is(dtype, close):
     """e^-x as a power of a number that is held to three digits only would be far off where x is large."""
