@@ -143,26 +143,32 @@ def attention(
 
     G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the
     rows of one matrix product, and each key is read once for all of them.
+
+    1 / sqrt(Dh) is the scale of the softmax: e^(x / sqrt(Dh)) is a power of e^(1 / sqrt(Dh)), so the
+    multiplication costs nothing.
     """
     count, H, Dh = q.shape
     B, Hkv, T, _ = k.shape
+    L = count // B
     assert isinstance(mask, str) or len(mask) == B, (mask.shape, k.shape)  # it would broadcast
     scale = Dh**-0.5
+    if L > 1:  # a chunk; with one token a sequence, the numbers lie right as they are
+        q = q.reshape(B, L, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
     if kind.has_kernel:  # on a GPU, one kernel does all of this and keeps no scores
-        q = q.reshape(B, -1, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
+        q = q.reshape(B, H, L, Dh)
         sums = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     else:
-        q = (q * scale).reshape(B, -1, H, Dh).swapaxes(1, 2)  # q is smaller than the scores
         q = q.reshape(B, Hkv, -1, Dh)  # (B, Hkv, G * L, Dh)
         scores = q @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
         if kind.cap:
-            scores = capped(scores, kind.cap)
-        scores = scores.reshape(B, H, -1, T) + mask  # (B, H, L, T), in float32 as the mask is
-        assert scores.shape == (B, H, count // B, T), scores.shape
-        weights = softmax(scores).astype(v.dtype)
-        weights = weights.reshape(B, Hkv, -1, T)  # (B, Hkv, G * L, T)
-        sums = (weights @ v).reshape(B, H, -1, Dh)  # (B, H, L, Dh)
-    return sums.swapaxes(1, 2).reshape(count, H * Dh)
+            scores = capped(scores * scale, kind.cap)
+            scale = 1.0
+        scores = scores.reshape(B, H, L, T) + mask  # in float32, as the mask is
+        weights = softmax(scores, scale).astype(v.dtype)
+        sums = weights.reshape(B, Hkv, -1, T) @ v  # (B, Hkv, G * L, Dh)
+    if L > 1:
+        sums = sums.reshape(B, H, L, Dh).swapaxes(1, 2)  # (B, L, H, Dh)
+    return sums.reshape(count, H * Dh)
 
 
 def only(x: mx.array, places: Sequence[int]) -> mx.array:  # (N, ...) -> (n, ...)

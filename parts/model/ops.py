@@ -58,13 +58,14 @@ def capped(x: mx.array, cap: float) -> mx.array:
     return cap * mx.tanh(x / cap)
 
 
-def softmax(x: mx.array) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
-    """e^x / sum(e^x). The largest x is subtracted from all first: that changes no result, and no power overflows.
+def softmax(x: mx.array, scale: float = 1.0) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
+    """e^(scale x) / sum(e^(scale x)). The largest x is subtracted from all first, so that no power overflows.
 
-    The tuned form takes five operations, with a power as in `silu`. For few numbers MLX's one operation would be a
-    little faster. But it rounds differently, and how many numbers there are depends on how far attention reads.
+    The tuned form takes five operations, with a power as in `silu`: a power of e^scale, so that the scale costs
+    nothing. For few numbers MLX's one operation would be a little faster. But it rounds differently, and how many
+    numbers there are depends on how far attention reads.
     """
     if x.dtype != mx.float32:
-        return mx.softmax(x, axis=-1)
-    powers = mx.power(math.e, x - mx.max(x, axis=-1, keepdims=True))
+        return mx.softmax(x * scale, axis=-1)
+    powers = mx.power(math.exp(scale), x - mx.max(x, axis=-1, keepdims=True))
     return powers / mx.sum(powers, axis=-1, keepdims=True)

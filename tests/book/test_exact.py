@@ -197,8 +197,8 @@ def test_a_bug_that_lets_the_company_show_is_caught(models, monkeypatch, bug):
         capped = [look._replace(T=min(look.T, before.T)) for look, before in zip(each[1:], each, strict=False)]
         return each[:1] + [look._replace(mask=look.mask[..., : look.T]) for look in capped]
 
-    def a_form_by_their_number(x):
-        return softmax(x) if math.prod(x.shape[:-1]) >= 16 else mx.softmax(x, axis=-1)
+    def a_form_by_their_number(x, scale):
+        return softmax(x, scale) if math.prod(x.shape[:-1]) >= 16 else mx.softmax(x * scale, axis=-1)
 
     planted = {
         "a reach that shows": (llama, "attention", a_reach_that_shows),
