@@ -256,6 +256,7 @@ class Runner:
                 logits.append(found)
                 self._start([found], until=[self.slab.last_read])
             else:  # `found` is never computed: we start what has been written
+                self.slab.last_read = None  # never computed, it would hold the slab's arrays
                 self._start(self.slab.written())
         return logits, slots
 

@@ -8,7 +8,7 @@ import pytest
 from harness import random_asks
 
 from nanobatch import Engine, Order, Prefill, Runner, Sampling, most_numbers, pack
-from parts.device.mlx import device_lock, device_stream
+from parts.device.mlx import device_lock, device_stream, mx
 from parts.model.fit import Sizes
 from sampling import Pick
 
@@ -224,3 +224,17 @@ def test_warming_up_leaves_no_trace(parts, record):
         for order in record.orders[:20]:
             played.play(order)
         assert played.tokens == record.tokens[:20]
+
+
+def test_a_chunk_that_ends_no_prompt_leaves_nothing_that_makes_the_next_step_copy_the_slab(parts):
+    """What its last layer reads is never computed. Kept, it held the arrays, and the next write copied them."""
+    sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100, summary="")
+    with device_lock, device_stream():
+        runner = Runner(parts[0], sizes)
+        runner.run(Order((), (Prefill(0, (7,) * 32, 0, None, False),), (), {})).read()
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        runner.run(Order(((1, 0, 64),), (Prefill(2, (7,) * 8, 32, 0, False),), (), {})).read()
+        mx.synchronize()
+        assert mx.get_peak_memory() - before < runner.slab.k[0].nbytes
