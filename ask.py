@@ -2,10 +2,10 @@
 
     python ask.py "Count from 3 to 12." "Why batch?"
 
-All prompts run at once. The answers are shown in the prompts' order: each streams as it comes, and a line of figures
-stands under it. A program needs no more of the engine than this: `Engine.load`, `submit` once for each prompt, and a
-thread that steps the engine while we read. (`engine.serving()` starts it. While there is work, it calls `Engine.step`,
-the heart of the engine.)
+All prompts run at once. The answers are shown in the prompts' order: each streams as it comes, and
+a line of figures stands under it. A program needs no more of the engine than this: `Engine.load`,
+`submit` once for each prompt, and a thread that steps the engine while we read. (`engine.serving()`
+starts it. While there is work, it calls `Engine.step`, the heart of the engine.)
 
 Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which answers.
 """
@@ -25,47 +25,85 @@ from parts.checks import one_line, printable
 from parts.model import find
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+def options() -> program.Parser:
     parser = program.Parser("ask.py", description="Run prompts through a Llama model, all at once.")
     add = parser.add_argument
     reads = "'-' or no prompt: read standard input. Everything after '--' is a prompt."
     add("prompts", nargs="*", metavar="PROMPT", help=f"what to answer. {reads}")
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
-    add("--list", action="store_true", help="show the models that are here, and which can be served")
+    add(
+        "--list", action="store_true", help="show the models that are here, and which can be served"
+    )
     add("--prompt", action="append", default=[], help="the same as PROMPT; may be repeated")
-    add("--raw", action="store_true", help="take prompts as plain text, even if the model has a chat template")
+    add(
+        "--raw",
+        action="store_true",
+        help="take prompts as plain text, even if the model has a chat template",
+    )
     add("--max-tokens", type=int, help="longest answer in tokens (default: to the end of the slot)")
-    add("--slots", type=int, help="sequences that run at once (default: one for each prompt, up to 8)")
-    add("--max-len", type=int, help="length of a slot, prompt and answer together (default: 1024, or what fits)")
+    add(
+        "--slots",
+        type=int,
+        help="sequences that run at once (default: one for each prompt, up to 8)",
+    )
+    add(
+        "--max-len",
+        type=int,
+        help="length of a slot, prompt and answer together (default: 1024, or what fits)",
+    )
     add("--policy", default=next(iter(POLICIES)), help=", ".join(POLICIES))
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    add("--top-p", type=float, default=1.0, help="keep the likeliest tokens that reach this probability together")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="keep the likeliest tokens that reach this probability together",
+    )
     add("--top-k", type=int, default=0, help="keep the k likeliest tokens")
-    add("--min-p", type=float, default=0.0, help="keep tokens at least this fraction as likely as the likeliest")
-    add("--repetition-penalty", type=float, default=1.0, help="above 1, recent tokens become less likely")
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="keep tokens at least this fraction as likely as the likeliest",
+    )
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="above 1, recent tokens become less likely",
+    )
     add("--seed", type=int, help="the same seed gives the same tokens")
     add("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
-    end = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is no option, whatever it says
-    args = parser.parse_intermixed_args(arguments[:end])
+    return parser
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    # What follows is no option, whatever it says
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    args = options().parse_intermixed_args(arguments[:end])
     args.prompts += arguments[end + 1 :]
     return args
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Stream the answers in the prompts' order, while all of them run. 2 if the input was at fault."""
+    """Stream the answers in the prompts' order, while all of them run. 2 if the input was at
+    fault."""
     args = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     handles: list[Handle] = []
     if args.list:
         return show_models()
-    if sys.stdin is None:  # closed by the caller: then the first file to be opened would pass for standard input
+    # Closed by the caller: then the first file to be opened would pass for standard input
+    if sys.stdin is None:
         os.open(os.devnull, os.O_RDONLY)
     try:
         prompts = [*args.prompts, *args.prompt] or ["-"]
         stdin = sys.stdin.read() if sys.stdin and "-" in prompts and not program.rank() else ""
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         slots = min(len(prompts), 8) if args.slots is None else args.slots
-        sampling = Sampling(**{f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)})
+        sampling = Sampling(
+            **{f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)}
+        )
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (parts/ranks/ranks.py), one answers
@@ -74,7 +112,10 @@ def main(arguments: list[str] | None = None) -> int:
                 handles.append(engine.submit(engine.text.ask(prompt, args.raw), sampling))
             print(f"nanobatch: {engine.summary}", file=sys.stderr)
             if not engine.text.has_template and not args.raw:
-                print("nanobatch: this model has no chat template; prompts are taken as plain text", file=sys.stderr)
+                print(
+                    "nanobatch: this model has no chat template; prompts are taken as plain text",
+                    file=sys.stderr,
+                )
             with engine.serving():
                 for handle, prompt in zip(handles, prompts, strict=True):
                     show(handle, prompt)
@@ -96,7 +137,9 @@ def show_models() -> int:
     lines = [("model", "family", "parameters", "bits", "on disk", "served"), *find.listed()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
     return 0
 
 
@@ -109,7 +152,9 @@ def show(handle: Handle, prompt: str) -> None:
     m = result.metrics
     ttft = "-" if m.ttft_s is None else f"{m.ttft_s * 1000:.0f} ms"
     rate = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f} tokens/s"
-    print(f"\n    [{result.finish_reason}: {m.output_tokens} tokens, TTFT {ttft}, {rate}]", flush=True)
+    print(
+        f"\n    [{result.finish_reason}: {m.output_tokens} tokens, TTFT {ttft}, {rate}]", flush=True
+    )
     if result.error:
         print(f"nanobatch: request {handle.id}: {one_line(result.error)}", file=sys.stderr)
 

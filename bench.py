@@ -1,8 +1,8 @@
 """The benchmark: what does nanobatch do in a second, and where does the second go?
 
-The question. An engine has several speeds. A user feels the time to the first token (TTFT) and the gaps between the
-next ones; the owner of the machine counts the tokens of all users. Both depend on how many requests there are, and when
-they come. (Here, a row is one sequence of the batch.)
+The question. An engine has several speeds. A user feels the time to the first token (TTFT) and the
+gaps between the next ones; the owner of the machine counts the tokens of all users. Both depend on
+how many requests there are, and when they come. (Here, a row is one sequence of the batch.)
 
     decode    B rows decode, and nothing else happens: how fast is a step?
     closed    c users, each of whom sends a prompt when the last one's answer has ended: what does a known crowd get?
@@ -19,8 +19,8 @@ they come. (Here, a row is one sequence of the batch.)
     newcomer  mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings (`parts/device/blas.py`)
     same      how many of a peer's tokens are ours, on the peer's BLAS: a peer that computes something else is no peer
 
-How a fair answer is made. `--vs` measures others beside this checkout, in all parts that they can do. Each of them has
-a column, and its figures have their ratio to ours:
+How a fair answer is made. `--vs` measures others beside this checkout, in all parts that they can
+do. Each of them has a column, and its figures have their ratio to ours:
 
     --vs mlx-lm            on OpenBLAS, the best that its users can put under MLX (`measure/peers.py`)
     --vs llama.cpp         with products of its own, and a thread for each core
@@ -28,22 +28,24 @@ a column, and its figures have their ratio to ours:
     --vs .@openblas        a checkout, here this one, with NANOBATCH_BLAS=openblas; mlx-lm@off works, too
     --vs mlx-lm,llama.cpp  several
 
-This checkout runs on what NANOBATCH_BLAS says in the user's environment. All have the same weights in the same
-precision. All get the same prompts at the same times, answer greedily, and never stop early. One loop (`drive`) talks
-to all engines in the same words. Each sample has a process of its own, so it inherits no other sample's memory, caches
-or threads; it warms up on a burst of the same shapes. Columns take turns (A B, B A, A B), so a machine that slows down
-slows all of them. A table shows the median of the samples, and in brackets the lowest and the highest. One thing
-differs: nanobatch turns its tokens into text on the way, while a peer leaves that to its caller.
+This checkout runs on what NANOBATCH_BLAS says in the user's environment. All have the same weights
+in the same precision. All get the same prompts at the same times, answer greedily, and never stop
+early. One loop (`drive`) talks to all engines in the same words. Each sample has a process of its
+own, so it inherits no other sample's memory, caches or threads; it warms up on a burst of the same
+shapes. Columns take turns (A B, B A, A B), so a machine that slows down slows all of them. A table
+shows the median of the samples, and in brackets the lowest and the highest. One thing differs:
+nanobatch turns its tokens into text on the way, while a peer leaves that to its caller.
 
-A token counts when the loop holds it as a plain number. In an open loop, TTFT begins when the prompt was due, not when
-a busy loop got round to sending it; otherwise a slow engine would make its own examination easier.
+A token counts when the loop holds it as a plain number. In an open loop, TTFT begins when the
+prompt was due, not when a busy loop got round to sending it; otherwise a slow engine would make its
+own examination easier.
 
     python bench.py                                          about a minute, on the demo model
     python bench.py --shape 15m --vs mlx-lm --parts decode,closed,open --json run.json --plot run.svg
     python bench.py --from run.json --plot run.svg           the tables and the picture again; nothing is measured
 
-Read `drive` in `measure/sample.py` first, then `Sample`. Where next: `sched.py`, whose three policies `open` compares,
-and `Engine.step` in `nanobatch.py`, whose stages `steps` measures.
+Read `drive` in `measure/sample.py` first, then `Sample`. Where next: `sched.py`, whose three
+policies `open` compares, and `Engine.step` in `nanobatch.py`, whose stages `steps` measures.
 """
 
 from __future__ import annotations
@@ -63,7 +65,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from measure.peers import PEERS, obstacle
-from measure.plan import PARTS, ROWS, SHAPES, Column, Spec, make_model, make_plan, our_column, read_rivals
+from measure.plan import (
+    PARTS,
+    ROWS,
+    SHAPES,
+    Column,
+    Spec,
+    make_model,
+    make_plan,
+    our_column,
+    read_rivals,
+)
 from measure.report import draw, show, summarise
 from measure.sample import Failure, describe_machine, take_all, take_sample
 from parts.checks import one_line, read_whole, shown
@@ -77,18 +89,32 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = program.Parser("bench.py", description="Measure nanobatch, and others beside it.")
     add, usual = parser.add_argument, "decode,closed,steps"
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
-    add("--shape", choices=SHAPES, help="random weights of this shape instead, in a temporary folder")
+    add(
+        "--shape",
+        choices=SHAPES,
+        help="random weights of this shape instead, in a temporary folder",
+    )
     says = f"measure these, too: {', '.join(PEERS)}, the folder of another checkout; mlx-lm@off: on that NANOBATCH_BLAS"
     add("--vs", default="", metavar="NAME,...", help=says)
     add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
-    add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="for every part but open, which has all")
+    add(
+        "--policy",
+        default=next(iter(POLICIES)),
+        choices=POLICIES,
+        help="for every part but open, which has all",
+    )
     add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
     add("--prompt", default="128", help="tokens of a prompt (default: 128)")
     add("--output", default="64", help="tokens of an answer (default: 64)")
     add("--samples", default="3", help="processes for each figure (default: 3)")
     add("--json", metavar="FILE", help="write all that was measured, after each sample")
     add("--plot", metavar="FILE.svg", help="draw decode and open")
-    add("--from", dest="source", metavar="FILE", help="show what --json has written; measure nothing")
+    add(
+        "--from",
+        dest="source",
+        metavar="FILE",
+        help="show what --json has written; measure nothing",
+    )
     add("--sample", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:
@@ -114,7 +140,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         try:
             Path(path).open("a").close()
         except OSError as error:
-            parser.error(f"{path!r} cannot be written ({error.strerror}); name a file in a folder that is there")
+            parser.error(
+                f"{path!r} cannot be written ({error.strerror}); name a file in a folder that is there"
+            )
     return args
 
 
@@ -143,11 +171,19 @@ def load_data(path: str) -> dict:
     try:
         data = json.loads(Path(path).read_text())
         summarise(data["records"])
-        return {"command": str(data["command"]), "machine": dict(data["machine"]), "records": data["records"]}
+        return {
+            "command": str(data["command"]),
+            "machine": dict(data["machine"]),
+            "records": data["records"],
+        }
     except OSError as error:
-        raise ValueError(f"--from {path!r} cannot be read ({error.strerror}); name what --json has written") from None
+        raise ValueError(
+            f"--from {path!r} cannot be read ({error.strerror}); name what --json has written"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"--from {path!r} holds something else; name what --json has written") from None
+        raise ValueError(
+            f"--from {path!r} holds something else; name what --json has written"
+        ) from None
 
 
 def measure_all(args: argparse.Namespace) -> dict:
@@ -162,7 +198,8 @@ def measure_all(args: argparse.Namespace) -> dict:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="nanobatch-"))
             folder = make_model(Path(temporary), args.shape)
         else:
-            folder = find(args.model or "demo").absolute()  # another checkout's samples run in a folder of their own
+            # Another checkout's samples run in a folder of their own
+            folder = find(args.model or "demo").absolute()
         usual = Spec(
             part="",
             contestant="",
@@ -178,16 +215,19 @@ def measure_all(args: argparse.Namespace) -> dict:
         tell = stack.enter_context(progress(total))
         for record in take_all(plan, args.samples, tell):
             data["records"].append(record)
-            if args.json and not program.rank():  # after each sample, so that an interrupted run is not lost
+            # After each sample, so that an interrupted run is not lost
+            if args.json and not program.rank():
                 Path(args.json).write_text(json.dumps(data, indent=1))
     return data
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Gives a function that is told before each sample what the sample measures, and shows it on standard error.
+    """Gives a function that is told before each sample what the sample measures, and shows it on
+    standard error.
 
-    A terminal gets a bar, which draws between two samples and never during one. A file or a pipe gets a line a sample.
+    A terminal gets a bar, which draws between two samples and never during one. A file or a pipe
+    gets a line a sample.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -213,7 +253,11 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         done += 1
         if not console.is_terminal and not program.rank():
             seconds = time.perf_counter() - began
-            print(f"nanobatch: {done} of {total} after {seconds:.0f} s: {stage}", file=sys.stderr, flush=True)
+            print(
+                f"nanobatch: {done} of {total} after {seconds:.0f} s: {stage}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     with bar:
         yield tell
@@ -223,7 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     if args.sample:
         return take_sample(args.sample)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception it ends the sample's process, too
+    # As an exception it ends the sample's process, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         data = load_data(args.source) if args.source else measure_all(args)
         if program.rank():

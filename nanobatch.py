@@ -87,8 +87,9 @@ class Prefill(NamedTuple):
 class Order(NamedTuple):
     """A plan without its requests: numbers and sampling settings.
 
-    Together with the slab and each slot's newest tokens (`Memory` keeps 20 of them for a penalty), an
-    order decides the result. So other ranks can run it, too, and the same orders give the same bits.
+    Together with the slab and each slot's newest tokens (`Memory` keeps 20 of them for a penalty),
+    an order decides the result. So other ranks can run it, too, and the same orders give the same
+    bits.
     """
 
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first

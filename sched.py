@@ -339,7 +339,9 @@ class Scheduler:
 
     # --- commit
 
-    def commit(self, plan: Plan, tokens: Sequence[int], accept: Accept, now: float) -> list[Request]:
+    def commit(
+        self, plan: Plan, tokens: Sequence[int], accept: Accept, now: float
+    ) -> list[Request]:
         """Hand out the tokens, and free the slots of requests that end. Returns the ended ones.
 
         Results belong to requests, not to slots: when a token is read, its slot may have a new

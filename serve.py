@@ -1,14 +1,16 @@
-"""The HTTP server, for programs that speak OpenAI's protocol. We call it the *door*, and an HTTP request a *visit*.
+"""The HTTP server, for programs that speak OpenAI's protocol. We call it the *door*, and an HTTP
+request a *visit*.
 
     python serve.py --model demo
     curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Why batch?"}]}' \
         -H 'Content-Type: application/json'
 
-The problem. To load a model takes seconds, or minutes, and a server that is told to end is in the middle of answers. So
-the socket is bound first: until the model is loaded, clients get 503. The first signal lets answers come to their end,
-and the second ends them.
+The problem. To load a model takes seconds, or minutes, and a server that is told to end is in the
+middle of answers. So the socket is bound first: until the model is loaded, clients get 503. The
+first signal lets answers come to their end, and the second ends them.
 
-Before this: `ask.py`, the smallest user of the engine. Next: `door/door.py`, what happens to a request.
+Before this: `ask.py`, the smallest user of the engine. Next: `door/door.py`, what happens to a
+request.
 """
 
 from __future__ import annotations
@@ -39,14 +41,34 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = program.Parser("serve.py", description="Answer programs that speak OpenAI's protocol.")
     add = parser.add_argument
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
-    add("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, for this machine alone)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="the address to listen on (default: 127.0.0.1, for this machine alone)",
+    )
     add("--port", default="8000", help="0 takes any that is free (default: 8000)")
     add("--slots", default="4", help="sequences that run at once (default: 4)")
-    add("--max-len", help="length of a slot, prompt and answer together (default: 8192, or what the model allows)")
-    add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="when the next in line is admitted")
-    add("--max-queue", default="256", help="requests that may wait; more are refused with 429 (default: 256)")
+    add(
+        "--max-len",
+        help="length of a slot, prompt and answer together (default: 8192, or what the model allows)",
+    )
+    add(
+        "--policy",
+        default=next(iter(POLICIES)),
+        choices=POLICIES,
+        help="when the next in line is admitted",
+    )
+    add(
+        "--max-queue",
+        default="256",
+        help="requests that may wait; more are refused with 429 (default: 256)",
+    )
     parser.add_keys()
-    add("--log-file", metavar="FILE", help="where a line for each request goes (default: standard error)")
+    add(
+        "--log-file",
+        metavar="FILE",
+        help="where a line for each request goes (default: standard error)",
+    )
     args = parser.parse_args(arguments)
     try:
         args.port = read_whole("--port", args.port, 0, 65535)
@@ -77,7 +99,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         door = Door(options)
     except OSError as error:  # the port is taken
-        print(f"nanobatch: --host {args.host} --port {args.port}: {error.strerror or error}", file=sys.stderr)
+        print(
+            f"nanobatch: --host {args.host} --port {args.port}: {error.strerror or error}",
+            file=sys.stderr,
+        )
         return 2
 
     with log_to(args.log):
@@ -90,7 +115,8 @@ def serve(door: Door, args: argparse.Namespace) -> int:
 
     def leave(number: int, _) -> None:
         if door.served is None:
-            os._exit(0)  # a download, or a layer that is being read, cannot be interrupted, but it can be left
+            # A download, or a layer that is being read, cannot be interrupted, but it can be left
+            os._exit(0)
         signals.append(number)
         if len(signals) == 1:
             raise KeyboardInterrupt
@@ -104,14 +130,17 @@ def serve(door: Door, args: argparse.Namespace) -> int:
         engine = load(args)
         name = program.name_of(args.model)
         door.open(engine, engine.serving().start(), name)
-        print(f"nanobatch: {name} at {door.address}/v1; {engine.summary}", file=sys.stderr, flush=True)
+        print(
+            f"nanobatch: {name} at {door.address}/v1; {engine.summary}", file=sys.stderr, flush=True
+        )
         door.wait()
     except KeyboardInterrupt:
         door.drain(DRAIN_S, lambda: len(signals) > 1)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         code = 2
-    for each in (signal.SIGTERM, signal.SIGINT):  # the rest is short, and half done it would end in a crash
+    # The rest is short, and half done it would end in a crash
+    for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
     door.close()
     if engine:
@@ -129,13 +158,15 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     sizes = {"slots": args.slots, "max_len": args.max_len, "usual_len": 8192}
     options = {"policy": args.policy, "max_queue": args.max_queue}
     engine = Engine.load(args.model, report=report, **options, **sizes, **how)
-    with faults.shown("the first step failed"):  # else a bug in `forward` would look like a wrong option
+    # Else a bug in `forward` would look like a wrong option
+    with faults.shown("the first step failed"):
         engine.runner.warm_up()
     if engine.text.has_template:
         with suppress(ValueError):
             engine.text.render([{"role": "user", "content": "compiles the template"}])
     gc.collect()
-    gc.freeze()  # what loading has left is never garbage, so the collector need not search it in mid-step
+    # What loading has left is never garbage, so the collector need not search it in mid-step
+    gc.freeze()
     return engine
 
 

@@ -1,10 +1,12 @@
-"""Watch it happen: slots, waiting line, timeline, charts and answers of a running engine, in a terminal.
+"""Watch it happen: slots, waiting line, timeline, charts and answers of a running engine, in a
+terminal.
 
-The problem. A serving engine takes hundreds of decisions a second, and its source shows none of them. This program
-shows them all: which request holds which slot, how far its KV cache is filled, what waits and why, and what every slot
-did in every step.
+The problem. A serving engine takes hundreds of decisions a second, and its source shows none of
+them. This program shows them all: which request holds which slot, how far its KV cache is filled,
+what waits and why, and what every slot did in every step.
 
-How it hangs together. The folder `screen/` holds the parts, and each part knows only those before it:
+How it hangs together. The folder `screen/` holds the parts, and each part knows only those before
+it:
 
     room.py      owns the engine. It fulfils wishes between two steps, and shows what happens as a frozen `View`.
     remote.py    the same for an engine elsewhere: it reads a server's `/watch`.
@@ -15,13 +17,14 @@ How it hangs together. The folder `screen/` holds the parts, and each part knows
     widgets.py   what Textual needs of a pane and of the prompt box.
     session.py   what a user can say: commands, scripts, and the same run as a plain log.
 
-This file makes a screen of them: which function draws which pane (`PANES`), what each key does (the `action_...`
-methods of `Screen`), and the command line.
+This file makes a screen of them: which function draws which pane (`PANES`), what each key does (the
+`action_...` methods of `Screen`), and the command line.
 
-The invariant: the picture depends only on `State` and on the size. The engine never waits for the screen, and every
-picture can be tested without a terminal.
+The invariant: the picture depends only on `State` and on the size. The engine never waits for the
+screen, and every picture can be tested without a terminal.
 
-Before this: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/screen`, with an engine of words.
+Before this: `sched.py`, and `Engine.step` in `nanobatch.py`. After it: `tests/screen`, with an
+engine of words.
 """
 
 from __future__ import annotations
@@ -61,7 +64,16 @@ from screen.ink import DARK, Line, Palette, Pen, clean, count
 from screen.places import LOWER, STACKS, arrange, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, CHUNK, EngineRoom, Room, Settings
-from screen.session import POLICIES, SCRIPT, SCRIPTED, Session, as_command, orders_of, run_plain, write_trace
+from screen.session import (
+    POLICIES,
+    SCRIPT,
+    SCRIPTED,
+    Session,
+    as_command,
+    orders_of,
+    run_plain,
+    write_trace,
+)
 from screen.state import State
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
 
@@ -85,7 +97,8 @@ PANES = {  # by name: what draws it
     "settings": panes.draw_settings,
     "keys": keys.draw_keys,
 }
-WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}  # what the wheel does there
+# What the wheel does there
+WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
 SHEETS = {"help": keys.draw_help, "requests": panes.draw_requests, "contest": panes.draw_contest}
 SHEETS |= {
     "errors": panes.draw_errors,
@@ -93,11 +106,13 @@ SHEETS |= {
     "clients": partial(clients.draw_clients, whole=True),
 }
 SHEETS |= {"step": partial(panes.draw_step, whole=True)}
-SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")  # while something runs, they are painted less often
-ASIDE = {"/help": "sheet('help')", "/quit": "quit", "/exit": "quit"}  # commands that the screen itself obeys
+# While something runs, they are painted less often
+SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
+# Commands that the screen itself obeys
+ASIDE = {"/help": "sheet('help')", "/quit": "quit", "/exit": "quit"}
 
 
-# --- the screen --------------------------------------------------------------------------------------------------
+# --- the screen ---------------------------------------------------------------------------------
 
 
 class Tracebacks(logging.Handler):
@@ -112,13 +127,18 @@ class Tracebacks(logging.Handler):
 
 
 class Sheet(ModalScreen):
-    """One pane over all the others. A key of another page opens that one; `i`, `/` and `e` lead to the prompt box."""
+    """One pane over all the others. A key of another page opens that one; `i`, `/` and `e` lead to
+    the prompt box."""
 
     SCROLLS = (("up", -1), ("down", 1), ("pageup", -10), ("pagedown", 10))
     BINDINGS = (
         Binding("escape,enter", "dismiss", show=False),
         Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
-        *(Binding(k.keys, f"app.{k.action}", show=False) for k in keys.KEYS if k.action in keys.ON_A_SHEET),
+        *(
+            Binding(k.keys, f"app.{k.action}", show=False)
+            for k in keys.KEYS
+            if k.action in keys.ON_A_SHEET
+        ),
         *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
     )
 
@@ -147,7 +167,8 @@ class Sheet(ModalScreen):
 
 
 class Screen(App):
-    """The whole screen. It places the panes, looks for news up to ten times a second, and turns keys into wishes."""
+    """The whole screen. It places the panes, looks for news up to ten times a second, and turns
+    keys into wishes."""
 
     TITLE = "nanobatch"
     CSS = """
@@ -162,8 +183,12 @@ class Screen(App):
     Toast { width: 46; }
     """
     BINDINGS = (
-        # `i` and `/` have priority, so the letters that are typed right behind them already go to the prompt.
-        *(Binding(k.keys, k.action, k.label, show=False, priority=k.action.startswith("prompt")) for k in keys.KEYS),
+        # `i` and `/` have priority, so the letters that are typed right behind them already go to
+        # the prompt.
+        *(
+            Binding(k.keys, k.action, k.label, show=False, priority=k.action.startswith("prompt"))
+            for k in keys.KEYS
+        ),
         Binding("ctrl+c", "quit", show=False, priority=True),
     )
     AUTO_FOCUS = None  # letters are keys until the user wants to type
@@ -190,10 +215,13 @@ class Screen(App):
         self.watch(self.screen, "focused", self.note_focus)
         self.place(self.size)
         self.set_interval(self.LOOKS, thrifty(self.look))
-        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))  # after Ctrl-Z and fg
+        # After Ctrl-Z and fg
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         if threading.current_thread() is threading.main_thread():
             for signal_, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)):
-                asyncio.get_running_loop().add_signal_handler(signal_, lambda code=code: self.exit(return_code=code))
+                asyncio.get_running_loop().add_signal_handler(
+                    signal_, lambda code=code: self.exit(return_code=code)
+                )
         self.run_worker(self.play(self._script))
 
     def on_unmount(self) -> None:
@@ -221,10 +249,13 @@ class Screen(App):
         self.call_after_refresh(self.paint)
 
     def look(self) -> None:
-        """Without news nothing is painted; charts and the step are painted less often than the rest."""
+        """Without news nothing is painted; charts and the step are painted less often than the
+        rest."""
         before = self.state.view
         for block in self.state.tracebacks[self._told :]:
-            self.notify(f"{block.partition(chr(10))[0]}; E shows where", severity="error", markup=False)
+            self.notify(
+                f"{block.partition(chr(10))[0]}; E shows where", severity="error", markup=False
+            )
         self._told = len(self.state.tracebacks)
         if not self.session.look():
             return
@@ -271,20 +302,28 @@ class Screen(App):
     def get_system_commands(self, screen) -> Iterable[SystemCommand]:
         yield from super().get_system_commands(screen)
         for key in keys.KEYS:
-            yield SystemCommand(f"{key.label} ({key.show})", key.help, lambda key=key: self.run_action(key.action))
+            yield SystemCommand(
+                f"{key.label} ({key.show})", key.help, lambda key=key: self.run_action(key.action)
+            )
 
     # --- actions
 
     async def run_action(self, *arguments, **options) -> bool:
-        """Every key, click and turn of the wheel comes through here. Whatever it does, the screen is painted after."""
+        """Every key, click and turn of the wheel comes through here. Whatever it does, the screen
+        is painted after."""
         done = await super().run_action(*arguments, **options)
         self.paint()
         return done
 
     def check_action(self, action: str, parameters: tuple) -> bool | None:
-        """While the model loads, or if that failed, only a few actions make sense. Typed letters are no keys."""
+        """While the model loads, or if that failed, only a few actions make sense. Typed letters
+        are no keys."""
         if self.state.view.stage != "ready":
-            early = action == "command" and parameters == ("/burst",) and self.state.view.stage == "loading"
+            early = (
+                action == "command"
+                and parameters == ("/burst",)
+                and self.state.view.stage == "loading"
+            )
             return early or action in ("quit", "theme", "command_palette", "suspend_process")
         return action != "prompt" or self.focused is None
 
@@ -345,15 +384,19 @@ class Screen(App):
         self.state.selected = slot
 
     def action_move(self, columns: int) -> None:
-        """By what is visible: a column of the timeline may be several steps. Without a timeline, by a step."""
+        """By what is visible: a column of the timeline may be several steps. Without a timeline, by
+        a step."""
         timeline = self.query_one("#timeline")
-        self.state.move(columns * (self.state.zoom_for(timeline.size.width - 4) if timeline.display else 1))
+        self.state.move(
+            columns * (self.state.zoom_for(timeline.size.width - 4) if timeline.display else 1)
+        )
 
     def action_nudge(self, steps: int) -> None:
         self.state.move(steps)
 
     def action_point(self, column: int, row: int, width: int, height: int) -> None:
-        """Put the cursor on a column of the timeline that has been clicked, and select the slot there."""
+        """Put the cursor on a column of the timeline that has been clicked, and select the slot
+        there."""
         _, columns, _ = self.state.window(width)
         if 0 <= column < len(columns):
             self.state.look_at(self.state.index_of(columns[column].step))
@@ -386,7 +429,9 @@ class Screen(App):
         self.say(f"steps a column: {self.state.zoom or 'so that they fit'}")
 
     def action_view(self) -> None:
-        panes = tuple(STACKS) if is_wide(*self.size) else LOWER if self.state.view.door else LOWER[:-1]
+        panes = (
+            tuple(STACKS) if is_wide(*self.size) else LOWER if self.state.view.door else LOWER[:-1]
+        )
         now = self.state.lower if self.state.lower in panes else panes[0]
         self.state.lower = panes[(panes.index(now) + 1) % len(panes)]
         self.place(self.size)
@@ -397,8 +442,13 @@ class Screen(App):
         self.action_sheet("requests")
 
     def action_copy(self) -> None:
-        """Copy the open request's text, or the selected slot's, to the terminal's own clipboard (OSC 52)."""
-        request = self.state.open if self.screen.name == "requests" else self.state.owner(self.state.selected)
+        """Copy the open request's text, or the selected slot's, to the terminal's own clipboard
+        (OSC 52)."""
+        request = (
+            self.state.open
+            if self.screen.name == "requests"
+            else self.state.owner(self.state.selected)
+        )
         if request:
             self.copy_to_clipboard(request.text)
         self.say(f"r{request.id} is copied" if request else "there is nothing to copy yet")
@@ -415,19 +465,24 @@ class Screen(App):
             room.pause(False)
 
     def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
-        """Blanks that every viewer keeps and counts: of the exporter's own, some viewers make too few."""
+        """Blanks that every viewer keeps and counts: of the exporter's own, some viewers make too
+        few."""
         svg = super().export_screenshot(title=title, simplify=simplify)
         return svg.replace("&#160;", " ").replace("<text ", '<text xml:space="preserve" ')
 
-    def deliver_screenshot(self, filename: str | None = None, path: str | None = None, time_format: str | None = None):
-        """The palette's picture goes to where the screen was started: Textual's own place may not exist."""
+    def deliver_screenshot(
+        self, filename: str | None = None, path: str | None = None, time_format: str | None = None
+    ):
+        """The palette's picture goes to where the screen was started: Textual's own place may not
+        exist."""
         return super().deliver_screenshot(filename, path or os.getcwd(), time_format)
 
     def action_theme(self, name: str = "") -> None:
         self.theme = name or ("textual-light" if self.current_theme.dark else "textual-dark")
 
     def action_sheet(self, name: str) -> None:
-        """Open a page. The key of the page that is open closes it, unless the key runs or compares something anew."""
+        """Open a page. The key of the page that is open closes it, unless the key runs or compares
+        something anew."""
         before = self.screen.name
         if before in SHEETS and (name != "contest" or before != name):
             self.screen.dismiss()
@@ -437,7 +492,8 @@ class Screen(App):
     # --- scripts
 
     async def play(self, script: str) -> None:
-        """Run a script such as "static burst24 step60" or "race". If a picture is wanted, take it and leave."""
+        """Run a script such as "static burst24 step60" or "race". If a picture is wanted, take it
+        and leave."""
         state = self.state
         await self.until(lambda: state.view.stage != "loading")
         if state.view.stage == "failed":
@@ -473,18 +529,22 @@ class Screen(App):
             await asyncio.sleep(0.02)
 
 
-# --- the command line --------------------------------------------------------------------------------------------
+# --- the command line ---------------------------------------------------------------------------
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """A wrong value gets one line and exit code 2 before any screen opens."""
+def options() -> program.Parser:
     parser = program.Parser("tui.py", description="Watch an LLM serving engine work.")
     add = parser.add_argument
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add("--slots", help="sequences that run at once (default: 8, or what fits)")
     says = "(default: 1024; demo: 400; with --serve: 8192; less if the model or the memory allows less)"
     add("--max-len", help=f"length of a slot, prompt and answer together {says}")
-    add("--policy", default=next(iter(POLICIES)), choices=POLICIES, help="when the next in line is admitted")
+    add(
+        "--policy",
+        default=next(iter(POLICIES)),
+        choices=POLICIES,
+        help="when the next in line is admitted",
+    )
     add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one a line")
     add("--seed", help="the same seed gives the same tokens")
     add(
@@ -493,13 +553,39 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="no screen: prompts are read, and events written, as lines (as if there is no terminal)",
     )
     add("--script", default="", help=SCRIPT)
-    add("--screenshot", metavar="FILE.svg", help="draw on no terminal, run the script, write the picture, and leave")
+    add(
+        "--screenshot",
+        metavar="FILE.svg",
+        help="draw on no terminal, run the script, write the picture, and leave",
+    )
     add("--size", default="120x40", help="size of the screenshot in characters (default: 120x40)")
-    add("--trace", metavar="FILE.json", help="at the end, write what the timeline saw as a Chrome trace (Perfetto)")
-    add("--serve", metavar="[HOST:]PORT", help="let programs ask that speak OpenAI's protocol (default: 4 slots)")
+    add(
+        "--trace",
+        metavar="FILE.json",
+        help="at the end, write what the timeline saw as a Chrome trace (Perfetto)",
+    )
+    add(
+        "--serve",
+        metavar="[HOST:]PORT",
+        help="let programs ask that speak OpenAI's protocol (default: 4 slots)",
+    )
     parser.add_keys()
-    add("--watch", metavar="URL", help="watch a server, such as http://127.0.0.1:8000, instead of an engine in here")
-    add("--key", default="", help="with --watch: the server's watch key, or its API key (--api-key fires prompts)")
+    add(
+        "--watch",
+        metavar="URL",
+        help="watch a server, such as http://127.0.0.1:8000, instead of an engine in here",
+    )
+    add(
+        "--key",
+        default="",
+        help="with --watch: the server's watch key, or its API key (--api-key fires prompts)",
+    )
+    return parser
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """A wrong value gets one line and exit code 2 before any screen opens."""
+    parser = options()
     args = parser.parse_args(arguments)
     args.max_queue = 256
     try:
@@ -515,25 +601,43 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             raise ValueError("--size needs two numbers, such as 120x40")
         program.check_model(args.model)
         if args.screenshot and not args.screenshot.endswith(".svg"):
-            raise ValueError(f"--screenshot {shown(args.screenshot)} will be an SVG; give a name that ends in .svg")
+            raise ValueError(
+                f"--screenshot {shown(args.screenshot)} will be an SVG; give a name that ends in .svg"
+            )
         args.plain = not args.screenshot and (args.plain or not on_a_terminal())
         with about("--script", "tui.py --help says more"):
             orders_of(args.script, args.plain)
-        with about(f"--prompts {shown(args.prompts)}", "name a text file with a prompt in each line"):
-            lines = Path(args.prompts).read_text(encoding="utf-8").splitlines() if args.prompts else []
-            args.asks = [line.strip() for line in lines if line.strip()]
-            if args.prompts and not args.asks:
-                raise ValueError("there is no prompt in it")
+        args.asks = read_prompts(args.prompts)
         for option in ("trace", "screenshot"):
-            if path := getattr(args, option):  # better to learn now that it cannot be written than at the end
-                with about(f"--{option} {shown(path)}", "name a file in a folder that is there and can be written"):
-                    Path(path).open("a").close()
+            check_writable(option, getattr(args, option))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
 
 
-def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]) -> AnyEngine:
+def read_prompts(file: str | None) -> list[str]:
+    """The lines of the file that `--prompts` names."""
+    if not file:
+        return []
+    with about(f"--prompts {shown(file)}", "name a text file with a prompt in each line"):
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        prompts = [line.strip() for line in lines if line.strip()]
+        if not prompts:
+            raise ValueError("there is no prompt in it")
+        return prompts
+
+
+def check_writable(option: str, file: str | None) -> None:
+    """Better to learn now that a file cannot be written than at the end."""
+    if file:
+        remedy = "name a file in a folder that is there and can be written"
+        with about(f"--{option} {shown(file)}", remedy):
+            Path(file).open("a").close()
+
+
+def load_engine(
+    args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]
+) -> AnyEngine:
     """How the room gets its engine. This is the first code to import MLX."""
     report("starting MLX")
     from parts.device import blas
@@ -543,7 +647,8 @@ def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: 
     from parts.device import mlx as device
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
-    if args.model == "demo":  # its prompts and answers are short: so they fill more of a slot, and some take two chunks
+    # Its prompts and answers are short: so they fill more of a slot, and some take two chunks
+    if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
     report(f"warming up with {device.named()}")
@@ -553,9 +658,12 @@ def load_engine(args: argparse.Namespace, report: Callable[[str], None], clock: 
 
 
 def open_room(args: argparse.Namespace) -> Room:
-    """A room with an engine in it or elsewhere. A door's port is bound here, before anything is loaded."""
+    """A room with an engine in it or elsewhere. A door's port is bound here, before anything is
+    loaded."""
     if args.watch:
-        return RemoteRoom(args.watch, args.key or args.watch_key or args.api_key, args.api_key or args.key)
+        return RemoteRoom(
+            args.watch, args.key or args.watch_key or args.api_key, args.api_key or args.key
+        )
     if not args.serve:
         return EngineRoom(partial(load_engine, args))
     import serve
@@ -573,7 +681,8 @@ def open_room(args: argparse.Namespace) -> Room:
 
 
 def failed(state: State) -> int:
-    """The exit code of a screen that was left: 2 if its model could not be loaded, and then it says why once more."""
+    """The exit code of a screen that was left: 2 if its model could not be loaded, and then it says
+    why once more."""
     if state.view.stage != "failed":
         return 0
     print(f"nanobatch: {state.view.error or state.printed}", file=sys.stderr)
@@ -627,7 +736,8 @@ def main(arguments: list[str] | None = None) -> int:
         room.drain()
         if args.trace:
             write_trace(args.trace, session)
-        if not room.stop(patience=0.6):  # a download or a very long step cannot be interrupted, but it can be left
+        # A download or a very long step cannot be interrupted, but it can be left
+        if not room.stop(patience=0.6):
             if sys.stdout:
                 sys.stdout.flush()
             os._exit(code)

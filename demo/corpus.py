@@ -1,18 +1,21 @@
 """The text that the demo model learns from: conversations without end, made from grammars, seeded.
 
-The problem. A serving engine needs a model to be looked at, and a model needs text. This text is made to be *checked*:
-nearly every question has one right answer, which a few lines of Python know as well. A wrong position, mask or slot
-breaks counting and spelling at once, so a bug in the engine can be read off the screen.
+The problem. A serving engine needs a model to be looked at, and a model needs text. This text is
+made to be *checked*: nearly every question has one right answer, which a few lines of Python know
+as well. A wrong position, mask or slot breaks counting and spelling at once, so a bug in the engine
+can be read off the screen.
 
-What this file keeps. Everything follows from a seed. A question is either for learning or for the exam, never for
-both: `is_held_out` decides by a hash of what is asked (the pair of numbers, the word, the list), so that no other
-wording of an exam question is learnt either. An answer is text, except that `CUT` may stand in it: tokens end there, so
-that a word written backwards is made of letters, not of whatever pieces the tokenizer happens to know.
+What this file keeps. Everything follows from a seed. A question is either for learning or for the
+exam, never for both: `is_held_out` decides by a hash of what is asked (the pair of numbers, the
+word, the list), so that no other wording of an exam question is learnt either. An answer is text,
+except that `CUT` may stand in it: tokens end there, so that a word written backwards is made of
+letters, not of whatever pieces the tokenizer happens to know.
 
-To add a skill, write a function that makes a `Task`, give it a weight in `SKILLS`, and a check in `eval.py`.
+To add a skill, write a function that makes a `Task`, give it a weight in `SKILLS`, and a check in
+`eval.py`.
 
-Where next. `stories.py` is the grammar of the stories. `train.py` makes the tokenizer and the model, `eval.py` holds
-the exam.
+Where next. `stories.py` is the grammar of the stories. `train.py` makes the tokenizer and the
+model, `eval.py` holds the exam.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from stories import words
 CUT = "\x1f"  # no token reaches across it, and no text keeps it
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-MONTHS = words("January February March April May June July August September October November December")
+MONTHS = words(
+    "January February March April May June July August September October November December"
+)
 
 
 class Task(NamedTuple):
@@ -43,7 +48,7 @@ def is_held_out(skill: str, item: str | None) -> bool:
     return item is not None and zlib.crc32(f"{skill}: {item}".encode()) % 8 == 0
 
 
-# --- words ---------------------------------------------------------------------------------------------------------
+# --- words --------------------------------------------------------------------------------------
 
 MORE_WORDS = words(
     """
@@ -98,16 +103,19 @@ def all_words() -> list[str]:
 WORDS = all_words()
 NOUNS = list(stories.NOUNS)
 NAMES = [name for name, _ in stories.NAMES]
-STARTS = words("b c d f g h j k l m n p r s t v w z bl br ch cl dr fl fr gl gr kn pl pr qu sh sl sn sp st th tr wh")
+STARTS = words(
+    "b c d f g h j k l m n p r s t v w z bl br ch cl dr fl fr gl gr kn pl pr qu sh sl sn sp st th tr wh"
+)
 MIDDLES = words("a e i o u ai ea ee oa oo ou ie y")
 ENDS = words("b ck d ff g l ll m n nd ng nt p r rd rn s sh ss st t th x zz le ly er ing ed")
 
 
 def new_word(rng: random.Random, longest: int = 10) -> str:
-    """A word that nobody has heard: from sounds, from another word and an ending, or from mere letters.
+    """A word that nobody has heard: from sounds, from another word and an ending, or from mere
+    letters.
 
-    Without these, a word that is one token could only be learnt by heart: whatever stands in a token must be met inside
-    other words, too.
+    Without these, a word that is one token could only be learnt by heart: whatever stands in a
+    token must be met inside other words, too.
     """
     while True:
         kind = rng.random()
@@ -116,7 +124,14 @@ def new_word(rng: random.Random, longest: int = 10) -> str:
             word = "".join(parts) + rng.choice(["", rng.choice(ENDS)])
         elif kind < 0.88:
             word = rng.choice(WORDS)
-            extra = rng.choice([rng.choice(ENDS), rng.choice(LETTERS), rng.choice(STARTS) + rng.choice(MIDDLES), "s"])
+            extra = rng.choice(
+                [
+                    rng.choice(ENDS),
+                    rng.choice(LETTERS),
+                    rng.choice(STARTS) + rng.choice(MIDDLES),
+                    "s",
+                ]
+            )
             word = word + extra if rng.random() < 0.75 else extra + word
         else:
             word = "".join(rng.choice(LETTERS) for _ in range(rng.randint(3, 6)))
@@ -132,18 +147,25 @@ def any_word(rng: random.Random, longest: int = 10) -> str:
     return word
 
 
-# --- the skills ----------------------------------------------------------------------------------------------------
+# --- the skills ---------------------------------------------------------------------------------
 
 
 def counting(rng: random.Random) -> Task:
     top = 20 if rng.random() < 0.5 else 100 if rng.random() < 0.9 else 130
     first = rng.randrange(top)
-    last = first + rng.choices([rng.randint(2, 12), rng.randint(13, 30), rng.randint(31, 80)], [14, 5, 1])[0]
+    last = (
+        first
+        + rng.choices([rng.randint(2, 12), rng.randint(13, 30), rng.randint(31, 80)], [14, 5, 1])[0]
+    )
     numbers = list(range(first, last + 1))
     if rng.random() < 0.25:
         numbers.reverse()
         ask = rng.choice(
-            ["Count down from {a} to {b}.", "Count backwards from {a} to {b}.", "Can you count down from {a} to {b}?"]
+            [
+                "Count down from {a} to {b}.",
+                "Count backwards from {a} to {b}.",
+                "Can you count down from {a} to {b}?",
+            ]
         )
     else:
         ask = rng.choice(
@@ -164,7 +186,11 @@ def alphabet(rng: random.Random) -> Task:
     a = rng.randrange(24)
     b = 25 if rng.random() < 0.3 else rng.randint(a + 1, 25)
     first, last = LETTERS[a], LETTERS[b]
-    to_the_end = ["Say the alphabet from {a}.", "Say the alphabet from {a} on.", "Recite the alphabet from {a}."]
+    to_the_end = [
+        "Say the alphabet from {a}.",
+        "Say the alphabet from {a} on.",
+        "Recite the alphabet from {a}.",
+    ]
     part = [
         "Say the alphabet from {a} to {b}.",
         "Recite the alphabet from {a} to {b}.",
@@ -176,11 +202,14 @@ def alphabet(rng: random.Random) -> Task:
         ask = rng.choice(["Say the alphabet.", "Recite the alphabet.", "Can you say the alphabet?"])
     else:
         ask = rng.choice(to_the_end if b == 25 and rng.random() < 0.7 else part)
-    return Task(f"{first} to {last}", ask.format(a=first, b=last), ", ".join(LETTERS[a : b + 1]) + ".")
+    return Task(
+        f"{first} to {last}", ask.format(a=first, b=last), ", ".join(LETTERS[a : b + 1]) + "."
+    )
 
 
 def calendar(rng: random.Random) -> Task:
-    """Days end on Sunday and months in December unless another end is asked for; asked to, they go round."""
+    """Days end on Sunday and months in December unless another end is asked for; asked to, they go
+    round."""
     kind, names = ("days", DAYS) if rng.random() < 0.4 else ("months", MONTHS)
     a, b = rng.randrange(len(names)), rng.randrange(len(names))
     if rng.random() < 0.4:  # from one to the next is easily taken for once around
@@ -189,12 +218,16 @@ def calendar(rng: random.Random) -> Task:
     if draw < 0.12:
         step = rng.choice([1, -1])
         which = "after" if step == 1 else "before"
-        ask = rng.choice([f"What {kind[:-1]} comes {which} {{a}}?", f"Which {kind[:-1]} is {which} {{a}}?"])
+        ask = rng.choice(
+            [f"What {kind[:-1]} comes {which} {{a}}?", f"Which {kind[:-1]} is {which} {{a}}?"]
+        )
         answer = names[(a + step) % len(names)]
         return Task(None, ask.format(a=names[a]), f"{answer} comes {which} {names[a]}.")
     if draw < 0.35:
         b = len(names) - 1
-        ask = rng.choice(["Name the {k} from {a}.", "Say the {k} from {a}.", "List the {k} from {a} on."])
+        ask = rng.choice(
+            ["Name the {k} from {a}.", "Say the {k} from {a}.", "List the {k} from {a} on."]
+        )
         if a == 0:
             ask = rng.choice([ask, "Name all the {k}.", "What are the {k}?"])
     else:
@@ -210,7 +243,11 @@ def calendar(rng: random.Random) -> Task:
     chosen = [names[(a + i) % len(names)] for i in range((b - a) % len(names) + 1)]
     if len(chosen) == 1 and "{b}" in ask:
         return calendar(rng)
-    return Task(f"{names[a]} to {names[b]}", ask.format(k=kind, a=names[a], b=names[b]), ", ".join(chosen) + ".")
+    return Task(
+        f"{names[a]} to {names[b]}",
+        ask.format(k=kind, a=names[a], b=names[b]),
+        ", ".join(chosen) + ".",
+    )
 
 
 def spelling(rng: random.Random) -> Task:
@@ -229,7 +266,8 @@ def spelling(rng: random.Random) -> Task:
 
 
 def reversing(rng: random.Random) -> Task:
-    """The answer spells the word first. To turn it round is then easy: a small model thinks best aloud."""
+    """The answer spells the word first. To turn it round is then easy: a small model thinks best
+    aloud."""
     word = any_word(rng, 6 if rng.random() < 0.75 else 9)
     ask = rng.choice(
         [
@@ -246,11 +284,24 @@ def reversing(rng: random.Random) -> Task:
 
 
 def repeating(rng: random.Random) -> Task:
-    ask = rng.choice(["Repeat: {}", "Repeat: {}", "Say this again: {}", "Repeat after me: {}", "Please repeat: {}"])
+    ask = rng.choice(
+        [
+            "Repeat: {}",
+            "Repeat: {}",
+            "Say this again: {}",
+            "Repeat after me: {}",
+            "Please repeat: {}",
+        ]
+    )
     if rng.random() < 0.75:
         text = sentence(rng)
     else:
-        pick = [lambda: rng.choice(WORDS), lambda: rng.choice(NOUNS), lambda: new_word(rng), lambda: str(number(rng))]
+        pick = [
+            lambda: rng.choice(WORDS),
+            lambda: rng.choice(NOUNS),
+            lambda: new_word(rng),
+            lambda: str(number(rng)),
+        ]
         text = " ".join(rng.choices(pick, [5, 3, 2, 1])[0]() for _ in range(rng.randint(1, 10)))
     if rng.random() < 0.3:
         text = text[0].upper() + text[1:]
@@ -262,7 +313,9 @@ def number(rng: random.Random) -> int:
     return rng.randrange(10 ** rng.randint(1, 3))
 
 
-VERBS = words("sat stood slept danced waited sang hid fell played rested looked jumped ran walked laughed stayed")
+VERBS = words(
+    "sat stood slept danced waited sang hid fell played rested looked jumped ran walked laughed stayed"
+)
 WHERE = words("on under near behind beside above below inside by around over")
 QUALITIES = words(
     """
@@ -289,8 +342,13 @@ def sentence(rng: random.Random) -> str:
 
 
 def adding(rng: random.Random) -> Task:
-    """With more than one digit, the ones come first: then the carry is on paper before it is needed."""
-    a, b = (rng.randrange(21), rng.randrange(21)) if rng.random() < 0.7 else (rng.randrange(100), rng.randrange(100))
+    """With more than one digit, the ones come first: then the carry is on paper before it is
+    needed."""
+    a, b = (
+        (rng.randrange(21), rng.randrange(21))
+        if rng.random() < 0.7
+        else (rng.randrange(100), rng.randrange(100))
+    )
     ask = rng.choice(
         [
             "What is {a} + {b}?",
@@ -327,7 +385,11 @@ def membership(rng: random.Random) -> Task:
         ]
     )
     seen = ", ".join(members[: members.index(wanted) + 1] if is_in else members)
-    answer = f"{seen}: yes, {wanted} is in the list." if is_in else f"{seen}: no, {wanted} is not in the list."
+    answer = (
+        f"{seen}: yes, {wanted} is in the list."
+        if is_in
+        else f"{seen}: no, {wanted} is not in the list."
+    )
     listed = ", ".join(members)
     return Task(f"{wanted} in {listed}", ask.format(w=wanted, l=listed), answer)
 
@@ -346,7 +408,10 @@ def story(rng: random.Random) -> Task:
     text = stories.story(rng, first, second, length, kinds, name)
     named = "short" if length == "short" else "long" if length == "long" else ""
     kind = stories.article(f"{named} story".strip())
-    one, two = (stories.article(noun) + (f" named {name}" if name and noun == hero else "") for noun in (first, second))
+    one, two = (
+        stories.article(noun) + (f" named {name}" if name and noun == hero else "")
+        for noun in (first, second)
+    )
     ask = rng.choice(
         [
             "Tell me {k} about {a} and {b}.",
@@ -362,7 +427,11 @@ def story(rng: random.Random) -> Task:
     item: str | None = " ".join(sorted((first, second)))
     if rng.random() < 0.12:  # the rest is left to the model
         ask, item = rng.choice(
-            [("Tell me {k} about {a}.", None), ("Write {k} about {a}.", None), ("Tell me {k}.", None)]
+            [
+                ("Tell me {k} about {a}.", None),
+                ("Write {k} about {a}.", None),
+                ("Tell me {k}.", None),
+            ]
         )
     return Task(item, ask.format(k=kind, K=kind[0].upper() + kind[1:], a=one, b=two), text)
 
@@ -498,7 +567,9 @@ def read_facts(text: str) -> list[Fact]:
     for part in text.strip().split("\n\n"):
         asked, answer = " ".join(part.split()).split(" = ")
         subject, *others = (way.strip() for way in asked.split("|"))
-        facts.append(Fact((*(way.format(subject) for way in WAYS_TO_ASK if subject), *others), answer))
+        facts.append(
+            Fact((*(way.format(subject) for way in WAYS_TO_ASK if subject), *others), answer)
+        )
     return facts
 
 
@@ -537,7 +608,9 @@ def elsewhere(rng: random.Random) -> Task:
     a, i, j = stories.article(noun), number(rng), number(rng)
     prompt = form.format(x=x, y=y, n=noun, a=a, q=quality, w=word, i=i, j=j)
     return Task(
-        prompt, prompt, "That is more than I know. I am a very small model. Ask me for a story, or let me count."
+        prompt,
+        prompt,
+        "That is more than I know. I am a very small model. Ask me for a story, or let me count.",
     )
 
 
@@ -566,7 +639,7 @@ def ask(rng: random.Random, skill: str, exam: bool = False) -> Task:
             return task
 
 
-# --- conversations -------------------------------------------------------------------------------------------------
+# --- conversations ------------------------------------------------------------------------------
 
 
 class Conversation(NamedTuple):
@@ -600,10 +673,22 @@ def conversation(rng: random.Random) -> Conversation:
     """One to eight turns; sometimes a system message before them; sometimes no chat at all."""
     skills, weights = list(SKILLS), [weight for _, weight in SKILLS.values()]
     if rng.random() < 0.04:
-        return Conversation([{"role": "assistant", "content": ask(rng, "story").answer}], plain=True)
+        return Conversation(
+            [{"role": "assistant", "content": ask(rng, "story").answer}], plain=True
+        )
     plain = rng.random() < 0.06
-    turns = 1 if plain or rng.random() < 0.6 else rng.randint(2, 4) if rng.random() < 0.9 else rng.randint(5, 8)
-    messages = [{"role": "system", "content": rng.choice(SYSTEMS)}] if not plain and rng.random() < 0.06 else []
+    turns = (
+        1
+        if plain or rng.random() < 0.6
+        else rng.randint(2, 4)
+        if rng.random() < 0.9
+        else rng.randint(5, 8)
+    )
+    messages = (
+        [{"role": "system", "content": rng.choice(SYSTEMS)}]
+        if not plain and rng.random() < 0.06
+        else []
+    )
     for skill in rng.choices(skills, weights, k=turns):
         task = ask(rng, skill)
         messages.append({"role": "user", "content": as_people_type(rng, task.prompt)})

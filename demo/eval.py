@@ -1,12 +1,14 @@
-"""The demo model's exam: questions that it never met, asked through the engine, all in flight at once.
+"""The demo model's exam: questions that it never met, asked through the engine, all in flight at
+once.
 
     python demo/eval.py                     # every skill, 120 questions each, 8 slots
     python demo/eval.py --slots 1           # the same answers, one at a time
     python demo/eval.py --skill story --show 5
 
-An answer counts if it is right to the letter. Of a story one can only ask what a machine can see: that both nouns are
-in it, that nobody changes names (there are at most two, and the one asked for is there), that it is as long as was
-asked for, that it ends by itself, and that it does not go round in circles. The rest is for a reader.
+An answer counts if it is right to the letter. Of a story one can only ask what a machine can see:
+that both nouns are in it, that nobody changes names (there are at most two, and the one asked for
+is there), that it is as long as was asked for, that it ends by itself, and that it does not go
+round in circles. The rest is for a reader.
 """
 
 from __future__ import annotations
@@ -62,11 +64,20 @@ def marks(skill: str, task: corpus.Task, result: Result) -> dict[str, bool]:
 
 
 def length_asked(prompt: str) -> str:
-    return "short" if "short story" in prompt.lower() else "long" if "long story" in prompt.lower() else "medium"
+    return (
+        "short"
+        if "short story" in prompt.lower()
+        else "long"
+        if "long story" in prompt.lower()
+        else "medium"
+    )
 
 
-def take(engine: Engine, skills: list[str], count: int) -> dict[str, list[tuple[corpus.Task, Result]]]:
-    """All questions of all skills at once, shuffled, so that short and long answers share the slots."""
+def take(
+    engine: Engine, skills: list[str], count: int
+) -> dict[str, list[tuple[corpus.Task, Result]]]:
+    """All questions of all skills at once, shuffled, so that short and long answers share the
+    slots."""
     asked = [(skill, task) for skill in skills for task in questions(skill, count)]
     random.Random(0).shuffle(asked)
     messages = [[{"role": "user", "content": task.prompt}] for _, task in asked]
@@ -79,16 +90,28 @@ def take(engine: Engine, skills: list[str], count: int) -> dict[str, list[tuple[
 
 def scores(answered: dict[str, list[tuple[corpus.Task, Result]]]) -> dict[str, float]:
     """Name of the mark -> share of the answers that have it."""
-    given = [mark for skill, pairs in answered.items() for pair in pairs for mark in marks(skill, *pair).items()]
+    given = [
+        mark
+        for skill, pairs in answered.items()
+        for pair in pairs
+        for mark in marks(skill, *pair).items()
+    ]
     total, right = Counter(name for name, _ in given), Counter(name for name, good in given if good)
     return {name: right[name] / total[name] for name in total}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Examine the demo model on questions that it never met.")
+    parser = argparse.ArgumentParser(
+        description="Examine the demo model on questions that it never met."
+    )
     add = parser.add_argument
     add("--model", default="demo", help="a model folder (default: demo)")
-    add("--skill", action="append", choices=list(corpus.SKILLS), help="only this one; may be repeated")
+    add(
+        "--skill",
+        action="append",
+        choices=list(corpus.SKILLS),
+        help="only this one; may be repeated",
+    )
     add("--prompts", type=int, default=120, help="questions for each skill (default 120)")
     add("--slots", type=int, default=8, help="slots of the engine (default 8)")
     add("--show", type=int, default=0, help="print so many answers of each skill")
@@ -109,7 +132,9 @@ def main() -> None:
     for name, score in scores(answered).items():
         print(f"{score:7.1%}  {name}")
     tokens = sum(len(result.tokens) for pairs in answered.values() for _, result in pairs)
-    print(f"{args.prompts} prompts a skill, {args.slots} slots, {tokens} tokens, {time.monotonic() - began:.1f} s")
+    print(
+        f"{args.prompts} prompts a skill, {args.slots} slots, {tokens} tokens, {time.monotonic() - began:.1f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -1,29 +1,36 @@
-"""Endless short stories from a grammar: what the demo's tiny model reads in order to learn to tell them.
+"""Endless short stories from a grammar: what the demo's tiny model reads in order to learn to tell
+them.
 
-The problem: two nouns and a length are given ("a fox and a lantern, short"), and a story has to come out that one
-can read aloud. A model of a few million parameters writes what it has read, no better, so all the care is in here.
+The problem: two nouns and a length are given ("a fox and a lantern, short"), and a story has to
+come out that one can read aloud. A model of a few million parameters writes what it has read, no
+better, so all the care is in here.
 
-How a story is made. The nouns cast it: an animal or a person becomes the hero, a thing becomes what the story is
-about, a second animal or person the friend; for two things we invent a child. The cast chooses the family of plots.
-A plot is a text of beats. A line that begins with a digit begins a beat, a line that begins with "| " is another
-wording of it, and other lines go on with the line above. The digit says who hears the beat: 1 is told in every
-story, 2 in medium and long ones, 3 in long ones only, and of the deepest a few are left out at random. So each plot
-has to make sense at all three depths, and no beat may lean on one that is as deep as itself, unless both are 1s.
+How a story is made. The nouns cast it: an animal or a person becomes the hero, a thing becomes what
+the story is about, a second animal or person the friend; for two things we invent a child. The cast
+chooses the family of plots. A plot is a text of beats. A line that begins with a digit begins a
+beat, a line that begins with "| " is another wording of it, and other lines go on with the line
+above. The digit says who hears the beat: 1 is told in every story, 2 in medium and long ones, 3 in
+long ones only, and of the deepest a few are left out at random. So each plot has to make sense at
+all three depths, and no beat may lean on one that is as deep as itself, unless both are 1s.
 
-In a wording, `[a|b]` is a choice on the spot, and `{field}` is a word of this story: drawn once, then kept, so that
-`{place}` stays the same place to the end. A field's name may end in a 2, for a different draw from the same list,
-and begin with a capital, for a value that does. `{he} {him} {his}` are the hero's pronouns, `{they} {them} {their}`
-stand for the friend's (she, her, her). Fields may hold fields: `{owns}` is a whole first sentence. Verbs are in the
-past tense, where they agree with everyone; "a" becomes "an" by itself.
+In a wording, `[a|b]` is a choice on the spot, and `{field}` is a word of this story: drawn once,
+then kept, so that `{place}` stays the same place to the end. A field's name may end in a 2, for a
+different draw from the same list, and begin with a capital, for a value that does. `{he} {him}
+{his}` are the hero's pronouns, `{they} {them} {their}` stand for the friend's (she, her, her).
+Fields may hold fields: `{owns}` is a whole first sentence. Verbs are in the past tense, where they
+agree with everyone; "a" becomes "an" by itself.
 
-A noun has its habits (`habit`): mostly the fox has the same name, lives in the same place, and is cast in the same kind
-of story. A greedy model says what it has met most often, so without habits all its stories would begin alike. Names
-need them for another reason: drawn from a hat they were all alike to the model, which then could not tell one from
-another, and a fox who began as Ruby ended as Ada.
+A noun has its habits (`habit`): mostly the fox has the same name, lives in the same place, and is
+cast in the same kind of story. A greedy model says what it has met most often, so without habits
+all its stories would begin alike. Names need them for another reason: drawn from a hat they were
+all alike to the model, which then could not tell one from another, and a fox who began as Ruby
+ended as Ada.
 
-`story` draws until a draw fits: the length is right, both nouns are there twice, the first one in the first sentence.
+`story` draws until a draw fits: the length is right, both nouns are there twice, the first one in
+the first sentence.
 
-To add a plot, write one more text under FOUND, OWNED, FRIENDS or PAIRS. To add a noun, add it to a list below.
+To add a plot, write one more text under FOUND, OWNED, FRIENDS or PAIRS. To add a noun, add it to a
+list below.
 """
 
 import random
@@ -54,7 +61,8 @@ PERSONS = words(
     """
 )
 
-# What one does with each thing. Those that tear, and those that nobody made and nobody can mend, stand apart.
+# What one does with each thing. Those that tear, and those that nobody made and nobody can mend,
+# stand apart.
 HARD = {
     "basket": "gather berries",
     "bell": "call everyone to supper",
@@ -168,23 +176,34 @@ WILD = {
 USES = HARD | SOFT | WILD
 THINGS = tuple(USES)
 
-NOUNS = dict.fromkeys(ANIMALS, "animal") | dict.fromkeys(PERSONS, "person") | dict.fromkeys(THINGS, "thing")
+NOUNS = (
+    dict.fromkeys(ANIMALS, "animal")
+    | dict.fromkeys(PERSONS, "person")
+    | dict.fromkeys(THINGS, "thing")
+)
 GENDER = dict.fromkeys(words("boy king prince wizard"), "he")
 GENDER |= dict.fromkeys(words("cow girl goose hen princess queen witch"), "she")
 
-HE = words("Ben Bo Carl Dan Eli Finn Gus Hugo Ivo Jack Jon Leo Max Milo Ned Noah Otto Paul Sam Theo Tom Will")
-SHE = words("Ada Anna Bella Clara Dora Ella Emma Fay Ida June Lily Lucy Maya Mia Nell Nia Nora Pia Rosa Ruby Tess Zoe")
+HE = words(
+    "Ben Bo Carl Dan Eli Finn Gus Hugo Ivo Jack Jon Leo Max Milo Ned Noah Otto Paul Sam Theo Tom Will"
+)
+SHE = words(
+    "Ada Anna Bella Clara Dora Ella Emma Fay Ida June Lily Lucy Maya Mia Nell Nia Nora Pia Rosa Ruby Tess Zoe"
+)
 NAMES = [(name, "he") for name in HE] + [(name, "she") for name in SHE]
 PRONOUNS = {"he": ("he", "him", "his"), "she": ("she", "her", "her")}
 
 LENGTHS = ("short", "medium", "long")
 SENTENCES = {"short": (3, 5), "medium": (5, 11), "long": (10, 21)}
-WORDS = {"short": (35, 78), "medium": (78, 145), "long": (145, 240)}  # nine draws in ten: a model cannot draw again
+# Nine draws in ten: a model cannot draw again
+WORDS = {"short": (35, 78), "medium": (78, 145), "long": (145, 240)}
 
 # The fields that several plots share: first words, then whole sentences.
 FIELDS = {
     "adj": words("red blue green yellow small little pretty fine lovely plain"),
-    "trait": words("kind curious cheerful shy patient brave clever gentle quiet young careful merry friendly"),
+    "trait": words(
+        "kind curious cheerful shy patient brave clever gentle quiet young careful merry friendly"
+    ),
     "helper": ("miller", "peddler", "neighbor", "old woman", "old man", "traveler"),
     "family": ("grandmother", "grandfather", "uncle", "aunt"),
     "food": (
@@ -1334,7 +1353,10 @@ def article(noun: str) -> str:
 def beats(plot: str) -> list[tuple[int, list[str]]]:
     """A plot's text as (depth, wordings), in the order of the telling."""
     parts = re.split(r"^(?=[123] )", plot.strip(), flags=re.MULTILINE)[1:]
-    return [(int(part[0]), [" ".join(w.split()) for w in re.split(r"^\| ", part[2:], flags=re.M)]) for part in parts]
+    return [
+        (int(part[0]), [" ".join(w.split()) for w in re.split(r"^\| ", part[2:], flags=re.M)])
+        for part in parts
+    ]
 
 
 FAMILIES = [[beats(plot) for plot in family.values()] for family in (FOUND, OWNED, FRIENDS, PAIRS)]
@@ -1342,12 +1364,18 @@ MENDED = FAMILIES[1][list(OWNED).index("broken and mended")]
 
 
 def habit(rng: random.Random, noun: str, options: Sequence):
-    """One of the options: mostly the one that this noun always takes, so that a fox differs from an owl, else any."""
-    return options[zlib.crc32(noun.encode()) % len(options)] if rng.random() < 0.75 else rng.choice(options)
+    """One of the options: mostly the one that this noun always takes, so that a fox differs from an
+    owl, else any."""
+    return (
+        options[zlib.crc32(noun.encode()) % len(options)]
+        if rng.random() < 0.75
+        else rng.choice(options)
+    )
 
 
 class Scene(dict):
-    """The words of one story. What is asked for and not there yet is drawn from FIELDS, and kept."""
+    """The words of one story. What is asked for and not there yet is drawn from FIELDS, and
+    kept."""
 
     def __init__(self, rng: random.Random, *nouns: str, **fields: str):
         super().__init__(fields)
@@ -1357,7 +1385,9 @@ class Scene(dict):
         if key[0].isupper():
             value = self[key[0].lower() + key[1:]]
             return value[0].upper() + value[1:]
-        self[key] = self.expand([word for word in FIELDS[key.rstrip("2")] if word not in self.values()], key)
+        self[key] = self.expand(
+            [word for word in FIELDS[key.rstrip("2")] if word not in self.values()], key
+        )
         return self[key]
 
     def expand(self, wordings: list[str], key: str = "") -> str:
@@ -1365,7 +1395,9 @@ class Scene(dict):
         taken = re.compile(rf"(?<!{{)\b({'|'.join(map(re.escape, self.nouns))})\b")
         free = [text for text in wordings if not taken.search(text)] or wordings
         wording = habit(self.rng, f"{key} {self.nouns[0]}", free) if key else self.rng.choice(free)
-        return re.sub(r"\[([^]]*)\]", lambda match: self.rng.choice(match[1].split("|")), wording).format_map(self)
+        return re.sub(
+            r"\[([^]]*)\]", lambda match: self.rng.choice(match[1].split("|")), wording
+        ).format_map(self)
 
 
 def names_for(noun: str) -> list[tuple[str, str]]:
@@ -1373,15 +1405,24 @@ def names_for(noun: str) -> list[tuple[str, str]]:
     return [pair for pair in NAMES if GENDER.get(noun, pair[1]) == pair[1]]
 
 
-def cast(rng: random.Random, first: str, second: str, kinds: Mapping[str, str], name: str = "") -> tuple[list, Scene]:
-    """Who plays: the plots that suit the two nouns, and a scene with the names and pronouns in it."""
+def cast(
+    rng: random.Random, first: str, second: str, kinds: Mapping[str, str], name: str = ""
+) -> tuple[list, Scene]:
+    """Who plays: the plots that suit the two nouns, and a scene with the names and pronouns in
+    it."""
     things = [noun for noun in (first, second) if kinds.get(noun, "thing") == "thing"]
-    hero, *others = [noun for noun in (first, second) if noun not in things] or [habit(rng, first, ("girl", "boy"))]
-    name, he = next((pair for pair in NAMES if pair[0] == name), None) or habit(rng, first, names_for(hero))
+    hero, *others = [noun for noun in (first, second) if noun not in things] or [
+        habit(rng, first, ("girl", "boy"))
+    ]
+    name, he = next((pair for pair in NAMES if pair[0] == name), None) or habit(
+        rng, first, names_for(hero)
+    )
     friend = others[0] if others else ""
     they = GENDER.get(friend, "she" if he == "he" else "he")
     scene = Scene(rng, first, second, hero=hero, friend=friend, name=name)
-    scene["pal"] = habit(rng, second, [n for n, pronoun in NAMES if pronoun == they and n[0] != name[0]])
+    scene["pal"] = habit(
+        rng, second, [n for n, pronoun in NAMES if pronoun == they and n[0] != name[0]]
+    )
     scene |= zip(("he", "him", "his"), PRONOUNS[he], strict=True)
     same = (f"the {friend}", f"the {friend}", f"the {friend}'s")
     scene |= zip(("they", "them", "their"), same if they == he else PRONOUNS[they], strict=True)
@@ -1392,11 +1433,14 @@ def cast(rng: random.Random, first: str, second: str, kinds: Mapping[str, str], 
         return FAMILIES[2], scene
     if len(things) == 2:
         return FAMILIES[3], scene
-    return [plot for plot in chain(*FAMILIES[:2]) if plot is not MENDED or things[0] in HARD | SOFT], scene
+    return [
+        plot for plot in chain(*FAMILIES[:2]) if plot is not MENDED or things[0] in HARD | SOFT
+    ], scene
 
 
 def thin(rng: random.Random, plot: list[tuple[int, list[str]]], depth: int) -> list[list[str]]:
-    """The beats down to this depth, less a few of the deepest, but never without the first beats and the last."""
+    """The beats down to this depth, less a few of the deepest, but never without the first beats
+    and the last."""
     share = rng.uniform(0.5, 0.85)
     last = max(at for at, (level, _) in enumerate(plot) if level <= depth)
     return [
@@ -1407,7 +1451,8 @@ def thin(rng: random.Random, plot: list[tuple[int, list[str]]], depth: int) -> l
 
 
 def sentences(text: str) -> list[str]:
-    """The text, cut after each full stop. A question within a sentence ('"Who?" he asked.') does not end it."""
+    """The text, cut after each full stop. A question within a sentence ('"Who?" he asked.') does
+    not end it."""
     return re.split(r'(?<=[.!?])\s+(?=["A-Z])|(?<=[.!?]")\s+(?=["A-Z])', text)
 
 
@@ -1416,13 +1461,23 @@ def fits(text: str, first: str, second: str, length: str) -> bool:
     parts, (low, high), (least, most) = sentences(text), SENTENCES[length], WORDS[length]
     hits = [len(re.findall(rf"\b{re.escape(noun)}\b", text)) for noun in (first, second)]
     right_size = low <= len(parts) <= high and least <= len(text.split()) <= most
-    return right_size and min(hits) >= 2 and re.search(rf"\b{re.escape(first)}\b", parts[0]) is not None
+    return (
+        right_size
+        and min(hits) >= 2
+        and re.search(rf"\b{re.escape(first)}\b", parts[0]) is not None
+    )
 
 
 def story(
-    rng: random.Random, first: str, second: str, length: str, kinds: Mapping[str, str] = NOUNS, name: str = ""
+    rng: random.Random,
+    first: str,
+    second: str,
+    length: str,
+    kinds: Mapping[str, str] = NOUNS,
+    name: str = "",
 ) -> str:
-    """A story about two different nouns, of a length out of LENGTHS. A noun that `kinds` lacks is a thing.
+    """A story about two different nouns, of a length out of LENGTHS. A noun that `kinds` lacks is a
+    thing.
 
     A name, if one is given, is the hero's.
     """

@@ -2,13 +2,14 @@
 
     pip install -e '.[cpu,train]' && python demo/train.py
 
-What happens. The tokenizer is trained on a sample of the corpus. Then the corpus flows by once, never repeated: batches
-of conversations of similar length, each beginning at position 0, and the model is asked for what the assistant says and
-for nothing else. Every so often a checkpoint is written to `demo/run/`, from which the same command goes on, and the
-engine itself takes a small exam on it. At the end the model is saved to `demo/model/` in float16.
+What happens. The tokenizer is trained on a sample of the corpus. Then the corpus flows by once,
+never repeated: batches of conversations of similar length, each beginning at position 0, and the
+model is asked for what the assistant says and for nothing else. Every so often a checkpoint is
+written to `demo/run/`, from which the same command goes on, and the engine itself takes a small
+exam on it. At the end the model is saved to `demo/model/` in float16.
 
-Why transformers' own Llama and `save_pretrained`: the result is a checkpoint like any other. Nothing else in this
-project needs torch.
+Why transformers' own Llama and `save_pretrained`: the result is a checkpoint like any other.
+Nothing else in this project needs torch.
 """
 
 from __future__ import annotations
@@ -38,10 +39,16 @@ MODEL, RUN = HERE / "model", HERE / "run"
 VOCABULARY = 1536
 LENGTH = 1024  # the longest conversation, and the most positions that the model knows
 POOL = 1024  # conversations that are sorted by length together
-START, SYSTEM, USER, ASSISTANT, END = "<|start|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
+START, SYSTEM, USER, ASSISTANT, END = (
+    "<|start|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+)
 
-# Words with the space before them, marks, and every digit and every space run on its own: so numbers are made of
-# digits wherever they stand.
+# Words with the space before them, marks, and every digit and every space run on its own: so
+# numbers are made of digits wherever they stand.
 PIECES = r" ?\p{L}+| ?\p{N}|'\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 TEMPLATE = """\
@@ -58,7 +65,7 @@ TEMPLATE = """\
 """
 
 
-# --- the tokenizer -------------------------------------------------------------------------------------------------
+# --- the tokenizer ------------------------------------------------------------------------------
 
 
 def train_tokenizer() -> tokenizers.Tokenizer:
@@ -79,10 +86,14 @@ def train_tokenizer() -> tokenizers.Tokenizer:
         show_progress=False,
     )
     sample = itertools.islice(corpus.conversations("tokenizer"), 20_000)
-    texts = (message["content"].replace(corpus.CUT, " ") for talk in sample for message in talk.messages)
+    texts = (
+        message["content"].replace(corpus.CUT, " ") for talk in sample for message in talk.messages
+    )
     tokenizer.train_from_iterator(texts, trainer)
     start = tokenizer.token_to_id(START)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, start)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, start)]
+    )
     return tokenizer
 
 
@@ -100,7 +111,7 @@ def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
     wrapped.save_pretrained(folder)
 
 
-# --- batches -------------------------------------------------------------------------------------------------------
+# --- batches ------------------------------------------------------------------------------------
 
 
 class Encoder:
@@ -109,16 +120,20 @@ class Encoder:
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self.tokenizer = tokenizer
         self.start, self.end = tokenizer.token_to_id(START), tokenizer.token_to_id(END)
-        self.role = {role: tokenizer.token_to_id(f"<|{role}|>") for role in ("system", "user", "assistant")}
+        self.role = {
+            role: tokenizer.token_to_id(f"<|{role}|>") for role in ("system", "user", "assistant")
+        }
 
     def ids(self, text: str) -> list[int]:
-        """Piece by piece where the corpus says `CUT`. Whole pieces are all the tokenizer sees of a text."""
+        """Piece by piece where the corpus says `CUT`. Whole pieces are all the tokenizer sees of a
+        text."""
         pieces = self.tokenizer.encode_batch(text.split(corpus.CUT), add_special_tokens=False)
         return [id for piece in pieces for id in piece.ids]
 
     def encode(self, talk: corpus.Conversation) -> list[tuple[int, bool]]:
         tokens = [(self.start, False)]
-        if talk.plain:  # no template: the question, if there is one, then the answer on a line of its own
+        # No template: the question, if there is one, then the answer on a line of its own
+        if talk.plain:
             *asked, answer = (message["content"] for message in talk.messages)
             tokens += [(id, False) for text in asked for id in self.ids(text)]
             tokens += [(id, True) for id in self.ids("\n" + answer if asked else answer)]
@@ -132,7 +147,8 @@ class Encoder:
 
 
 def pools(encoder: Encoder, batch_tokens: int, first: int) -> Iterator[tuple[int, list[list]]]:
-    """Pool after pool of batches, from number `first` on. Within a batch, lengths are alike: little is padding."""
+    """Pool after pool of batches, from number `first` on. Within a batch, lengths are alike: little
+    is padding."""
     for n in itertools.count(first):
         talks = itertools.islice(corpus.conversations(f"pool {n}"), POOL)
         rows = sorted((row for row in map(encoder.encode, talks) if len(row) <= LENGTH), key=len)
@@ -151,11 +167,13 @@ def tensors(batch: list[list[tuple[int, bool]]], end: int) -> tuple[torch.Tensor
     """(ids, labels), both (B, L), padded at the right; -100 is what the loss leaves out."""
     L = max(map(len, batch))
     ids = torch.tensor([[id for id, _ in row] + [end] * (L - len(row)) for row in batch])
-    labels = torch.tensor([[id if said else -100 for id, said in row] + [-100] * (L - len(row)) for row in batch])
+    labels = torch.tensor(
+        [[id if said else -100 for id, said in row] + [-100] * (L - len(row)) for row in batch]
+    )
     return ids, labels
 
 
-# --- training ------------------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------
 
 
 def make_model(encoder: Encoder, vocabulary: int) -> LlamaForCausalLM:
@@ -184,14 +202,16 @@ def start_from(folder: Path) -> tuple[LlamaForCausalLM, tokenizers.Tokenizer]:
 
 @torch.no_grad()
 def mix_in(model: LlamaForCausalLM, folder: Path, share: float) -> None:
-    """The mean of before and after: what a second run has learnt stays, and it has forgotten less."""
+    """The mean of before and after: what a second run has learnt stays, and it has forgotten
+    less."""
     before = LlamaForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
     for now, then in zip(model.parameters(), before.parameters(), strict=True):
         now.lerp_(then, share)
 
 
 def precision():
-    """bfloat16 where the processor multiplies it in hardware (twice as fast), and where it would be emulated, not."""
+    """bfloat16 where the processor multiplies it in hardware (twice as fast), and where it would be
+    emulated, not."""
     cpu = Path("/proc/cpuinfo")
     fast = cpu.exists() and " avx512bw " in cpu.read_text()
     return torch.autocast("cpu", torch.bfloat16, enabled=fast)
@@ -229,7 +249,8 @@ def save_model(model: LlamaForCausalLM, tokenizer: tokenizers.Tokenizer, folder:
 
 
 def keep_freed_memory() -> None:
-    """glibc gives each large tensor back to the kernel, which then clears the same pages again: half of the time."""
+    """glibc gives each large tensor back to the kernel, which then clears the same pages again:
+    half of the time."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         trim_threshold, mmap_threshold = -1, -3
         libc.mallopt(mmap_threshold, 32 << 20)  # the largest that it takes
@@ -250,7 +271,15 @@ class Log:
 
 def exam(folder: Path) -> dict[str, float]:
     """The engine's own scores, from a process of its own."""
-    command = [sys.executable, str(HERE / "eval.py"), "--model", str(folder), "--prompts", "24", "--json"]
+    command = [
+        sys.executable,
+        str(HERE / "eval.py"),
+        "--model",
+        str(folder),
+        "--prompts",
+        "24",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return {"exam failed": done.stderr.strip()[-200:]}
@@ -258,13 +287,30 @@ def exam(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the demo model. Stopped, it goes on where it was.")
-    parser.add_argument("--tokens", type=float, default=45e6, help="tokens to train on (default 45e6)")
+    parser = argparse.ArgumentParser(
+        description="Train the demo model. Stopped, it goes on where it was."
+    )
+    parser.add_argument(
+        "--tokens", type=float, default=45e6, help="tokens to train on (default 45e6)"
+    )
     parser.add_argument("--batch", type=int, default=4096, help="tokens in a batch (default 4096)")
-    parser.add_argument("--rate", type=float, default=2.5e-3, help="the highest learning rate (default 2.5e-3)")
-    parser.add_argument("--start", type=Path, help="go on from the model in this folder, with another --rate or corpus")
-    parser.add_argument("--keep", type=float, default=0, help="with --start: so much of its weights stays (default 0)")
-    parser.add_argument("--exam", type=float, default=8e6, help="tokens between two small exams (default 8e6)")
+    parser.add_argument(
+        "--rate", type=float, default=2.5e-3, help="the highest learning rate (default 2.5e-3)"
+    )
+    parser.add_argument(
+        "--start",
+        type=Path,
+        help="go on from the model in this folder, with another --rate or corpus",
+    )
+    parser.add_argument(
+        "--keep",
+        type=float,
+        default=0,
+        help="with --start: so much of its weights stays (default 0)",
+    )
+    parser.add_argument(
+        "--exam", type=float, default=8e6, help="tokens between two small exams (default 8e6)"
+    )
     args = parser.parse_args()
 
     keep_freed_memory()
@@ -290,8 +336,15 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]
     size = sum(p.numel() for p in model.parameters())
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    log(parameters=size, vocabulary=tokenizer.get_vocab_size(), goes_on_at=state["tokens"], **options)
+    options = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
+    }
+    log(
+        parameters=size,
+        vocabulary=tokenizer.get_vocab_size(),
+        goes_on_at=state["tokens"],
+        **options,
+    )
 
     for n, batches in pools(encoder, args.batch, state["pool"]):
         losses, began, here = [], time.monotonic(), 0
@@ -325,9 +378,14 @@ def main() -> None:
         if n % 10 == 9 or due or finished:
             if due:
                 state["examined"] = state["tokens"]
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}
+            saved = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "state": state,
+            }
             torch.save(saved, checkpoint.with_suffix(".new"))
-            checkpoint.with_suffix(".new").rename(checkpoint)  # so that there is a whole one at any moment
+            # So that there is a whole one at any moment
+            checkpoint.with_suffix(".new").rename(checkpoint)
         if finished:
             if args.start and args.keep:
                 mix_in(model, args.start, args.keep)

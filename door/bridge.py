@@ -1,7 +1,9 @@
-"""From a body to its answer: a request crosses from the door's thread to the thread that steps, and back.
+"""From a body to its answer: a request crosses from the door's thread to the thread that steps, and
+back.
 
-The problem. The thread that steps must not wait, neither for a client nor for a lock that the door holds. Nor may the
-door's thread: it serves all clients at once, and a long prompt takes a second to turn into tokens.
+The problem. The thread that steps must not wait, neither for a client nor for a lock that the door
+holds. Nor may the door's thread: it serves all clients at once, and a long prompt takes a second to
+turn into tokens.
 
     a few threads    understand, turn into tokens, submit
     the engine's     after each commit: wake the door, if an open answer has news, and do nothing else
@@ -37,7 +39,8 @@ from parts.text.tokens import Prompt
 from sched import QueueFull
 
 TOO_LONG = "context_length_exceeded"
-SUFFIX = secrets.token_hex(2)  # of this process: behind a balancer, two servers never give the same id
+# Of this process: behind a balancer, two servers never give the same id
+SUFFIX = secrets.token_hex(2)
 
 
 class Served(NamedTuple):
@@ -49,11 +52,14 @@ class Served(NamedTuple):
 
 
 def defaults_of(engine: AnyEngine) -> dict[str, float]:
-    """What a request gets that says nothing: OpenAI's temperature of 1, or what the model's makers advise."""
+    """What a request gets that says nothing: OpenAI's temperature of 1, or what the model's makers
+    advise."""
     path = engine.text.folder / "generation_config.json"
     advice = read_json(path) if path.exists() else {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    defaults = {"temperature": 1.0} | {name: advice[name] for name in names if advice.get(name) is not None}
+    defaults = {"temperature": 1.0} | {
+        name: advice[name] for name in names if advice.get(name) is not None
+    }
     if advice.get("do_sample") is False:
         defaults["temperature"] = 0.0
     try:
@@ -66,8 +72,9 @@ def defaults_of(engine: AnyEngine) -> dict[str, float]:
 class Mailbox:
     """From the thread that steps to the door's: one wake-up for all that a step has to tell.
 
-    `answers`: the open ones, by the number of their call. Each of them is looked at when the door's thread wakes.
-    A wake-up is a system call, made by the thread that steps: eight pieces of one step need one, not eight.
+    `answers`: the open ones, by the number of their call. Each of them is looked at when the door's
+    thread wakes. A wake-up is a system call, made by the thread that steps: eight pieces of one
+    step need one, not eight.
     """
 
     def __init__(self, events: asyncio.AbstractEventLoop, answers: dict[int, Answer]):
@@ -96,12 +103,15 @@ class Answer:
         self.handles: list[Handle] = []
         self.left = 0  # choices that have not been seen to end
         self._served = served
-        self._seen: list[int] = []  # for each choice: so many of its handle's pieces have been taken
+        # For each choice: so many of its handle's pieces have been taken
+        self._seen: list[int] = []
         self._has_ended: list[bool] = []  # for each choice: its end has been taken
         self._news = asyncio.Event()
-        self._pieces: deque[tuple[int, str | None]] = deque()  # (choice, text); None: the choice has ended
+        # (choice, text); None: the choice has ended
+        self._pieces: deque[tuple[int, str | None]] = deque()
         self._times: list[list[float]] = []  # for each choice, when its pieces came here
-        self._straight: Visit | None = None  # of a stream whose pieces need nothing but to be written
+        # Of a stream whose pieces need nothing but to be written
+        self._straight: Visit | None = None
 
     # --- in a thread beside the door's
 
@@ -118,12 +128,18 @@ class Answer:
             for prompt in wish.prompts:
                 read = read_prompt(engine, prompt)
                 room = engine.sched.max_len - len(read.ids)
-                settings = defaults | wish.settings | {"max_tokens": min(wish.max_tokens or room, room)}
+                settings = (
+                    defaults | wish.settings | {"max_tokens": min(wish.max_tokens or room, room)}
+                )
                 for i in range(wish.n):
-                    seed = {"seed": settings["seed"] + i} if type(settings.get("seed")) is int else {}
+                    seed = (
+                        {"seed": settings["seed"] + i} if type(settings.get("seed")) is int else {}
+                    )
                     asks.append((read, Sampling(**settings | seed)))
             if len(asks) > engine.sched.max_queue:
-                raise ValueError(f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}")
+                raise ValueError(
+                    f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
+                )
             self._submit(asks, client)
         except ValueError as error:
             raise openai.of_sampling(error) from None
@@ -212,12 +228,15 @@ class Answer:
                 words.take(handle.tokens, handle.logprobs)
             said = words and words.finish(handle.text)
             choices.append(self.shape.choice(index, handle.text, handle.finish_reason, said))
-        return reply(self.shape.whole(choices, self._usage()), headers={"X-Request-Id": self.shape.id})
+        return reply(
+            self.shape.whole(choices, self._usage()), headers={"X-Request-Id": self.shape.id}
+        )
 
     async def stream(self, visit: Visit) -> None:
         """Server-sent events: one for each piece of text, or for several that have come together.
 
-        While the client keeps up, `look` writes the pieces itself. To wake this coroutine for each would cost more.
+        While the client keeps up, `look` writes the pieces itself. To wake this coroutine for each
+        would cost more.
         """
         self.look()  # what was committed before the last handle was known here
         await visit.begin_events(self.shape.id)
@@ -272,7 +291,8 @@ class Answer:
             handle.cancel()
 
     def account(self, visit: Visit, figures: Figures) -> None:
-        """What is remembered of it. A stream's times are those at the door; without one, the engine's own."""
+        """What is remembered of it. A stream's times are those at the door; without one, the
+        engine's own."""
         total, metrics = self._usage(), [handle.metrics for handle in self.handles]
         began = time.perf_counter() - (time.time() - visit.call.at)
         for handle, own, times in zip(self.handles, metrics, self._times, strict=True):
@@ -285,7 +305,9 @@ class Answer:
             cached_tokens=total["prompt_tokens_details"]["cached_tokens"],
             tokens=total["completion_tokens"],
             ttft_s=times[0] - began if times else first.ttft_s,
-            prompt_tps=(first.prompt_tokens - first.cached_tokens) / reading if reading > 0 else None,
+            prompt_tps=(first.prompt_tokens - first.cached_tokens) / reading
+            if reading > 0
+            else None,
             generation_tps=first.tokens_per_s,
         )
 
@@ -294,22 +316,31 @@ def read_prompt(engine: AnyEngine, prompt: str | list) -> Prompt:
     """A prompt's tokens, if a slot has room for them and for one more."""
     text, max_len = engine.text, engine.sched.max_len
     param = "messages" if isinstance(prompt, list) and isinstance(prompt[0], dict) else "prompt"
-    size = sum(len(message["content"]) for message in prompt) if param == "messages" else len(prompt)
+    size = (
+        sum(len(message["content"]) for message in prompt) if param == "messages" else len(prompt)
+    )
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
-        read = text.read(prompt) if least < max_len else None  # else it would take long, and all for nothing
+        # Else it would take long, and all for nothing
+        read = text.read(prompt) if least < max_len else None
     except ValueError as error:
         raise Refusal(400, str(error), "invalid_value", param) from None
     except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
-        raise Refusal(400, f"the {param} cannot be read: {describe(error)}", "invalid_value", param) from None
+        raise Refusal(
+            400, f"the {param} cannot be read: {describe(error)}", "invalid_value", param
+        ) from None
     if read is None or len(read.ids) >= max_len:
         tokens = f"at least {least:,}" if read is None else f"{len(read.ids):,}"
         words = f"this model's maximum context length is {max_len:,} tokens, but the {param} take {tokens}"
-        raise Refusal(400, f"{words}; give less, or start the server with a larger --max-len", TOO_LONG, param)
+        raise Refusal(
+            400, f"{words}; give less, or start the server with a larger --max-len", TOO_LONG, param
+        )
     return read
 
 
 def worst(reasons: Iterable[str | None]) -> str:
     """Of the reasons why several choices ended, the one that speaks for all."""
     found = set(reasons)
-    return next((reason for reason in ("error", "cancelled", "length", "stop") if reason in found), "")
+    return next(
+        (reason for reason in ("error", "cancelled", "length", "stop") if reason in found), ""
+    )

@@ -1,18 +1,22 @@
 """The door: a bound socket, and the way of each HTTP request from there to its answer.
 
-The problem. A request over a network is a stranger's: it may be malformed, huge, slow, or gone in the middle of its
-answer. None of that may reach the thread that steps, for all other requests wait for it.
+The problem. A request over a network is a stranger's: it may be malformed, huge, slow, or gone in
+the middle of its answer. None of that may reach the thread that steps, for all other requests wait
+for it.
 
     POST -> guard -> read the body -> understand it (openai.py) -> engine.submit -> pieces -> events, or one JSON
             |______ the door's thread, asyncio _____|__ a few threads ______|_______ the door's thread _______|
 
-How it hangs together. `uvicorn` speaks HTTP in a thread of the door's own. What may take long, reading JSON and turning
-text into tokens, is done by a few threads beside it. After each commit the thread that steps wakes the door's thread,
-if one of the answers has news. The socket is bound first. Until the model is loaded, clients get 503.
+How it hangs together. `uvicorn` speaks HTTP in a thread of the door's own. What may take long,
+reading JSON and turning text into tokens, is done by a few threads beside it. After each commit the
+thread that steps wakes the door's thread, if one of the answers has news. The socket is bound
+first. Until the model is loaded, clients get 503.
 
-The invariant: each request at the door ends with an answer, or with its client's hang-up, and frees its slots.
+The invariant: each request at the door ends with an answer, or with its client's hang-up, and frees
+its slots.
 
-Next: `bridge.py`, the way of one request; `openai.py`, what a body may ask for; `journal.py`, what is remembered of it.
+Next: `bridge.py`, the way of one request; `openai.py`, what a body may ask for; `journal.py`, what
+is remembered of it.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
 
 
 class Handler:
-    """A route's endpoint for Starlette: it has the visit answered, with a response or through the visit itself."""
+    """A route's endpoint for Starlette: it has the visit answered, with a response or through the
+    visit itself."""
 
     def __init__(self, answer: Callable[[Visit], Awaitable[Response | None]]):
         self._answer = answer
@@ -63,7 +68,8 @@ class Handler:
 
 
 class Door:
-    """A bound socket at first; `start` lets clients in, and `open` lets them ask an engine that a loop steps."""
+    """A bound socket at first; `start` lets clients in, and `open` lets them ask an engine that a
+    loop steps."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -88,7 +94,8 @@ class Door:
         self._ended = threading.Event()
 
     def _routes(self, is_local: bool) -> Router:
-        """Each path and what answers it. `is_local`: the door is open to this machine alone, which has few names."""
+        """Each path and what answers it. `is_local`: the door is open to this machine alone, which
+        has few names."""
         chat = Handler(partial(self._complete, True))
         completions = Handler(partial(self._complete, False))
         hosts = self.options.names if is_local else ["*"]
@@ -124,11 +131,13 @@ class Door:
             self._mailbox.post()
 
     def wait(self) -> None:
-        """Until the door's thread has ended. subtle: `join` would forget a thread if Ctrl-C came out of it (3.11)."""
+        """Until the door's thread has ended. subtle: `join` would forget a thread if Ctrl-C came
+        out of it (3.11)."""
         self._ended.wait()
 
     def drain(self, patience: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Refuse what comes, and let what runs go on to its end: for so many seconds, or until somebody hurries."""
+        """Refuse what comes, and let what runs go on to its end: for so many seconds, or until
+        somebody hurries."""
         self.draining = True
         if self.loop:
             self.loop.slow = 0.0
@@ -151,7 +160,8 @@ class Door:
         self._socket.close()
 
     def look(self, since: int = 0) -> DoorView:
-        """What can be seen at the door, and what has happened there since the watcher had seen `since` ended calls."""
+        """What can be seen at the door, and what has happened there since the watcher had seen
+        `since` ended calls."""
         opened, ended, count = self.journal.look(since)
         return DoorView(
             address=self.address,
@@ -180,7 +190,8 @@ class Door:
         sweeper.cancel()
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """Each request comes through here: a visit begins, and what became of it is written down."""
+        """Each request comes through here: a visit begins, and what became of it is written
+        down."""
         began = time.perf_counter()
         request = Request(scope, receive)
         client = request.client.host if request.client else ""
@@ -201,7 +212,8 @@ class Door:
             self.journal.forget(number)
 
     async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """Whatever is raised on the way of a request becomes its answer. `send` adds what lets pages read it."""
+        """Whatever is raised on the way of a request becomes its answer. `send` adds what lets
+        pages read it."""
         visit: Visit = scope["state"]["visit"]
         visit.send_head = send
         request = visit.request
@@ -215,7 +227,8 @@ class Door:
             response = refused(visit, http.refusal_of(request, error))
         except (ClientDisconnect, Gone):
             visit.note(hung_up=True, status=visit.status or 499)
-        except Exception as error:  # a fault of ours: this client is told, and the others do not notice
+        # A fault of ours: this client is told, and the others do not notice
+        except Exception as error:
             show_fault("a request over HTTP failed", error)
             response = refused(visit, Refusal(500, describe(error), "internal_error"))
         if response and visit.status is None:
@@ -225,7 +238,9 @@ class Door:
         http.guard(request, self.options, self._pages, self._count_connections())
         if request.scope["path"] not in ("/health", "/metrics"):
             if self.served is None:
-                raise Refusal(503, "the model is being loaded; try again", "loading", Retry_After="1")
+                raise Refusal(
+                    503, "the model is being loaded; try again", "loading", Retry_After="1"
+                )
             if self.draining:
                 raise ending()
 
@@ -265,7 +280,8 @@ class Door:
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def _watch(self, visit: Visit) -> None:
-        if visit.request.method == "HEAD":  # Starlette allows it beside GET, and the answer would never end
+        # Starlette allows it beside GET, and the answer would never end
+        if visit.request.method == "HEAD":
             raise HTTPException(405, headers={"allow": "GET"})
         if self.watchers >= WATCHERS:
             raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")

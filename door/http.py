@@ -1,10 +1,12 @@
-"""What every request over HTTP goes through, whatever it wants: may it come in, its body, and the way back.
+"""What every request over HTTP goes through, whatever it wants: may it come in, its body, and the
+way back.
 
-The problem. A port on this machine is open to every program on it, and to every page in its browser. What comes in may
-be malformed, huge, or never end; what goes out may never be read.
+The problem. A port on this machine is open to every program on it, and to every page in its
+browser. What comes in may be malformed, huge, or never end; what goes out may never be read.
 
-What this file keeps. Each wait has a limit, and so has each size. Nothing here knows models or engines. `uvicorn`
-speaks HTTP (`httptools` parses it), and `starlette` knows hosts, pages and bodies. What they leave open is done here.
+What this file keeps. Each wait has a limit, and so has each size. Nothing here knows models or
+engines. `uvicorn` speaks HTTP (`httptools` parses it), and `starlette` knows hosts, pages and
+bodies. What they leave open is done here.
 
 Where next: `bridge.py`, for the requests that ask for an answer.
 """
@@ -83,7 +85,8 @@ class Visit:
         self.send_head = send  # for the head of an answer
         self._send = send  # for its body
         self._journal = journal
-        self._wrote: float | None = None  # while the answer is a stream: when the stream last said something
+        # While the answer is a stream: when the stream last said something
+        self._wrote: float | None = None
 
     @property
     def call(self) -> Call:
@@ -93,10 +96,13 @@ class Visit:
         self._journal.note(self.number, **changes)
 
     async def send(self, message: dict) -> None:
-        """Pass on a part of the answer. A library refuses in plain text: `refusal_of` says the same in our words."""
+        """Pass on a part of the answer. A library refuses in plain text: `refusal_of` says the same
+        in our words."""
         if message["type"] == "http.response.start":
             headers = Headers(raw=message["headers"])
-            if message["status"] >= 400 and headers.get("content-type", "").startswith("text/plain"):
+            if message["status"] >= 400 and headers.get("content-type", "").startswith(
+                "text/plain"
+            ):
                 raise HTTPException(message["status"], headers=headers)
             self.status = message["status"]
             self.note(status=self.status)
@@ -109,7 +115,8 @@ class Visit:
         headers["x-accel-buffering"] = "no"  # so that no proxy holds the stream back
         if id:
             headers["x-request-id"] = id
-        if self._is_old:  # uvicorn would write chunks, which HTTP/1.0 does not know; behind a HEAD it writes nothing
+        # Uvicorn would write chunks, which HTTP/1.0 does not know; behind a HEAD it writes nothing
+        if self._is_old:
             self.request.scope["method"] = "HEAD"
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self.send({"type": "http.response.start", "status": 200, "headers": encoded})
@@ -123,20 +130,26 @@ class Visit:
         self._wrote = time.monotonic() if more else None
 
     def push(self, body: bytes) -> None:
-        """A part of a stream, at once: while the connection is not blocked, `write` has nothing to wait for.
+        """A part of a stream, at once: while the connection is not blocked, `write` has nothing to
+        wait for.
 
-        So the coroutine runs to its end here. To wake a task for each token would cost more than all else.
+        So the coroutine runs to its end here. To wake a task for each token would cost more than
+        all else.
         """
         for _ in self.write(body).__await__():
             pass
 
     async def break_silence(self, now: float) -> None:
         """Proxies close a connection on which nothing moves."""
-        if self._wrote is not None and now - self._wrote > PING_S and not self.connection.is_blocked:
+        if (
+            self._wrote is not None
+            and now - self._wrote > PING_S
+            and not self.connection.is_blocked
+        ):
             await self.write(PING)
 
 
-# --- may it come in? ---------------------------------------------------------------------------------------------
+# --- may it come in? ----------------------------------------------------------------------------
 
 
 def for_pages(app: Callable, options: Options) -> CORSMiddleware:
@@ -154,9 +167,9 @@ def for_pages(app: Callable, options: Options) -> CORSMiddleware:
 def guard(request: Request, options: Options, pages: CORSMiddleware, connections: int) -> None:
     """Refuse what is too much, and what does not belong here.
 
-    A browser sends requests for any page that its user looks at. So a page must be of this machine, or come from the
-    host that it asks. (On the loopback `TrustedHostMiddleware` looks at the host's name, since the owner of a page may
-    give its name the address 127.0.0.1.)
+    A browser sends requests for any page that its user looks at. So a page must be of this machine,
+    or come from the host that it asks. (On the loopback `TrustedHostMiddleware` looks at the host's
+    name, since the owner of a page may give its name the address 127.0.0.1.)
     """
     if connections > CONNECTIONS:
         words = f"{CONNECTIONS} connections are open already"
@@ -178,12 +191,14 @@ def guard(request: Request, options: Options, pages: CORSMiddleware, connections
 
 def has_key(request: Request, key: str) -> bool:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    is_right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())  # in constant time
+    # In constant time
+    is_right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
     return is_right and scheme.lower() == "bearer"
 
 
 def may_read(request: Request, options: Options) -> bool:
-    """May this watcher read everybody's prompts and answers? With the watch key, or from this machine itself."""
+    """May this watcher read everybody's prompts and answers? With the watch key, or from this
+    machine itself."""
     if options.watch_key and has_key(request, options.watch_key):
         return True
     name = re.sub(r":\d+$", "", request.headers.get("host", ""))
@@ -193,7 +208,8 @@ def may_read(request: Request, options: Options) -> bool:
 
 
 def refusal_of(request: Request, error: HTTPException) -> Refusal:
-    """What Starlette refuses: `TrustedHostMiddleware` a host, `Route` a method, `RequestBodyLimitMiddleware` a body."""
+    """What Starlette refuses: `TrustedHostMiddleware` a host, `Route` a method,
+    `RequestBodyLimitMiddleware` a body."""
     if error.status_code == 400:
         words = f"the Host {shown(request.headers.get('host', ''))} is none of this server's names"
         return Refusal(403, f"{words}; --allow-host adds one", "host_not_allowed")
@@ -204,17 +220,19 @@ def refusal_of(request: Request, error: HTTPException) -> Refusal:
     return Refusal(413, f"the body has more than {BODY:,} bytes", "request_too_large")
 
 
-# --- connections ---------------------------------------------------------------------------------------------------
+# --- connections --------------------------------------------------------------------------------
 
 
 class Line:
-    """A connection's transport, as `uvicorn` sees it. It differs in how it closes, and in how it stops to read.
+    """A connection's transport, as `uvicorn` sees it. It differs in how it closes, and in how it
+    stops to read.
 
-    A system that closes a connection with bytes unread sends a reset, and a reset throws away what the client has not
-    read yet: our last words. So we say that nothing more comes from us, and throw away what comes from the client.
+    A system that closes a connection with bytes unread sends a reset, and a reset throws away what
+    the client has not read yet: our last words. So we say that nothing more comes from us, and
+    throw away what comes from the client.
 
-    `uvicorn` stops to read when a request comes before its turn, and would not notice then that the client hangs up.
-    So we read on for a while.
+    `uvicorn` stops to read when a request comes before its turn, and would not notice then that the
+    client hangs up. So we read on for a while.
     """
 
     def __init__(self, transport: asyncio.Transport, is_unread: Callable[[], bool]):
@@ -259,9 +277,11 @@ class Line:
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection: `uvicorn`'s, with an end to clients that are silent, stuck, or never come to an end.
+    """One client's connection: `uvicorn`'s, with an end to clients that are silent, stuck, or never
+    come to an end.
 
-    All that is overridden is `asyncio`'s (bytes come, writing pauses) or `httptools`' (a message begins, ends).
+    All that is overridden is `asyncio`'s (bytes come, writing pauses) or `httptools`' (a message
+    begins, ends).
     """
 
     def __init__(self, app_state: dict, **how):
@@ -290,7 +310,8 @@ class Connection(HttpToolsProtocol):
             self._silent_since = time.monotonic()
         is_body = self._in_message and not self._in_head
         if not is_body:
-            # Java's client offers HTTP/2 in its first request. Behind such an offer `httptools` reads no body.
+            # Java's client offers HTTP/2 in its first request. Behind such an offer `httptools`
+            # reads no body.
             data = re.sub(rb"(?i)\nupgrade:", b"\nx-grade:", data)
         super().data_received(data)
         self.transport.took(len(data))
@@ -309,7 +330,8 @@ class Connection(HttpToolsProtocol):
         self._waiting += 1
         if self._waiting > REQUESTS:
             raise ValueError("too many requests before their turn")  # `httptools` stops at it
-        if not self.url.startswith(b"/"):  # a whole address, as through a proxy: its host takes the header's place
+        # A whole address, as through a proxy: its host takes the header's place
+        if not self.url.startswith(b"/"):
             self.headers.insert(0, (b"host", urlsplit(self.url).netloc))
         self.headers.append((b"host", b"localhost"))  # for HTTP/1.0, which needs no such header
         super().on_headers_complete()
@@ -321,7 +343,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """An answer may have begun before its request's body turned out to be no HTTP. Then we say nothing more."""
+        """An answer may have begun before its request's body turned out to be no HTTP. Then we say
+        nothing more."""
         if self._visits or not self._in_head:
             self.transport.close()
         else:
@@ -379,7 +402,8 @@ def server(app: Callable) -> uvicorn.Server:
 
 
 async def sweep(connections: set[Connection], visits: set[Visit]) -> None:
-    """Now and then: pings, and an end to connections that never send a whole request, or never take an answer."""
+    """Now and then: pings, and an end to connections that never send a whole request, or never take
+    an answer."""
     while True:
         await asyncio.sleep(SWEEP_S)
         now = time.monotonic()
@@ -389,16 +413,18 @@ async def sweep(connections: set[Connection], visits: set[Visit]) -> None:
             connection.end_if_stuck(now)
 
 
-# --- sockets, bodies, answers ------------------------------------------------------------------------------------
+# --- sockets, bodies, answers -------------------------------------------------------------------
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. OSError if the port is taken, or if the host is none of this machine's."""
+    """A socket that listens. OSError if the port is taken, or if the host is none of this
+    machine's."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**17)  # a client that does not read is noticed
+        # A client that does not read is noticed
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**17)
         listener.bind(address)
         listener.listen(128)
     except OSError:
@@ -409,7 +435,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def read_body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" or request.headers.get("content-encoding", "identity") != "identity":
+    if (
+        kind != "application/json"
+        or request.headers.get("content-encoding", "identity") != "identity"
+    ):
         words = f"the body is of type {shown(kind)}, or compressed"
         words += "; give plain JSON as 'Content-Type: application/json'"
         raise Refusal(415, words, "unsupported_media_type")

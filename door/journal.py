@@ -1,11 +1,14 @@
-"""What happens at the door: which clients came, what became of them. For the screen, the log and /metrics.
+"""What happens at the door: which clients came, what became of them. For the screen, the log and
+/metrics.
 
-The problem. A request that is refused never reaches the engine, and the engine does not know that a client hung up, so
-no snapshot of it tells. A door without a book of its own would lose exactly what its owner wants to know.
+The problem. A request that is refused never reaches the engine, and the engine does not know that a
+client hung up, so no snapshot of it tells. A door without a book of its own would lose exactly what
+its owner wants to know.
 
-The way out. Each request at the door is a `Call`, a frozen record, which is replaced as it goes on. The `Journal` holds
-the open ones and the newest of the ended ones, numbered as the engine's ledger numbers its own: a watcher asks for what
-has happened since it looked last. What is counted for ever goes into `Figures`, in Prometheus' text.
+The way out. Each request at the door is a `Call`, a frozen record, which is replaced as it goes on.
+The `Journal` holds the open ones and the newest of the ended ones, numbered as the engine's ledger
+numbers its own: a watcher asks for what has happened since it looked last. What is counted for ever
+goes into `Figures`, in Prometheus' text.
 
 The invariant: memory is bounded, whatever comes. Prompts and answers are in none of this.
 
@@ -26,7 +29,14 @@ from itertools import pairwise
 from logging.handlers import QueueHandler, QueueListener
 from typing import TextIO
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Metric,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -76,18 +86,31 @@ class Call:
             "hung_up": "true" if self.hung_up else None,
         }
         if self.requests:
-            values |= {name: getattr(self, name) for name in ("prompt_tokens", "cached_tokens", "tokens")}
-            values |= {"ttft": self.ttft_s, "prompt_tps": self.prompt_tps, "generation_tps": self.generation_tps}
+            values |= {
+                name: getattr(self, name) for name in ("prompt_tokens", "cached_tokens", "tokens")
+            }
+            values |= {
+                "ttft": self.ttft_s,
+                "prompt_tps": self.prompt_tps,
+                "generation_tps": self.generation_tps,
+            }
             values["total_tps"] = self.tokens / self.latency_s if self.latency_s else None
         values["latency"] = self.latency_s
-        return " ".join(f"{name}={logged(value)}" for name, value in values.items() if value not in (None, ""))
+        return " ".join(
+            f"{name}={logged(value)}" for name, value in values.items() if value not in (None, "")
+        )
 
 
 def logged(value: object) -> str:
-    """A value of a log line. What a client has sent cannot end the line, nor begin another field."""
+    """A value of a log line. What a client has sent cannot end the line, nor begin another
+    field."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)[:200]
     text = re.sub(r"[^\x20-\x7e]", "?", text)
-    return text if re.fullmatch(r"[^\s\"=]+", text) else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return (
+        text
+        if re.fullmatch(r"[^\s\"=]+", text)
+        else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    )
 
 
 @dataclass(frozen=True)
@@ -105,7 +128,8 @@ class DoorView:
 
 
 class Journal:
-    """The calls: all that are open, and the newest that have ended. The door writes it, any thread may look."""
+    """The calls: all that are open, and the newest that have ended. The door writes it, any thread
+    may look."""
 
     def __init__(self) -> None:
         self.open: dict[int, Call] = {}
@@ -145,14 +169,15 @@ class Journal:
             return tuple(self.open.values()), self.ended.since(since), self.ended.count
 
 
-# --- the access log ------------------------------------------------------------------------------------------------
+# --- the access log -----------------------------------------------------------------------------
 
 ACCESS_LOG = logging.getLogger("nanobatch.access")  # without `log_to`, its lines go nowhere
 ACCESS_LOG.propagate = False
 
 
 class Lines(QueueHandler):
-    """Hands lines over to the thread that writes them. Lines that find no room are counted, not kept."""
+    """Hands lines over to the thread that writes them. Lines that find no room are counted, not
+    kept."""
 
     lost = 0
 
@@ -168,7 +193,8 @@ class Lines(QueueHandler):
 
 @contextmanager
 def log_to(file: TextIO) -> Iterator[None]:
-    """Write the access log to this file, in a thread: a write to a pipe that is never read waits for ever."""
+    """Write the access log to this file, in a thread: a write to a pipe that is never read waits
+    for ever."""
     lines = Lines(queue.Queue(1000))
     listener = QueueListener(lines.queue, logging.StreamHandler(file))
     listener.start()
@@ -185,7 +211,7 @@ def log_to(file: TextIO) -> Iterator[None]:
             stop.join(1)
 
 
-# --- figures -------------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 disable_created_metrics()  # else each figure would have a second one, the time when it was made
@@ -196,13 +222,23 @@ class Figures:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter("http_requests", "Requests that have ended.", "status", "reason")
+        self.requests = self._counter(
+            "http_requests", "Requests that have ended.", "status", "reason"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = self._counter("cached_prompt_tokens", "Tokens of prompts that a slot remembered.")
+        self.cached_tokens = self._counter(
+            "cached_prompt_tokens", "Tokens of prompts that a slot remembered."
+        )
         self.tokens = self._counter("generated_tokens", "Tokens of answers.")
-        self.ttft = self._histogram("time_to_first_token_seconds", "From a request to its first token.")
-        self.gap = self._histogram("token_gap_seconds", "From one token of an answer to the next one.")
-        self.latency = self._histogram("request_seconds", "From a request to the end of its answer.")
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "From a request to its first token."
+        )
+        self.gap = self._histogram(
+            "token_gap_seconds", "From one token of an answer to the next one."
+        )
+        self.latency = self._histogram(
+            "request_seconds", "From a request to the end of its answer."
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"nanobatch_{name}", text, labels, registry=self.registry)
@@ -219,7 +255,8 @@ class Figures:
             self.latency.observe(call.latency_s)
 
     def times(self, ttft_s: float | None, times: Sequence[float]) -> None:
-        """Of one choice: when its first token came after the request did, and when each of its tokens came."""
+        """Of one choice: when its first token came after the request did, and when each of its
+        tokens came."""
         if ttft_s is not None:
             self.ttft.observe(ttft_s)
         for before, after in pairwise(times):

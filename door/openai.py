@@ -1,11 +1,13 @@
 """OpenAI's protocol: what a request's body asks for, and the bodies of the answers.
 
-The problem. Every client speaks this protocol, and each in its own way. Some send a field as null and mean that it is
-not there, some send wishes that ask for nothing (`"presence_penalty": 0`, `"tools": []`), and some send wishes that we
-cannot fulfil. A client that gets an answer to another question than its own does not notice.
+The problem. Every client speaks this protocol, and each in its own way. Some send a field as null
+and mean that it is not there, some send wishes that ask for nothing (`"presence_penalty": 0`,
+`"tools": []`), and some send wishes that we cannot fulfil. A client that gets an answer to another
+question than its own does not notice.
 
-What this file keeps. A body is understood completely, or refused with a status, a message and the field's name. No
-field is ignored if it asks for something. Nothing here knows sockets or engines: dictionaries in, dictionaries out.
+What this file keeps. A body is understood completely, or refused with a status, a message and the
+field's name. No field is ignored if it asks for something. Nothing here knows sockets or engines:
+dictionaries in, dictionaries out.
 
 Where next: `bridge.py`, which reads and writes them.
 """
@@ -25,15 +27,32 @@ from parts.checks import shown, whole
 from parts.text.tokens import Text
 
 ROLES = ("system", "developer", "user", "assistant")
-N, CHOICES, STOPS, STOP_LENGTH, BIASES, TOP = 16, 128, 16, 1000, 1000, 20  # the most of each in one request
+# The most of each in one request
+N, CHOICES, STOPS, STOP_LENGTH, BIASES, TOP = 16, 128, 16, 1000, 1000, 20
 
 # These go to `Sampling` as they are, and it checks them.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "ignore_eos")
-KNOWN = {*PLAIN, "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "stop"}
+KNOWN = {
+    *PLAIN,
+    "model",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "stop",
+}
 CHAT = {*KNOWN, "logprobs", "logit_bias", "messages", "top_logprobs"}
 COMPLETIONS = {*KNOWN, "logprobs", "logit_bias", "prompt"}
 # They change nothing in an answer: a user's name, notes for a bill, hints for a cache.
-NO_WISH = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
+NO_WISH = {
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+}
 # What else asks for nothing. So does everything that is null, false, zero or empty.
 NEUTRAL = {
     "best_of": (1,),
@@ -53,12 +72,18 @@ NEUTRAL = {
 
 
 class Refusal(Exception):
-    """An answer that is an error. OpenAI's clients make an exception of their own of each status."""
+    """An answer that is an error. OpenAI's clients make an exception of their own of each
+    status."""
 
     TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # noqa: RUF012
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None, **headers: str | None
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        **headers: str | None,
     ):
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
@@ -67,14 +92,17 @@ class Refusal(Exception):
     @property
     def body(self) -> dict:
         kind = self.TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 def ending() -> Refusal:
     return Refusal(503, "the server is ending", "draining", Retry_After="5")
 
 
-ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` would make one each time
+# `json.dumps` would make one each time
+ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def dump(body: Any) -> bytes:
@@ -82,11 +110,12 @@ def dump(body: Any) -> bytes:
     return ENCODE(body).encode(errors="replace")
 
 
-# --- what a body asks for ------------------------------------------------------------------------------------------
+# --- what a body asks for -----------------------------------------------------------------------
 
 
 class Wish(NamedTuple):
-    """What one body asks for. Each prompt is a text, chat messages, or token ids; each gets `n` choices."""
+    """What one body asks for. Each prompt is a text, chat messages, or token ids; each gets `n`
+    choices."""
 
     prompts: list
     settings: dict[str, Any]  # for `Sampling`
@@ -97,7 +126,8 @@ class Wish(NamedTuple):
 
 
 def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
-    """The body of POST /v1/chat/completions, or of POST /v1/completions. `names`: the models that are here."""
+    """The body of POST /v1/chat/completions, or of POST /v1/completions. `names`: the models that
+    are here."""
     given = read_json(body)
     asked = {name: value for name, value in given.items() if value is not None}
     refuse_what_cannot_be_kept(asked, CHAT if chat else COMPLETIONS)
@@ -106,7 +136,11 @@ def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
     stream, options = boolean(asked, "stream"), asked.get("stream_options", {})
     if not isinstance(options, dict):
         raise bad("stream_options", options, "an object")
-    lengths = [number(asked, name, 1, 2**63 - 1) for name in ("max_tokens", "max_completion_tokens") if name in asked]
+    lengths = [
+        number(asked, name, 1, 2**63 - 1)
+        for name in ("max_tokens", "max_completion_tokens")
+        if name in asked
+    ]
     n = number(asked, "n", 1, N) if "n" in asked else 1
     if n * len(prompts) > CHOICES:
         words = f"{len(prompts)} prompts with n = {n} each, but one request has at most {CHOICES} choices"
@@ -116,10 +150,18 @@ def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
         settings["top_k"] = 0  # as other servers write "all"
     if asked.get("top_p") == 0 and not isinstance(asked["top_p"], bool):
         settings["top_p"] = 1e-9  # the likeliest token alone
-    settings |= {"stop": read_stop(asked.get("stop", [])), "logit_bias": read_bias(asked.get("logit_bias", {}))}
+    settings |= {
+        "stop": read_stop(asked.get("stop", [])),
+        "logit_bias": read_bias(asked.get("logit_bias", {})),
+    }
     settings["logprobs"] = chat_logprobs(asked) if chat else completions_logprobs(asked)
     return Wish(
-        prompts, settings, min(lengths, default=None), n, stream, boolean(options, "include_usage", "stream_options")
+        prompts,
+        settings,
+        min(lengths, default=None),
+        n,
+        stream,
+        boolean(options, "include_usage", "stream_options"),
     )
 
 
@@ -134,9 +176,13 @@ def read_json(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise Refusal(400, "the body is nested too deep", "invalid_json") from None
     except ValueError as error:
-        raise Refusal(400, f"the body is no valid JSON: {str(error)[:200]}", "invalid_json") from None
+        raise Refusal(
+            400, f"the body is no valid JSON: {str(error)[:200]}", "invalid_json"
+        ) from None
     if not isinstance(given, dict):
-        raise Refusal(400, f"the body is {shown(given)}, but it must be a JSON object", "invalid_json")
+        raise Refusal(
+            400, f"the body is {shown(given)}, but it must be a JSON object", "invalid_json"
+        )
     return given
 
 
@@ -194,7 +240,9 @@ def read_prompts(prompt: Any) -> list:
     what = "a text, a list of texts, or token ids"
 
     def are_ids(value: Any) -> bool:
-        return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+        return (
+            isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+        )
 
     prompts = [prompt] if isinstance(prompt, str) or are_ids(prompt) else prompt
     if not isinstance(prompts, list) or not prompts:
@@ -202,17 +250,30 @@ def read_prompts(prompt: Any) -> list:
     if not (all(isinstance(one, str) for one in prompts) or all(are_ids(one) for one in prompts)):
         raise bad("prompt", prompt, what)
     if "" in prompts:
-        raise Refusal(400, "the prompt is empty; give at least one token", "invalid_value", "prompt")
+        raise Refusal(
+            400, "the prompt is empty; give at least one token", "invalid_value", "prompt"
+        )
     return prompts
 
 
 def read_stop(stop: Any) -> list[str]:
     """Texts alone: `Sampling` would take a number for a token id."""
     stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(text, str) and 0 < len(text) <= STOP_LENGTH for text in stops):
-        raise bad("stop", stop, f"a text or a list of texts, none empty or longer than {STOP_LENGTH:,} characters")
+    if not isinstance(stops, list) or not all(
+        isinstance(text, str) and 0 < len(text) <= STOP_LENGTH for text in stops
+    ):
+        raise bad(
+            "stop",
+            stop,
+            f"a text or a list of texts, none empty or longer than {STOP_LENGTH:,} characters",
+        )
     if len(stops) > STOPS:
-        raise Refusal(400, f"stop has {len(stops)} texts, but there may be at most {STOPS}", "invalid_value", "stop")
+        raise Refusal(
+            400,
+            f"stop has {len(stops)} texts, but there may be at most {STOPS}",
+            "invalid_value",
+            "stop",
+        )
     return stops
 
 
@@ -254,8 +315,14 @@ def number(asked: dict[str, Any], name: str, least: int, most: int) -> int:
 
 
 def bad(name: str, value: Any, what: str, param: str | None = None) -> Refusal:
-    words = f"{name} is missing; give {what}" if value is None else f"{name} = {shown(value)}, but it must be {what}"
-    return Refusal(400, words, "missing_parameter" if value is None else "invalid_value", param or name)
+    words = (
+        f"{name} is missing; give {what}"
+        if value is None
+        else f"{name} = {shown(value)}, but it must be {what}"
+    )
+    return Refusal(
+        400, words, "missing_parameter" if value is None else "invalid_value", param or name
+    )
 
 
 def of_sampling(error: ValueError) -> Refusal:
@@ -264,11 +331,12 @@ def of_sampling(error: ValueError) -> Refusal:
     return Refusal(400, str(error), "invalid_value", name if name in CHAT | COMPLETIONS else None)
 
 
-# --- the tokens of an answer as text ---------------------------------------------------------------------------------
+# --- the tokens of an answer as text ------------------------------------------------------------
 
 
 class Word(NamedTuple):
-    """One token of an answer: its text, where that begins in the answer, and what the model thought of it."""
+    """One token of an answer: its text, where that begins in the answer, and what the model thought
+    of it."""
 
     text: str
     offset: int
@@ -279,16 +347,17 @@ class Word(NamedTuple):
 class Words:
     """An answer's tokens as texts that join to the answer, as they come.
 
-    A token is often no text by itself: its bytes may end within a character, and a decoder drops the space before a
-    first word. So each token's text is what it adds to those before it. A token whose text may be cut off by a stop
-    text waits, as its text does.
+    A token is often no text by itself: its bytes may end within a character, and a decoder drops
+    the space before a first word. So each token's text is what it adds to those before it. A token
+    whose text may be cut off by a stop text waits, as its text does.
     """
 
     def __init__(self, text: Text):
         self._text, self._stream = text, text.stream(())
         self._tokens: list[int] = []
         self._waiting: list[Word] = []
-        self._length = self._shown = 0  # characters: of all texts so far, and of those that have been shown
+        # Characters: of all texts so far, and of those that have been shown
+        self._length = self._shown = 0
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         """The answer's tokens so far, of which only those are looked at that are new.
@@ -299,7 +368,9 @@ class Words:
         for token, (logprob, top) in zip(tokens[known:], logprobs[known:], strict=False):
             before = self._tokens[-4:]
             piece = self._stream.push(token)
-            likely = [(piece if id == token else self._text.after(before, id), value) for id, value in top]
+            likely = [
+                (piece if id == token else self._text.after(before, id), value) for id, value in top
+            ]
             self._tokens.append(token)
             self._waiting.append(Word(piece, self._length, logprob, likely))
             self._length += len(piece)
@@ -307,7 +378,8 @@ class Words:
     def release(self, count: int) -> list[Word]:
         """Those whose text has been shown, now that so many more characters have."""
         self._shown += count
-        # One without a text of its own waits for the text after it: it may be the end token, which is not shown.
+        # One without a text of its own waits for the text after it: it may be the end token, which
+        # is not shown.
         ends = (w.offset + max(len(w.text), 1) for w in self._waiting)
         ready = sum(1 for _ in takewhile(lambda end: end <= self._shown, ends))
         # If the answer ends within a character, what is shown of that belongs to the last token.
@@ -316,9 +388,11 @@ class Words:
         return released
 
     def finish(self, text: str) -> list[Word]:
-        """The rest, when the answer is complete. Tokens behind its end, such as a stop text's, are left out."""
+        """The rest, when the answer is complete. Tokens behind its end, such as a stop text's, are
+        left out."""
         left = [w for w in self._waiting if w.offset < len(text)]
-        last = [w._replace(text=text[w.offset :]) for w in left[-1:]]  # cut off, or what a broken character becomes
+        # Cut off, or what a broken character becomes
+        last = [w._replace(text=text[w.offset :]) for w in left[-1:]]
         self._waiting = []
         return left[:-1] + last
 
@@ -329,15 +403,23 @@ def finite(logprob: float) -> float:
 
 def chat_words(words: Sequence[Word]) -> dict:
     def entry(text: str, logprob: float) -> dict:
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode(errors="replace"))}
+        return {
+            "token": text,
+            "logprob": finite(logprob),
+            "bytes": list(text.encode(errors="replace")),
+        }
 
-    content = [entry(w.text, w.logprob) | {"top_logprobs": [entry(*likely) for likely in w.top]} for w in words]
+    content = [
+        entry(w.text, w.logprob) | {"top_logprobs": [entry(*likely) for likely in w.top]}
+        for w in words
+    ]
     return {"content": content, "refusal": None}
 
 
 def completions_words(words: Sequence[Word]) -> dict:
     def best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
-        return {text: finite(logprob) for text, logprob in reversed(top)}  # of two with one text, the likelier stays
+        # Of two with one text, the likelier stays
+        return {text: finite(logprob) for text, logprob in reversed(top)}
 
     return {
         "tokens": [w.text for w in words],
@@ -347,27 +429,40 @@ def completions_words(words: Sequence[Word]) -> dict:
     }
 
 
-# --- the bodies of the answers ---------------------------------------------------------------------------------------
+# --- the bodies of the answers ------------------------------------------------------------------
 
 
 HOLE = "\0"  # where a text will be; no model is named so
 
 
 class Shape:
-    """The bodies of one answer. `chat` decides between the two shapes; a stream's chunks differ from a whole answer."""
+    """The bodies of one answer. `chat` decides between the two shapes; a stream's chunks differ
+    from a whole answer."""
 
-    def __init__(self, chat: bool, number: int, suffix: str, model: str, streamed_usage: bool = False):
+    def __init__(
+        self, chat: bool, number: int, suffix: str, model: str, streamed_usage: bool = False
+    ):
         self.chat, self.usage = chat, {"usage": None} if streamed_usage else {}
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{number}-{suffix}"
         self.kind = "chat.completion" if chat else "text_completion"
-        self.head = {"id": self.id, "object": self.kind, "created": int(time.time()), "model": model}
-        self._around: dict[int, list[bytes]] = {}  # by choice: the event of a piece, but for its text
+        self.head = {
+            "id": self.id,
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        # By choice: the event of a piece, but for its text
+        self._around: dict[int, list[bytes]] = {}
 
     def whole(self, choices: list[dict], usage: dict) -> dict:
         return self.head | {"choices": choices, "usage": usage}
 
     def choice(self, index: int, text: str, reason: str, words: Sequence[Word] | None) -> dict:
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        said = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}}
+            if self.chat
+            else {"text": text}
+        )
         return {"index": index, **said, "logprobs": self.words(words), "finish_reason": reason}
 
     def words(self, words: Sequence[Word] | None) -> dict | None:
@@ -377,10 +472,15 @@ class Shape:
 
     def first(self, index: int) -> dict | None:
         """What a stream says of a choice before its first word: in a chat, who speaks."""
-        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}) if self.chat else None
+        return (
+            self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+            if self.chat
+            else None
+        )
 
     def piece(self, index: int, text: str, words: Sequence[Word] | None) -> bytes:
-        """The event of a piece of text. A stream has thousands, so what they have in common is written once."""
+        """The event of a piece of text. A stream has thousands, so what they have in common is
+        written once."""
         if words is not None:
             return event(self._piece(index, text, words))
         if index not in self._around:
@@ -388,7 +488,9 @@ class Shape:
         return dump(text).join(self._around[index])
 
     def _piece(self, index: int, text: str, words: Sequence[Word] | None = None) -> dict:
-        return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text}, words)
+        return self._chunk(
+            index, {"delta": {"content": text}} if self.chat else {"text": text}, words
+        )
 
     def last(self, index: int, reason: str) -> dict:
         return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, None, reason)
@@ -399,7 +501,9 @@ class Shape:
     def _head(self) -> dict:
         return self.head | ({"object": "chat.completion.chunk"} if self.chat else {})
 
-    def _chunk(self, index: int, said: dict, words: Sequence[Word] | None = None, reason: str | None = None) -> dict:
+    def _chunk(
+        self, index: int, said: dict, words: Sequence[Word] | None = None, reason: str | None = None
+    ) -> dict:
         choice = {"index": index, **said, "logprobs": self.words(words), "finish_reason": reason}
         return self._head() | {"choices": [choice]} | self.usage
 
@@ -420,7 +524,13 @@ def models(name: str, created: int, max_len: int) -> dict:
 
 
 def model(name: str, created: int, max_len: int) -> dict:
-    return {"id": name, "object": "model", "created": created, "owned_by": "nanobatch", "max_model_len": max_len}
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "nanobatch",
+        "max_model_len": max_len,
+    }
 
 
 def event(body: dict | str) -> bytes:

@@ -1,12 +1,15 @@
-"""What `/watch` sends: all that can be seen, ten times a second, to a screen in another process or on another machine.
+"""What `/watch` sends: all that can be seen, ten times a second, to a screen in another process or
+on another machine.
 
-The problem. Whoever watches must cost those who ask next to nothing. A whole view is a hundred kilobytes, a watcher may
-stop reading, and every client's text is in what it sees.
+The problem. Whoever watches must cost those who ask next to nothing. A whole view is a hundred
+kilobytes, a watcher may stop reading, and every client's text is in what it sees.
 
-The way out. A watcher is told what has changed since its last frame (`wire.py`), and once a second if nothing has. One
-that reads too slowly is dropped. Texts are for those who may read them (`http.may_read`), figures for all the others.
+The way out. A watcher is told what has changed since its last frame (`wire.py`), and once a second
+if nothing has. One that reads too slowly is dropped. Texts are for those who may read them
+(`http.may_read`), figures for all the others.
 
-The invariant: watching changes nothing. There are at most `WATCHERS`, and each holds one frame at a time.
+The invariant: watching changes nothing. There are at most `WATCHERS`, and each holds one frame at a
+time.
 
 Where next: `screen/remote.py`, the other end.
 """
@@ -64,7 +67,9 @@ async def watch(watched: Watched, visit: Visit) -> None:
         else:
             rest = 0.0
         if rest % 1.0 < WATCH_S:  # when nothing happens, one a second
-            await visit.write(event(sender.pack(wire.Frame(loop.paused, loop.stepping, loop.slow, seen, met))))
+            await visit.write(
+                event(sender.pack(wire.Frame(loop.paused, loop.stepping, loop.slow, seen, met)))
+            )
         with suppress(TimeoutError):
             async with asyncio.timeout(WATCH_S):
                 await lost.wait()

@@ -1,14 +1,15 @@
 """What those who watch are told, as JSON: what one end packs, the other rebuilds.
 
-The problem. A screen may watch an engine in another process, or on another machine. It draws frozen views, and it must
-draw the same ones there: `Snapshot`, and all that hangs on it.
+The problem. A screen may watch an engine in another process, or on another machine. It draws frozen
+views, and it must draw the same ones there: `Snapshot`, and all that hangs on it.
 
-The way out. A view is packed as the list of its fields, in their order, without their names: most of a frame are steps,
-and names would make it three times as long. The types of the fields say how it is rebuilt. Frames are differences: each
-holds what has happened since the one before, and of an open request only the text that has been added.
+The way out. A view is packed as the list of its fields, in their order, without their names: most
+of a frame are steps, and names would make it three times as long. The types of the fields say how
+it is rebuilt. Frames are differences: each holds what has happened since the one before, and of an
+open request only the text that has been added.
 
-The invariant: `Receiver.take(Sender.pack(frame))` equals the frame, after JSON. If the two ends are of different
-versions, `PROTOCOL` tells.
+The invariant: `Receiver.take(Sender.pack(frame))` equals the frame, after JSON. If the two ends are
+of different versions, `PROTOCOL` tells.
 
 Where next: `watch.py`, which sends them.
 """
@@ -36,7 +37,8 @@ class Frame(NamedTuple):
 
 
 def packed(value: Any) -> Any:
-    """What JSON does not know by itself: a view is the list of its fields, anything else is a text."""
+    """What JSON does not know by itself: a view is the list of its fields, anything else is a
+    text."""
     names = names_of(type(value))
     return [getattr(value, name) for name in names] if names else str(value)
 
@@ -51,7 +53,8 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 @cache
 def hints_of(kind: type) -> tuple[Any, ...]:
-    """The types of the fields of a dataclass or a NamedTuple, in their order; empty for any other type."""
+    """The types of the fields of a dataclass or a NamedTuple, in their order; empty for any other
+    type."""
     is_view = is_dataclass(kind) or (isinstance(kind, type) and hasattr(kind, "_fields"))
     hints = get_type_hints(kind) if is_view else {}
     return tuple(hints[name] for name in (names_of(kind) or getattr(kind, "_fields", ())))
@@ -72,14 +75,19 @@ def unpack(kind: Any, data: Any) -> Any:
 def _shape(kind: Any) -> Any:
     """All names and types that hang on a view."""
     inner = [_shape(hint) for hint in (hints_of(kind) or get_args(kind))]
-    return str(getattr(kind, "__name__", kind)), names_of(kind) if isinstance(kind, type) else (), inner
+    return (
+        str(getattr(kind, "__name__", kind)),
+        names_of(kind) if isinstance(kind, type) else (),
+        inner,
+    )
 
 
 PROTOCOL = zlib.crc32(repr(_shape(Frame)).encode())  # another version has other fields
 
 
 class Sender:
-    """One watcher's end of the wire. It remembers what of each open request's text has been sent."""
+    """One watcher's end of the wire. It remembers what of each open request's text has been
+    sent."""
 
     def __init__(self, texts: bool):
         self._texts, self._sent = texts, {}  # by request: characters of its text, and tokens
@@ -87,21 +95,40 @@ class Sender:
     def pack(self, frame: Frame) -> str:
         engine, door = frame.engine, frame.door
         if not self._texts:  # figures alone
-            door = replace(door, open=tuple(map(figures, door.open)), ended=tuple(map(figures, door.ended)))
+            door = replace(
+                door, open=tuple(map(figures, door.open)), ended=tuple(map(figures, door.ended))
+            )
             engine = replace(engine, faults=("",) * len(engine.faults))
-        before, self._sent = self._sent, {r.id: (len(r.text), len(r.lengths)) for r in engine.requests}
-        requests, ended = (tuple(self._cut(r, before) for r in many) for many in (engine.requests, engine.ended))
-        return ENCODE(frame._replace(engine=replace(engine, requests=requests, ended=ended), door=door))
+        before, self._sent = (
+            self._sent,
+            {r.id: (len(r.text), len(r.lengths)) for r in engine.requests},
+        )
+        requests, ended = (
+            tuple(self._cut(r, before) for r in many) for many in (engine.requests, engine.ended)
+        )
+        return ENCODE(
+            frame._replace(engine=replace(engine, requests=requests, ended=ended), door=door)
+        )
 
     def _cut(self, request: RequestView, sent: dict[int, tuple[int, int]]) -> RequestView:
         if not self._texts:  # the lengths of its pieces would tell much of a text
-            return replace(request, prompt="", text="", lengths=(), origin=None, error=request.error and "error")
-        if isinstance(request.origin, dict):  # it may be anything, but not all keys can be written as JSON
+            return replace(
+                request,
+                prompt="",
+                text="",
+                lengths=(),
+                origin=None,
+                error=request.error and "error",
+            )
+        # It may be anything, but not all keys can be written as JSON
+        if isinstance(request.origin, dict):
             request = replace(request, origin=str(request.origin))
         if request.id not in sent:
             return request
         characters, tokens = sent[request.id]
-        return replace(request, prompt="", text=request.text[characters:], lengths=request.lengths[tokens:])
+        return replace(
+            request, prompt="", text=request.text[characters:], lengths=request.lengths[tokens:]
+        )
 
 
 def figures(call):

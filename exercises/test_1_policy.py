@@ -2,10 +2,11 @@
 
     python -m pytest -x exercises/test_1_policy.py
 
-The task. Under `continuous`, requests that arrive together are admitted together, as many as there are free slots. The
-steps that read their prompts are long, and all that decode beside them wait. Write the policy `gentle`: whenever a slot
-is free the next in line takes it, but at most one newcomer a step. Three slots, four prompts of one chunk, three tokens
-for each (d is a decode; p is a chunk that ends its prompt, where the essay of `sched.py` writes P for all chunks):
+The task. Under `continuous`, requests that arrive together are admitted together, as many as there
+are free slots. The steps that read their prompts are long, and all that decode beside them wait.
+Write the policy `gentle`: whenever a slot is free the next in line takes it, but at most one
+newcomer a step. Three slots, four prompts of one chunk, three tokens for each (d is a decode; p is
+a chunk that ends its prompt, where the essay of `sched.py` writes P for all chunks):
 
     1 | A:p
     2 | A:d B:p
@@ -17,10 +18,11 @@ for each (d is a decode; p is a chunk that ends its prompt, where the essay of `
 Read first: the essay at the top of `sched.py`, then `Scheduler._admit`. Rung 4 of the ladder
 (`docs/learn/4_continuous.py`) has a scheduler that is smaller still.
 
-Where: `sched.py`, one entry in `POLICIES` with a sentence for people, and one line in `Scheduler._room`. No other file
-knows what a policy does.
+Where: `sched.py`, one entry in `POLICIES` with a sentence for people, and one line in
+`Scheduler._room`. No other file knows what a policy does.
 
-How to know: the command above, and `python -m pytest tests/book/test_sched.py`. In the screen, `p` shows the new name.
+How to know: the command above, and `python -m pytest tests/book/test_sched.py`. In the screen, `p`
+shows the new name.
 """
 
 from hints import not_done
@@ -33,7 +35,9 @@ TIMELINE = [line.strip().partition("        ")[0] for line in __doc__.splitlines
 
 def story() -> Story:
     if "gentle" not in POLICIES:
-        not_done("sched.py has no policy 'gentle': add it to POLICIES, and a line to Scheduler._room")
+        not_done(
+            "sched.py has no policy 'gentle': add it to POLICIES, and a line to Scheduler._room"
+        )
     new = Story(slots=3, policy="gentle")
     try:
         new.sched._room(1)

@@ -2,31 +2,33 @@
 
     python -m pytest -x exercises/test_3_pane.py
 
-The task. The slab is the scarcest memory of an engine. Draw a pane `memory` that says how its rows are used, of all
-slots together: by requests that run (used), by what free slots remember of earlier prompts (remembered), and by nothing
-(free). A line for each, with its percentage and a bar, under a heading:
+The task. The slab is the scarcest memory of an engine. Draw a pane `memory` that says how its rows
+are used, of all slots together: by requests that run (used), by what free slots remember of earlier
+prompts (remembered), and by nothing (free). A line for each, with its percentage and a bar, under a
+heading:
 
     ── Memory ─────────────── 8 slots × 1,024 rows ──
      used          37 % ███████████
      remembered    12 % ███
      free          51 % ███████████████
 
-Round each percentage by itself. When the cursor stands in the past (arrow keys), the pane shows that step, as the
-others do. But what free slots remembered then is not known any more, and a pane must not lie. So there the last two
-lines are one: `free or remembered`. A pane may be given any width and height: what finds no room is left out, and no
-line is longer than the width.
+Round each percentage by itself. When the cursor stands in the past (arrow keys), the pane shows
+that step, as the others do. But what free slots remembered then is not known any more, and a pane
+must not lie. So there the last two lines are one: `free or remembered`. A pane may be given any
+width and height: what finds no room is left out, and no line is longer than the width.
 
-Read first: `draw_rate` in `screen/charts.py`, the smallest chart; `Pen` and `heading` in `screen/ink.py`; `State.slots`
-and `State.past` in `screen/state.py`.
+Read first: `draw_rate` in `screen/charts.py`, the smallest chart; `Pen` and `heading` in
+`screen/ink.py`; `State.slots` and `State.past` in `screen/state.py`.
 
-Where: a function `draw_memory` in `screen/charts.py`; in `tui.py` its name in `PANES`; in `screen/places.py` a stack of
-its own in `STACKS`, `"memory": ("memory",)`. Then `LOWER`, which is made of the stacks, has it too, and `v` leads
-there.
+Where: a function `draw_memory` in `screen/charts.py`; in `tui.py` its name in `PANES`; in
+`screen/places.py` a stack of its own in `STACKS`, `"memory": ("memory",)`. Then `LOWER`, which is
+made of the stacks, has it too, and `v` leads there.
 
-How to know: the command above, and `python -m pytest tests/screen -k "pane or memory"` (all of that folder
-takes minutes). One of these compares each pane with a picture, and there is none of yours yet. Let it be drawn, and
-look at it: `NANOBATCH_GOLDEN=write python -m pytest tests/screen -k memory` writes
-`tests/screen/golden/pane-memory-80x24.txt`. Then `python tui.py`, `b`, and `v` until it shows.
+How to know: the command above, and `python -m pytest tests/screen -k "pane or memory"` (all of that
+folder takes minutes). One of these compares each pane with a picture, and there is none of yours
+yet. Let it be drawn, and look at it: `NANOBATCH_GOLDEN=write python -m pytest tests/screen -k
+memory` writes `tests/screen/golden/pane-memory-80x24.txt`. Then `python tui.py`, `b`, and `v` until
+it shows.
 """
 
 import re
@@ -53,7 +55,9 @@ def draw(state, width: int = 60, height: int = 8) -> list[str]:
 
 def shares(lines: list[str]) -> dict[str, int]:
     """What the pane says: {"used": 37, ...}"""
-    found = re.findall(r"^ *(used|remembered|free|free or remembered) +(\d+) %", "\n".join(lines), re.MULTILINE)
+    found = re.findall(
+        r"^ *(used|remembered|free|free or remembered) +(\d+) %", "\n".join(lines), re.MULTILINE
+    )
     return {name: int(percent) for name, percent in found}
 
 
@@ -83,7 +87,8 @@ def test_the_pane_tells_the_truth_about_every_row(stage):
 
 
 def test_the_pane_goes_back_in_time_with_the_cursor(stage):
-    """A pane that shows now, beside panes that show then, would lie; so would one that says 0 % for "not known"."""
+    """A pane that shows now, beside panes that show then, would lie; so would one that says 0 % for
+    "not known"."""
     draw(stage.state)
     now = shares(draw(stage.state))
     stage.state.cursor = stage.state.history[0].step
@@ -113,5 +118,9 @@ def test_v_leads_to_the_pane():
     if tui.STACKS.get("memory") != ("memory",):
         not_done("""screen/places.py: STACKS has no entry "memory": ("memory",)""")
     if "memory" not in tui.LOWER:
-        not_done("screen/places.py: STACKS has 'memory', but LOWER, made of its names, has not: v does not lead there")
-    assert "memory" in tui.arrange(80, 24, 4, "memory") and "memory" in tui.arrange(160, 50, 4, "memory")
+        not_done(
+            "screen/places.py: STACKS has 'memory', but LOWER, made of its names, has not: v does not lead there"
+        )
+    assert "memory" in tui.arrange(80, 24, 4, "memory") and "memory" in tui.arrange(
+        160, 50, 4, "memory"
+    )

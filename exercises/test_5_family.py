@@ -8,19 +8,19 @@ The task. Serve MiniCPM. It is a Llama with three multipliers, which stand in it
     scale_depth      what attention and the MLP add to the stream is multiplied by scale_depth / sqrt(layers)
     dim_model_base   what goes into the head, tied or not, is divided by hidden_size / dim_model_base
 
-Nothing of that has to be done in every step. A product with a number can be folded into the weights while they are
-loaded, so `forward` stays as it is. One family does so already: granite.
+Nothing of that has to be done in every step. A product with a number can be folded into the weights
+while they are loaded, so `forward` stays as it is. One family does so already: granite.
 
 Read first: docs/models.md, then what `parts/model/families.py` does about granite, and `tensor` in
-`parts/model/load.py`. What if the head is tied to the embedding, so that one array has to be both? (There mlx-lm's
-minicpm does not divide at all. The published model does. For greedy answers it makes no difference; for scores and for
-sampling it does.)
+`parts/model/load.py`. What if the head is tied to the embedding, so that one array has to be both?
+(There mlx-lm's minicpm does not divide at all. The published model does. For greedy answers it
+makes no difference; for scores and for sampling it does.)
 
-Where: `parts/model/families.py`. A name in `FAMILIES`, and in `OWN` a function like granite's: it gets the config's
-fields, and returns what the family has of its own.
+Where: `parts/model/families.py`. A name in `FAMILIES`, and in `OWN` a function like granite's: it
+gets the config's fields, and returns what the family has of its own.
 
-How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of `tests/lib/parity.py`
-and a line in docs/models.md, too; `python -m pytest` says so.
+How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of
+`tests/lib/parity.py` and a line in docs/models.md, too; `python -m pytest` says so.
 """
 
 import numpy as np
@@ -68,24 +68,34 @@ def scores(folder) -> np.ndarray:
 
 
 def compare(ours: np.ndarray, wanted: np.ndarray, hint: str) -> None:
-    """All of a prompt's logits, to 1e-3. A multiplier that is off by a factor moves them by far more."""
+    """All of a prompt's logits, to 1e-3. A multiplier that is off by a factor moves them by far
+    more."""
     off = np.abs(ours - wanted).max()
     if off >= 1e-3 * max(1, np.abs(wanted).max()):
         not_right(f"logits differ by up to {off:.3g}: {hint}")
 
 
 def test_the_familys_scores_are_those_of_mlx_lm(folder):
-    compare(scores(folder), Reference(folder).logits(IDS), "are all three multipliers in, and each as it is meant?")
+    compare(
+        scores(folder),
+        Reference(folder).logits(IDS),
+        "are all three multipliers in, and each as it is meant?",
+    )
 
 
 def test_a_tied_head_has_the_scores_of_an_untied_one_that_holds_the_same_numbers(folder, tmp_path):
-    """One array is the embedding and the head, and only the embedding is multiplied by scale_emb."""
+    """One array is the embedding and the head, and only the embedding is multiplied by
+    scale_emb."""
     weights = mx.load(str(folder / "model.safetensors"))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     untied = save(tmp_path / "untied", make_config(**CONFIG), weights)
     del weights["lm_head.weight"]
     tied = save(tmp_path / "tied", make_config(**CONFIG, tie_word_embeddings=True), weights)
-    compare(scores(tied), scores(untied), "is a tied head's input divided by both, scale_emb and the third multiplier?")
+    compare(
+        scores(tied),
+        scores(untied),
+        "is a tied head's input divided by both, scale_emb and the third multiplier?",
+    )
 
 
 def test_the_family_answers_as_mlx_lm_does(folder):

@@ -2,32 +2,37 @@
 
     python -m pytest -x exercises/test_6_speculation.py
 
-The task. A step reads every weight to bring one token for each sequence. It could check several at almost the same
-price, if they were guessed. Often that is easy, because an answer repeats its prompt, or itself. So look where the last
-two tokens stood side by side before, and guess that what followed then follows now:
+The task. A step reads every weight to bring one token for each sequence. It could check several at
+almost the same price, if they were guessed. Often that is easy, because an answer repeats its
+prompt, or itself. So look where the last two tokens stood side by side before, and guess that what
+followed then follows now:
 
     owl, cat, fox, bee ...  answer so far: owl, cat,        guess:  fox , bee ,
                                            ^^^^ stood before
 
-The newest token and its guesses go in as one piece, several tokens wide. The model says what it would have said after
-each of them. As long as that is the next guess, the guess was right. The first answer behind the last right guess is
-right as well, as it always was. So a step yields one token more than it had right guesses.
+The newest token and its guesses go in as one piece, several tokens wide. The model says what it
+would have said after each of them. As long as that is the next guess, the guess was right. The
+first answer behind the last right guess is right as well, as it always was. So a step yields one
+token more than it had right guesses.
 
-The rules are simpler than life, so that it stays an exercise. An engine gets an option `speculate`, the most tokens to
-guess in a step; 0, the default, guesses nothing. Only greedy requests are guessed for (`Sampling.group` says which they
-are). And an engine that speculates does not run ahead: a guess follows the newest token, which Python must know.
-Answers stay the same, token for token, and so do their logits: what a row computes does not depend on how many rows are
-computed beside it.
+The rules are simpler than life, so that it stays an exercise. An engine gets an option `speculate`,
+the most tokens to guess in a step; 0, the default, guesses nothing. Only greedy requests are
+guessed for (`Sampling.group` says which they are). And an engine that speculates does not run
+ahead: a guess follows the newest token, which Python must know. Answers stay the same, token for
+token, and so do their logits: what a row computes does not depend on how many rows are computed
+beside it.
 
-Read first: `sched.py` as a whole; in `nanobatch.py` `Order.of`, `Runner._forward` and `Runner._choose`; rung 5 of the
-ladder.
+Read first: `sched.py` as a whole; in `nanobatch.py` `Order.of`, `Runner._forward` and
+`Runner._choose`; rung 5 of the ladder.
 
-Where: `sched.py`: `Decode` carries its guess, and `Scheduler.commit` learns that a step may yield several tokens, of
-which one may end the answer. `nanobatch.py`: `Prefill`, `Order.of`, `Runner`, `Flight`, `Engine`. What is the newest
-token on the device after a step with guesses? Which rows does a wrong guess leave behind, and does it matter?
+Where: `sched.py`: `Decode` carries its guess, and `Scheduler.commit` learns that a step may yield
+several tokens, of which one may end the answer. `nanobatch.py`: `Prefill`, `Order.of`, `Runner`,
+`Flight`, `Engine`. What is the newest token on the device after a step with guesses? Which rows
+does a wrong guess leave behind, and does it matter?
 
-How to know: the command above, and `python -m pytest tests/book/test_engine.py tests/book/test_sched.py
-tests/book/test_runner.py`. They take minutes. The solution in `exercises/solutions` adds 70 lines.
+How to know: the command above, and `python -m pytest tests/book/test_engine.py
+tests/book/test_sched.py tests/book/test_runner.py`. They take minutes. The solution in
+`exercises/solutions` adds 70 lines.
 """
 
 import inspect
@@ -41,7 +46,13 @@ from parts.model.load import read_model
 
 ANIMALS = "cat, dog, owl, bee, cow, hen, pig, fox"
 WORDY = f"Is fox in this list: {ANIMALS}?"
-MIXED = [WORDY, "What is 17 + 6?", "Count from 3 to 20.", "Reverse the word stone.", f"Is owl in this list: {ANIMALS}?"]
+MIXED = [
+    WORDY,
+    "What is 17 + 6?",
+    "Count from 3 to 20.",
+    "Reverse the word stone.",
+    f"Is owl in this list: {ANIMALS}?",
+]
 
 
 def check_there_is_an_option() -> None:
@@ -55,14 +66,18 @@ def serve(engine: Engine, asks: list[tuple]) -> list[tuple[list[int], str]]:
     while engine.step():
         engine.check()
     told = sum(step.tokens for step in engine.snapshot().steps)
-    assert told == sum(len(handle.tokens) for handle in handles), "the steps' figures do not add up to the tokens"
+    assert told == sum(len(handle.tokens) for handle in handles), (
+        "the steps' figures do not add up to the tokens"
+    )
     return [(handle.tokens, handle.finish_reason) for handle in handles]
 
 
 def demo(speculate: int, prompts: list[str], **options) -> tuple[list, int]:
     check_there_is_an_option()
     with Engine.load("demo", slots=3, max_len=256, speculate=speculate, **options) as engine:
-        answers = serve(engine, [(engine.text.ask(prompt), Sampling(max_tokens=60)) for prompt in prompts])
+        answers = serve(
+            engine, [(engine.text.ask(prompt), Sampling(max_tokens=60)) for prompt in prompts]
+        )
         return answers, engine.steps
 
 
@@ -98,16 +113,23 @@ def random_model(tmp_path_factory) -> tuple[Model, Text]:
 def test_speculation_survives_wrong_guesses_up_to_the_end_of_a_slot(random_model):
     """A random model repeats its prompt by chance alone, so nearly all guesses are wrong."""
     check_there_is_an_option()
-    asks = [([5, 6] * 40, 48), ([7, 8, 9] * 20, 68), ([1, 2] * 10, 30), ([3] * 50, 78)]  # all but one fill a slot
+    # All but one fill a slot
+    asks = [([5, 6] * 40, 48), ([7, 8, 9] * 20, 68), ([1, 2] * 10, 30), ([3] * 50, 78)]
     found = []
     for speculate in (0, 5):
         with Engine(*random_model, slots=2, max_len=128, chunk=32, speculate=speculate) as engine:
-            found.append(serve(engine, [(ids, Sampling(max_tokens=most, ignore_eos=True)) for ids, most in asks]))
+            found.append(
+                serve(
+                    engine,
+                    [(ids, Sampling(max_tokens=most, ignore_eos=True)) for ids, most in asks],
+                )
+            )
     assert found[0] == found[1]
 
 
 def test_speculation_leaves_a_sampled_request_alone(random_model):
-    """Its tokens are drawn, and a guess that is right for the likeliest token says nothing of the one that is drawn."""
+    """Its tokens are drawn, and a guess that is right for the likeliest token says nothing of the
+    one that is drawn."""
     check_there_is_an_option()
     asks = [([1, 2, 3] * 9, Sampling(max_tokens=40, ignore_eos=True))]
     asks.append(([1, 2, 3] * 9, Sampling(max_tokens=40, ignore_eos=True, temperature=0.7, seed=3)))

@@ -34,7 +34,8 @@ class Answer:
         return 1e3 * (self.times[0] - self.sent)
 
     def gaps_ms(self, since: float = -math.inf, until: float = math.inf) -> list[float]:
-        """Times between a token and the next, without gaps that lie wholly outside of the given span."""
+        """Times between a token and the next, without gaps that lie wholly outside of the given
+        span."""
         return [1e3 * (b - a) for a, b in pairwise(self.times) if b > since and a < until]
 
 
@@ -42,13 +43,15 @@ Figures = dict[str, float]  # by name and unit, as the tables have them
 
 
 def rank(values: Iterable[float], share: float) -> float:
-    """The smallest value that at least this share of all do not exceed: rank(range(1, 101), 0.95) is 95."""
+    """The smallest value that at least this share of all do not exceed: rank(range(1, 101), 0.95)
+    is 95."""
     ordered = sorted(values)
     return ordered[max(1, math.ceil(share * len(ordered))) - 1]
 
 
 def decode_figures(answers: Sequence[Answer], count: int) -> Figures:
-    """The rate once all rows have their first token, until one of them has `count` more; and the time until then."""
+    """The rate once all rows have their first token, until one of them has `count` more; and the
+    time until then."""
     began = max(a.times[0] for a in answers)
     later = [[t for t in a.times if t > began] for a in answers]
     if not all(later):
@@ -69,10 +72,12 @@ def open_figures(answers: Sequence[Answer]) -> Figures:
 
 
 def closed_figures(answers: Sequence[Answer], users: int) -> Figures:
-    """`decode` is the rate of all users together while their answers run; `total` also counts the time they wait."""
+    """`decode` is the rate of all users together while their answers run; `total` also counts the
+    time they wait."""
     gaps = [gap for a in answers for gap in a.gaps_ms()]
     return {
-        "decode tokens/s": users * statistics.mean(1e3 / statistics.mean(a.gaps_ms()) for a in answers),
+        "decode tokens/s": users
+        * statistics.mean(1e3 / statistics.mean(a.gaps_ms()) for a in answers),
         **open_figures(answers),
         "gap mean ms": statistics.mean(gaps),
         "gap p95 ms": rank(gaps, 0.95),
@@ -95,11 +100,13 @@ def long_figures(rows: Sequence[Answer], late: Answer, alone: Answer) -> Figures
     }
 
 
-PARTS_OF_A_STEP = ("python", "device", "wait", "plan", "build", "commit")  # the last three are Python's
+# The last three are Python's
+PARTS_OF_A_STEP = ("python", "device", "wait", "plan", "build", "commit")
 
 
 def step_figures(steps: Sequence[StepView]) -> Figures:
-    """Medians. With run-ahead the stages of a step overlap those of the next, so a step's own time is its period."""
+    """Medians. With run-ahead the stages of a step overlap those of the next, so a step's own time
+    is its period."""
     seconds = {
         "step ms": [b.ended - a.ended for a, b in pairwise(steps)],
         **{f"{part} ms": [getattr(s, f"{part}_s") for s in steps] for part in PARTS_OF_A_STEP},
@@ -109,7 +116,8 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
 
 
 def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
-    """What planning takes where most is to be compared: all prompts are alike but for their last thousand tokens.
+    """What planning takes where most is to be compared: all prompts are alike but for their last
+    thousand tokens.
 
     A plan takes as long as the fastest of five: what other programs do to it is not ours.
     """
@@ -131,18 +139,27 @@ def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     """What the machine would need at best for a step of so many rows, each `length` tokens long.
 
-    A step reads each weight once and each row's keys and values, and multiplies what it has read. The longer of the two
-    times is the floor. Both rates are measured here and now, reading on a matrix as large as what a step reads, because
-    small weights stay in the processor's caches, and the rate of the memory would be no floor for them.
+    A step reads each weight once and each row's keys and values, and multiplies what it has read.
+    The longer of the two times is the floor. Both rates are measured here and now, reading on a
+    matrix as large as what a step reads, because small weights stay in the processor's caches, and
+    the rate of the memory would be no floor for them.
     """
     from mlx.utils import tree_flatten
 
     c = engine.model.config
     cached = 2 * c.layers * rows * length * c.Hkv * c.Dh  # numbers of the slab
-    weights = [a for _, a in tree_flatten((engine.model.layers, engine.model.head)) if isinstance(a, mx.array)]
+    weights = [
+        a
+        for _, a in tree_flatten((engine.model.layers, engine.model.head))
+        if isinstance(a, mx.array)
+    ]
     reads = sum(a.nbytes for a in weights) + cached * engine.model.dtype.size
     # An embedding is looked up, not multiplied with, unless it is the head as well.
-    matrices = [s for name, s in c.tensors().items() if len(s) == 2 and (c.tied or "embed_tokens" not in name)]
+    matrices = [
+        s
+        for name, s in c.tensors().items()
+        if len(s) == 2 and (c.tied or "embed_tokens" not in name)
+    ]
     flops = 2 * rows * sum(map(math.prod, matrices)) + 2 * cached * c.H // c.Hkv
     bandwidth, thin, square = machine_rates(reads, rows, engine.model.dtype)
     return {
@@ -157,7 +174,8 @@ def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
 
 
 def machine_rates(nbytes: int, rows: int, dtype: mx.Dtype) -> tuple[float, float, float]:
-    """Bytes a second through a matrix, FLOP/s of `rows` rows times it, and FLOP/s of two square matrices."""
+    """Bytes a second through a matrix, FLOP/s of `rows` rows times it, and FLOP/s of two square
+    matrices."""
     matrix = mx.random.normal((1024, max(64, nbytes // (1024 * dtype.size)))).astype(dtype)
     one, some, square = (mx.random.normal((n, 1024)).astype(dtype) for n in (1, rows, 1024))
     mx.eval(matrix, one, some, square)

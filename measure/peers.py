@@ -1,11 +1,13 @@
-"""The peers of `bench.py`: other engines, each asked in its own way, and all of them giving the same kind of answer.
+"""The peers of `bench.py`: other engines, each asked in its own way, and all of them giving the
+same kind of answer.
 
-The problem. A benchmark is fair if the other engine is as fast as its own people would make it, and does the same work.
-But each engine has its own interface, its own file format and its own defaults. So each peer is a class here, and says
-what was chosen for it and why.
+The problem. A benchmark is fair if the other engine is as fast as its own people would make it, and
+does the same work. But each engine has its own interface, its own file format and its own defaults.
+So each peer is a class here, and says what was chosen for it and why.
 
-What this file keeps. A peer has the same weights as ours, is greedy, never stops early, and computes in float32 on a
-CPU. `python bench.py --vs llama.cpp --parts same` counts how many of its tokens are ours.
+What this file keeps. A peer has the same weights as ours, is greedy, never stops early, and
+computes in float32 on a CPU. `python bench.py --vs llama.cpp --parts same` counts how many of its
+tokens are ours.
 
 Where next: `drive` in `sample.py`, the loop that measures all of them.
 """
@@ -25,7 +27,8 @@ from parts.device.mlx import has_gpu, mx
 from parts.model.config import Config
 from parts.model.load import ModelReader
 
-News = tuple[int, list[int], bool]  # what a request got in a step: its key, its tokens, whether it has ended
+# What a request got in a step: its key, its tokens, whether it has ended
+News = tuple[int, list[int], bool]
 
 
 class Asked(Protocol):
@@ -34,9 +37,10 @@ class Asked(Protocol):
 
 
 class MlxLm:
-    """mlx-lm's BatchGenerator. Its batch is as wide as we have slots. It prefills as many prompts together as fit, each
-    in one piece; fewer at a time, or chunks, gave fewer tokens a second. On a CPU it computes in float32, because
-    everything else is slow there, and it multiplies with OpenBLAS (`ENVIRONMENT`)."""
+    """mlx-lm's BatchGenerator. Its batch is as wide as we have slots. It prefills as many prompts
+    together as fit, each in one piece; fewer at a time, or chunks, gave fewer tokens a second. On a
+    CPU it computes in float32, because everything else is slow there, and it multiplies with
+    OpenBLAS (`ENVIRONMENT`)."""
 
     def __init__(self, folder: str, rows: int, length: int):
         from mlx_lm.generate import BatchGenerator
@@ -72,13 +76,15 @@ class Row:
 
 
 class LlamaCpp:
-    """llama.cpp on the CPU, through the C functions that llama-cpp-python binds, with a thread for each core.
+    """llama.cpp on the CPU, through the C functions that llama-cpp-python binds, with a thread for
+    each core.
 
-    A step is one `llama_decode`, as in llama.cpp's own server: the newest token of each row, and beside them as many
-    prompts as fit the batch, each in one piece. numpy finds the best token, which is quicker than llama.cpp's samplers.
+    A step is one `llama_decode`, as in llama.cpp's own server: the newest token of each row, and
+    beside them as many prompts as fit the batch, each in one piece. numpy finds the best token,
+    which is quicker than llama.cpp's samplers.
 
-    The cache is float32, and attention the plain one: llama.cpp's own choice, flash attention, rounds more than float32
-    does, so that some answers differ.
+    The cache is float32, and attention the plain one: llama.cpp's own choice, flash attention,
+    rounds more than float32 does, so that some answers differ.
     """
 
     BATCH = 2048  # tokens in one call at most, as in llama.cpp's server, unless a prompt is longer
@@ -96,7 +102,11 @@ class LlamaCpp:
             self.model = self.c.llama_model_load_from_file(str(file).encode(), options)
         self.size = max(self.BATCH, rows + length)
         options = self.c.llama_context_default_params()
-        options.n_seq_max, options.n_ctx, options.n_batch = rows, rows * -(-length // 256) * 256, self.size
+        options.n_seq_max, options.n_ctx, options.n_batch = (
+            rows,
+            rows * -(-length // 256) * 256,
+            self.size,
+        )
         options.type_k = options.type_v = self.c.GGML_TYPE_F32
         options.flash_attn_type = self.c.LLAMA_FLASH_ATTN_TYPE_DISABLED
         options.n_threads = options.n_threads_batch = cores()
@@ -117,7 +127,11 @@ class LlamaCpp:
         self.batch.n_tokens = 0
         for row in self.running:
             self.put(row, [row.newest])
-        while self.waiting and self.free and self.batch.n_tokens + len(self.waiting[0][1].prompt) <= self.size:
+        while (
+            self.waiting
+            and self.free
+            and self.batch.n_tokens + len(self.waiting[0][1].prompt) <= self.size
+        ):
             key, ask = self.waiting.popleft()
             self.running.append(Row(key, self.free.pop(), ask.max_tokens))
             self.put(self.running[-1], ask.prompt)
@@ -128,7 +142,9 @@ class LlamaCpp:
         for row, token in zip(self.running, best.tolist(), strict=True):
             row.newest, row.left = token, row.left - 1
             if not row.left:
-                self.c.llama_memory_seq_rm(self.c.llama_get_memory(self.context), row.sequence, -1, -1)
+                self.c.llama_memory_seq_rm(
+                    self.c.llama_get_memory(self.context), row.sequence, -1, -1
+                )
                 self.free.append(row.sequence)
         came = [(row.key, [row.newest], not row.left) for row in self.running]
         self.running = [row for row in self.running if row.left]
@@ -153,12 +169,16 @@ class LlamaCpp:
 # By name: the peer, the packages that it needs, and how to get them.
 PEERS = {
     "mlx-lm": (MlxLm, ("mlx_lm",), "pip install mlx-lm"),
-    "llama.cpp": (LlamaCpp, ("llama_cpp", "gguf"), "pip install llama-cpp-python gguf (it compiles for minutes)"),
+    "llama.cpp": (
+        LlamaCpp,
+        ("llama_cpp", "gguf"),
+        "pip install llama-cpp-python gguf (it compiles for minutes)",
+    ),
 }
 
 
-# The environment of a peer's processes. mlx-lm multiplies with the BLAS that lies under MLX. Its users have no product
-# of ours, so it gets the best that they can have.
+# The environment of a peer's processes. mlx-lm multiplies with the BLAS that lies under MLX. Its
+# users have no product of ours, so it gets the best that they can have.
 ENVIRONMENT = {
     "mlx-lm": {"NANOBATCH_BLAS": "openblas"},
     "llama.cpp": {},
@@ -169,7 +189,9 @@ def obstacle(peer: str) -> str | None:
     """Why it cannot be measured here, and what helps; None if it can."""
     _, packages, remedy = PEERS[peer]
     if missing := [name for name in packages if not importlib.util.find_spec(name)]:
-        return f"{peer} is not installed ({' and '.join(missing)} missing); run {remedy}, or leave out"
+        return (
+            f"{peer} is not installed ({' and '.join(missing)} missing); run {remedy}, or leave out"
+        )
     if peer == "llama.cpp" and has_gpu():
         return "llama.cpp is measured on a CPU alone, where both compute in float32; leave out"
     return None
@@ -179,7 +201,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# --- GGUF, the files of llama.cpp ------------------------------------------------------------------------------------
+# --- GGUF, the files of llama.cpp ---------------------------------------------------------------
 
 OF_A_LAYER = {  # our names of a layer's tensors, and GGUF's
     "input_layernorm": "attn_norm",
@@ -195,14 +217,23 @@ OF_A_LAYER = {  # our names of a layer's tensors, and GGUF's
 
 
 def write_gguf(folder: Path, file: Path) -> Config:
-    """A plain Llama in float32, as llama.cpp reads it, without a tokenizer. Answers with its config."""
+    """A plain Llama in float32, as llama.cpp reads it, without a tokenizer. Answers with its
+    config."""
     import numpy
     from gguf import GGUFWriter
 
     reader = ModelReader(folder, "float32")
     c = reader.config
-    if c.model_type not in ("llama", "mistral") or c.rope.type != "default" or c.qkv_bias or c.o_bias or c.mlp_bias:
-        raise ValueError(f"{folder} is no plain Llama; --vs llama.cpp takes none with biases or scaled positions")
+    if (
+        c.model_type not in ("llama", "mistral")
+        or c.rope.type != "default"
+        or c.qkv_bias
+        or c.o_bias
+        or c.mlp_bias
+    ):
+        raise ValueError(
+            f"{folder} is no plain Llama; --vs llama.cpp takes none with biases or scaled positions"
+        )
     writer = GGUFWriter(file, "llama")
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(c.V)
@@ -220,10 +251,13 @@ def write_gguf(folder: Path, file: Path) -> Config:
     modules = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
     modules |= {} if c.tied else {"lm_head": "output"}
     for n in range(c.layers):
-        modules |= {f"model.layers.{n}.{ours}": f"blk.{n}.{theirs}" for ours, theirs in OF_A_LAYER.items()}
+        modules |= {
+            f"model.layers.{n}.{ours}": f"blk.{n}.{theirs}" for ours, theirs in OF_A_LAYER.items()
+        }
     for ours, theirs in modules.items():
         weight = numpy.array(reader.part(ours)[0])
-        # A rotary position turns pairs of numbers. Ours are the two halves of a head; llama.cpp's stand side by side.
+        # A rotary position turns pairs of numbers. Ours are the two halves of a head; llama.cpp's
+        # stand side by side.
         if heads := {"q_proj": c.H, "k_proj": c.Hkv}.get(ours.split(".")[-1]):
             weight = weight.reshape(heads, 2, c.Dh // 2, c.D).swapaxes(1, 2).reshape(-1, c.D)
         writer.add_tensor(f"{theirs}.weight", weight)

@@ -1,7 +1,8 @@
-"""What is measured: the parts, the lines of their tables, who is measured beside us, and models that need no download.
+"""What is measured: the parts, the lines of their tables, who is measured beside us, and models
+that need no download.
 
-What this file keeps. Every cell of every table is known before the first sample is taken, and all columns of a cell
-measure the same `Spec`.
+What this file keeps. Every cell of every table is known before the first sample is taken, and all
+columns of a cell measure the same `Spec`.
 
 Where next: `sample.py`, which takes the samples of a plan.
 """
@@ -54,11 +55,15 @@ SETTINGS = {  # for `sampling`
     "top_p=0.9": {"top_p": 0.9, **HOT},
     "top_p=0.9, temperature=1.5": {"top_p": 0.9, "temperature": 1.5},
 }
-SETTINGS["all of them"] = {name: value for settings in SETTINGS.values() for name, value in settings.items()}
-PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"  # a peer does not say what its steps are made of
+SETTINGS["all of them"] = {
+    name: value for settings in SETTINGS.values() for name, value in settings.items()
+}
+# A peer does not say what its steps are made of
+PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
 ROWS = 8  # in the parts that do not vary it
 CROWD, LONGEST = 40, 256  # requests of `open`, and their longest answer; the shortest has 16 tokens
-LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2  # `open`: as shares of what static batching can do; inf has to come first
+# `open`: as shares of what static batching can do; inf has to come first
+LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2
 TURNS = 5  # of `chat`
 CHAT = {"rows": 1, "prompt": 64, "output": 33, "length": TURNS * (64 + 33)}
 CHUNK = 128  # `chat`: from a multiple of it every version of nanobatch can go on
@@ -92,8 +97,9 @@ class Spec(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """How much longer answers must be so that all of them run at once. Ours begin one after another, because their
-        prompts go in by chunks, one a step, and late in a long prompt a chunk may be as narrow as 16 tokens."""
+        """How much longer answers must be so that all of them run at once. Ours begin one after
+        another, because their prompts go in by chunks, one a step, and late in a long prompt a
+        chunk may be as narrow as 16 tokens."""
         narrow = 64 if self.prompt <= 512 else 16
         return 0 if self.part in ("closed", "open") else self.rows * math.ceil(self.prompt / narrow)
 
@@ -106,12 +112,15 @@ def crowd_lengths(longest: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the tables: what is measured beside the other columns, and in which surroundings."""
+    """A column of the tables: what is measured beside the other columns, and in which
+    surroundings."""
 
     name: str
     engine: str  # as a sample's process knows it: a peer, or "nanobatch" and a policy
-    environment: Mapping[str, str] = field(default_factory=dict)  # set in its processes, beside the user's own
-    checkout: Path | None = None  # another version of nanobatch, whose bench.py takes the samples; None: this one
+    # Set in its processes, beside the user's own
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # Another version of nanobatch, whose bench.py takes the samples; None: this one
+    checkout: Path | None = None
 
     def can(self, part: str) -> bool:
         return self.engine not in PEERS or part in PARTS_OF_A_PEER
@@ -134,7 +143,8 @@ def read_rivals(names: str, policy: str) -> list[Column]:
 
 
 def read_rival(name: str, policy: str) -> Column:
-    """What a name of `--vs` means: a peer, or a folder with another checkout. After an @ stands its NANOBATCH_BLAS."""
+    """What a name of `--vs` means: a peer, or a folder with another checkout. After an @ stands its
+    NANOBATCH_BLAS."""
     rival, _, blas = name.partition("@")
     environment = {"NANOBATCH_BLAS": blas} if blas else {}
     if rival in PEERS:
@@ -143,7 +153,9 @@ def read_rival(name: str, policy: str) -> Column:
         return Column(name, rival, ENVIRONMENT[rival] | environment)
     checkout = Path(rival).expanduser().absolute()
     if not rival or not (checkout / "bench.py").is_file():
-        raise ValueError(f"--vs: {shown(rival)} is neither {' nor '.join(PEERS)} nor a folder that holds a bench.py")
+        raise ValueError(
+            f"--vs: {shown(rival)} is neither {' nor '.join(PEERS)} nor a folder that holds a bench.py"
+        )
     return Column(name, f"nanobatch {policy}", environment, checkout)
 
 
@@ -191,7 +203,8 @@ def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column
 
 
 def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
-    """The lines of a part's table: what each is called, and what its spec has that the usual one has not."""
+    """The lines of a part's table: what each is called, and what its spec has that the usual one
+    has not."""
     if part == "decode":
         return {f"rows {n}": {"rows": n} for n in rows}
     if part == "closed":
@@ -229,24 +242,45 @@ SHAPES = {  # width, layers, heads, key and value heads, width of the MLP, vocab
     "15m": (288, 6, 6, 6, 768, 32_000),
     "smollm2-135m": (576, 30, 9, 3, 1536, 49_152),
     "llama-1b": (2048, 16, 32, 8, 8192, 128_256),
-    "flat-152k": (128, 2, 4, 2, 384, 152_000),  # little but a vocabulary, and flat logits: the worst case for sampling
+    # Little but a vocabulary, and flat logits: the worst case for sampling
+    "flat-152k": (128, 2, 4, 2, 384, 152_000),
 }
-FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
 
 
 def make_model(folder: Path, shape: str) -> Path:
-    """Random weights in float32, a tied head, and a tokenizer with a text for each id, as real ones have."""
+    """Random weights in float32, a tied head, and a tokenizer with a text for each id, as real ones
+    have."""
     from tokenizers import Tokenizer, decoders, models
 
-    config = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "tie_word_embeddings": True}
-    config |= {"max_position_embeddings": 4096, **dict(zip((*FIELDS, "vocab_size"), SHAPES[shape], strict=True))}
+    config = {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+    }
+    config |= {
+        "max_position_embeddings": 4096,
+        **dict(zip((*FIELDS, "vocab_size"), SHAPES[shape], strict=True)),
+    }
     (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(models.BPE(vocab={f"Ġ{i}": i for i in range(config["vocab_size"])}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={f"Ġ{i}": i for i in range(config["vocab_size"])}, merges=[])
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     mx.random.seed(0)  # of several processes, all make the same
     shapes = read_config(folder, has_head=False).tensors()
-    weights = {name: mx.ones(s) if len(s) == 1 else 0.02 * mx.random.normal(s) for name, s in shapes.items()}
+    weights = {
+        name: mx.ones(s) if len(s) == 1 else 0.02 * mx.random.normal(s)
+        for name, s in shapes.items()
+    }
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     del weights
     mx.clear_cache()  # the samples want the memory

@@ -1,10 +1,10 @@
 """Samples: the contestants, the loop that drives them, and each sample in a process of its own.
 
-The problem. A sample must inherit no other sample's memory, caches or threads, and what slows the machine down must
-slow all columns down.
+The problem. A sample must inherit no other sample's memory, caches or threads, and what slows the
+machine down must slow all columns down.
 
-What this file keeps. One loop (`drive`) talks to all engines in the same words. Each sample has a process of its own,
-which cannot outlive ours, and columns take turns.
+What this file keeps. One loop (`drive`) talks to all engines in the same words. Each sample has a
+process of its own, which cannot outlive ours, and columns take turns.
 
 Where next: `figures.py`, what is computed from the times.
 """
@@ -73,7 +73,9 @@ class Nanobatch:
         self.reported = Counter()  # how many tokens of each
 
     def submit(self, ask: Ask, **settings) -> int:
-        handle = self.engine.submit(ask.prompt, Sampling(max_tokens=ask.max_tokens, ignore_eos=True, **settings))
+        handle = self.engine.submit(
+            ask.prompt, Sampling(max_tokens=ask.max_tokens, ignore_eos=True, **settings)
+        )
         self.handles[handle.id] = handle
         return handle.id
 
@@ -100,17 +102,20 @@ def drive(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Answer]:
-    """Send each ask when it is due, and step until all have ended. The answers are in the order of the asks.
+    """Send each ask when it is due, and step until all have ended. The answers are in the order of
+    the asks.
 
-    In a closed loop with so many `users`, an ask is due when a user is idle. In an open loop, it is due when its time
-    has come.
+    In a closed loop with so many `users`, an ask is due when a user is idle. In an open loop, it is
+    due when its time has come.
     """
     waiting, answers, under_way, began = deque(asks), [], {}, clock()
 
     def is_due(ask: Ask, now: float) -> bool:
         if users is not None:
             return len(under_way) < users
-        return began + ask.at <= now and all(len(answer.times) >= ask.after for answer in under_way.values())
+        return began + ask.at <= now and all(
+            len(answer.times) >= ask.after for answer in under_way.values()
+        )
 
     while waiting or under_way:
         now = clock()
@@ -132,14 +137,17 @@ def drive(
 
 
 class Sample:
-    """A contestant, warmed up, and prompts for it. They are random, so that no engine can reuse computed prefixes."""
+    """A contestant, warmed up, and prompts for it. They are random, so that no engine can reuse
+    computed prefixes."""
 
     def __init__(self, spec: Spec, slots: int | None = None):
         """`slots`: how many the engine has; by default one for each row."""
         self.spec, self.random = spec, random.Random(0)
         self.longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
         if spec.contestant.startswith("nanobatch"):
-            self.contestant = Nanobatch(spec.folder, spec.contestant, slots or spec.rows, self.longest)
+            self.contestant = Nanobatch(
+                spec.folder, spec.contestant, slots or spec.rows, self.longest
+            )
         else:
             peer, *_ = PEERS[spec.contestant]
             self.contestant = peer(spec.folder, spec.rows, self.longest)
@@ -152,7 +160,10 @@ class Sample:
     def asks(self, count: int, prompt: int | None = None, output: int | None = None) -> list[Ask]:
         """Asks with the spec's lengths, unless others are given."""
         ids, spec = range(self.spec.vocabulary), self.spec
-        return [Ask(self.random.choices(ids, k=prompt or spec.prompt), output or spec.output) for _ in range(count)]
+        return [
+            Ask(self.random.choices(ids, k=prompt or spec.prompt), output or spec.output)
+            for _ in range(count)
+        ]
 
     def decode(self) -> Figures:
         spec = self.spec
@@ -163,10 +174,13 @@ class Sample:
         users = self.spec.rows
         figures = closed_figures(drive(self.contestant, self.asks(4 * users), users), users)
         memory = mx.get_peak_memory() / 2**20  # of MLX alone
-        return figures | ({} if isinstance(self.contestant, LlamaCpp) else {"peak memory MiB": memory})
+        return figures | (
+            {} if isinstance(self.contestant, LlamaCpp) else {"peak memory MiB": memory}
+        )
 
     def open(self) -> Figures:
-        """Prompts come as a Poisson process: the times between them are exponential, and only scaled by the rate."""
+        """Prompts come as a Poisson process: the times between them are exponential, and only
+        scaled by the rate."""
         draw, at, asks = random.Random(1), 0.0, []
         for length in crowd_lengths(self.spec.output):
             asks.append(Ask(self.asks(1)[0].prompt, length, at))
@@ -184,11 +198,16 @@ class Sample:
 
     def same(self) -> Figures:
         spec, asks = self.spec, self.asks(self.spec.rows)
-        with closing(Nanobatch(spec.folder, "nanobatch continuous", spec.rows, self.longest)) as ours:
+        with closing(
+            Nanobatch(spec.folder, "nanobatch continuous", spec.rows, self.longest)
+        ) as ours:
             mine = [answer.tokens for answer in drive(ours, asks)]
         pairs = zip(mine, (answer.tokens for answer in drive(self.contestant, asks)), strict=True)
         equal = sum(sum(takewhile(bool, map(int.__eq__, *pair))) for pair in pairs)
-        figures = {"equal tokens %": 100 * equal / (spec.rows * spec.output), "tokens": spec.rows * spec.output}
+        figures = {
+            "equal tokens %": 100 * equal / (spec.rows * spec.output),
+            "tokens": spec.rows * spec.output,
+        }
         return figures | {"distinct tokens": len(set(chain(*mine)))}
 
     def growth(self) -> Figures:
@@ -199,18 +218,22 @@ class Sample:
         spec, engine = self.spec, self.contestant.engine
         figures = step_figures(self.decode_steps())
         handles = list(self.contestant.handles.values())
-        began = time.perf_counter()  # now the tokens become text once more, and nothing else happens
+        # Now the tokens become text once more, and nothing else happens
+        began = time.perf_counter()
         for handle in handles:
             stream = engine.text.stream(())
             for token in handle.tokens:
                 stream.push(token)
-        text_ms = 1e3 * (time.perf_counter() - began) / max(len(handle.tokens) for handle in handles)
+        text_ms = (
+            1e3 * (time.perf_counter() - began) / max(len(handle.tokens) for handle in handles)
+        )
         floor = floor_figures(engine, spec.rows, spec.prompt + spec.output // 2)
         share = {"floor / step": floor["floor ms"] / figures["step ms"]}
         return figures | {"text, of commit ms": text_ms} | floor | share
 
     def chat(self) -> Figures:
-        """In turn: a conversation, and a prompt as long as its last one, whose earlier rows are in the slab already."""
+        """In turn: a conversation, and a prompt as long as its last one, whose earlier rows are in
+        the slab already."""
         turns_s = []
         chunks_s = []
         ratios = []
@@ -239,7 +262,8 @@ class Sample:
         return result.metrics
 
     def lone_chunk(self, length: int) -> Metrics:
-        """Of a prompt of about this length. All its rows are in the slab but for as many as a turn has new tokens."""
+        """Of a prompt of about this length. All its rows are in the slab but for as many as a turn
+        has new tokens."""
         new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
         rows = (length - new) // CHUNK * CHUNK
         (ask,) = self.asks(1, prompt=rows + new)
@@ -268,16 +292,25 @@ class Sample:
         }
 
     def sampling(self) -> Figures:
-        """In turn, so that a noisy machine is noisy for both: some steps with the setting, some greedy ones."""
+        """In turn, so that a noisy machine is noisy for both: some steps with the setting, some
+        greedy ones."""
         spec, seconds = self.spec, defaultdict(list)
         for name, settings in SETTINGS.items():
-            bias = {id: value for id, value in settings.get("logit_bias", {}).items() if id < spec.vocabulary}
+            bias = {
+                id: value
+                for id, value in settings.get("logit_bias", {}).items()
+                if id < spec.vocabulary
+            }
             for _ in range(3):
                 for kind, wish in (("greedy", {}), (name, settings | {"logit_bias": bias})):
                     seconds[name, kind] += self.step_seconds(**wish)
         median = {key: statistics.median(values) for key, values in seconds.items()}
-        ratios = {f"{name} / greedy": median[name, name] / median[name, "greedy"] for name in SETTINGS}
-        return {"greedy ms": 1e3 * statistics.median(median[name, "greedy"] for name in SETTINGS)} | ratios
+        ratios = {
+            f"{name} / greedy": median[name, name] / median[name, "greedy"] for name in SETTINGS
+        }
+        return {
+            "greedy ms": 1e3 * statistics.median(median[name, "greedy"] for name in SETTINGS)
+        } | ratios
 
     def busy(self) -> Figures:
         """In turn, as a machine may also have other things to do."""
@@ -302,7 +335,8 @@ class Sample:
         }
 
     def burst_seconds(self) -> float:
-        """How long a burst takes. As in one of the screen's, prompts are short, and answers differ in length."""
+        """How long a burst takes. As in one of the screen's, prompts are short, and answers differ
+        in length."""
         prompt = max(1, self.spec.prompt // 4)
         asks = []
         for length in crowd_lengths(self.spec.output)[:BURST]:
@@ -319,7 +353,8 @@ class Sample:
         return [later.ended - earlier.ended for earlier, later in pairwise(steps)]
 
     def decode_steps(self, **settings) -> list[StepView]:
-        """Steps in which all rows decode with these settings, `queue` requests wait, and nothing else happens."""
+        """Steps in which all rows decode with these settings, `queue` requests wait, and nothing
+        else happens."""
         spec, engine = self.spec, self.contestant.engine
         for ask in self.asks(spec.rows, output=spec.output + spec.overlap):
             self.contestant.submit(ask, **settings)
@@ -333,13 +368,21 @@ class Sample:
             engine.step()
         for handle in handles:
             handle.cancel()
-        return [s for s in engine.snapshot().steps if s.step >= first and len(s.decode) == spec.rows and not s.prefill]
+        return [
+            s
+            for s in engine.snapshot().steps
+            if s.step >= first and len(s.decode) == spec.rows and not s.prefill
+        ]
 
 
 @contextmanager
 def busy_cores() -> Iterator[None]:
     """One process on each core that never rests. Each ends when this process does, too."""
-    command = [sys.executable, "-c", "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"]
+    command = [
+        sys.executable,
+        "-c",
+        "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass",
+    ]
     others = []
     try:
         for _ in range(cores()):
@@ -363,14 +406,17 @@ def take(spec: Spec) -> Figures:
         try:
             return {} if program.rank() else getattr(sample, spec.part)()
         except Exception as error:
-            join().fail(error)  # with other ranks this is the end: they would wait for the next sample
+            # With other ranks this is the end: they would wait for the next sample
+            join().fail(error)
             raise
 
 
 def take_sample(text: str) -> int:
-    """Runs in the sample's process. Prints a line of JSON: the figures, or what is wrong with what was asked for."""
+    """Runs in the sample's process. Prints a line of JSON: the figures, or what is wrong with what
+    was asked for."""
     spec = Spec(**json.loads(text))
-    threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()  # see `measure`
+    # See `measure`
+    threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
     try:
         answer = {"figures": take(spec)}
         if spec.contestant != "llama.cpp":  # which has products of its own
@@ -384,10 +430,11 @@ def take_sample(text: str) -> int:
 def measure(spec: Spec, column: Column) -> dict:
     """One sample of a column, in a fresh process: its figures, and the BLAS that it ran on.
 
-    The process cannot outlive this call, because it ends when its standard input does. Ranks stay in their process:
-    they have found each other, and over MPI another process could not join them.
+    The process cannot outlive this call, because it ends when its standard input does. Ranks stay
+    in their process: they have found each other, and over MPI another process could not join them.
 
-    subtle: an interrupted `run` kills its process, but not if the interrupt comes while it starts the process.
+    subtle: an interrupted `run` kills its process, but not if the interrupt comes while it starts
+    the process.
     """
     spec = spec._replace(contestant=column.engine)
     if program.backend():
@@ -406,10 +453,14 @@ def measure(spec: Spec, column: Column) -> dict:
         )
         answer = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        raise Failure(f"a sample took more than {PATIENCE_S} s; choose a smaller model or less --output") from None
+        raise Failure(
+            f"a sample took more than {PATIENCE_S} s; choose a smaller model or less --output"
+        ) from None
     except (IndexError, ValueError):
         said = done.stderr.splitlines() or ["it said nothing"]
-        raise Failure(f"a sample of {column.name} ended with code {done.returncode}: {said[-1]}") from None
+        raise Failure(
+            f"a sample of {column.name} ended with code {done.returncode}: {said[-1]}"
+        ) from None
     finally:
         os.close(theirs)
         os.close(ours)
@@ -445,9 +496,13 @@ def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
     cpu = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*:\s*(.+)", cpu.read_text()) if cpu.exists() else None
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    installed = {
+        d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()
+    }
     return {
-        "processor": model[1] if model else output_of("sysctl -n machdep.cpu.brand_string") or platform.machine(),
+        "processor": model[1]
+        if model
+        else output_of("sysctl -n machdep.cpu.brand_string") or platform.machine(),
         "cores": str(cores()),
         "device": str(mx.device_info().get("device_name", "GPU")) if on_gpu else "CPU",
         "system": f"{platform.system()} {platform.release()}",
@@ -475,6 +530,8 @@ def commit_of(folder: Path) -> str:
 
 def output_of(command: str, folder: Path = ROOT) -> str:
     try:
-        return subprocess.run(command.split(), capture_output=True, text=True, cwd=folder, timeout=10).stdout.strip()
+        return subprocess.run(
+            command.split(), capture_output=True, text=True, cwd=folder, timeout=10
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -1,17 +1,20 @@
-"""Numbers from outside, held against their limits before anything is done with them; and how a refusal is worded.
+"""Numbers from outside, held against their limits before anything is done with them; and how a
+refusal is worded.
 
-`whole` and `real` check what a Python program gives; `read_whole` and `read_real` read a number from text, as a command
-line has it. What this file keeps: a number that passes has the right type and lies within its limits. Anything else
-raises a ValueError of one line, with the setting's name, the value (cut short if it is long) and the limits.
+`whole` and `real` check what a Python program gives; `read_whole` and `read_real` read a number
+from text, as a command line has it. What this file keeps: a number that passes has the right type
+and lies within its limits. Anything else raises a ValueError of one line, with the setting's name,
+the value (cut short if it is long) and the limits.
 
-What a refusal quotes comes from anywhere, too, and may be a whole book: `shown` cuts a value, `one_line` a message.
+What a refusal quotes comes from anywhere, too, and may be a whole book: `shown` cuts a value,
+`one_line` a message.
 """
 
 import math
 import re
 
-# What a terminal obeys instead of showing it: the C0 and C1 control characters, except tab and newline, and the marks
-# that change the direction of writing.
+# What a terminal obeys instead of showing it: the C0 and C1 control characters, except tab and
+# newline, and the marks that change the direction of writing.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -23,7 +26,8 @@ def whole(name: str, value: object, least: int, most: float = math.inf) -> int:
 
 
 def real(name: str, value: object, least: float, most: float) -> float:
-    """`value` as a float, if it is an int or a float within the limits, which are finite. NaN lies within none."""
+    """`value` as a float, if it is an int or a float within the limits, which are finite. NaN lies
+    within none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ValueError(_refusal(name, value, "a number", least, most))
     return float(value)
@@ -47,7 +51,8 @@ def _refusal(name: str, value: object, what: str, least: float, most: float) -> 
     limits = f"from {least:,} to {most:,}"
     if most == math.inf:
         limits = f"of at least {least:,}"
-    elif (end := int(most) + 1) >= 2**31 and end & (end - 1) == 0:  # a power of two, more than is easy to read
+    # A power of two, more than is easy to read
+    elif (end := int(most) + 1) >= 2**31 and end & (end - 1) == 0:
         limits = f"of at least {least:,} and below 2^{end.bit_length() - 1}"
     return f"{name} = {shown(value)}, but it must be {what} {limits}"
 
@@ -62,12 +67,14 @@ def shown(value: object, longest: int = 40) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without control characters. Prompts and answers come from anywhere; none may move a reader's cursor."""
+    """The text without control characters. Prompts and answers come from anywhere; none may move a
+    reader's cursor."""
     return CONTROLS.sub("", text)
 
 
 def one_line(message: object, longest: int = 400) -> str:
-    """A message in one line that can be printed: a long one loses its middle, since the remedy stands at the end."""
+    """A message in one line that can be printed: a long one loses its middle, since the remedy
+    stands at the end."""
     line = printable(" ".join(str(message).split()))
     if not line and isinstance(message, BaseException):  # some say nothing, such as MemoryError
         return type(message).__name__

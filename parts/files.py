@@ -1,11 +1,15 @@
-"""Text files and JSON objects of a model folder, and one line for each way in which they can be wrong.
+"""Text files and JSON objects of a model folder, and one line for each way in which they can be
+wrong.
 
-The problem. A model folder comes from anywhere: a file may be missing, cut off, a pipe, a web page, or JSON whose
-fields hold what nobody expects. A KeyError says nothing to the user who has downloaded it.
+The problem. A model folder comes from anywhere: a file may be missing, cut off, a pipe, a web page,
+or JSON whose fields hold what nobody expects. A KeyError says nothing to the user who has
+downloaded it.
 
-What this file keeps. Whatever is wrong is a `ModelError`: the file, the field and its value, and what to do.
+What this file keeps. Whatever is wrong is a `ModelError`: the file, the field and its value, and
+what to do.
 
-Where next: `parts/model/config.py` and `parts/model/weights.py`, which read a config and weights with it.
+Where next: `parts/model/config.py` and `parts/model/weights.py`, which read a config and weights
+with it.
 """
 
 import json
@@ -17,9 +21,11 @@ LONGEST = 100_000_000  # bytes of a text file, or of the header of a file with w
 
 
 class ModelError(ValueError):
-    """A checkpoint that cannot be served. The message is one line: the file, what is wrong, what to do.
+    """A checkpoint that cannot be served. The message is one line: the file, what is wrong, what to
+    do.
 
-    `short` says why in about five words, for a list of models, where it is more than that a file is broken.
+    `short` says why in about five words, for a list of models, where it is more than that a file is
+    broken.
     """
 
     def __init__(self, message: str, short: str = ""):
@@ -28,7 +34,8 @@ class ModelError(ValueError):
 
 
 def check_plain(path: Path) -> None:
-    """Refuse what is no plain file. To open a pipe may take for ever, and so may reading /dev/zero."""
+    """Refuse what is no plain file. To open a pipe may take for ever, and so may reading
+    /dev/zero."""
     if path.exists() and not path.is_file():
         raise ModelError(f"{path} is no plain file; download it again.")
 
@@ -41,7 +48,9 @@ def read_text(path: Path) -> str:
             raise ModelError(f"{path} is longer than {LONGEST:,} bytes; download it again.")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing; a model folder needs it. Download the model again.") from None
+        raise ModelError(
+            f"{path} is missing; a model folder needs it. Download the model again."
+        ) from None
     except (OSError, UnicodeDecodeError, MemoryError) as error:
         raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
 
@@ -51,11 +60,14 @@ def read_json(path: Path) -> dict:
     text = read_text(path)
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError, MemoryError) as error:  # no JSON, or a number of more than 4,300 digits
+    # No JSON, or a number of more than 4,300 digits
+    except (ValueError, RecursionError, MemoryError) as error:
         what = what_is(text[:64].encode()) or f"not JSON ({one_line(error)})"
         raise ModelError(f"{path} is {what}; download it again.") from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again.")
+        raise ModelError(
+            f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again."
+        )
     return value
 
 

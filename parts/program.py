@@ -1,14 +1,16 @@
-"""What the programs share: a mistake on the command line takes one line, and Ctrl-C ends them quietly at any moment.
+"""What the programs share: a mistake on the command line takes one line, and Ctrl-C ends them
+quietly at any moment.
 
-The problem. The imports of a program take up to a second, and Ctrl-C may come while they run, outside of any `try`.
-There it is an exception like others: Python prints a traceback, and a library that catches it goes on as if nothing had
-happened. So a program imports this file before all others. From here on Ctrl-C ends the process at once: there is
-nothing yet that would have to be closed. `run` lets Python handle the signal as usual while `main` runs, so that
-`with` and `finally` do their work. When `main` has ended, Ctrl-C ends the process at once again.
+The problem. The imports of a program take up to a second, and Ctrl-C may come while they run,
+outside of any `try`. There it is an exception like others: Python prints a traceback, and a library
+that catches it goes on as if nothing had happened. So a program imports this file before all
+others. From here on Ctrl-C ends the process at once: there is nothing yet that would have to be
+closed. `run` lets Python handle the signal as usual while `main` runs, so that `with` and `finally`
+do their work. When `main` has ended, Ctrl-C ends the process at once again.
 
-The invariant: after Ctrl-C the exit code is 130 (0 for the screen and the server, which are usually ended so). Where
-the signal is ignored, as in a shell's background job, it stays so. A program that only imports one of ours, such as a
-test, keeps its own way with signals.
+The invariant: after Ctrl-C the exit code is 130 (0 for the screen and the server, which are usually
+ended so). Where the signal is ignored, as in a shell's background job, it stays so. A program that
+only imports one of ours, such as a test, keeps its own way with signals.
 """
 
 import os
@@ -43,7 +45,8 @@ from parts.checks import one_line, read_whole, shown  # noqa: E402
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
-    while (unused := os.open(os.devnull, os.O_RDWR)) < 3:  # a standard stream was closed; MLX reads no file as number 0
+    # A standard stream was closed; MLX reads no file as number 0
+    while (unused := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(unused)
     try:
@@ -57,9 +60,11 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def backend() -> str:
-    """How this process reaches the others that share a model with it (`ranks.py`); empty if it is alone.
+    """How this process reaches the others that share a model with it (`ranks.py`); empty if it is
+    alone.
 
-    What starts the processes says so in the environment: `mlx.launch`, `mpirun`, or a person by hand.
+    What starts the processes says so in the environment: `mlx.launch`, `mpirun`, or a person by
+    hand.
     """
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         return "mpi"
@@ -69,7 +74,9 @@ def backend() -> str:
     for variable, name in files.items():
         if os.environ.get(variable):
             return name
-    raise ValueError("MLX_RANK is set, but not MLX_HOSTFILE; give the file that lists the addresses of all ranks")
+    raise ValueError(
+        "MLX_RANK is set, but not MLX_HOSTFILE; give the file that lists the addresses of all ranks"
+    )
 
 
 def rank() -> int:
@@ -85,16 +92,22 @@ def is_folder(model: str) -> bool:
 def check_model(model: str) -> None:
     """What `--model` takes. Better one line now than one from the hub, after a while."""
     if model != "demo" and not is_folder(model) and (model.count("/") != 1 or model[0] in "./~"):
-        raise ValueError(f"--model {shown(model)} is neither a folder nor a hub id of the form owner/name")
+        raise ValueError(
+            f"--model {shown(model)} is neither a folder nor a hub id of the form owner/name"
+        )
 
 
 def name_of(model: str) -> str:
     """As clients and the screen know it."""
-    return os.path.basename(os.path.abspath(os.path.expanduser(model))) if is_folder(model) else model
+    return (
+        os.path.basename(os.path.abspath(os.path.expanduser(model))) if is_folder(model) else model
+    )
 
 
 def on_a_terminal() -> bool:
-    return BROWSER or all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    return BROWSER or all(
+        stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
+    )
 
 
 @contextmanager
@@ -103,20 +116,26 @@ def about(option: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ValueError(f"{option}: {getattr(error, 'strerror', None) or error}; {remedy}") from None
+        raise ValueError(
+            f"{option}: {getattr(error, 'strerror', None) or error}; {remedy}"
+        ) from None
 
 
 def read_key(key: str) -> str:
-    """Without a key everybody may come in, so an empty one, as of a variable that is not set, is a mistake."""
+    """Without a key everybody may come in, so an empty one, as of a variable that is not set, is a
+    mistake."""
     if not key or key != key.strip():
-        raise argparse.ArgumentTypeError("the key is empty or has spaces around it; give another, or leave it out")
+        raise argparse.ArgumentTypeError(
+            "the key is empty or has spaces around it; give another, or leave it out"
+        )
     return key
 
 
 def version() -> str:
     """Which nanobatch this is, and what it runs on: the first line of a report.
 
-    `pyproject.toml` alone holds the number. The programs run from the checkout, so no installed package knows it.
+    `pyproject.toml` alone holds the number. The programs run from the checkout, so no installed
+    package knows it.
     """
     import platform  # these three are imported here, because most runs need none of them
     import tomllib
@@ -142,7 +161,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.add_argument("--version", action=ShowVersion, nargs=0, help="say which version this is, and exit")
+        self.add_argument(
+            "--version", action=ShowVersion, nargs=0, help="say which version this is, and exit"
+        )
 
     def parse_known_args(self, *arguments):
         try:
@@ -159,5 +180,13 @@ class Parser(argparse.ArgumentParser):
         key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY") or None for name in ("API", "WATCH"))
         says = "what clients must give ($NANOBATCH_API_KEY)"
         self.add_argument("--api-key", type=read_key, default=key, help=says)
-        self.add_argument("--watch-key", type=read_key, default=watch, help="shows texts to /watch elsewhere, too")
-        self.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="a proxy's (repeatable)")
+        self.add_argument(
+            "--watch-key", type=read_key, default=watch, help="shows texts to /watch elsewhere, too"
+        )
+        self.add_argument(
+            "--allow-host",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help="a proxy's (repeatable)",
+        )

@@ -1,9 +1,12 @@
-"""The charts: tokens a second, slots at work in each step, how long first tokens took, and what a row costs.
+"""The charts: tokens a second, slots at work in each step, how long first tokens took, and what a
+row costs.
 
-The problem. A timeline shows what happened. It does not show how fast the engine was, nor how long requests waited.
+The problem. A timeline shows what happened. It does not show how fast the engine was, nor how long
+requests waited.
 
-What this file keeps. As in `panes.py`, each function is pure: state, colours and a size in, lines out. Every chart has
-a zero line and an axis that can be read, and counts the steps and requests that `State` keeps.
+What this file keeps. As in `panes.py`, each function is pure: state, colours and a size in, lines
+out. Every chart has a zero line and an axis that can be read, and counts the steps and requests
+that `State` keeps.
 
 Where next: `keys.py`.
 """
@@ -24,7 +27,8 @@ from screen.state import State
 from screen.totals import percentile
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
-SCALE = 5  # characters: the numbers at the left. Charts of the same time then begin in the same column.
+# Characters: the numbers at the left. Charts of the same time then begin in the same column.
+SCALE = 5
 
 
 def nice(top: float) -> float:
@@ -34,9 +38,16 @@ def nice(top: float) -> float:
 
 
 def draw_area(
-    p: Palette, values: Sequence[float], top: float, width: int, height: int, hue: str, ends: tuple[str, str]
+    p: Palette,
+    values: Sequence[float],
+    top: float,
+    width: int,
+    height: int,
+    hue: str,
+    ends: tuple[str, str],
 ) -> list[Line]:
-    """Values as columns over a zero line. At the left is the scale; `ends` stand under the first and last column."""
+    """Values as columns over a zero line. At the left is the scale; `ends` stand under the first
+    and last column."""
     scale = {0: "0", height - 1: f"{top:,.0f}"}
     label = max(len(scale[height - 1]), SCALE)
     values = values[-(width - label - 2) :]
@@ -46,7 +57,8 @@ def draw_area(
         pen = Pen().put(f"{mark:>{label}} ", p.muted).put("┤" if mark else "│", p.faint)
         for value in values:
             eighths = round(8 * (value / top * height - row))
-            eighths = max(eighths, 1) if value and row == 0 else eighths  # a small value is not drawn as zero
+            # A small value is not drawn as zero
+            eighths = max(eighths, 1) if value and row == 0 else eighths
             pen.put(EIGHTHS[max(0, min(8, eighths))], solid if eighths >= 8 else hue)
         lines.append(pen.line)
     left, right = ends
@@ -55,7 +67,8 @@ def draw_area(
 
 
 def stretch(state: State) -> tuple[float, float]:
-    """What the charts cover, from and to: the latest busy period up to the cursor, or its last ten seconds."""
+    """What the charts cover, from and to: the latest busy period up to the cursor, or its last ten
+    seconds."""
     if not state.history:
         return 0.0, 0.0
     last = state.here.ended
@@ -75,7 +88,9 @@ def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
     totals = [state.delivered(began + i * tick) for i in range(bins + 1)]
     values = [(b - a) / tick for a, b in pairwise(totals)]
     lines = [heading(p, width, state.titled("tokens/s"), f"peak {max(values):,.0f}")]
-    return lines + draw_area(p, values, nice(max(1.0, *values)), width, height - 2, HUES[2], ends_of(began, last))
+    return lines + draw_area(
+        p, values, nice(max(1.0, *values)), width, height - 2, HUES[2], ends_of(began, last)
+    )
 
 
 def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -87,7 +102,10 @@ def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
     for column in islice(state.history, first, None):
         if column.began >= last:
             break
-        for i in range(max(0, int((column.began - began) / tick)), min(bins, int((column.ended - began) / tick) + 1)):
+        for i in range(
+            max(0, int((column.began - began) / tick)),
+            min(bins, int((column.ended - began) / tick) + 1),
+        ):
             shared = min(column.ended, began + (i + 1) * tick) - max(column.began, began + i * tick)
             worked[i] += max(0.0, shared) * column.useful
     values = [work / tick for work in worked]
@@ -104,11 +122,14 @@ def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
     waiting = [max(column.view.waiting for column in steps[a:b]) for a, b in pairwise(cuts)]
     ends = (f"step {steps[0].step:,}", f"{steps[-1].step:,}") if steps else ("step", "")
     lines = [heading(p, width, state.titled("queue"), f"peak {max(waiting):,}" if waiting else "")]
-    return lines + draw_area(p, waiting, nice(max(1, *waiting, 1)), width, height - 2, HUES[0], ends)
+    return lines + draw_area(
+        p, waiting, nice(max(1, *waiting, 1)), width, height - 2, HUES[0], ends
+    )
 
 
 def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """The median and the 95th percentile of TTFT as they went: each column counts the last 50 first tokens."""
+    """The median and the 95th percentile of TTFT as they went: each column counts the last 50 first
+    tokens."""
     moment = state.moment
     firsts = [first for first in state.firsts if first[0] <= moment]
     if not firsts:
@@ -117,7 +138,9 @@ def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
     began = max(state.periods[-1].began if state.periods else 0.0, firsts[0][0], last - 60)
     pairs = []
     for i in range(bins):
-        stop = bisect_right(firsts, began + (i + 1) * (last - began) / bins + 1e-9, key=lambda first: first[0])
+        stop = bisect_right(
+            firsts, began + (i + 1) * (last - began) / bins + 1e-9, key=lambda first: first[0]
+        )
         newest = [ttft for _, ttft in firsts[max(0, stop - 50) : stop]]
         pairs.append((percentile(newest, 0.5) or 0.0, percentile(newest, 0.95) or 0.0))
     half, most = pairs[-1]
@@ -128,7 +151,10 @@ def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
         pen = Pen().put(f"{mark:>6} ", p.muted).put("┤" if mark else "│", p.faint)
         for low, high in pairs:
             cells = [math.ceil(1000 * value / top * rows - 0.5) for value in (low, high)]
-            cells = [max(1, count) if value else 0 for count, value in zip(cells, (low, high), strict=True)]
+            cells = [
+                max(1, count) if value else 0
+                for count, value in zip(cells, (low, high), strict=True)
+            ]
             glyph = "█" if row < cells[0] else "▒" if row < cells[1] else " "
             pen.put(glyph, HUES[3])
         lines.append(pen.line)
@@ -160,7 +186,9 @@ def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
         values = ((costs[count] / slowest, number(1000 * costs[count]), HUES[0], "▒"),)
         values += ((count / costs[count] / best, number(count / costs[count]), HUES[2], "█"),)
         for i, (part, text, hue, glyph) in enumerate(values):
-            pen.to(6 + i * wide).put(glyph * max(1, round(part * (wide - 8))), hue).put(f" {text}", p.text)
+            pen.to(6 + i * wide).put(glyph * max(1, round(part * (wide - 8))), hue).put(
+                f" {text}", p.text
+            )
         lines.append(pen.line)
     return [*lines, *(Pen().put(f" {part}", p.text, True).line for part in said)]
 
@@ -168,12 +196,22 @@ def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
 def lesson(costs: Mapping[int, float], runs: bool) -> str:
     """What the chart shows, in words. `runs`: something still runs."""
     if len(costs) < 2:
-        seen = f"all steps had {number_of_rows(*costs)} so far" if costs else "no step has only decoded so far"
-        more = "wait until some have ended" if runs else "fire a burst (b), and one prompt alone (enter)"
+        seen = (
+            f"all steps had {number_of_rows(*costs)} so far"
+            if costs
+            else "no step has only decoded so far"
+        )
+        more = (
+            "wait until some have ended"
+            if runs
+            else "fire a burst (b), and one prompt alone (enter)"
+        )
         return f"{seen.capitalize()}: {more}, to see what a row costs."
     few, many = min(costs), max(costs)
     if costs[many] < costs[few]:  # no row is done for less than nothing
-        return f"Too noisy to say: {number_of_rows(many)} took less time than {number_of_rows(few)}."
+        return (
+            f"Too noisy to say: {number_of_rows(many)} took less time than {number_of_rows(few)}."
+        )
     cost, gain = costs[many] / costs[few], many / few * costs[few] / costs[many]
     dear = f"{number_of_rows(many)} cost {cost:.2f} × as much as {number_of_rows(few)}"
     return f"{dear}, and yield {gain:.2f} × the tokens."
@@ -183,29 +221,69 @@ def number_of_rows(count: int) -> str:
     return f"{count:,} row{'s' * (count != 1)}"
 
 
-EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 10**9)  # ms
+# Ms
+EDGES = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1000,
+    2000,
+    5000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+    10**9,
+)
 # The policies' textures, in the order of `POLICIES`. A fifth policy would get the first again.
-TEXTURES = (("█", style(HUES[2], HUES[2])), ("▒", style(HUES[0])), ("░", style(HUES[3])), ("▓", style(HUES[1])))
+TEXTURES = (
+    ("█", style(HUES[2], HUES[2])),
+    ("▒", style(HUES[0])),
+    ("░", style(HUES[3])),
+    ("▓", style(HUES[1])),
+)
 
 
 def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """How long requests waited for their first token: a histogram, with a texture for each policy."""
+    """How long requests waited for their first token: a histogram, with a texture for each
+    policy."""
     came = [r for r in state.requests.values() if r.arrived <= state.moment]
-    requests = [r for r in came if r.metrics.ttft_s is not None and r.arrived + r.metrics.ttft_s <= state.moment]
+    requests = [
+        r
+        for r in came
+        if r.metrics.ttft_s is not None and r.arrived + r.metrics.ttft_s <= state.moment
+    ]
     told = {r.id for r in requests}
     waiting = sum(r.id not in told and (r.ended is None or r.ended > state.moment) for r in came)
     if not requests:
-        return [heading(p, width, "TTFT"), Pen().put(" time to first token: nothing yet", p.muted).line]
+        return [
+            heading(p, width, "TTFT"),
+            Pen().put(" time to first token: nothing yet", p.muted).line,
+        ]
     ran = {r.policy for r in requests}
-    textures = {policy: texture for policy, texture in zip(POLICIES, cycle(TEXTURES)) if policy in ran}
+    textures = {
+        policy: texture for policy, texture in zip(POLICIES, cycle(TEXTURES)) if policy in ran
+    }
     mean = sum(r.metrics.ttft_s for r in requests) / len(requests)
     names = Pen()
     for policy, texture in textures.items():
         names.put(" ").put(*texture).put(f" {policy} ", p.muted)
-    # A mean that leaves out those that still wait would be too good: say how many they are, or leave it out.
-    notes = [f"mean {span(mean)} of {len(requests):,}, {waiting:,} still wait", f"{span(mean)}, {waiting:,} wait"]
+    # A mean that leaves out those that still wait would be too good: say how many they are, or
+    # leave it out.
+    notes = [
+        f"mean {span(mean)} of {len(requests):,}, {waiting:,} still wait",
+        f"{span(mean)}, {waiting:,} wait",
+    ]
     notes = (
-        [*notes, f"{waiting:,} wait"] if waiting else [f"mean {span(mean)} of {len(requests):,}", f"mean {span(mean)}"]
+        [*notes, f"{waiting:,} wait"]
+        if waiting
+        else [f"mean {span(mean)} of {len(requests):,}", f"mean {span(mean)}"]
     )
     title = state.titled("TTFT")
     note = next((note for note in notes if cell_len(note) < width - cell_len(title) - 7), "")
@@ -213,12 +291,15 @@ def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
     bins = [bisect_left(EDGES, 1000 * r.metrics.ttft_s) for r in requests]
     if height < 3:
         return lines[:height]
-    low = max(min(bins), max(bins) - height + 3)  # if room is short, the shortest waits are counted in one row
+    # If room is short, the shortest waits are counted in one row
+    low = max(min(bins), max(bins) - height + 3)
     rows = {b: Counter() for b in range(low, max(bins) + 1)}
     for b, r in zip(bins, requests, strict=True):
         rows[max(low, b)][r.policy] += 1
     most = max(row.total() for row in rows.values())
-    labels = [f"{f'≤ {EDGES[b]:,}' if b == low else f'{EDGES[b - 1]:,}–{EDGES[b]:,}'} ms" for b in rows]
+    labels = [
+        f"{f'≤ {EDGES[b]:,}' if b == low else f'{EDGES[b - 1]:,}–{EDGES[b]:,}'} ms" for b in rows
+    ]
     left = max(map(len, labels)) + 2
     for row, label in zip(rows.values(), labels, strict=True):
         pen, room = Pen().put(f"{label:>{left - 1}} ", p.muted), width - left - 5

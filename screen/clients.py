@@ -1,10 +1,10 @@
 """The clients: what asks over HTTP, what it was answered, and what was refused.
 
-The problem. A request that is refused never reaches the engine, so no slot tells of it; and a client that hangs up
-looks like any other end.
+The problem. A request that is refused never reaches the engine, so no slot tells of it; and a
+client that hangs up looks like any other end.
 
-What this file keeps. As in `panes.py`, the functions are pure: state, colours and a size in, lines out. A column that
-finds no room is left out as a whole.
+What this file keeps. As in `panes.py`, the functions are pure: state, colours and a size in, lines
+out. A column that finds no room is left out as a whole.
 
 Where next: `keys.py`.
 """
@@ -49,13 +49,23 @@ COLUMNS = (
 
 
 def so_far(state: State, call: Call) -> Call:
-    """An open call with the engine's figures: the door writes down its own when the call has ended."""
+    """An open call with the engine's figures: the door writes down its own when the call has
+    ended."""
     views = [state.requests[request] for request in call.requests if request in state.requests]
     if call.latency_s is not None or not views:
         return call
     first, metrics = views[0].metrics, [view.metrics for view in views]
-    read = {"prompt_tokens": first.prompt_tokens, "cached_tokens": first.cached_tokens, "ttft_s": first.ttft_s}
-    return replace(call, tokens=sum(m.output_tokens for m in metrics), generation_tps=first.tokens_per_s, **read)
+    read = {
+        "prompt_tokens": first.prompt_tokens,
+        "cached_tokens": first.cached_tokens,
+        "ttft_s": first.ttft_s,
+    }
+    return replace(
+        call,
+        tokens=sum(m.output_tokens for m in metrics),
+        generation_tps=first.tokens_per_s,
+        **read,
+    )
 
 
 def values(call: Call) -> Iterable[str]:
@@ -74,9 +84,15 @@ def values(call: Call) -> Iterable[str]:
 
 
 def draw_call(p: Palette, call: Call, columns: Sequence[Column], width: int, message: str) -> Line:
-    """One call in one line. What a refusal says takes the place of the figures, of which it has none."""
-    colour = p.bad if call.is_refused else p.text if call.latency_s is None or call.hung_up else p.muted
-    pen, cells = Pen().put("╳" if call.hung_up else " ", p.bad, True), dict(zip(COLUMNS, values(call), strict=True))
+    """One call in one line. What a refusal says takes the place of the figures, of which it has
+    none."""
+    colour = (
+        p.bad if call.is_refused else p.text if call.latency_s is None or call.hung_up else p.muted
+    )
+    pen, cells = (
+        Pen().put("╳" if call.hung_up else " ", p.bad, True),
+        dict(zip(COLUMNS, values(call), strict=True)),
+    )
     for column in columns:
         if column.is_text:
             pen.put(f"{shorten(clean(cells[column]), column.width - 1):<{column.width}}", colour)
@@ -88,14 +104,21 @@ def draw_call(p: Palette, call: Call, columns: Sequence[Column], width: int, mes
     return pen.put(gap + shorten(clean(said), width - pen.width - len(gap) - 1), colour).line
 
 
-def draw_clients(state: State, p: Palette, width: int, height: int, whole: bool = False) -> list[Line]:
-    """The calls at the door, open ones first, then the newest. `whole`: as many lines as it takes, messages in full."""
+def draw_clients(
+    state: State, p: Palette, width: int, height: int, whole: bool = False
+) -> list[Line]:
+    """The calls at the door, open ones first, then the newest. `whole`: as many lines as it takes,
+    messages in full."""
     door, columns = state.view.door, fitting(COLUMNS, width - REASON - 3)
     if door is None:
         words = "The door is shut. --serve 8000 opens it: then programs that speak OpenAI's protocol can ask."
-        return [heading(p, width, "Clients", "Esc back", do="screen.dismiss"), *entry(p, width, "", words, p.muted)]
+        return [
+            heading(p, width, "Clients", "Esc back", do="screen.dismiss"),
+            *entry(p, width, "", words, p.muted),
+        ]
     opened, ended = door.open[::-1], state.calls[::-1]
-    asking = sum("/watch" not in call.route for call in opened)  # a screen that watches asks for nothing
+    # A screen that watches asks for nothing
+    asking = sum("/watch" not in call.route for call in opened)
     counts = {"open": asking, "ended": door.seen, "refused": state.refused, "hung up ╳": state.gone}
     note = " · ".join(f"{count:,} {what}" for what, count in counts.items())
     pen = Pen().put(" ")

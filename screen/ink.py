@@ -1,10 +1,12 @@
-"""How to draw: colours, a pen, figures with three digits, text that fits, and a glyph for all that a slot can do.
+"""How to draw: colours, a pen, figures with three digits, text that fits, and a glyph for all that
+a slot can do.
 
-The problem. A prompt or an answer may hold anything, a control character too, and a theme may have any colours.
+The problem. A prompt or an answer may hold anything, a control character too, and a theme may have
+any colours.
 
-What this file keeps. All text from elsewhere goes through `clean` before it is drawn, so no prompt and no answer can
-move the cursor. Words have the theme's own colours and can be read in every theme; hues only fill. The glyphs alone
-tell the phases apart, without any colour.
+What this file keeps. All text from elsewhere goes through `clean` before it is drawn, so no prompt
+and no answer can move the cursor. Words have the theme's own colours and can be read in every
+theme; hues only fill. The glyphs alone tell the phases apart, without any colour.
 
 Where next: `timeline.py`.
 """
@@ -22,11 +24,25 @@ from rich.style import Style
 from textual.color import Color
 from textual.theme import Theme
 
-# A terminal would obey control characters, and characters without a width of their own would shift what stands beside
-# them. Control characters are shown as pictures (␛), a tab as blanks; the others are left out. A newline is kept.
-_INVISIBLE = (*range(0x80, 0xA0), 0xAD, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF)
-_UNSAFE = dict.fromkeys((*_INVISIBLE, *range(0xFE00, 0xFE10), *range(0xD800, 0xE000), *range(0xE0000, 0xE0080)))
-_UNSAFE |= {code: 0x2400 + code for code in range(32)} | {0x7F: "␡", ord("\t"): "    ", ord("\r"): None}
+# A terminal would obey control characters, and characters without a width of their own would shift
+# what stands beside them. Control characters are shown as pictures (␛), a tab as blanks; the others
+# are left out. A newline is kept.
+_INVISIBLE = (
+    *range(0x80, 0xA0),
+    0xAD,
+    *range(0x200B, 0x2010),
+    *range(0x2028, 0x202F),
+    *range(0x2060, 0x2070),
+    0xFEFF,
+)
+_UNSAFE = dict.fromkeys(
+    (*_INVISIBLE, *range(0xFE00, 0xFE10), *range(0xD800, 0xE000), *range(0xE0000, 0xE0080))
+)
+_UNSAFE |= {code: 0x2400 + code for code in range(32)} | {
+    0x7F: "␡",
+    ord("\t"): "    ",
+    ord("\r"): None,
+}
 del _UNSAFE[ord("\n")]
 
 
@@ -35,15 +51,23 @@ def clean(text: str) -> str:
     return text.translate(_UNSAFE)
 
 
-# Okabe and Ito's hues, without grey and black: colour-blind people can tell them apart. Hues fill cells. Words have the
-# theme's own colour, since yellow words on white cannot be read.
+# Okabe and Ito's hues, without grey and black: colour-blind people can tell them apart. Hues fill
+# cells. Words have the theme's own colour, since yellow words on white cannot be read.
 HUES = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#0072b2", "#f0e442", "#d55e00")
 
 
 @lru_cache(4096)
-def style(ink: str | None, back: str | None = None, bold: bool = False, reverse: bool = False, do: str = "") -> Style:
+def style(
+    ink: str | None,
+    back: str | None = None,
+    bold: bool = False,
+    reverse: bool = False,
+    do: str = "",
+) -> Style:
     """A style is made once and kept. `do` is the action that a click on the text runs."""
-    return Style(color=ink, bgcolor=back, bold=bold, reverse=reverse, meta={"do": do} if do else None)
+    return Style(
+        color=ink, bgcolor=back, bold=bold, reverse=reverse, meta={"do": do} if do else None
+    )
 
 
 class Palette(NamedTuple):
@@ -59,19 +83,32 @@ class Palette(NamedTuple):
 
     @staticmethod
     def of(theme: Theme) -> Palette:
-        """A theme's colours. Those of words are moved towards black or white, since some themes are hard to read."""
+        """A theme's colours. Those of words are moved towards black or white, since some themes are
+        hard to read."""
         variables = theme.to_color_system().generate()
         names = ("foreground", "background", "text-accent", "text-error")
-        text, back, accent, bad = (Color.parse(variables.get(name, "ansi_default")) for name in names)
+        text, back, accent, bad = (
+            Color.parse(variables.get(name, "ansi_default")) for name in names
+        )
         if any(color.ansi is not None for color in (text, back, accent, bad)):
-            return DARK if theme.dark else LIGHT  # these are the terminal's own colours, which cannot be mixed
+            # These are the terminal's own colours, which cannot be mixed
+            return DARK if theme.dark else LIGHT
         far = Color.parse("white" if theme.dark else "black")
         text, accent, bad = (color.blend(far, 0.3) for color in (text, accent, bad))
-        inks = (text, back.blend(text, 0.7), back.blend(text, 0.3), accent, bad, back, back.blend(text, 0.1))
+        inks = (
+            text,
+            back.blend(text, 0.7),
+            back.blend(text, 0.3),
+            accent,
+            bad,
+            back,
+            back.blend(text, 0.1),
+        )
         return Palette(*(color.hex6.lower() for color in inks))
 
     def fill(self, request: int | None) -> str:
-        # With seven slots, a slot's next request has a number that is seven higher. It still gets another hue.
+        # With seven slots, a slot's next request has a number that is seven higher. It still gets
+        # another hue.
         number = request or 0
         return apart(HUES[(number + number // len(HUES)) % len(HUES)], self.back)
 
@@ -125,7 +162,9 @@ class Pen:
         self.line: Line = []
         self.width = 0
 
-    def put(self, text: str, ink: str | Style | None = None, bold: bool = False, do: str = "") -> Pen:
+    def put(
+        self, text: str, ink: str | Style | None = None, bold: bool = False, do: str = ""
+    ) -> Pen:
         how = ink if isinstance(ink, Style) else style(ink, bold=bold, do=do)
         before = self.line.pop().text if self.line and self.line[-1].style is how else ""
         self.line.append(Segment(before + text, how))
@@ -156,7 +195,8 @@ def count(many: int, thing: str) -> str:
 
 
 def fitting(columns: Iterable, width: int) -> list:
-    """The columns of a table that there is room for. Each has a width and a rank; the highest ranks go first."""
+    """The columns of a table that there is room for. Each has a width and a rank; the highest ranks
+    go first."""
     columns = list(columns)
     while sum(column.width for column in columns) > width:
         columns.remove(max(columns, key=lambda column: column.rank))
@@ -166,15 +206,22 @@ def fitting(columns: Iterable, width: int) -> list:
 def shorten(text: str, width: int) -> str:
     """One line of at most `width` cells; an ellipsis where it was cut."""
     text = " ".join(text.split())
-    return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)) + "…" * (width > 0)
+    return (
+        text
+        if cell_len(text) <= width
+        else set_cell_size(text, max(0, width - 1)) + "…" * (width > 0)
+    )
 
 
 def wrap(text: str, width: int) -> list[str]:
     """Lines of at most `width` cells, broken between words where that is possible."""
-    lines = []  # a unit, and a point behind it, stay at their number; a term of a sum stays in one piece
+    # A unit, and a point behind it, stay at their number; a term of a sum stays in one piece
+    lines = []
     for paragraph in text.split("\n"):
         line = ""
-        for word in re.findall(r"\s*(?:\+ [a-z]+ \d\S*|\S+(?: (?:ms|s|%)(?!\w)\S*)?)|\s+$", paragraph):
+        for word in re.findall(
+            r"\s*(?:\+ [a-z]+ \d\S*|\S+(?: (?:ms|s|%)(?!\w)\S*)?)|\s+$", paragraph
+        ):
             if cell_len(line + word) > width:
                 *full, word = chop_cells(word.lstrip(), max(1, width)) or [""]
                 lines += [line, *full] if line else full
@@ -184,9 +231,9 @@ def wrap(text: str, width: int) -> list[str]:
     return lines
 
 
-# What a slot did in a step, and two more kinds of rows: those that came from an earlier request, and those that a free
-# slot still holds. Last, steps that the screen has missed. Each kind has a glyph of its own, so it can be told without
-# any colour.
+# What a slot did in a step, and two more kinds of rows: those that came from an earlier request,
+# and those that a free slot still holds. Last, steps that the screen has missed. Each kind has a
+# glyph of its own, so it can be told without any colour.
 NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "remembered", "unseen")
 PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED, UNSEEN = range(9)
 GLYPHS = "▒█┈╳▚·▓░?"
@@ -194,12 +241,21 @@ Legend = Iterable[tuple[str, str | Style, str]]  # (glyph, ink, meaning)
 
 
 def legend(p: Palette, *kinds: int) -> Legend:
-    return [(GLYPHS[kind], {BLOCKED: p.bad, EMPTY: p.muted}.get(kind, p.text), NAMES[kind]) for kind in kinds]
+    return [
+        (GLYPHS[kind], {BLOCKED: p.bad, EMPTY: p.muted}.get(kind, p.text), NAMES[kind])
+        for kind in kinds
+    ]
 
 
-def heading(p: Palette, width: int, title: str, note: str = "", legend: Legend = (), do: str = "") -> Line:
-    """A rule: at its left a title; at its right a note and the meaning of glyphs, each only if it finds room."""
-    pen, right = Pen().put("── ", p.faint).put(shorten(title, width - 8), p.text, True).put(" "), Pen()
+def heading(
+    p: Palette, width: int, title: str, note: str = "", legend: Legend = (), do: str = ""
+) -> Line:
+    """A rule: at its left a title; at its right a note and the meaning of glyphs, each only if it
+    finds room."""
+    pen, right = (
+        Pen().put("── ", p.faint).put(shorten(title, width - 8), p.text, True).put(" "),
+        Pen(),
+    )
     room = width - pen.width - 3
     if note and cell_len(note) < room:
         right.put(f" {note}", p.muted, do=do)
@@ -210,10 +266,15 @@ def heading(p: Palette, width: int, title: str, note: str = "", legend: Legend =
     return [*pen.put("─" * (width - pen.width - right.width), p.faint).line, *right.line]
 
 
-def entry(p: Palette, width: int, name: str, text: str, ink: str = "", names: int = 9) -> list[Line]:
+def entry(
+    p: Palette, width: int, name: str, text: str, ink: str = "", names: int = 9
+) -> list[Line]:
     """A name, and beside it a text in as many lines as it needs. An empty text has no line."""
     parts = enumerate(wrap(text, width - names - 2) if text else ())
-    return [Pen().put(f" {'' if i else name:<{names}}", p.muted).put(part, ink or p.text).line for i, part in parts]
+    return [
+        Pen().put(f" {'' if i else name:<{names}}", p.muted).put(part, ink or p.text).line
+        for i, part in parts
+    ]
 
 
 def axis(p: Palette, *labels: tuple[int, str]) -> Line:

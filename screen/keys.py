@@ -2,8 +2,8 @@
 
 The problem. Footer, help, command palette and keyboard must not disagree.
 
-What this file keeps. All four are made from one table, `KEYS`. `WORDS` explains the words on the screen; what a policy
-does, it takes from `sched.POLICIES`.
+What this file keeps. All four are made from one table, `KEYS`. `WORDS` explains the words on the
+screen; what a policy does, it takes from `sched.POLICIES`.
 
 Where next: `session.py`, which obeys.
 """
@@ -26,33 +26,107 @@ class Key(NamedTuple):
     action: str
     label: str
     help: str  # of a pair of keys, the first explains both
-    footer: int = 0  # the keys of the lowest ranks are shown first, while there is room; 0: never in the footer
+    # The keys of the lowest ranks are shown first, while there is room; 0: never in the footer
+    footer: int = 0
 
 
 KEYS = (
     Key("i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, Esc leaves the box", 3),
-    Key("slash", "/", "prompt('/')", "Command", "type a command; the last line of this page names some"),
+    Key(
+        "slash",
+        "/",
+        "prompt('/')",
+        "Command",
+        "type a command; the last line of this page names some",
+    ),
     Key("enter", "enter", "fire", "Fire", "fire the prompt that is in the box, or type one", 10),
-    Key("b", "b", "command('/burst')", "Burst", "fire a burst: prompts of different lengths, all at once", 1),
+    Key(
+        "b",
+        "b",
+        "command('/burst')",
+        "Burst",
+        "fire a burst: prompts of different lengths, all at once",
+        1,
+    ),
     Key("space", "space", "pause", "Pause", "stop the engine between two steps; again: go on", 7),
     Key("s", "s", "command('/step')", "Step", "run one step, then pause", 9),
-    Key("minus", "-", "command('/slow -')", "Slower", "slow motion: half as many steps a second (/slow 8: eight)", 9),
-    Key("plus,equals_sign", "+", "command('/slow +')", "Faster", "twice as many, and at last full speed", 16),
+    Key(
+        "minus",
+        "-",
+        "command('/slow -')",
+        "Slower",
+        "slow motion: half as many steps a second (/slow 8: eight)",
+        9,
+    ),
+    Key(
+        "plus,equals_sign",
+        "+",
+        "command('/slow +')",
+        "Faster",
+        "twice as many, and at last full speed",
+        16,
+    ),
     Key("0", "0", "command('/slow off')", "Full speed", "leave slow motion"),
-    Key("p", "p", "command('/policy')", "Policy", "the next policy: drain the slots, then switch", 6),
-    Key("c", "c", "command('/compare')", "Compare", "the last run simulated under two policies (/compare serial)", 4),
-    Key("r", "r", "command('/race')", "Race", f"the same burst under {RIVALS[0]}, then {RIVALS[1]} (measured)", 5),
-    Key("R", "R", "command('/race last')", "Last race", "the last race once more: its timelines and its figures"),
+    Key(
+        "p", "p", "command('/policy')", "Policy", "the next policy: drain the slots, then switch", 6
+    ),
+    Key(
+        "c",
+        "c",
+        "command('/compare')",
+        "Compare",
+        "the last run simulated under two policies (/compare serial)",
+        4,
+    ),
+    Key(
+        "r",
+        "r",
+        "command('/race')",
+        "Race",
+        f"the same burst under {RIVALS[0]}, then {RIVALS[1]} (measured)",
+        5,
+    ),
+    Key(
+        "R",
+        "R",
+        "command('/race last')",
+        "Last race",
+        "the last race once more: its timelines and its figures",
+    ),
     Key("x", "x", "command('/cancel')", "Cancel", "cancel the selected slot's request", 9),
-    Key("X", "X", "command('/cancel all')", "Cancel all", "cancel all requests, waiting ones too", 14),
-    Key("l", "l", "command('/load')", "Load", "a steady load of random prompts: on, off (/load 8: 8 a second)", 11),
+    Key(
+        "X",
+        "X",
+        "command('/cancel all')",
+        "Cancel all",
+        "cancel all requests, waiting ones too",
+        14,
+    ),
+    Key(
+        "l",
+        "l",
+        "command('/load')",
+        "Load",
+        "a steady load of random prompts: on, off (/load 8: 8 a second)",
+        11,
+    ),
     Key("e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12),
     Key("up", "↑ ↓", "choose(-1)", "Slot above", "select a slot"),
     Key("down", "↓", "choose(1)", "Slot below", ""),
-    Key("left", "← →", "move(-1)", "Earlier", "go back in time by a column of the timeline, and forth"),
+    Key(
+        "left",
+        "← →",
+        "move(-1)",
+        "Earlier",
+        "go back in time by a column of the timeline, and forth",
+    ),
     Key("right", "→", "move(1)", "Later", ""),
     Key(
-        "shift+left,comma", ", .", "nudge(-1)", "A step earlier", "a single step back, or on (shift and an arrow, too)"
+        "shift+left,comma",
+        ", .",
+        "nudge(-1)",
+        "A step earlier",
+        "a single step back, or on (shift and an arrow, too)",
     ),
     Key("shift+right,full_stop", ".", "nudge(1)", "A step later", ""),
     Key("pageup", "PgUp PgDn", "move(-40)", "Much earlier", "forty columns back, or on"),
@@ -60,51 +134,139 @@ KEYS = (
     Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
     Key("end,escape", "End", "follow", "Newest", "follow the newest step again"),
     Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
-    Key("v", "v", "view", "View", "other charts: why batching pays, waits; on a small screen other panes, too", 8),
+    Key(
+        "v",
+        "v",
+        "view",
+        "View",
+        "other charts: why batching pays, waits; on a small screen other panes, too",
+        8,
+    ),
     Key("f", "f", "open", "Requests", "requests that have ended: read and copy them", 10),
-    Key("t", "t", "sheet('totals')", "Totals", "what each busy period came to: compare bursts and policies", 10),
-    Key("g", "g", "go", "Go", "from the step to the selected slot's request; there, from a request to its steps"),
-    Key("h", "h", "sheet('clients')", "Clients", "what asks over HTTP (--serve, --watch), and what was refused", 13),
-    Key("E", "E", "sheet('errors')", "Errors", "what has failed in here, with file and line: the tracebacks"),
+    Key(
+        "t",
+        "t",
+        "sheet('totals')",
+        "Totals",
+        "what each busy period came to: compare bursts and policies",
+        10,
+    ),
+    Key(
+        "g",
+        "g",
+        "go",
+        "Go",
+        "from the step to the selected slot's request; there, from a request to its steps",
+    ),
+    Key(
+        "h",
+        "h",
+        "sheet('clients')",
+        "Clients",
+        "what asks over HTTP (--serve, --watch), and what was refused",
+        13,
+    ),
+    Key(
+        "E",
+        "E",
+        "sheet('errors')",
+        "Errors",
+        "what has failed in here, with file and line: the tracebacks",
+    ),
     Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
     Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
-    Key("ctrl+z", "Ctrl-Z", "suspend_process", "Suspend", "give the terminal back to the shell; fg goes on"),
+    Key(
+        "ctrl+z",
+        "Ctrl-Z",
+        "suspend_process",
+        "Suspend",
+        "give the terminal back to the shell; fg goes on",
+    ),
     Key("question_mark", "?", "sheet('help')", "Help", "this page", 1),
     Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
 )
-# Keys that work on a page, too: they open another one, lead to the prompt box, or say what they have done.
+# Keys that work on a page, too: they open another one, lead to the prompt box, or say what they
+# have done.
 ON_A_SHEET = ("theme", "copy", "pause", "go", "suspend_process", "settings", "open")
 ON_A_SHEET += tuple(key.action for key in KEYS if key.action.startswith("sheet("))
 ON_A_SHEET += ("command('/compare')", "command('/race')", "command('/race last')")
 OF_THE_ENGINE = (
     "pause",
-    *(f"command('/{name}')" for name in ("step", "policy", "race", "load", "slow -", "slow +", "slow off")),
+    *(
+        f"command('/{name}')"
+        for name in ("step", "policy", "race", "load", "slow -", "slow +", "slow off")
+    ),
 )
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
 WORDS = (
-    ("slot", "one request's place in the KV cache, of a fixed length. A request owns one from admission to its end."),
+    (
+        "slot",
+        "one request's place in the KV cache, of a fixed length. A request owns one from admission to its end.",
+    ),
     ("row", "one token's place in a slot: its key and its value, in every layer."),
-    ("prefill ▒", "the prompt goes into the slot, a chunk a step. After the last chunk comes the first token."),
-    ("decode █", "one more token for each slot whose prompt is in, all of them in one pass through the weights."),
-    ("reused ▓", "rows taken over from a request that began alike, prompt or answer: they are not computed again."),
-    ("remembered ░", "rows of its last request, prompt and answer, that a free slot holds until it is used again."),
+    (
+        "prefill ▒",
+        "the prompt goes into the slot, a chunk a step. After the last chunk comes the first token.",
+    ),
+    (
+        "decode █",
+        "one more token for each slot whose prompt is in, all of them in one pass through the weights.",
+    ),
+    (
+        "reused ▓",
+        "rows taken over from a request that began alike, prompt or answer: they are not computed again.",
+    ),
+    (
+        "remembered ░",
+        "rows of its last request, prompt and answer, that a free slot holds until it is used again.",
+    ),
     ("blocked ╳", "the slot is free and requests wait, but the policy keeps it shut."),
     ("held ┈", "in a slot, but the step's budget was spent, or what it shares is being written."),
     ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),
-    ("chunk", "a piece of a prompt, cut where the step's budget ends. Far back a token costs more, so it has fewer."),
-    ("budget", "what a step may cost: 1 for a token, more if it looks far back. One whole chunk may always go in."),
-    ("run-ahead", "a step starts before the one before is read back. While paused or in slow motion it waits for it."),
-    ("slow motion", "so many steps a second. The engine's clock stands still in between, so all figures stay true."),
-    ("plan", "the scheduler decides what the step does: who is admitted, which chunks go in, which slots decode."),
+    (
+        "chunk",
+        "a piece of a prompt, cut where the step's budget ends. Far back a token costs more, so it has fewer.",
+    ),
+    (
+        "budget",
+        "what a step may cost: 1 for a token, more if it looks far back. One whole chunk may always go in.",
+    ),
+    (
+        "run-ahead",
+        "a step starts before the one before is read back. While paused or in slow motion it waits for it.",
+    ),
+    (
+        "slow motion",
+        "so many steps a second. The engine's clock stands still in between, so all figures stay true.",
+    ),
+    (
+        "plan",
+        "the scheduler decides what the step does: who is admitted, which chunks go in, which slots decode.",
+    ),
     ("build", "Python describes the step to MLX, as a graph. Nothing is computed yet."),
-    ("device", "MLX queues the graph. On a CPU the device works meanwhile; on a GPU this launches the kernels."),
+    (
+        "device",
+        "MLX queues the graph. On a CPU the device works meanwhile; on a GPU this launches the kernels.",
+    ),
     ("wait", "until the device has done the rest, and the new tokens can be read."),
-    ("commit", "the new tokens are handed to their requests; those that have ended leave their slots."),
-    ("Python", "of a step's time, its own work: plan, build and commit. The rest of the time is device and wait."),
-    ("clock", "the engine's. Its seconds beyond those of undisturbed steps are interruptions: other programs ran."),
+    (
+        "commit",
+        "the new tokens are handed to their requests; those that have ended leave their slots.",
+    ),
+    (
+        "Python",
+        "of a step's time, its own work: plan, build and commit. The rest of the time is device and wait.",
+    ),
+    (
+        "clock",
+        "the engine's. Its seconds beyond those of undisturbed steps are interruptions: other programs ran.",
+    ),
     ("batch size", "how many slots did useful work at a time."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
-    ("client", "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one."),
+    (
+        "client",
+        "a program that asks over HTTP. If it hangs up (╳), its slot is free; what is refused never gets one.",
+    ),
     (
         "batching",
         "why it pays: of steps with so many rows, the lower quartile of their time, and its tokens/s.",
@@ -128,7 +290,11 @@ def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
     if state.view.paused:
         ways = {"pause": ("Go on", 1), "command('/step')": ("Step", 1)}
     elif state.view.slow:
-        ways = {"command('/slow off')": ("Full speed", 1), "pause": ("Pause", 2), "command('/slow -')": ("Slower", 3)}
+        ways = {
+            "command('/slow off')": ("Full speed", 1),
+            "pause": ("Pause", 2),
+            "command('/slow -')": ("Slower", 3),
+        }
         ways |= {"view": ("View", 3), "command('/slow +')": ("Faster", 4)}
     for i, key in enumerate(keys):
         if key.action in ways:
@@ -142,12 +308,15 @@ def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
     pen = Pen().put(" ")
     for key in keys:
         if key in shown:
-            pen.put(key.show, p.accent, True, key.action).put(f" {key.label}", p.text, do=key.action).put(" ")
+            pen.put(key.show, p.accent, True, key.action).put(
+                f" {key.label}", p.text, do=key.action
+            ).put(" ")
     return [pen.line]
 
 
 def draw_help(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """Keys, then words, then policies: as many lines as it takes. The sheet that shows them can be scrolled."""
+    """Keys, then words, then policies: as many lines as it takes. The sheet that shows them can be
+    scrolled."""
     lines = [heading(p, width, "Help: keys", "↑↓ scroll  Esc back", do="screen.dismiss")]
     keys, across = [key for key in KEYS if key.help], 2 if width >= 140 else 1
     wide, tall = width // across, -(-len(keys) // across)
@@ -156,7 +325,9 @@ def draw_help(state: State, p: Palette, width: int, height: int) -> list[Line]:
         for i in range(max(len(parts) for _, parts in beside)):
             pen = Pen()
             for column, (key, parts) in enumerate(beside):
-                pen.to(column * wide).put(f" {key.show if i == 0 else '':<10}", p.accent, True, key.action)
+                pen.to(column * wide).put(
+                    f" {key.show if i == 0 else '':<10}", p.accent, True, key.action
+                )
                 pen.put("".join(parts[i : i + 1]), p.text, do=key.action)
             lines.append(pen.line)
     lines.append(heading(p, width, "Words"))

@@ -2,9 +2,10 @@
 
 The problem. A screen is hard to test, and a terminal may have any size.
 
-What this file keeps. Each function takes (state, palette, width, height) and answers with at most `height` lines of at
-most `width` cells. What finds no room is left out as a whole, since a number that is cut is a lie. Nothing here
-remembers anything between two calls or knows a terminal, so a test compares text with text.
+What this file keeps. Each function takes (state, palette, width, height) and answers with at most
+`height` lines of at most `width` cells. What finds no room is left out as a whole, since a number
+that is cut is a lie. Nothing here remembers anything between two calls or knows a terminal, so a
+test compares text with text.
 
 Where next: `charts.py` and `keys.py`, the rest of the panes; `tui.py`, which places them.
 """
@@ -21,7 +22,22 @@ from textual.strip import Strip
 
 from parts.api.views import RanksView, RequestView, SlotView, StepView
 from screen import ink
-from screen.ink import Line, Palette, Pen, axis, clean, count, entry, heading, legend, number, shorten, span, wrap
+from screen.ink import (
+    Line,
+    Palette,
+    Pen,
+    axis,
+    clean,
+    count,
+    entry,
+    heading,
+    legend,
+    number,
+    shorten,
+    span,
+    wrap,
+)
+from screen.room import View
 from screen.runs import FIGURES, in_time
 from screen.state import State, client_of, prices, prompt_of, race, verdict
 from screen.timeline import Column, useful_of
@@ -31,8 +47,11 @@ TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
 
 
 def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
-    """Figures in columns of these widths, each at the right of its column. A width of 0 leaves the figure out."""
-    return "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=False) if width)
+    """Figures in columns of these widths, each at the right of its column. A width of 0 leaves the
+    figure out."""
+    return "".join(
+        f"{value:>{width}}" for value, width in zip(values, widths, strict=False) if width
+    )
 
 
 def fit_slots(state: State, rows: int) -> range:
@@ -42,18 +61,30 @@ def fit_slots(state: State, rows: int) -> range:
     return range(first, min(count, first + rows))
 
 
+def what_is_done(view: View) -> str:
+    if view.gone_s is not None:
+        return f"✗ gone for {view.gone_s:,.0f} s"
+    if view.door and view.door.draining:
+        return "⇣ ending"
+    if view.engine.draining_to:
+        return f"{'▮▮ paused,' if view.paused else '⇣'} draining → {view.engine.draining_to}"
+    if view.paused:
+        return "▮▮ paused"
+    sign, word = "■", "idle"
+    if view.busy:
+        sign, word = "▶", "running"
+    if view.racing:
+        sign, word = "⚑", "racing"
+    # The watcher's clock counts these steps; all other figures go by the engine's.
+    return f"{sign} slow: {view.slow:g} steps/s" if view.slow else f"{sign} {word}"
+
+
 def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]:
     view, engine, door = state.view, state.view.engine, state.view.door
-    doing = "▮▮ paused" if view.paused else "⚑ racing" if view.racing else "▶ running" if view.busy else "■ idle"
-    if view.slow and not view.paused:  # on the clock of whoever watches; all other figures are on the engine's
-        doing = f"{doing.split()[0]} slow: {view.slow:g} steps/s"
-    if view.gone_s is not None:
-        doing = f"✗ gone for {view.gone_s:,.0f} s"
-    elif door and door.draining:
-        doing = "⇣ ending"
-    elif engine.draining_to:
-        doing = f"{'▮▮ paused,' if view.paused else '⇣'} draining → {engine.draining_to}"
-    now = p.bad if view.gone_s is not None else p.accent if view.busy and not state.past else p.muted
+    doing = what_is_done(view)
+    now = (
+        p.bad if view.gone_s is not None else p.accent if view.busy and not state.past else p.muted
+    )
     clients = sum(bool(call.requests) for call in door.open) if door else 0
     asking = f"{clients:,} asking at {door.address.partition('//')[2]}" if door else ""
     newest = [column.view.seconds for column in state.history[max(0, state.at - 19) : state.at + 1]]
@@ -68,14 +99,24 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
         (f"now: {doing}" if state.past else doing, now, True, "pause"),
         (policy, p.text, True, "command('/policy')"),
         (f"{len(engine.ranks.memory)} ranks" if engine.ranks.memory else "", p.text, False, ""),
-        (f"{number(state.tokens_per_s()) if view.busy or back else '–':>5} tok/s", p.text, False, ""),
+        (
+            f"{number(state.tokens_per_s()) if view.busy or back else '–':>5} tok/s",
+            p.text,
+            False,
+            "",
+        ),
         (f"{state.finished:,} ended", p.text, False, "open"),
         (asking, p.text, False, "sheet('clients')"),
         ("" if state.past else f"step {newest_step:,}", p.muted, False, ""),
         (f"{mean:>5} ms/step", p.muted, False, ""),
         (f"load {view.load:g}/s" if view.load else "", p.text, False, "command('/load')"),
         ("space: go on" if view.paused else "", p.accent, False, "pause"),
-        ("0: full speed" if view.slow and not view.paused else "", p.accent, False, "command('/slow off')"),
+        (
+            "0: full speed" if view.slow and not view.paused else "",
+            p.accent,
+            False,
+            "command('/slow off')",
+        ),
     ]
     pen = Pen().put(" ")
     for text, *how in parts:
@@ -86,7 +127,8 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
 
 
 def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
-    """Why the first request in line waits. All behind it wait for the same reason, since none may overtake it."""
+    """Why the first request in line waits. All behind it wait for the same reason, since none may
+    overtake it."""
     view, past = state.view, state.past
     if view.paused and not past:
         return "paused"
@@ -100,25 +142,40 @@ def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
 
 
 def draw_slots(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """A line for each slot: the request that holds it, and what fills how many of its rows of the KV cache."""
+    """A line for each slot: the request that holds it, and what fills how many of its rows of the
+    KV cache."""
     slots = state.slots()
     rows = fit_slots(state, height - 3)
     widths = (11, 9, 7) if width >= 70 else (11,)
     right = aligned(("used/rows", "TTFT ms", "tok/s"), widths)
     bar = width - 18 - len(right)
-    title = state.titled("Slots" if len(rows) == len(slots) else f"Slots {rows[0]}–{rows[-1]} of {len(slots)}")
+    title = state.titled(
+        "Slots" if len(rows) == len(slots) else f"Slots {rows[0]}–{rows[-1]} of {len(slots)}"
+    )
     glyphs = legend(p, ink.REUSED, ink.PREFILL, ink.DECODE, ink.REMEMBERED)
-    labels = ((2, "#"), (4, "phase   req"), (18, shorten("rows of the KV cache", bar)), (18 + bar, right))
+    labels = (
+        (2, "#"),
+        (4, "phase   req"),
+        (18, shorten("rows of the KV cache", bar)),
+        (18 + bar, right),
+    )
     lines = [heading(p, width, title, legend=glyphs), axis(p, *labels)]
     lines += [draw_slot(state, p, slots[row], bar, widths) for row in rows]
     last = not state.past and not state.view.busy and state.periods and state.periods[-1].over
-    return [*lines, last_line(state.periods[-1], p, width) if last else queue_line(state, slots, p, width)]
+    return [
+        *lines,
+        last_line(state.periods[-1], p, width) if last else queue_line(state, slots, p, width),
+    ]
 
 
 def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, widths: Sequence[int]) -> Line:
     request, max_len = state.requests.get(slot.request), state.view.engine.limits.max_len
     request = request and state.then(request)
-    here, do, colour = slot.slot == state.selected, f"select({slot.slot})", p.text if request else p.muted
+    here, do, colour = (
+        slot.slot == state.selected,
+        f"select({slot.slot})",
+        p.text if request else p.muted,
+    )
     pen = Pen().put("▌" if here else " ", p.accent).put(f"{slot.slot:>2} ", colour, here, do)
     phase = state.phase(slot)
     pen.put(f"{phase:<8}", p.bad if phase == "blocked" else colour, here, do)
@@ -126,7 +183,10 @@ def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, widths: Sequen
     draw_rows(pen, p, slot, max_len, bar)
     if request:
         ttft, rate = request.metrics.ttft_s, request.metrics.tokens_per_s
-        times = ("–" if ttft is None else f"{1000 * ttft:,.0f}", "–" if rate is None else f"{rate:,.0f}")
+        times = (
+            "–" if ttft is None else f"{1000 * ttft:,.0f}",
+            "–" if rate is None else f"{rate:,.0f}",
+        )
         right = aligned((f"{slot.used:,}/{max_len:,}", *times), widths)
     else:  # no request owns these rows: another may reuse them or write over them
         words = f"({slot.remembered:,} remembered)" if len(widths) > 1 else f"({slot.remembered:,})"
@@ -161,21 +221,34 @@ def last_line(period: Period, p: Palette, width: int) -> Line:
 
 def draw_totals(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """What each busy period came to, the newest first."""
-    lines = [heading(p, width, "Totals: busy periods, the newest first", "Esc back", do="screen.dismiss")]
+    lines = [
+        heading(p, width, "Totals: busy periods, the newest first", "Esc back", do="screen.dismiss")
+    ]
     if not state.periods:
         return [*lines, Pen().put(" Nothing has run yet. b fires a burst.", p.muted).line]
     titles, *rows = table(state.periods, prices(state).of, width, len(state.periods))
     lines.append(Pen().put(titles, p.muted).line)
     for row, period in zip(rows, reversed(state.periods), strict=True):
         lines.append(Pen().put(" " if period.over else "▶", p.accent).put(row[1:], p.text).line)
-    return [*lines, [], *(Pen().put(f" {part}", p.muted).line for part in wrap(explained(width), width - 2))]
+    return [
+        *lines,
+        [],
+        *(Pen().put(f" {part}", p.muted).line for part in wrap(explained(width), width - 2)),
+    ]
 
 
 def farewell(state: State, width: int) -> list[str]:
-    """What stays in the terminal: the last busy periods, and how many requests have been left unfinished."""
-    left, elsewhere = state.view.engine.submitted - state.view.engine.finished, state.view.watches or state.view.door
+    """What stays in the terminal: the last busy periods, and how many requests have been left
+    unfinished."""
+    left, elsewhere = (
+        state.view.engine.submitted - state.view.engine.finished,
+        state.view.watches or state.view.door,
+    )
     lost = f"{count(left, 'request')} not finished.\n" if left and not elsewhere else ""
-    return [*table(state.periods, prices(state).of, width, 10), *(f" {part}" for part in wrap(lost + CLOCK, width - 2))]
+    return [
+        *table(state.periods, prices(state).of, width, 10),
+        *(f" {part}" for part in wrap(lost + CLOCK, width - 2)),
+    ]
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:
@@ -184,24 +257,30 @@ def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) ->
     parts = [(min(slot.reused, prompt), ink.REUSED), (prompt, ink.PREFILL), (slot.used, ink.DECODE)]
     start = drawn = 0
     for stop, kind in [*parts, (slot.remembered, ink.REMEMBERED)]:
-        cells = min(width, max(round(stop * width / max_len), drawn + 1)) - drawn if stop > start else 0
+        cells = (
+            min(width, max(round(stop * width / max_len), drawn + 1)) - drawn if stop > start else 0
+        )
         pen.put(ink.GLYPHS[kind] * cells, p.cell(kind, slot.request))
         start, drawn = max(start, stop), drawn + cells
     pen.put(ink.GLYPHS[ink.EMPTY] * (width - drawn), p.faint)
 
 
-def draw_cells(pen: Pen, p: Palette, columns: Sequence[Column], slot: int, cursor: int | None = None) -> None:
+def draw_cells(
+    pen: Pen, p: Palette, columns: Sequence[Column], slot: int, cursor: int | None = None
+) -> None:
     """One slot's line of a timeline, with each request's number behind the request's first cell.
 
-    The first cell stays as it is, so that a prefill of one step can be seen and the numbers of neighbours never touch.
-    A request with too few cells for its number is shown without it.
+    The first cell stays as it is, so that a prefill of one step can be seen and the numbers of
+    neighbours never touch. A request with too few cells for its number is shown without it.
     """
     i = 0
     for request, stretch in groupby(columns, key=lambda column: column.cells[slot].request):
         cells = [column.cells[slot] for column in stretch]
         label = "" if request is None or len(str(request)) >= len(cells) else f" {request}"
         digits = zip_longest(range(i, i + len(cells)), cells, label)
-        for (cell, digit, here), alike in groupby(digits, key=lambda place: (*place[1:], place[0] == cursor)):
+        for (cell, digit, here), alike in groupby(
+            digits, key=lambda place: (*place[1:], place[0] == cursor)
+        ):
             many = sum(1 for _ in alike)
             if digit and digit != " ":
                 back = p.ground(cell.kind, request)  # the cell's colour stays behind the digit
@@ -218,7 +297,9 @@ def draw_timeline(state: State, p: Palette, width: int, height: int) -> list[Lin
     kinds = legend(p, *rare, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.GHOST, ink.EMPTY)
     lines = [heading(p, width, "Timeline", f"useful {useful_of(columns):.0f} %", kinds)]
     for slot in fit_slots(state, height - 2):
-        pen = Pen().put(f"{slot:>3} ", p.text if slot == state.selected else p.muted, do=f"select({slot})")
+        pen = Pen().put(
+            f"{slot:>3} ", p.text if slot == state.selected else p.muted, do=f"select({slot})"
+        )
         draw_cells(pen, p, columns, slot, cursor)
         lines.append(pen.put(ink.GLYPHS[ink.EMPTY] * (width - pen.width), p.faint).line)
     if cursor is not None:
@@ -241,7 +322,11 @@ def draw_stream(state: State, p: Palette, width: int, height: int, slot: int) ->
     pen.put(f" {request.reason}" if request.reason else "", p.muted)
     pen.put(f" ← {client_of(request)}" if client_of(request) else "", p.muted)
     pen.put(f"  {shorten(prompt_of(request), width - pen.width - 3)}", p.muted)
-    text = wrap(clean(request.text) + ("" if request.reason else "▏"), width - 1)[-(height - 1) :] if height > 1 else []
+    text = (
+        wrap(clean(request.text) + ("" if request.reason else "▏"), width - 1)[-(height - 1) :]
+        if height > 1
+        else []
+    )
     return [pen.line, *(Pen().put(line, p.text).line for line in text)]
 
 
@@ -254,30 +339,43 @@ def draw_streams(state: State, p: Palette, width: int, height: int) -> list[Line
         across, tall, wide, shown = 1, height - 1, width, [state.selected]
     lines = [heading(p, width, state.titled("Answers"), "y copies" if len(shown) == 1 else "")]
     for first in shown[::across]:
-        texts = [draw_stream(state, p, wide - 2, tall, slot) for slot in range(first, min(count, first + across))]
+        texts = [
+            draw_stream(state, p, wide - 2, tall, slot)
+            for slot in range(first, min(count, first + across))
+        ]
         for row in range(tall):
-            parts = (Strip(text[row] if row < len(text) else []).adjust_cell_length(wide - 1) for text in texts)
+            parts = (
+                Strip(text[row] if row < len(text) else []).adjust_cell_length(wide - 1)
+                for text in texts
+            )
             lines.append([segment for part in parts for segment in (Segment(" "), *part)])
     return lines
 
 
 def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = False) -> list[Line]:
-    """One step: what was planned, how many tokens it computed, and where its time went. `whole`: all lines."""
+    """One step: what was planned, how many tokens it computed, and where its time went. `whole`:
+    all lines."""
     step, unseen = state.step, state.here.unseen if state.here else 0
-    title, which = f"Step {step.step:,}" if step else "Step", "one of many" if state.hurries else "newest"
+    title, which = (
+        f"Step {step.step:,}" if step else "Step",
+        "one of many" if state.hurries else "newest",
+    )
     which = which if state.cursor is None else "End: follow"
     lines = [heading(p, width, title, which)]
     if step is None:
         return [*lines, Pen().put(" plan → run → commit: nothing has run yet", p.muted).line]
     if unseen:
         said = f"{unseen:,} steps up to this one went by before the screen looked, and {step.tokens:,} tokens came."
-        return [*lines, *(Pen().put(f" {part}", p.muted).line for part in wrap(said, width - 2))][:height]
+        return [*lines, *(Pen().put(f" {part}", p.muted).line for part in wrap(said, width - 2))][
+            :height
+        ]
     prefill, decode = sum(stop - start for *_, start, stop in step.prefill), len(step.decode)
     budget = state.view.engine.limits.budget
     held = step.held and ", ".join(f"r{r}" for _, r in sorted(step.held))
     entries = {
         "admitted": admissions(step) or "no request",
-        "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)) or "no chunk",
+        "prefill": ", ".join(f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill))
+        or "no chunk",
         "decode": named(s for s, _ in step.decode) if decode else "no slot",
         "tokens": f"{prefill:,} prefill + {decode} decode = {prefill + decode:,} in one step; {step.tokens} delivered",
         "budget": f"cost {step.cost - decode:,} + {decode} of {budget:,}",
@@ -292,16 +390,28 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
     hidden = len(lines) - height
     if whole or hidden <= 0:
         return lines
-    return [*lines[: height - 1], Pen().put(f" ↓ {count(hidden + 1, 'more line')}", p.accent, do="sheet('step')").line]
+    return [
+        *lines[: height - 1],
+        Pen().put(f" ↓ {count(hidden + 1, 'more line')}", p.accent, do="sheet('step')").line,
+    ]
 
 
 def draw_time(step: StepView, p: Palette, width: int) -> list[Line]:
     """Where a step's time went: sums in milliseconds, and a bar of the same.
 
-    The parts are rounded before they are added up, so that a reader who adds them up gets the same sum.
+    The parts are rounded before they are added up, so that a reader who adds them up gets the same
+    sum.
     """
-    python = {"plan": in_ms(step.plan_s), "build": in_ms(step.build_s), "commit": in_ms(step.commit_s)}
-    parts = {"Python": sum(python.values()), "device": in_ms(step.device_s), "wait": in_ms(step.wait_s)}
+    python = {
+        "plan": in_ms(step.plan_s),
+        "build": in_ms(step.build_s),
+        "commit": in_ms(step.commit_s),
+    }
+    parts = {
+        "Python": sum(python.values()),
+        "device": in_ms(step.device_s),
+        "wait": in_ms(step.wait_s),
+    }
     total = sum(parts.values())
     lines = entry(p, width, "time", f"{total:,.2f} ms = {' + '.join(named_ms(parts))}")
     lines += entry(p, width, "Python", ", ".join(named_ms(python)))
@@ -330,7 +440,9 @@ def admissions(step: StepView) -> str:
     """Which requests got which slots, and why: those with the same reason share it."""
     slots = sorted(zip(step.admitted, step.why, strict=True))
     reasons = groupby(slots, key=lambda one: one[1])
-    return "; ".join(", ".join(f"r{r} → slot {s}" for (s, r), _ in some) + f": {why}" for why, some in reasons)
+    return "; ".join(
+        ", ".join(f"r{r} → slot {s}" for (s, r), _ in some) + f": {why}" for why, some in reasons
+    )
 
 
 def ranks_line(ranks: RanksView) -> str:
@@ -345,17 +457,34 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
     """One request: its figures, its steps and why it ended, its prompt, and its text."""
     r = state.open
     if r is None:
-        return [heading(p, width, "Requests"), Pen().put(" Nothing has ended yet. Esc goes back.", p.muted).line]
+        return [
+            heading(p, width, "Requests"),
+            Pen().put(" Nothing has ended yet. Esc goes back.", p.muted).line,
+        ]
     ids = [request.id for request in reversed(state.ended)]
-    which = f"{ids.index(r.id) + 1:,} of {state.view.engine.finished:,} that have ended" if r.id in ids else "open"
-    note = "↓ earlier  ↑ later  g steps  y copy  Esc back" if width >= 100 else "↑↓ others  Esc back"
+    which = (
+        f"{ids.index(r.id) + 1:,} of {state.view.engine.finished:,} that have ended"
+        if r.id in ids
+        else "open"
+    )
+    note = (
+        "↓ earlier  ↑ later  g steps  y copy  Esc back" if width >= 100 else "↑↓ others  Esc back"
+    )
     title = heading(p, width, f"r{r.id}, {which}", note, do="screen.dismiss")
     return [title, *about(state, p, width, r, state.view.engine.now)]
 
 
 def draw_errors(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The tracebacks of all that has failed in this process, the newest first."""
-    lines = [heading(p, width, "Errors: what has failed, the newest first", "↑↓ scroll  Esc back", do="screen.dismiss")]
+    lines = [
+        heading(
+            p,
+            width,
+            "Errors: what has failed, the newest first",
+            "↑↓ scroll  Esc back",
+            do="screen.dismiss",
+        )
+    ]
     if not state.tracebacks:
         lines.append(Pen().put(" Nothing has failed.", p.muted).line)
     for block in reversed(state.tracebacks):
@@ -364,7 +493,9 @@ def draw_errors(state: State, p: Palette, width: int, height: int) -> list[Line]
         for line in rest:
             text = line.lstrip(" ")
             indent = min(len(line) - len(text), width // 2) + 1
-            lines += [Pen().to(indent).put(part, p.text).line for part in wrap(text, width - indent - 1)]
+            lines += [
+                Pen().to(indent).put(part, p.text).line for part in wrap(text, width - indent - 1)
+            ]
         lines.append([])
     return lines
 
@@ -373,12 +504,21 @@ def draw_request(state: State, p: Palette, width: int, height: int) -> list[Line
     """The request in the selected slot. `g` opens all of it."""
     r = state.owner(state.selected)
     if r is None:
-        return [heading(p, width, "Request"), Pen().put(f" slot {state.selected}: nothing yet", p.muted).line]
+        return [
+            heading(p, width, "Request"),
+            Pen().put(f" slot {state.selected}: nothing yet", p.muted).line,
+        ]
     now = min(state.view.engine.now, state.moment)
-    lines = [heading(p, width, state.titled(f"Request r{r.id}"), "g opens", do="go"), *about(state, p, width, r, now)]
+    lines = [
+        heading(p, width, state.titled(f"Request r{r.id}"), "g opens", do="go"),
+        *about(state, p, width, r, now),
+    ]
     if (hidden := len(lines) - height) <= 0:
         return lines
-    return [*lines[: height - 1], Pen().put(f" ↓ {count(hidden + 1, 'more line')}: g", p.accent, do="go").line]
+    return [
+        *lines[: height - 1],
+        Pen().put(f" ↓ {count(hidden + 1, 'more line')}: g", p.accent, do="go").line,
+    ]
 
 
 def about(state: State, p: Palette, width: int, r: RequestView, now: float) -> list[Line]:
@@ -401,7 +541,8 @@ def about(state: State, p: Palette, width: int, r: RequestView, now: float) -> l
 
 
 def life_of(state: State, request: RequestView, now: float) -> str:
-    """In which slot and in which steps a request was up to a moment, as far as they are remembered."""
+    """In which slot and in which steps a request was up to a moment, as far as they are
+    remembered."""
     steps = [step for i in state.steps_of(request) if (step := state.history[i]).ended <= now]
     if not steps:
         return ""
@@ -411,13 +552,20 @@ def life_of(state: State, request: RequestView, now: float) -> str:
 
 
 def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """Two timelines on one scale of time, each under its figures, and a sentence that says which policy won."""
-    contest = state.contest or (race(state) if state.view.racing or not state.raced else state.raced)
+    """Two timelines on one scale of time, each under its figures, and a sentence that says which
+    policy won."""
+    contest = state.contest or (
+        race(state) if state.view.racing or not state.raced else state.raced
+    )
     kinds = legend(p, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.EMPTY)
     widths = (22, 7, 11, 11, 11, 8, 8) if width >= 80 else (12, 7, 11, 11, 0, 9, 0)
     titles = aligned(("", *FIGURES), widths)
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
-    words = [Pen().put(f" {line}", p.text, True).line for line in wrap(verdict(contest.runs), width - 2) if line]
+    words = [
+        Pen().put(f" {line}", p.text, True).line
+        for line in wrap(verdict(contest.runs), width - 2)
+        if line
+    ]
     words += [Pen().put(f" {line}", p.muted).line for line in wrap(contest.note, width - 2) if line]
     slots, room = len(state.view.engine.slots), (height - 7 - len(words)) // 2
     shown = fit_slots(state, max(1, room + 1))
@@ -427,7 +575,11 @@ def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line
     if not contest.runs:
         return [lines[0], *words]
     for run in contest.runs:
-        pen = Pen().put(f" {run.policy}, {run.how}" if width >= 80 else f" {run.policy}", p.text, True).to(widths[0])
+        pen = (
+            Pen()
+            .put(f" {run.policy}, {run.how}" if width >= 80 else f" {run.policy}", p.text, True)
+            .to(widths[0])
+        )
         lines.append(pen.put(aligned(run.figures, widths[1:]), p.text).line)
         columns = in_time(run, width - 5, longest)
         for slot in shown:
@@ -449,7 +601,11 @@ def draw_loading(state: State, p: Palette, width: int, height: int) -> list[Line
 
     def say(words: str, colour: str, first: str = "", bold: bool = False, do: str = "") -> None:
         for i, part in enumerate(wrap(words, room - 2)):
-            text.append(Pen().put(f"{indent}{first if i == 0 else ' ' * len(first)}{part}", colour, bold, do).line)
+            text.append(
+                Pen()
+                .put(f"{indent}{first if i == 0 else ' ' * len(first)}{part}", colour, bold, do)
+                .line
+            )
 
     say("nanobatch", p.text, bold=True)
     say("watch an LLM serving engine work\n", p.muted)
@@ -470,7 +626,10 @@ def draw_loading(state: State, p: Palette, width: int, height: int) -> list[Line
 
 
 def draw_small(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    return [Pen().put(part, p.text).line for part in wrap("nanobatch needs 60×20 characters; q quits", width)][:height]
+    return [
+        Pen().put(part, p.text).line
+        for part in wrap("nanobatch needs 60×20 characters; q quits", width)
+    ][:height]
 
 
 def draw_mark(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -482,4 +641,9 @@ def draw_settings(state: State, p: Palette, width: int, height: int) -> list[Lin
     s = state.settings
     text = f"temp {s.temperature:g} · max {s.max_tokens:,} tok · seed {'–' if s.seed is None else s.seed}"
     text = shorten(state.said or text, width - 2)
-    return [Pen().to(width - 1 - cell_len(text)).put(text, p.accent if state.said else p.muted, do="settings").line]
+    return [
+        Pen()
+        .to(width - 1 - cell_len(text))
+        .put(text, p.accent if state.said else p.muted, do="settings")
+        .line
+    ]

@@ -2,8 +2,9 @@
 
 The problem. 80 × 24 characters have room for two panes, 200 × 50 for all of them.
 
-What this file keeps. Panes never overlap nor leave the screen, and a pane without enough room to say something is left
-out as a whole. On a small screen the panes of `LOWER` take turns in one place; `v` leads from each to the next.
+What this file keeps. Panes never overlap nor leave the screen, and a pane without enough room to
+say something is left out as a whole. On a small screen the panes of `LOWER` take turns in one
+place; `v` leads from each to the next.
 
 Where next: `widgets.py`, what stands in these places.
 """
@@ -14,12 +15,17 @@ from collections.abc import Sequence
 
 from textual.geometry import Region
 
-STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",), "waits": ("queue", "waits")}  # of charts
-LOWER = ("timeline", *STACKS, "streams", "step", "clients")  # the panes that take turns if room is short
+# Of charts
+STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",), "waits": ("queue", "waits")}
+# The panes that take turns if room is short
+LOWER = ("timeline", *STACKS, "streams", "step", "clients")
 
 
-def arrange(width: int, height: int, slots: int, lower: str, door: bool = False) -> dict[str, Region]:
-    """Where each pane goes. A pane that is not named has no room, and is not shown. `lower` is one of `LOWER`."""
+def arrange(
+    width: int, height: int, slots: int, lower: str, door: bool = False
+) -> dict[str, Region]:
+    """Where each pane goes. A pane that is not named has no room, and is not shown. `lower` is one
+    of `LOWER`."""
     if width < 60 or height < 20:
         return {"small": Region(0, 0, width, height)}
     beside = max(33, width // 3)
@@ -46,12 +52,15 @@ def arrange(width: int, height: int, slots: int, lower: str, door: bool = False)
         under = tall - 14 if tall >= 22 else 0  # the rest of the step's place
         places["step"] = Region(left + 2, 1 + top, right, tall - under)
         rest = Region(left + 2, 1 + top + tall - under, right, under)
-        return places | (stack(rest, ("request" if charts == "lesson" else "cost",)) if under else {})
+        return places | (
+            stack(rest, ("request" if charts == "lesson" else "cost",)) if under else {}
+        )
 
     rows = min(slots, (body - 5) // 2)
     places["slots"] = Region(0, 1, width, rows + 3)
     y, tall = rows + 4, body - rows - 3
-    if tall >= rows + (5 if lower == "timeline" else 8):  # there is room for the timeline and another pane
+    # There is room for the timeline and another pane
+    if tall >= rows + (5 if lower == "timeline" else 8):
         places["timeline"] = Region(0, y, width, rows + 2)
         y, tall = y + rows + 2, tall - rows - 2
         lower = "streams" if lower == "timeline" else lower
@@ -65,11 +74,14 @@ def is_wide(width: int, height: int) -> bool:
 
 
 def stack(place: Region, names: Sequence[str]) -> dict[str, Region]:
-    """Charts, one above the other; side by side if there is no room for that. The last ones are left out first."""
+    """Charts, one above the other; side by side if there is no room for that. The last ones are
+    left out first."""
     x, y, wide, tall = place
     if tall < 6 * len(names) and wide >= 72:
         each = (wide - 2 * (len(names) - 1)) // len(names)
         return {name: Region(x + i * (each + 2), y, each, tall) for i, name in enumerate(names)}
     names = names[: max(1, tall // 4)]
     tops = [i * tall // len(names) for i in range(len(names) + 1)]
-    return {name: Region(x, y + tops[i], wide, tops[i + 1] - tops[i]) for i, name in enumerate(names)}
+    return {
+        name: Region(x, y + tops[i], wide, tops[i + 1] - tops[i]) for i, name in enumerate(names)
+    }

@@ -1,14 +1,17 @@
-"""The room of a screen that watches an engine in another process, or on another machine: a server's `/watch`.
+"""The room of a screen that watches an engine in another process, or on another machine: a server's
+`/watch`.
 
-The problem. A server has no terminal, or one that is far away. What it does should be seen all the same, by the same
-screen; and neither the network nor a screen that hangs may disturb it.
+The problem. A server has no terminal, or one that is far away. What it does should be seen all the
+same, by the same screen; and neither the network nor a screen that hangs may disturb it.
 
-The way out. `/watch` sends differences of all that can be seen, as server-sent events (`door/wire.py`). A thread here
-reads them and adds them up, until the screen looks. Prompts go the way of every other client's: each has a connection
-of its own, and closing it cancels the request. Nothing else can be wished for, since others use that engine, too.
+The way out. `/watch` sends differences of all that can be seen, as server-sent events
+(`door/wire.py`). A thread here reads them and adds them up, until the screen looks. Prompts go the
+way of every other client's: each has a connection of its own, and closing it cancels the request.
+Nothing else can be wished for, since others use that engine, too.
 
-The invariant: when the other end has gone, the screen shows the last it knew and says since when, and a thread tries
-again and again. What comes then begins a new life of the view: numbers may begin anew there.
+The invariant: when the other end has gone, the screen shows the last it knew and says since when,
+and a thread tries again and again. What comes then begins a new life of the view: numbers may begin
+anew there.
 
 Where next: `door/wire.py`; `state.py`, which keeps what the views tell.
 """
@@ -63,7 +66,8 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 class RemoteRoom(Room):
-    """Sees what `/watch` tells. It has one watcher: `look` answers with all that has come since it was called last."""
+    """Sees what `/watch` tells. It has one watcher: `look` answers with all that has come since it
+    was called last."""
 
     def __init__(self, url: str, key: str = "", ask_key: str = ""):
         """`key` is for watching, `ask_key` for firing prompts."""
@@ -74,19 +78,23 @@ class RemoteRoom(Room):
         self._life, self._lost_at = 0, None  # `_lost_at`: when the other end went
         self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
         self._senders, self._cancels, self._ending = 0, 0, threading.Event()
-        self._over: deque[int] = deque(maxlen=2**12)  # the last requests whose end has come with a frame
+        # The last requests whose end has come with a frame
+        self._over: deque[int] = deque(maxlen=2**12)
         self._came = threading.Condition(self._lock)  # told of each frame
         self.note(watches=True, done=(f"asking {self.url}",))
 
     def start(self) -> None:
-        """Ask once in this thread, so that a wrong address or key is told at once, as a ValueError."""
+        """Ask once in this thread, so that a wrong address or key is told at once, as a
+        ValueError."""
         events = None
         try:
             events = self._connect()
         except Loading:
             pass
         except (OSError, http.client.HTTPException) as error:
-            raise ValueError(f"--watch {self.url}: {why(error)}; is a server there? (python serve.py)") from None
+            raise ValueError(
+                f"--watch {self.url}: {why(error)}; is a server there? (python serve.py)"
+            ) from None
         threading.Thread(target=self._run, args=(events,), name="watch", daemon=True).start()
 
     def stop(self, patience: float) -> bool:
@@ -127,19 +135,28 @@ class RemoteRoom(Room):
         events = read_events(answer)
         hello = next(events, {})
         if not isinstance(hello, dict) or hello.get("protocol") != wire.PROTOCOL:
-            raise ValueError(f"--watch {self.url}: there is no nanobatch, or one of another version")
+            raise ValueError(
+                f"--watch {self.url}: there is no nanobatch, or one of another version"
+            )
         with self._lock:
             self._fresh = True
             self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
             if not hello["texts"]:
-                self.fault("only figures are shown, no texts: --key is not the server's --watch-key")
+                self.fault(
+                    "only figures are shown, no texts: --key is not the server's --watch-key"
+                )
         receiver = wire.Receiver()
         return (receiver.take(event) for event in events)
 
     def _take(self, frame: wire.Frame) -> None:
         with self._lock:
             if self._fresh:
-                self._fresh, self._lost_at, self._life, self._frame = False, None, self._life + 1, None
+                self._fresh, self._lost_at, self._life, self._frame = (
+                    False,
+                    None,
+                    self._life + 1,
+                    None,
+                )
             self._frame = joined(self._frame, frame)
             self._over += (request.id for request in frame.engine.ended)
             self._came.notify_all()
@@ -149,7 +166,9 @@ class RemoteRoom(Room):
         """Called once a second, so that the screen counts the seconds."""
         with self._lock:
             if self._frame is None:
-                self.note(done=(f"asking {self.url}", clean(reason.removeprefix(f"--watch {self.url}: "))))
+                self.note(
+                    done=(f"asking {self.url}", clean(reason.removeprefix(f"--watch {self.url}: ")))
+                )
             elif self._lost_at is None:
                 self._lost_at = time.monotonic()
                 self.fault(f"{self.url} is gone: {reason}; trying again")
@@ -158,10 +177,14 @@ class RemoteRoom(Room):
 
     def _ask_for(self, method: str, path: str, key: str, patience: float, body: str | None = None):
         address = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        kind = (
+            http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        )
         connection = kind(address.hostname, address.port, timeout=patience)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        connection.request(method, address.path + path, body, {"Content-Type": "application/json"} | headers)
+        connection.request(
+            method, address.path + path, body, {"Content-Type": "application/json"} | headers
+        )
         line = connection.sock
         answer = connection.getresponse()
         answer.line = line
@@ -198,10 +221,19 @@ class RemoteRoom(Room):
                 self.note(heard=self._known.heard + 1)
 
     def _stream(self, ask: Ask, cancels: int) -> None:
-        """Ask as every client does, and read to the end. The text comes with the frames: wait for the last of them."""
-        wish = {"max_tokens": ask.max_tokens, "temperature": ask.temperature, "seed": ask.seed, "stream": True}
+        """Ask as every client does, and read to the end. The text comes with the frames: wait for
+        the last of them."""
+        wish = {
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "seed": ask.seed,
+            "stream": True,
+        }
         chat = {"messages": [{"role": "user", "content": ask.prompt}]}
-        for route, prompt in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": ask.prompt})):
+        for route, prompt in (
+            ("/v1/chat/completions", chat),
+            ("/v1/completions", {"prompt": ask.prompt}),
+        ):
             answer = self._ask_for("POST", route, self._keys[1], 60, json.dumps(wish | prompt))
             if answer.status == 200:
                 break
@@ -223,7 +255,7 @@ class RemoteRoom(Room):
             self._came.wait_for(lambda: number in self._over or self._lost_at is not None, SILENT_S)
 
 
-# --- what comes over the wire --------------------------------------------------------------------------------------
+# --- what comes over the wire -------------------------------------------------------------------
 
 
 def read_events(answer: http.client.HTTPResponse) -> Iterator:
@@ -234,7 +266,8 @@ def read_events(answer: http.client.HTTPResponse) -> Iterator:
 
 
 def joined(before: wire.Frame | None, frame: wire.Frame) -> wire.Frame:
-    """Two frames as one: the state of the later one, and what happened up to it since the earlier one began."""
+    """Two frames as one: the state of the later one, and what happened up to it since the earlier
+    one began."""
     new, door = frame.engine, frame.door
     requests, ended = (tuple(map(with_ask, many)) for many in (new.requests, new.ended))
     if before is None:  # what was over long before is no news
@@ -243,8 +276,13 @@ def joined(before: wire.Frame | None, frame: wire.Frame) -> wire.Frame:
         old, ended = before.engine, (*before.engine.ended, *ended)
         over = {request.id for request in ended}
         requests = tuple({r.id: r for r in (*old.requests, *requests) if r.id not in over}.values())
-        counts = {"missed": old.missed + new.missed, "missed_ends": old.missed_ends + new.missed_ends}
-        new = replace(new, steps=(*old.steps, *new.steps), faults=(*old.faults, *new.faults), **counts)
+        counts = {
+            "missed": old.missed + new.missed,
+            "missed_ends": old.missed_ends + new.missed_ends,
+        }
+        new = replace(
+            new, steps=(*old.steps, *new.steps), faults=(*old.faults, *new.faults), **counts
+        )
         calls = (*before.door.ended, *door.ended)
         door = replace(door, ended=calls, missed=before.door.missed + door.missed)
     return frame._replace(engine=replace(new, requests=requests, ended=ended), door=door)
@@ -252,7 +290,9 @@ def joined(before: wire.Frame | None, frame: wire.Frame) -> wire.Frame:
 
 def told(frame: wire.Frame) -> wire.Frame:
     """The same state, once what happened up to it has been told."""
-    engine = replace(frame.engine, requests=(), ended=(), missed_ends=0, steps=(), missed=0, faults=())
+    engine = replace(
+        frame.engine, requests=(), ended=(), missed_ends=0, steps=(), missed=0, faults=()
+    )
     return frame._replace(engine=engine, door=replace(frame.door, ended=(), missed=0))
 
 

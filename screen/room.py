@@ -1,15 +1,19 @@
-"""The engine room: it owns the engine, and fulfils the screen's wishes. Also: the workload of a burst.
+"""The engine room: it owns the engine, and fulfils the screen's wishes. Also: the workload of a
+burst.
 
-The problem. A screen draws ten times a second and must never wait for an engine. An engine takes hundreds of steps a
-second and must never wait for a screen. So they meet in two places only. A wish (fire, cancel, pause, race, another
-policy) is written down, and the engine's loop fulfils it between two steps. What the screen may see is a frozen `View`:
-the engine's snapshot, and what the room itself knows. `look` answers with it.
+The problem. A screen draws ten times a second and must never wait for an engine. An engine takes
+hundreds of steps a second and must never wait for a screen. So they meet in two places only. A wish
+(fire, cancel, pause, race, another policy) is written down, and the engine's loop fulfils it
+between two steps. What the screen may see is a frozen `View`: the engine's snapshot, and what the
+room itself knows. `look` answers with it.
 
-Those who watch speak one protocol, `Room`: `news`, a number that changes when there is something to see; `look(since)`,
-which answers with it; and the wishes. `EngineRoom` has an engine of its own. If a door is open (`serve.py`), strangers
-ask the same engine, and the door's ledger joins the view. `RemoteRoom` in `remote.py` sees an engine that is elsewhere.
+Those who watch speak one protocol, `Room`: `news`, a number that changes when there is something to
+see; `look(since)`, which answers with it; and the wishes. `EngineRoom` has an engine of its own. If
+a door is open (`serve.py`), strangers ask the same engine, and the door's ledger joins the view.
+`RemoteRoom` in `remote.py` sees an engine that is elsewhere.
 
-The invariant: only the loop's thread steps or changes the engine, and loading it happens behind the first frame.
+The invariant: only the loop's thread steps or changes the engine, and loading it happens behind the
+first frame.
 
 Where next: `remote.py`, the other room; `state.py`, which keeps what the views tell.
 """
@@ -37,9 +41,10 @@ from screen.ink import clean
 
 DRAIN_S = 20.0  # at the end, what clients have asked may go on so long
 
-# --- the workload ------------------------------------------------------------------------------------------------
+# --- the workload --------------------------------------------------------------------------------
 
-# Two prompts begin with this text, which is longer than a chunk of the demo. So the second reuses rows of the first.
+# Two prompts begin with this text, which is longer than a chunk of the demo. So the second reuses
+# rows of the first.
 CHUNK = 64
 EVENING = (
     "It is late, and the children are in bed. They have had their supper, they have brushed their teeth, and the lamp "
@@ -47,7 +52,8 @@ EVENING = (
     "with a good end."
 )
 
-# (prompt, longest answer in tokens). Short answers stand between long ones, since there the policies differ.
+# (prompt, longest answer in tokens). Short answers stand between long ones, since there the
+# policies differ.
 BURST = (
     ("Tell me a story about a fox and a lantern.", 320),
     ("What is 3 + 4?", 16),
@@ -95,12 +101,13 @@ class Settings(NamedTuple):
         return f"{figures} burst={self.burst} rate={self.rate:g}"
 
     def ask(self, prompt: str, most: float = math.inf, number: int = 0) -> Ask:
-        """A prompt with these settings, and an answer of at most `most` tokens. `number` makes seeds differ."""
+        """A prompt with these settings, and an answer of at most `most` tokens. `number` makes
+        seeds differ."""
         seed = None if self.seed is None else self.seed + number
         return Ask(prompt, min(most, self.max_tokens), self.temperature, seed)
 
 
-# --- what the screen may know --------------------------------------------------------------------------------------
+# --- what the screen may know -------------------------------------------------------------------
 
 
 class Leg(NamedTuple):
@@ -140,7 +147,8 @@ class View(NamedTuple):
     heard: int = 0  # how many wishes have been fulfilled
     engine: Snapshot | None = None
     door: DoorView | None = None  # None: no clients can ask
-    watches: bool = False  # the engine is elsewhere: only our own prompts can be fired and cancelled
+    # The engine is elsewhere: only our own prompts can be fired and cancelled
+    watches: bool = False
     model: str = ""  # its name, if it is elsewhere
     life: int = 0  # changes when a view begins anew: another process has other numbers
     gone_s: float | None = None  # since then the other end is gone
@@ -148,10 +156,12 @@ class View(NamedTuple):
     @property
     def busy(self) -> bool:
         engine = self.engine
-        return self.racing or bool(engine and (engine.waiting or any(s.request is not None for s in engine.slots)))
+        return self.racing or bool(
+            engine and (engine.waiting or any(s.request is not None for s in engine.slots))
+        )
 
 
-# --- the rooms -----------------------------------------------------------------------------------------------------
+# --- the rooms ----------------------------------------------------------------------------------
 
 
 class Room:
@@ -170,7 +180,8 @@ class Room:
         return self._news
 
     def look(self, since: View | None = None) -> View:
-        """All that can be seen, and what has happened since an earlier look. Any thread may call it."""
+        """All that can be seen, and what has happened since an earlier look. Any thread may call
+        it."""
         return self._known
 
     def note(self, **changes) -> None:
@@ -193,13 +204,16 @@ class Room:
     def cancel(self, request: int | None) -> None: ...
 
     def _refuse(self, *arguments) -> None:
-        raise ValueError("this screen only watches: it fires prompts and cancels its own, and changes nothing else")
+        raise ValueError(
+            "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
+        )
 
     pause = step = slow = switch = race = set_load = _refuse
 
 
 def wish(method: Callable) -> Callable:
-    """Makes a method that any thread may call. The call returns at once; the loop runs the method between two steps."""
+    """Makes a method that any thread may call. The call returns at once; the loop runs the method
+    between two steps."""
 
     def post(self: EngineRoom, *arguments) -> None:
         def fulfil() -> None:
@@ -215,7 +229,8 @@ def wish(method: Callable) -> Callable:
     return post
 
 
-Loader = Callable[[Callable[[str], None], Callable[[], float]], AnyEngine]  # takes `report` and a clock
+# Takes `report` and a clock
+Loader = Callable[[Callable[[str], None], Callable[[], float]], AnyEngine]
 
 
 class AnyDoor(Protocol):
@@ -244,10 +259,14 @@ class EngineRoom(Room):
         self.engine: AnyEngine | None = None
         self.loop: Loop | None = None
         self.door, self._name = door, name
-        self._desk = threading.Lock()  # held while a wish is written down, and while the loop is made
+        # Held while a wish is written down, and while the loop is made
+        self._desk = threading.Lock()
         self._early: list[Callable[[], None]] = []  # wishes that came before there was a loop
         self._stopping = False
-        self._load, self._loader = load, threading.Thread(target=self._begin, name="loader", daemon=True)
+        self._load, self._loader = (
+            load,
+            threading.Thread(target=self._begin, name="loader", daemon=True),
+        )
         self.own: dict[int, Handle] = {}
         self._dice, self._next_arrival = random.Random(0), 0.0
         self._slow_once = False  # slow motion ends with what runs now
@@ -267,14 +286,17 @@ class EngineRoom(Room):
     def load(self) -> None:
         try:
             self.engine = self._load(self._report, self.clock)
-        except BaseException as error:  # the view must tell of it; a missing backend raises SystemExit
-            if not isinstance(error, (SystemExit, ValueError, OSError, RuntimeError)):  # these are mistakes of a user's
+        # The view must tell of it; a missing backend raises SystemExit
+        except BaseException as error:
+            # These are mistakes of a user's
+            if not isinstance(error, (SystemExit, ValueError, OSError, RuntimeError)):
                 show_fault("loading failed", error)
             said = "" if isinstance(error, SystemExit) else str(error) or type(error).__name__
             self.note(stage="failed", error=clean(said))
             return
         gc.collect()
-        gc.freeze()  # what loading has left is never garbage, so the collector need not search it in mid-step
+        # What loading has left is never garbage, so the collector need not search it in mid-step
+        gc.freeze()
         with self._desk:
             self.loop = Loop(self.engine, self._between, self.clock)
             for fulfil in self._early:
@@ -284,17 +306,22 @@ class EngineRoom(Room):
         self.note(stage="ready")
 
     def drain(self) -> None:
-        """Shut the door: what its clients have asked goes on to its end, for a while; a second Ctrl-C ends that."""
+        """Shut the door: what its clients have asked goes on to its end, for a while; a second
+        Ctrl-C ends that."""
         with suppress(KeyboardInterrupt, OSError):
             if self.door and self.loop and any(call.requests for call in self.door.look().open):
-                print("nanobatch: finishing what clients have asked; Ctrl-C ends it at once", file=sys.stderr)
+                print(
+                    "nanobatch: finishing what clients have asked; Ctrl-C ends it at once",
+                    file=sys.stderr,
+                )
             if self.door:
                 self.door.drain(DRAIN_S)
         if self.door:
             self.door.close()
 
     def stop(self, patience: float) -> bool:
-        """End the loop and close the engine. False if a download or a long step has not ended in time."""
+        """End the loop and close the engine. False if a download or a long step has not ended in
+        time."""
         self._stopping = True
         if self._loader.is_alive():
             self._loader.join(patience)
@@ -310,12 +337,15 @@ class EngineRoom(Room):
 
     @property
     def news(self) -> int:
-        return self._news + (self.door.journal.changes if self.door else 0)  # a refusal never reaches the engine
+        # A refusal never reaches the engine
+        return self._news + (self.door.journal.changes if self.door else 0)
 
     def look(self, since: View | None = None) -> View:
         known, loop = self._known, self.loop
         if self.door:
-            known = known._replace(door=self.door.look(since.door.seen if since and since.door else 0))
+            known = known._replace(
+                door=self.door.look(since.door.seen if since and since.door else 0)
+            )
         if known.stage != "ready":
             return known
         snapshot = self.engine.snapshot(since.engine if since else None)
@@ -323,7 +353,8 @@ class EngineRoom(Room):
         return known._replace(racing=bool(self._race), engine=snapshot, **moves)
 
     def _between(self) -> float | None:
-        """Between two steps: the steady load, the race, and the news. Answers with the seconds to the next arrival."""
+        """Between two steps: the steady load, the race, and the news. Answers with the seconds to
+        the next arrival."""
         for handle in list(self.own.values()):
             if handle.finish_reason is not None:
                 del self.own[handle.id]
@@ -333,12 +364,17 @@ class EngineRoom(Room):
         if self._slow_once and not self.engine.has_work:
             self.loop.slow, self._slow_once = 0.0, False
         self._news += 1
-        return self._next_arrival - self.clock() if self._known.load and not self.clock.stands else None
+        return (
+            self._next_arrival - self.clock()
+            if self._known.load and not self.clock.stands
+            else None
+        )
 
     # --- firing and cancelling
 
     def _fire(self, asks: Sequence[Ask]) -> list[int]:
-        """Submit these; answers with the ids. If a slot has less room than `max_tokens`, the answer gets that room."""
+        """Submit these; answers with the ids. If a slot has less room than `max_tokens`, the answer
+        gets that room."""
         fired, engine = [], self.engine
         for ask in asks:
             try:
@@ -346,10 +382,15 @@ class EngineRoom(Room):
                 room = engine.sched.max_len - len(ids)
                 if room < 1:
                     holds = f"a slot holds {engine.sched.max_len:,}, prompt and answer together"
-                    raise ValueError(f"the prompt has {len(ids):,} tokens, but {holds}; shorten it, or raise --max-len")
-                sampling = Sampling(max_tokens=min(ask.max_tokens, room), temperature=ask.temperature, seed=ask.seed)
+                    raise ValueError(
+                        f"the prompt has {len(ids):,} tokens, but {holds}; shorten it, or raise --max-len"
+                    )
+                sampling = Sampling(
+                    max_tokens=min(ask.max_tokens, room), temperature=ask.temperature, seed=ask.seed
+                )
                 handle = engine.submit(ids, sampling, origin=ask)
-            except (ValueError, RuntimeError) as error:  # it does not fit a slot, or the line is full
+            # It does not fit a slot, or the line is full
+            except (ValueError, RuntimeError) as error:
                 self.fault(f"not fired: {error}", ask.prompt)
                 break
             self.own[handle.id] = handle
@@ -375,7 +416,8 @@ class EngineRoom(Room):
             self._next_arrival = self.clock() + self._dice.expovariate(rate)
 
     def _arrive(self) -> None:
-        """The steady load is a Poisson process: the gaps between its arrivals are exponentially distributed."""
+        """The steady load is a Poisson process: the gaps between its arrivals are exponentially
+        distributed."""
         rate = self._known.load
         while rate and not self._race and self.clock() >= self._next_arrival:
             self._fire([self._dice.choice(self._crowd)])
@@ -394,7 +436,8 @@ class EngineRoom(Room):
 
     @wish
     def slow(self, rate: float, once: bool = False) -> None:
-        """So many steps a second from now on; 0: full speed. `once`: until nothing is left to do."""
+        """So many steps a second from now on; 0: full speed. `once`: until nothing is left to
+        do."""
         self.loop.slow, self._slow_once = rate, once
 
     # --- policies
@@ -409,13 +452,18 @@ class EngineRoom(Room):
 
     @wish
     def race(self, asks: Sequence[Ask], policies: Sequence[str] = RIVALS) -> None:
-        """When all requests have ended, run these under one policy, then again under the next. It ends a pause."""
+        """When all requests have ended, run these under one policy, then again under the next. It
+        ends a pause."""
         self.loop.resume()
         if self._slow_once:
             self.loop.slow, self._slow_once = 0.0, False
         if not self._race:
             snapshot = self.engine.snapshot()
-            self._race, self._legs_left, self._policy = asks, list(policies), snapshot.draining_to or snapshot.policy
+            self._race, self._legs_left, self._policy = (
+                asks,
+                list(policies),
+                snapshot.draining_to or snapshot.policy,
+            )
             self.note(legs=())
 
     def _run_race(self) -> None:
@@ -427,7 +475,8 @@ class EngineRoom(Room):
             legs[-1] = legs[-1]._replace(last_step=steps)
         if self._legs_left:
             policy = self._legs_left.pop(0)
-            self.engine.drain(policy)  # nothing runs, so this is done at once; the slots forget the leg before
+            # Nothing runs, so this is done at once; the slots forget the leg before
+            self.engine.drain(policy)
             fired = tuple(self._fire(self._race))
             legs.append(Leg(policy, steps + 1, None, fired))
         self.note(legs=tuple(legs))

@@ -1,22 +1,24 @@
 """A workload under a policy: as it ran, or replayed; on a clock that interruptions do not reach.
 
-The problem. Two policies are to be compared by their seconds. But other programs take the processor away in mid-step,
-and the same race comes out as 1.0 or 3.9 times as fast.
+The problem. Two policies are to be compared by their seconds. But other programs take the processor
+away in mid-step, and the same race comes out as 1.0 or 3.9 times as fast.
 
-The way out. Steps that do the same work take the same time, unless they are disturbed. So all steps that are known are
-sorted into classes: so many rows decode, so many chunks of prompts go in. A class's time is that of its quickest steps:
-19 of 20 took longer. (With a busy program beside each core, three of four steps are disturbed, so a quartile still
-followed the load.) A straight line through the classes gives the price of a step, so that no step depends on a class
-that was seldom seen. A run's seconds are the prices of its steps, added up. What the engine's clock shows beyond that
-is named: interruptions. And the number of steps is printed; nothing can disturb it.
+The way out. Steps that do the same work take the same time, unless they are disturbed. So all steps
+that are known are sorted into classes: so many rows decode, so many chunks of prompts go in. A
+class's time is that of its quickest steps: 19 of 20 took longer. (With a busy program beside each
+core, three of four steps are disturbed, so a quartile still followed the load.) A straight line
+through the classes gives the price of a step, so that no step depends on a class that was seldom
+seen. A run's seconds are the prices of its steps, added up. What the engine's clock shows beyond
+that is named: interruptions. And the number of steps is printed; nothing can disturb it.
 
-What it cannot tell apart: a step that looks back on more rows of the cache takes longer, too. So where answers are very
-long, a part of what is called interruptions is none.
+What it cannot tell apart: a step that looks back on more rows of the cache takes longer, too. So
+where answers are very long, a part of what is called interruptions is none.
 
-A replay needs no model, because `sched.py` needs none: `replay` takes the lengths and arrival times of what just ran,
-and drives a second `Scheduler` through them. Its steps have the same prices.
+A replay needs no model, because `sched.py` needs none: `replay` takes the lengths and arrival times
+of what just ran, and drives a second `Scheduler` through them. Its steps have the same prices.
 
-What this file keeps. Every time in a `Run` but `took` is on the clock of the prices, which begins at 0.
+What this file keeps. Every time in a `Run` but `took` is on the clock of the prices, which begins
+at 0.
 
 Where next: `state.py`, which compares and races; `panes.py`, which draws both.
 """
@@ -66,7 +68,9 @@ class Run(NamedTuple):
     def on_the_engines(self) -> str:
         """Its seconds on the engine's clock, and how many of them were none of its own."""
         lost = self.took - self.makespan
-        return span(self.took) + (f", of it interruptions: {span(lost)}" if lost > self.took / 50 else "")
+        return span(self.took) + (
+            f", of it interruptions: {span(lost)}" if lost > self.took / 50 else ""
+        )
 
 
 class Contest(NamedTuple):
@@ -77,10 +81,11 @@ class Contest(NamedTuple):
     note: str = ""
 
 
-# --- the clock -----------------------------------------------------------------------------------------------------
+# --- the clock ----------------------------------------------------------------------------------
 
 LEAST = 1e-6  # seconds: a price that is lower is lost in the noise
-KNOWN = 10_000  # so many of the newest steps are asked for their times, so races in a row have one clock
+# So many of the newest steps are asked for their times, so races in a row have one clock
+KNOWN = 10_000
 
 
 def undisturbed(times: Iterable[float]) -> float:
@@ -90,32 +95,53 @@ def undisturbed(times: Iterable[float]) -> float:
 
 
 class Prices:
-    """What a step takes undisturbed: so much for itself, more for each row that decodes and each chunk of a prompt."""
+    """What a step takes undisturbed: so much for itself, more for each row that decodes and each
+    chunk of a prompt."""
 
     def __init__(self, steps: Iterable[StepView]):
         classes: dict[tuple[int, int], list[float]] = defaultdict(list)
-        for step in (step for step in steps if step.decode or step.prefill):  # not those that the screen has missed
+        # Not those that the screen has missed
+        for step in (step for step in steps if step.decode or step.prefill):
             classes[len(step.decode), len(step.prefill)].append(step.seconds)
-        plain = [(rows, undisturbed(times), len(times)) for (rows, chunks), times in classes.items() if not chunks]
+        plain = [
+            (rows, undisturbed(times), len(times))
+            for (rows, chunks), times in classes.items()
+            if not chunks
+        ]
         # The straight line that fits best. A class counts as often as it was seen.
         seen = sum(n for *_, n in plain) or 1
-        rows, seconds = sum(r * n for r, _, n in plain) / seen, sum(t * n for _, t, n in plain) / seen
+        rows, seconds = (
+            sum(r * n for r, _, n in plain) / seen,
+            sum(t * n for _, t, n in plain) / seen,
+        )
         spread = sum(n * (r - rows) ** 2 for r, _, n in plain)
         slope = sum(n * (r - rows) * (t - seconds) for r, t, n in plain) / spread if spread else 0.0
-        self.row = min(max(0.0, slope), seconds / max(rows, 1))  # no row is done for less than nothing, nor a step
+        # No row is done for less than nothing, nor a step
+        self.row = min(max(0.0, slope), seconds / max(rows, 1))
         self.step = seconds - self.row * rows
-        adds = [(t - self.of(rows, 0)) / chunks for (rows, chunks), times in classes.items() if chunks for t in times]
+        adds = [
+            (t - self.of(rows, 0)) / chunks
+            for (rows, chunks), times in classes.items()
+            if chunks
+            for t in times
+        ]
         self.chunk = max(undisturbed(adds) if adds else 0.0, LEAST)
 
     def of(self, rows: int, chunks: int) -> float:
-        return (self.step + self.row * rows if rows else 0.0) + (self.chunk * chunks if chunks else 0.0)
+        return (self.step + self.row * rows if rows else 0.0) + (
+            self.chunk * chunks if chunks else 0.0
+        )
 
 
-def on_clock(columns: Sequence[Column], prices: Prices) -> tuple[list[Column], Callable[[float], float]]:
-    """The same steps on the clock of the prices, and a function that says what that clock shows at a moment."""
+def on_clock(
+    columns: Sequence[Column], prices: Prices
+) -> tuple[list[Column], Callable[[float], float]]:
+    """The same steps on the clock of the prices, and a function that says what that clock shows at
+    a moment."""
     out, now = [], 0.0
     for i, c in enumerate(columns):
-        began = now + (c.began - columns[i - 1].ended if i else 0.0)  # a time in which nothing was to do stays as it is
+        # A time in which nothing was to do stays as it is
+        began = now + (c.began - columns[i - 1].ended if i else 0.0)
         now = began + prices.of(len(c.view.decode), len(c.view.prefill))
         out.append(c._replace(began=began, ended=now))
 
@@ -125,46 +151,71 @@ def on_clock(columns: Sequence[Column], prices: Prices) -> tuple[list[Column], C
             return now
         real, ours = columns[i], out[i]
         part = (at - real.began) / ((real.ended - real.began) or 1.0)
-        return ours.began + part * (ours.ended - ours.began) if part > 0 else max(0.0, ours.began + at - real.began)
+        return (
+            ours.began + part * (ours.ended - ours.began)
+            if part > 0
+            else max(0.0, ours.began + at - real.began)
+        )
 
     return out, moment
 
 
-# --- runs, measured and simulated ----------------------------------------------------------------------------------
+# --- runs, measured and simulated ---------------------------------------------------------------
 
 
 def measured(
-    policy: str, columns: Sequence[Column], requests: Sequence[RequestView], prices: Prices, how: str = "measured"
+    policy: str,
+    columns: Sequence[Column],
+    requests: Sequence[RequestView],
+    prices: Prices,
+    how: str = "measured",
 ) -> Run:
     """What ran. The first token of a request comes with the last piece of its prompt."""
     steps, moment = on_clock(columns, prices)
     ends = {(request, stop): c.ended for c in steps for _, request, _, stop in c.view.prefill}
-    firsts = ((r, ends.get((r.id, r.metrics.prompt_tokens))) for r in requests if r.metrics.ttft_s is not None)
+    firsts = (
+        (r, ends.get((r.id, r.metrics.prompt_tokens)))
+        for r in requests
+        if r.metrics.ttft_s is not None
+    )
     ttfts = [first - moment(r.arrived) for r, first in firsts if first is not None]
-    took = columns[-1].ended - min((r.arrived for r in requests), default=columns[0].began) if columns else 0.0
+    took = (
+        columns[-1].ended - min((r.arrived for r in requests), default=columns[0].began)
+        if columns
+        else 0.0
+    )
     return Run(policy, how, steps, ttfts, took)
 
 
 def renumbered(columns: Iterable[Column], numbers: dict[int, int]) -> list[Column]:
     """The same steps, with other numbers for the requests."""
-    return [c._replace(cells=tuple(Cell(kind, numbers.get(r)) for kind, r in c.cells)) for c in columns]
+    return [
+        c._replace(cells=tuple(Cell(kind, numbers.get(r)) for kind, r in c.cells)) for c in columns
+    ]
 
 
 def replay(
-    limits: Limits, requests: Sequence[RequestView], policy: str, moment: Callable[[float], float], prices: Prices
+    limits: Limits,
+    requests: Sequence[RequestView],
+    policy: str,
+    moment: Callable[[float], float],
+    prices: Prices,
 ) -> Run:
-    """The same requests through the same scheduler under another policy, on the clock of the prices.
+    """The same requests through the same scheduler under another policy, on the clock of the
+    prices.
 
-    The scheduler needs only lengths and arrival times: no text, no model. `moment` says what the clock showed when a
-    request arrived. Like the engine, this loop runs ahead: a step is planned before the one before is committed, unless
-    that one is to be read at once.
+    The scheduler needs only lengths and arrival times: no text, no model. `moment` says what the
+    clock showed when a request arrived. Like the engine, this loop runs ahead: a step is planned
+    before the one before is committed, unless that one is to be read at once.
     """
     sched = Scheduler(**limits._asdict(), policy=policy)
     coming = deque()
     for r in requests:
         m, prompt = r.metrics, (0,) * r.metrics.prompt_tokens
         arrived = moment(r.arrived)
-        coming.append(Request(r.id, prompt, m.output_tokens, arrived, shares=False, prefilled=m.cached_tokens))
+        coming.append(
+            Request(r.id, prompt, m.output_tokens, arrived, shares=False, prefilled=m.cached_tokens)
+        )
     now, flight, columns = 0.0, None, []
     firsts: dict[int, float] = {}  # by request: the time to its first token
 
@@ -193,6 +244,10 @@ def in_time(run: Run, width: int, longest: float) -> list[Column]:
     for x in range(round(run.makespan / longest * width)):
         ends = (x + 1) * longest / width
         stop = max(first, bisect_left(run.columns, ends, key=lambda c: c.ended))
-        out.append(merge(run.columns[first:stop]) if stop > first else run.columns[min(first, len(run.columns) - 1)])
+        out.append(
+            merge(run.columns[first:stop])
+            if stop > first
+            else run.columns[min(first, len(run.columns) - 1)]
+        )
         first = stop
     return out

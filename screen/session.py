@@ -1,9 +1,10 @@
 """What a user can say to the screen: commands, scripts, and the same run as a plain log.
 
-The problem. A user may press a key, click, type, use the command palette, write a script, or have no terminal at all.
+The problem. A user may press a key, click, type, use the command palette, write a script, or have
+no terminal at all.
 
-What this file keeps. A line that begins with a slash is a command, any other line is a prompt. All these ways lead to
-`Session.obey`, so what can be done in one of them can be done in all.
+What this file keeps. A line that begins with a slash is a command, any other line is a prompt. All
+these ways lead to `Session.obey`, so what can be done in one of them can be done in all.
 
 Where next: `tui.py`, the screen itself.
 """
@@ -55,7 +56,8 @@ SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as 
 class Session:
     """An engine room and the state of a screen. Every line of a user is obeyed here.
 
-    `eases`: a first burst runs in slow motion, since a small model is done with it before anything can be seen.
+    `eases`: a first burst runs in slow motion, since a small model is done with it before anything
+    can be seen.
     """
 
     def __init__(self, room: EngineRoom, state: State, eases: bool = False):
@@ -80,12 +82,16 @@ class Session:
         return seen != self._seen
 
     def asks(self, count: int) -> list[Ask]:
-        """This many of the prompts; after the last, the first again. If there is a seed, each gets one of its own."""
+        """This many of the prompts; after the last, the first again. If there is a seed, each gets
+        one of its own."""
         prompts = islice(cycle(self.state.prompts), count)
-        return [self.state.settings.ask(prompt, most, i) for i, (prompt, most) in enumerate(prompts)]
+        return [
+            self.state.settings.ask(prompt, most, i) for i, (prompt, most) in enumerate(prompts)
+        ]
 
     def obey(self, line: str) -> str:
-        """Do what a line says: a prompt or a command. Answers with what to tell the user; ValueError if it is wrong."""
+        """Do what a line says: a prompt or a command. Answers with what to tell the user;
+        ValueError if it is wrong."""
         if not line.startswith("/") or line.startswith("//"):
             self.room.fire([self.state.settings.ask(line.removeprefix("/"))])
             return ""
@@ -96,7 +102,9 @@ class Session:
         return command(rest.strip()) or ""
 
     def _do_help(self, rest: str = "") -> str:
-        return " ".join([*(f"/{method[4:]}" for method in dir(self) if method.startswith("_do_")), "/quit"])
+        return " ".join(
+            [*(f"/{method[4:]}" for method in dir(self) if method.startswith("_do_")), "/quit"]
+        )
 
     def _do_burst(self, rest: str) -> str:
         many = number_for("burst", rest or str(self.state.settings.burst))
@@ -108,19 +116,23 @@ class Session:
         return "slowly: + faster, 0 full speed"
 
     def _do_race(self, rest: str) -> None:
-        """A burst of this size under the policies that are named: /race 12 static serial. /race last shows the last."""
+        """A burst of this size under the policies that are named: /race 12 static serial. /race
+        last shows the last."""
         if rest == "last":
             if not self.state.raced:
                 raise ValueError("no race has been run yet; r runs one")
             self.state.contest = self.state.raced
             return
         if self.state.view.door:
-            raise ValueError("no race while the door is open, since clients would wait for it; /compare needs none")
+            raise ValueError(
+                "no race while the door is open, since clients would wait for it; /compare needs none"
+            )
         words = rest.split()
         policies = [known(word) for word in words if not word[:1].isdigit()] or RIVALS
         size = next((word for word in words if word[:1].isdigit()), str(self.state.settings.burst))
         asks = self.asks(number_for("race", size))
-        seed = self.state.settings.seed or 0  # the same seeds in each leg, so that all legs sample alike
+        # The same seeds in each leg, so that all legs sample alike
+        seed = self.state.settings.seed or 0
         self.state.contest = None if self.state.view.racing else asked(self.state, policies)
         self.room.race([ask._replace(seed=seed + i) for i, ask in enumerate(asks)], policies)
 
@@ -140,7 +152,8 @@ class Session:
         self.room.set_load(rate, self.asks(len(self.state.prompts)))
 
     def _do_cancel(self, rest: str) -> str:
-        """Cancel all requests that were fired from here, or the one that is named, or the one in the selected slot."""
+        """Cancel all requests that were fired from here, or the one that is named, or the one in
+        the selected slot."""
         slot = self.state.selected
         owner = self.state.view.engine.slots[slot].request
         if rest:
@@ -170,7 +183,8 @@ class Session:
         self.room.step(number_for("step", rest or "1"))
 
     def _do_slow(self, rest: str) -> str:
-        """So many steps a second; "off": full speed; "-" and "+": half as many, and twice as many."""
+        """So many steps a second; "off": full speed; "-" and "+": half as many, and twice as
+        many."""
         now = self.state.view.slow if self.heard else self._pace  # keys may come faster than views
         if rest == "off" or (not rest and now):
             rate = 0.0
@@ -191,9 +205,13 @@ class Session:
         for pair in rest.split():
             name, _, value = pair.partition("=")
             if name not in SETTABLE:
-                raise ValueError(f"{name!r} cannot be set; temperature, max, seed, burst and rate can")
+                raise ValueError(
+                    f"{name!r} cannot be set; temperature, max, seed, burst and rate can"
+                )
             knob, read, least, most = SETTABLE[name]
-            changes[knob] = None if pair in ("seed=", "seed=none") else read(name, value, least, most)
+            changes[knob] = (
+                None if pair in ("seed=", "seed=none") else read(name, value, least, most)
+            )
         said, engine = f"set {rest}", self.state.view.engine
         if engine and changes.get("max_tokens", 0) > engine.limits.max_len:
             changes["max_tokens"] = engine.limits.max_len
@@ -217,7 +235,8 @@ def number_for(command: str, text: str) -> float:
 SCRIPTED = {"help": "sheet('help')", "requests": "open", "view": "view", "zoom": "zoom"}
 SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
-# The plain log obeys a word when all before it has ended. So the others mean something on a screen only.
+# The plain log obeys a word when all before it has ended. So the others mean something on a screen
+# only.
 LOGGED = ("policy", "burst", "race", "compare", "wait")
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
 SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
@@ -235,7 +254,9 @@ def orders_of(script: str, logged: bool = False) -> list[tuple[str, str]]:
         if name not in words or (rest and name not in NUMBERS):
             where = " without a screen" if logged else ""
             there = " ".join(f"{word}N" if word in NUMBERS else word for word in words)
-            raise ValueError(f"{shown(word)} is no command{where}; there are {there} (N: a number, or nothing)")
+            raise ValueError(
+                f"{shown(word)} is no command{where}; there are {there} (N: a number, or nothing)"
+            )
         if rest:
             number_for(name, rest)
         orders.append((name, rest))
@@ -247,14 +268,17 @@ def as_command(word: str, rest: str) -> str:
 
 
 class PlainLog:
-    """The same run as a line for each event: for pipes, for logs, and for users of a screen reader."""
+    """The same run as a line for each event: for pipes, for logs, and for users of a screen
+    reader."""
 
     def __init__(self, session: Session, write: Callable[[str], None]):
         self.session, self.write = session, write
-        self._told: dict[int, RequestView] = {}  # open requests, as they were when last written about
+        # Open requests, as they were when last written about
+        self._told: dict[int, RequestView] = {}
         self._done = self._faults = 0  # how many stages and faults have been written
         self._raced: Contest | None = None  # the last race that has been written
-        self._late: list[tuple[float, str]] = []  # (when, what): not written yet, since something earlier may be told
+        # (when, what): not written yet, since something earlier may be told
+        self._late: list[tuple[float, str]] = []
         self._told_to = 0.0  # the end of the last busy period that has been written
         self._policy, self._life = "", 0
 
@@ -266,41 +290,64 @@ class PlainLog:
             self.write(f"loading: {stage}")
         self._done = len(view.done)
         for call in view.door.ended if view.door else ():
-            end = f"{call.status} {call.reason}{', hung up' if call.hung_up else ''}: {call.message}"
+            end = (
+                f"{call.status} {call.reason}{', hung up' if call.hung_up else ''}: {call.message}"
+            )
             self.write(f"{call.client} {call.route} → {clean(end).rstrip(': ')}")
         if (engine := view.engine) is None:
             return
         if view.life != self._life:  # what has happened there before is no news
             self._life, self._told = view.life, {r.id: r for r in (*engine.requests, *engine.ended)}
             engine = replace(engine, ended=(), steps=())
-        news = [event for r in (*engine.requests, *engine.ended) for event in self._news(self._told.get(r.id), r)]
+        news = [
+            event
+            for r in (*engine.requests, *engine.ended)
+            for event in self._news(self._told.get(r.id), r)
+        ]
         for step in engine.steps:
-            news += [(step.began, f"r{r} is admitted to slot {s} in step {step.step}") for s, r in step.admitted]
+            news += [
+                (step.began, f"r{r} is admitted to slot {s} in step {step.step}")
+                for s, r in step.admitted
+            ]
         self._told |= {r.id: r for r in engine.requests}
         for r in engine.ended:
             self._told.pop(r.id, None)
-        news += [*self._switches(engine), *((engine.now, fault.message) for fault in state.faults[self._faults :])]
+        news += [
+            *self._switches(engine),
+            *((engine.now, fault.message) for fault in state.faults[self._faults :]),
+        ]
         self._faults = len(state.faults)
-        for period in [period for period in state.periods if period.over and period.ended > self._told_to]:
-            news.append((period.ended, f"in all ({', '.join(period.policies)}): {', '.join(words(period))}"))
+        for period in [
+            period for period in state.periods if period.over and period.ended > self._told_to
+        ]:
+            news.append(
+                (period.ended, f"in all ({', '.join(period.policies)}): {', '.join(words(period))}")
+            )
             self._told_to = period.ended
         self._late += news
-        step, began = (state.history[-1].step, state.history[-1].view.began) if state.history else (0, 0.0)
+        step, began = (
+            (state.history[-1].step, state.history[-1].view.began) if state.history else (0, 0.0)
+        )
         self.flush(began if view.busy and engine.planned > step else math.inf)
         if state.raced is not self._raced:
             self._raced = state.raced
             self.tell(self._raced)
 
     def flush(self, until: float = math.inf) -> None:
-        """Write what is known up to a moment, in its order. A step that is in flight is told of when it has ended."""
+        """Write what is known up to a moment, in its order. A step that is in flight is told of
+        when it has ended."""
         self._late.sort(key=lambda event: event[0])
         while self._late and self._late[0][0] <= until:
             moment, line = self._late.pop(0)
             self.write(f"{moment:8.3f} s  {line}")
 
     def _switches(self, engine: Snapshot) -> Iterable[tuple[float, str]]:
-        """A policy holds from the first step that was planned under it; if there is none yet, from now."""
-        for moment, policy in (*((step.began, step.policy) for step in engine.steps), (engine.now, engine.policy)):
+        """A policy holds from the first step that was planned under it; if there is none yet, from
+        now."""
+        for moment, policy in (
+            *((step.began, step.policy) for step in engine.steps),
+            (engine.now, engine.policy),
+        ):
             if policy != self._policy:
                 self._policy = policy
                 yield moment, f"policy {policy}"
@@ -311,11 +358,19 @@ class PlainLog:
             client = client_of(r) and f" ({client_of(r)})"
             yield r.arrived, f"r{r.id}{client} waits: {shorten(prompt_of(r), 60)}"
         if r.metrics.ttft_s is not None and (before is None or before.metrics.ttft_s is None):
-            yield r.arrived + r.metrics.ttft_s, f"r{r.id} has its first token after {span(r.metrics.ttft_s)}"
+            yield (
+                r.arrived + r.metrics.ttft_s,
+                f"r{r.id} has its first token after {span(r.metrics.ttft_s)}",
+            )
         if r.reason:
             rate = f", {number(r.metrics.tokens_per_s)} tokens/s" if r.metrics.tokens_per_s else ""
-            figures = f"{count(r.metrics.output_tokens, 'token')}, TTFT {span(r.metrics.ttft_s)}{rate}"
-            yield r.ended, f"r{r.id} ends ({r.reason}): {figures}: {' '.join(clean(r.text).split())}"
+            figures = (
+                f"{count(r.metrics.output_tokens, 'token')}, TTFT {span(r.metrics.ttft_s)}{rate}"
+            )
+            yield (
+                r.ended,
+                f"r{r.id} ends ({r.reason}): {figures}: {' '.join(clean(r.text).split())}",
+            )
 
     def obey(self, line: str) -> None:
         """A prompt, or a command."""
@@ -330,7 +385,9 @@ class PlainLog:
 
     def tell(self, contest: Contest) -> None:
         for run in contest.runs:
-            figures = (f"{name} {figure}" for name, figure in zip(FIGURES, run.figures, strict=True))
+            figures = (
+                f"{name} {figure}" for name, figure in zip(FIGURES, run.figures, strict=True)
+            )
             self.write(f"{run.policy}, {run.how}: {', '.join(figures)}")
         for line in filter(None, (verdict(contest.runs), contest.note)):
             self.write(line)
@@ -340,9 +397,11 @@ NO_WORK = "standard input has no prompt; write one a line there, or give --promp
 
 
 def run_plain(session: Session, script: str, stays: bool = False) -> int:
-    """Obey the script, or the lines of standard input. When it ends and nothing is left to do, leave.
+    """Obey the script, or the lines of standard input. When it ends and nothing is left to do,
+    leave.
 
-    If neither says anything, one line tells what to give. `stays`: there are others to watch, so neither is needed.
+    If neither says anything, one line tells what to give. `stays`: there are others to watch, so
+    neither is needed.
     """
     log = PlainLog(session, lambda line: print(line, flush=True))
     state = session.state
@@ -392,9 +451,14 @@ def write_trace(path: str, session: Session) -> None:
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:
-    """What has come on standard input, without waiting: an unfinished line, the lines, and whether more may come."""
+    """What has come on standard input, without waiting: an unfinished line, the lines, and whether
+    more may come."""
     if not select.select([0], [], [], 0)[0]:
         return rest, [], True
     data = os.read(0, 65536)
     *lines, rest = (rest + (data or b"\n")).split(b"\n")  # the last line may lack its end
-    return rest, [text for line in lines if (text := line.decode(errors="replace").strip())], bool(data)
+    return (
+        rest,
+        [text for line in lines if (text := line.decode(errors="replace").strip())],
+        bool(data),
+    )

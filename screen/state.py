@@ -1,10 +1,12 @@
-"""All that the screen knows: the newest view, past steps and requests, and what the user has selected.
+"""All that the screen knows: the newest view, past steps and requests, and what the user has
+selected.
 
-The problem. A view tells what has happened since the last one. The screen draws more than that: charts of the last
-seconds, a timeline that can be scrolled back, requests that ended long ago.
+The problem. A view tells what has happened since the last one. The screen draws more than that:
+charts of the last seconds, a timeline that can be scrolled back, requests that ended long ago.
 
-What this file keeps. The picture on the screen depends only on `State` and on the size. Nothing here refers to an
-engine or an array. So the engine never waits for the screen, and every picture can be tested without a terminal.
+What this file keeps. The picture on the screen depends only on `State` and on the size. Nothing
+here refers to an engine or an array. So the engine never waits for the screen, and every picture
+can be tested without a terminal.
 
 Where next: `panes.py`, which draws it.
 """
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from door.journal import Call
-from parts.api.views import RequestView, SlotView, StepView
+from parts.api.views import RequestView, SlotView, Snapshot, StepView
 from sched import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
@@ -36,14 +38,18 @@ class State:
     settings: Settings = field(default_factory=Settings)
     prompts: Sequence[tuple[str, int]] = BURST
     history: list[Column] = field(default_factory=list)  # a column for each step, oldest first
-    requests: dict[int, RequestView] = field(default_factory=dict)  # by id, as the newest view that holds them has them
+    # By id, as the newest view that holds them has them
+    requests: dict[int, RequestView] = field(default_factory=dict)
     ended: list[RequestView] = field(default_factory=list)  # in the order in which they ended
-    calls: list[Call] = field(default_factory=list)  # at the door: those that have ended, in the order of their ends
+    # At the door: those that have ended, in the order of their ends
+    calls: list[Call] = field(default_factory=list)
     refused: int = 0  # so many of all that came to the door, those that are kept no more among them
     gone: int = 0  # so many hung up
     faults: list[Fault] = field(default_factory=list)  # all that went wrong so far
-    tracebacks: list[str] = field(default_factory=list)  # of what has failed in this process: what failed, then where
-    owners: dict[int, int] = field(default_factory=dict)  # slot -> the request that holds it or held it last
+    # Of what has failed in this process: what failed, then where
+    tracebacks: list[str] = field(default_factory=list)
+    # Slot -> the request that holds it or held it last
+    owners: dict[int, int] = field(default_factory=dict)
     printed: str = ""  # what a library printed last while loading: a download's progress
     selected: int = 0  # a slot
     cursor: int | None = None  # a step; None: always the newest one
@@ -51,39 +57,63 @@ class State:
     zoom: int | None = None  # steps in a column; None: so many that the latest busy period fits
     lower: str = "timeline"  # the pane that is shown if there is room for one only
     opened: int | None = None  # the request that is open; None: the newest that has ended
-    contest: Contest | None = None  # the comparison, or the old race, that is shown; None: the race that runs
+    # The comparison, or the old race, that is shown; None: the race that runs
+    contest: Contest | None = None
     raced: Contest | None = None  # the last race that has ended
     typing: bool = False  # the prompt box has the keyboard
     said: str = ""  # what the last command answered; shown for a while
     woke: int = 0  # index of the first step of the latest busy period
-    periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))  # busy periods, the newest last
-    firsts: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=2000))  # (first token came, TTFT)
-    costs: dict[int, deque[float]] = field(default_factory=dict)  # by rows: seconds of the last steps that only decode
+    # Busy periods, the newest last
+    periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))
+    # (first token came, TTFT)
+    firsts: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=2000))
+    # By rows: seconds of the last steps that only decode
+    costs: dict[int, deque[float]] = field(default_factory=dict)
     _delivered: int = 0  # the engine's count of tokens at the last look
-    _merged: dict[int, list[Column]] = field(default_factory=dict)  # by zoom: the full columns of the history
+    # By zoom: the full columns of the history
+    _merged: dict[int, list[Column]] = field(default_factory=dict)
 
     KEPT = 20_000  # so many steps are kept
     REMEMBERED = 2_000  # so many ended requests can still be opened
 
     def absorb(self, view: View) -> None:
-        self.faults += view.faults[len(self.view.faults) :]
-        if begins := view.life != self.view.life:  # what is known is another engine's, or comes once more
-            for kept in (self.history, self.requests, self.ended, self.calls, self.owners, self._merged):
-                kept.clear()
-            for kept in (self.periods, self.firsts, self.costs):
-                kept.clear()
-            self.cursor, self.selected, self.woke, self.opened, self.contest = None, 0, 0, None, None
-            self.refused = self.gone = 0
-        ends = self.view.racing and not view.racing
-        if self.contest and not self.contest.runs and (view.racing or view.legs != self.view.legs):
+        before, self.view = self.view, view
+        self.model = view.model or self.model
+        self.faults += view.faults[len(before.faults) :]
+        # Another engine begins, or the same one is told once more from its start.
+        begins = view.life != before.life
+        if begins:
+            self._forget()
+        if self.contest and not self.contest.runs and (view.racing or view.legs != before.legs):
             self.contest = None  # the race that was asked for has begun
-        self.view, news, self.model = view, view.engine, view.model or self.model
         if view.door:
-            self.calls = [*self.calls, *view.door.ended][-self.REMEMBERED :]
-            self.refused += sum(call.is_refused for call in view.door.ended)
-            self.gone += sum(call.hung_up for call in view.door.ended)
-        if news is None:
-            return
+            self._absorb_calls(view.door.ended)
+        if view.engine is not None:
+            self._absorb_requests(view.engine, begins)
+            self._tell_unseen(view)
+            self._absorb_steps(view.engine, view.busy)
+            if before.racing and not view.racing:
+                self.raced = race(self)
+            self._shorten_history()
+
+    def _forget(self) -> None:
+        kept = (self.history, self.requests, self.ended, self.calls, self.owners, self._merged)
+        for each in (*kept, self.periods, self.firsts, self.costs):
+            each.clear()
+        self.cursor = None
+        self.opened = None
+        self.contest = None
+        self.selected = 0
+        self.woke = 0
+        self.refused = 0
+        self.gone = 0
+
+    def _absorb_calls(self, ended: Sequence[Call]) -> None:
+        self.calls = [*self.calls, *ended][-self.REMEMBERED :]
+        self.refused += sum(call.is_refused for call in ended)
+        self.gone += sum(call.hung_up for call in ended)
+
+    def _absorb_requests(self, news: Snapshot, begins: bool) -> None:
         self.faults += [Fault(clean(fault)) for fault in news.faults]
         for r in (*news.requests, *news.ended):
             before = self.requests.get(r.id)
@@ -91,21 +121,32 @@ class State:
                 self.firsts.append((r.arrived + r.metrics.ttft_s, r.metrics.ttft_s))
             self.requests[r.id] = r
         self.ended += news.ended
-        self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in news.ended if r.error and not begins]
+        if not begins:
+            failed = [r for r in news.ended if r.error]
+            self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in failed]
         for request in self.ended[: -self.REMEMBERED]:
             self.requests.pop(request.id, None)
         del self.ended[: -self.REMEMBERED]
-        calls = view.door.missed if view.door else 0
-        unseen = ((news.missed, "step", "went by"), (news.missed_ends, "request", "ended"), (calls, "client", "left"))
-        for many, what, went in unseen:
-            if many:
-                self.faults.append(Fault(f"{count(many, what)} {went} unseen: the screen looked away for too long"))
+
+    def _tell_unseen(self, view: View) -> None:
+        unseen = (
+            (view.engine.missed, "step", "went by"),
+            (view.engine.missed_ends, "request", "ended"),
+            (view.door.missed if view.door else 0, "client", "left"),
+        )
+        why = "unseen: the screen looked away for too long"
+        self.faults += [Fault(f"{count(n, what)} {went} {why}") for n, what, went in unseen if n]
+
+    def _absorb_steps(self, news: Snapshot, busy: bool) -> None:
         if news.missed and self.history:
             lost = news.output_tokens - self._delivered - sum(step.tokens for step in news.steps)
             self.history.append(gap(news.missed, max(0, lost), news.steps[0], self.history[-1]))
             self._count(self.history[-1])
-        if news.missed_ends:  # these are gone: requests older than all that are open, and without an end
-            oldest = min((*(r.id for r in news.requests), *(id for id, _ in news.queue)), default=math.inf)
+        # These are gone: requests older than all that are open, and without an end
+        if news.missed_ends:
+            oldest = min(
+                (*(r.id for r in news.requests), *(id for id, _ in news.queue)), default=math.inf
+            )
             self.requests = {id: r for id, r in self.requests.items() if r.reason or id >= oldest}
             if self.periods:
                 self.periods[-1].requests += news.missed_ends
@@ -113,10 +154,10 @@ class State:
         for step in news.steps:
             self._add(step, ended)
         self._delivered = news.output_tokens
-        self._end_period(ended, not view.busy)
+        self._end_period(ended, not busy)
         self.owners |= {slot.slot: slot.request for slot in news.slots if slot.request is not None}
-        if ends:
-            self.raced = race(self)
+
+    def _shorten_history(self) -> None:
         if len(self.history) > self.KEPT:
             gone = self.KEPT // 4
             del self.history[:gone]
@@ -127,7 +168,8 @@ class State:
         period = self.periods[-1] if self.periods else Period(math.inf)
         while ended and ended[0].ended <= until:
             request = ended.popleft()
-            if not period.over or request.arrived < period.ended:  # else it was cancelled before anything ran
+            # Else it was cancelled before anything ran
+            if not period.over or request.arrived < period.ended:
                 period.take_request(request)
         period.over = period.over or over
 
@@ -139,10 +181,13 @@ class State:
     def _add(self, step: StepView, ended: deque[RequestView]) -> None:
         last = self.history[-1] if self.history else None
         new = column(step, self.view.engine.limits.slots, last)
-        # A busy period starts at a step in which every working request was admitted after the previous step began. (It
-        # is not enough to look for an idle moment. In a race there is none, since the next leg is fired while the last
-        # ghost of the leg before is still in flight.)
-        working = {slot: cell.request for slot, cell in enumerate(new.cells) if cell.request is not None}
+        # A busy period starts at a step in which every working request was admitted after the
+        # previous step began. (It is not enough to look for an idle moment. In a race there is
+        # none, since the next leg is fired while the last ghost of the leg before is still in
+        # flight.)
+        working = {
+            slot: cell.request for slot, cell in enumerate(new.cells) if cell.request is not None
+        }
         before = last.view.began if last else -math.inf
         came = [self.requests[r].arrived for r in working.values() if r in self.requests]
         if came and len(step.admitted) == len(working) and min(came) > before:
@@ -158,7 +203,8 @@ class State:
     def delivered(self, moment: float = math.inf) -> float:
         """How many tokens were delivered up to a moment.
 
-        A step's tokens are spread evenly over its time, since a slow step would else be a spike in the chart.
+        A step's tokens are spread evenly over its time, since a slow step would else be a spike in
+        the chart.
         """
         i = bisect_left(self.history, moment, key=lambda column: column.ended)
         if i == len(self.history):
@@ -169,11 +215,13 @@ class State:
 
     @property
     def hurries(self) -> bool:
-        """Whether steps come faster than they can be seen. Then some panes are painted less often."""
+        """Whether steps come faster than they can be seen. Then some panes are painted less
+        often."""
         return self.view.busy and not (self.view.paused or self.view.slow)
 
     def tokens_per_s(self) -> float:
-        """Over the last second of the engine's clock, or since the latest busy period began, if that is less."""
+        """Over the last second of the engine's clock, or since the latest busy period began, if
+        that is less."""
         if not self.history:
             return 0.0
         now = min(self.view.engine.now, self.moment)
@@ -181,7 +229,8 @@ class State:
         return (self.delivered(now) - self.delivered(began)) / max(1e-3, now - began)
 
     def columns(self, zoom: int) -> list[Column]:
-        """The history with `zoom` steps in a column. A column is merged once, when all of its steps are there."""
+        """The history with `zoom` steps in a column. A column is merged once, when all of its steps
+        are there."""
         if zoom == 1:
             return self.history
         merged = self._merged.setdefault(zoom, [])
@@ -211,7 +260,8 @@ class State:
         return min(bisect_left(self.history, step, key=lambda c: c.step), len(self.history) - 1)
 
     def move(self, steps: int) -> None:
-        """Move the cursor back or forth. Beyond the newest step there is no cursor, and the newest is followed."""
+        """Move the cursor back or forth. Beyond the newest step there is no cursor, and the newest
+        is followed."""
         if self.history:
             self.look_at(max(0, self.at + steps))
 
@@ -223,12 +273,14 @@ class State:
 
     @property
     def at(self) -> int:
-        """The place of the step that the pane "Step" shows: the cursor's, or the newest. -1: there is none yet."""
+        """The place of the step that the pane "Step" shows: the cursor's, or the newest. -1: there
+        is none yet."""
         return len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
 
     @property
     def first(self) -> int:
-        """Where what led to that step begins: the latest busy period; before that one, all that is remembered."""
+        """Where what led to that step begins: the latest busy period; before that one, all that is
+        remembered."""
         return self.woke if self.woke <= self.at else 0
 
     @property
@@ -269,7 +321,8 @@ class State:
         for slot, ((kind, request), rows) in enumerate(zip(past.cells, past.rows, strict=True)):
             m = self.requests[request].metrics if request in self.requests else None
             prompt, reused = (m.prompt_tokens, m.cached_tokens) if m else (rows, 0)
-            said = rows - prompt + 1 if rows >= prompt > 0 else 0  # the newest token is not in the slot yet
+            # The newest token is not in the slot yet
+            said = rows - prompt + 1 if rows >= prompt > 0 else 0
             phase = "free" if kind == EMPTY else NAMES[kind]
             out.append(SlotView(slot, phase, request, rows, prompt, said, min(reused, rows), 0))
         return out
@@ -303,7 +356,9 @@ class State:
         if self.cursor is None:
             return self.requests.get(self.owners.get(slot))
         at = range(self.index_of(self.cursor), -1, -1)
-        request = next((r for i in at if (r := self.history[i].cells[slot].request) is not None), None)
+        request = next(
+            (r for i in at if (r := self.history[i].cells[slot].request) is not None), None
+        )
         return self.then(self.requests[request]) if request in self.requests else None
 
     # --- from a step to a request, and back
@@ -335,11 +390,16 @@ class State:
         The slot's own phase is what comes next: after the last chunk of a prompt that is decode.
         """
         cell = self.history[-1].cells[slot.slot] if self.history and not self.past else None
-        return NAMES[cell.kind] if cell and cell.request is not None and cell.request == slot.request else slot.phase
+        return (
+            NAMES[cell.kind]
+            if cell and cell.request is not None and cell.request == slot.request
+            else slot.phase
+        )
 
 
 def prompt_of(request: RequestView) -> str:
-    """A request's prompt: as it was typed, if it was fired from here; else as the engine shows it."""
+    """A request's prompt: as it was typed, if it was fired from here; else as the engine shows
+    it."""
     return clean(request.origin.prompt if isinstance(request.origin, Ask) else request.prompt)
 
 
@@ -348,7 +408,7 @@ def client_of(request: RequestView) -> str:
     return clean(request.origin) if isinstance(request.origin, str) else ""
 
 
-# --- comparing policies --------------------------------------------------------------------------------------------
+# --- comparing policies -------------------------------------------------------------------------
 
 
 def prices(state: State) -> Prices:
@@ -359,24 +419,36 @@ def prices(state: State) -> Prices:
 def compare(state: State, rival: str = "") -> Contest:
     """What just ran, replayed under its own policy and under another.
 
-    Both runs are simulated, since a measured time and a simulated one differ by the simulation's faults, too. If there
-    is nothing to compare, a ValueError says why.
+    Both runs are simulated, since a measured time and a simulated one differ by the simulation's
+    faults, too. If there is nothing to compare, a ValueError says why.
     """
     columns = state.history[state.woke :]
     if not columns:
         raise ValueError("nothing has run yet; b fires a burst")
     seen = {cell.request for column in columns for cell in column.cells} - {None}
-    requests = [r for id in sorted(seen) if (r := state.requests.get(id)) and r.metrics.output_tokens]
+    requests = [
+        r for id in sorted(seen) if (r := state.requests.get(id)) and r.metrics.output_tokens
+    ]
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
-    policies = Counter(column.view.policy for column in columns)  # more than one, if the user changed it meanwhile
+    # More than one, if the user changed it meanwhile
+    policies = Counter(column.view.policy for column in columns)
     ran, costs = policies.most_common(1)[0][0], prices(state)
     rival = rival or next(policy for policy in POLICIES if policy != ran)
     _, moment = on_clock(columns, costs)
-    runs = [replay(state.view.engine.limits, requests, policy, moment, costs) for policy in (ran, rival)]
+    runs = [
+        replay(state.view.engine.limits, requests, policy, moment, costs) for policy in (ran, rival)
+    ]
     real = measured(", then ".join(policies), columns, requests, costs)
-    paid = ((costs.of(1, 0), "with one row"), (costs.row, "more for each row"), (costs.chunk, "for a chunk"))
-    said = (f"{span(s)} {what}" if s > LEAST else f"too noisy to say how much {what}" for s, what in paid)
+    paid = (
+        (costs.of(1, 0), "with one row"),
+        (costs.row, "more for each row"),
+        (costs.chunk, "for a chunk"),
+    )
+    said = (
+        f"{span(s)} {what}" if s > LEAST else f"too noisy to say how much {what}"
+        for s, what in paid
+    )
     note = (
         f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
         f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
@@ -389,11 +461,17 @@ def compare(state: State, rival: str = "") -> Contest:
 
 
 def race(state: State) -> Contest:
-    """The race so far, measured. In every leg the requests are numbered from 1, so that legs can be compared."""
+    """The race so far, measured. In every leg the requests are numbered from 1, so that legs can be
+    compared."""
     runs, legs, costs = [], state.view.legs, prices(state)
     for leg in legs:
-        first, last = (bisect_left(state.history, step, key=lambda c: c.step) for step in (leg.first_step, leg.stop))
-        columns = renumbered(state.history[first:last], {request: i + 1 for i, request in enumerate(leg.requests)})
+        first, last = (
+            bisect_left(state.history, step, key=lambda c: c.step)
+            for step in (leg.first_step, leg.stop)
+        )
+        columns = renumbered(
+            state.history[first:last], {request: i + 1 for i, request in enumerate(leg.requests)}
+        )
         requests = [state.requests[id] for id in leg.requests if id in state.requests]
         how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
         runs.append(measured(leg.policy, columns, requests, costs, how))
@@ -409,7 +487,8 @@ def race(state: State) -> Contest:
 
 
 def asked(state: State, policies: Sequence[str]) -> Contest:
-    """A race that has not begun: what is shown from the key on, while the engine has yet to hear of it."""
+    """A race that has not begun: what is shown from the key on, while the engine has yet to hear of
+    it."""
     waits = state.view._replace(racing=False).busy
     return Contest(f"Race: {' and '.join(policies)}", [], RACE_WAITS if waits else RACE_BEGINS)
 
@@ -420,7 +499,9 @@ RACE_BEGINS = "The race begins."
 
 def verdict(runs: Sequence[Run]) -> str:
     """One sentence that compares two runs, once both have ended."""
-    if len(runs) < 2 or any(run.how in ("running …", "cut short") or not run.makespan for run in runs):
+    if len(runs) < 2 or any(
+        run.how in ("running …", "cut short") or not run.makespan for run in runs
+    ):
         return ""
     slow, fast = sorted(runs, key=lambda run: -run.makespan)
     if len(fast.columns) == len(slow.columns) and len(fast.ttfts) <= len(fast.columns[0].cells):

@@ -1,7 +1,8 @@
-"""Slots x steps: what each slot did in each step, as it was, or as another policy would have made it.
+"""Slots x steps: what each slot did in each step, as it was, or as another policy would have made
+it.
 
-The problem. A policy is hard to judge from numbers. One picture says what batching is about, and two of them, one above
-the other, say why the policy matters:
+The problem. A policy is hard to judge from numbers. One picture says what batching is about, and
+two of them, one above the other, say why the policy matters:
 
     continuous  0 ▒A██████▒C████████     ▒ prefill: a chunk of the prompt goes into the slot
                 1 ▒B██▒D████████████     █ decode: one more token of the answer
@@ -40,7 +41,8 @@ class Column(NamedTuple):
     ended: float
     cells: tuple[Cell, ...]  # by slot
     tokens: int  # delivered
-    useful: int  # cells that computed something for a request; in a merged column, the sum of all its steps
+    # Cells that computed something for a request; in a merged column, the sum of all its steps
+    useful: int
     view: StepView  # the step as the engine describes it; in a merged column, the last step
     rows: tuple[int, ...] = ()  # by slot: how many rows its request has filled after this step
     total: int = 0  # tokens delivered up to and with this step
@@ -51,34 +53,67 @@ class Column(NamedTuple):
 def column(step: StepView, slots: int, before: Column | None = None) -> Column:
     """A step as the timeline draws it, behind `before`, the step before it.
 
-    The engine runs ahead and plans a step before the one before has ended. Here the step begins when that one ends.
+    The engine runs ahead and plans a step before the one before has ended. Here the step begins
+    when that one ends.
     """
-    cells = dict.fromkeys(range(slots), Cell(EMPTY)) | {slot: Cell(BLOCKED) for slot in step.blocked}
+    cells = dict.fromkeys(range(slots), Cell(EMPTY)) | {
+        slot: Cell(BLOCKED) for slot in step.blocked
+    }
     cells |= {slot: Cell(HELD, request) for slot, request in step.held}
     cells |= {slot: Cell(PREFILL, request) for slot, request, *_ in step.prefill}
-    cells |= {slot: Cell(GHOST if slot in step.ghosts else DECODE, request) for slot, request in step.decode}
+    cells |= {
+        slot: Cell(GHOST if slot in step.ghosts else DECODE, request)
+        for slot, request in step.decode
+    }
     useful = sum(cell.kind in (PREFILL, DECODE) for cell in cells.values())
     began, total = (max(step.began, before.ended), before.total) if before else (step.began, 0)
     rows = dict(enumerate(before.rows)) if before else {}
-    rows |= {slot: 0 for slot, cell in cells.items() if cell.request is None} | {slot: 0 for slot, _ in step.admitted}
+    rows |= {slot: 0 for slot, cell in cells.items() if cell.request is None} | {
+        slot: 0 for slot, _ in step.admitted
+    }
     rows |= {slot: stop for slot, _, _, stop in step.prefill}
     rows |= {slot: rows.get(slot, 0) + 1 for slot, _ in step.decode if slot not in step.ghosts}
     filled, total = tuple(rows[slot] for slot in cells), total + step.tokens
-    return Column(step.step, began, step.ended, tuple(cells.values()), step.tokens, useful, step, filled, total)
+    return Column(
+        step.step,
+        began,
+        step.ended,
+        tuple(cells.values()),
+        step.tokens,
+        useful,
+        step,
+        filled,
+        total,
+    )
 
 
 def gap(missed: int, tokens: int, first: StepView, before: Column) -> Column:
-    """Steps that were missed, and in which so many tokens came: between `before` and `first`, which was seen again."""
-    nothing = dict.fromkeys(("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked"), ())
+    """Steps that were missed, and in which so many tokens came: between `before` and `first`, which
+    was seen again."""
+    nothing = dict.fromkeys(
+        ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked"), ()
+    )
     nothing |= dict.fromkeys(("cost", "plan_s", "build_s", "device_s", "wait_s", "commit_s"), 0)
     times = {"began": before.ended, "ended": max(before.ended, first.began)}
     view = replace(first, step=first.step - 1, tokens=tokens, **nothing, **times)
     total, cells = before.total + tokens, (Cell(UNSEEN),) * len(before.cells)
-    return Column(view.step, *times.values(), cells, tokens, 0, view, before.rows, total, steps=0, unseen=missed)
+    return Column(
+        view.step,
+        *times.values(),
+        cells,
+        tokens,
+        0,
+        view,
+        before.rows,
+        total,
+        steps=0,
+        unseen=missed,
+    )
 
 
 def merge(columns: Sequence[Column]) -> Column:
-    """Several steps as one column. A cell shows the most frequent kind, but a prefill, which is short, comes first."""
+    """Several steps as one column. A cell shows the most frequent kind, but a prefill, which is
+    short, comes first."""
     if len(columns) == 1:
         return columns[0]
     cells = []
@@ -87,7 +122,9 @@ def merge(columns: Sequence[Column]) -> Column:
         cells.append(rare or Counter(slot).most_common(1)[0][0])
     names = ("tokens", "useful", "steps", "unseen")
     sums = {name: sum(getattr(column, name) for column in columns) for name in names}
-    return columns[-1]._replace(step=columns[0].step, began=columns[0].began, cells=tuple(cells), **sums)
+    return columns[-1]._replace(
+        step=columns[0].step, began=columns[0].began, cells=tuple(cells), **sums
+    )
 
 
 def useful_of(columns: Sequence[Column]) -> float:

@@ -1,11 +1,13 @@
-"""What a busy period came to: requests, tokens, seconds, waits, and how much of the work was useful.
+"""What a busy period came to: requests, tokens, seconds, waits, and how much of the work was
+useful.
 
-The problem. When a burst is over, the slots are free and nothing moves. Nothing tells how it went, nor whether it went
-better than the one before, which ran under another policy.
+The problem. When a burst is over, the slots are free and nothing moves. Nothing tells how it went,
+nor whether it went better than the one before, which ran under another policy.
 
-What this file keeps. A `Period` takes in steps and ended requests one by one, in bounded memory however long it lasts.
-It counts on the engine's clock, so neither a pause nor slow motion changes a figure; an interruption does. The makespan
-alone leaves interruptions out. It stands beside the others, so two legs of a race compare here as they do on its page.
+What this file keeps. A `Period` takes in steps and ended requests one by one, in bounded memory
+however long it lasts. It counts on the engine's clock, so neither a pause nor slow motion changes a
+figure; an interruption does. The makespan alone leaves interruptions out. It stands beside the
+others, so two legs of a race compare here as they do on its page.
 
 Where next: `state.py`, which keeps the periods.
 """
@@ -45,15 +47,24 @@ class Period:
     tokens: int = 0
     useful: int = 0  # slots that did something for a request, added up over all steps
     cells: int = 0  # all slots of all steps
-    kinds: Counter[tuple[int, int]] = field(default_factory=Counter)  # of steps: (rows that decode, chunks that go in)
+    # Of steps: (rows that decode, chunks that go in)
+    kinds: Counter[tuple[int, int]] = field(default_factory=Counter)
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))  # from each token to the next of its answer
+    # From each token to the next of its answer
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def take_step(self, step: Column) -> None:
-        """A slot that decodes does so in every step: its tokens are as far apart as the ends of two steps."""
+        """A slot that decodes does so in every step: its tokens are as far apart as the ends of two
+        steps."""
         if self.cells:
-            self.gaps.extend([step.ended - self.ended] * (len(step.view.decode) - len(step.view.ghosts)))
-        self.ended, self.tokens, self.useful = step.ended, self.tokens + step.tokens, self.useful + step.useful
+            self.gaps.extend(
+                [step.ended - self.ended] * (len(step.view.decode) - len(step.view.ghosts))
+            )
+        self.ended, self.tokens, self.useful = (
+            step.ended,
+            self.tokens + step.tokens,
+            self.useful + step.useful,
+        )
         self.cells += step.steps * len(step.cells)
         self.policies |= {step.view.policy: None}
         self.kinds[len(step.view.decode), len(step.view.prefill)] += 1
@@ -75,7 +86,11 @@ class Period:
         took = self.ended - self.began
         rate = number(self.tokens / took if took > 0 else None)
         counts = (f"{count:,}" for count in (self.requests, self.lost, self.tokens))
-        waits = (percentile(self.ttfts, 0.5), percentile(self.ttfts, 0.95), percentile(self.gaps, 0.95))
+        waits = (
+            percentile(self.ttfts, 0.5),
+            percentile(self.ttfts, 0.95),
+            percentile(self.gaps, 0.95),
+        )
         useful = f"{100 * self.useful / self.cells:.0f} %" if self.cells else "–"
         return ", ".join(self.policies), *counts, span(took), rate, *map(span, waits), useful
 
@@ -102,19 +117,26 @@ FIGURES = (
 )
 
 
-def table(periods: Sequence[Period], price: Callable[[int, int], float], width: int, most: int) -> list[str]:
-    """A line for each of the last periods, newest first, under a line of titles. `price`: of a step, undisturbed."""
+def table(
+    periods: Sequence[Period], price: Callable[[int, int], float], width: int, most: int
+) -> list[str]:
+    """A line for each of the last periods, newest first, under a line of titles. `price`: of a
+    step, undisturbed."""
     shown = fitting(FIGURES, width - 1)
 
     def line(texts: Sequence[str]) -> str:
         pairs = zip(FIGURES, texts, strict=True)
         policy, *cells = [(text, figure.width) for figure, text in pairs if figure in shown]
-        return f" {shorten(policy[0], policy[1]):<{policy[1]}}" + "".join(f"{text:>{width}}" for text, width in cells)
+        return f" {shorten(policy[0], policy[1]):<{policy[1]}}" + "".join(
+            f"{text:>{width}}" for text, width in cells
+        )
 
     lines = [line([figure.title for figure in FIGURES])]
     for period in list(periods)[: -most - 1 : -1]:
         *before, took, rate, p50, p95, gap, useful = period.figures
-        lines.append(line([*before, took, span(period.makespan(price)), rate, p50, p95, gap, useful]))
+        lines.append(
+            line([*before, took, span(period.makespan(price)), rate, p50, p95, gap, useful])
+        )
     return lines
 
 
@@ -128,5 +150,13 @@ def words(period: Period) -> list[str]:
     _, requests, lost, tokens, took, rate, p50, p95, gap, useful = period.figures
     ended = f"{requests} requests" if period.requests != 1 else "1 request"
     ended += f" ({lost} lost)" if period.lost else ""
-    phrases = (ended, f"{tokens} tokens", took, f"{rate} tok/s", f"TTFT p50 {p50}", f"p95 {p95}", f"gap p95 {gap}")
+    phrases = (
+        ended,
+        f"{tokens} tokens",
+        took,
+        f"{rate} tok/s",
+        f"TTFT p50 {p50}",
+        f"p95 {p95}",
+        f"gap p95 {gap}",
+    )
     return [*phrases, f"useful {useful}"]

@@ -1,11 +1,11 @@
 """A pane, and the prompt box, as Textual wants them.
 
-The problem. Panes are pure functions that answer with lines. A terminal wants strips, a few times a second, and clicks
-and turns of the wheel come back from it.
+The problem. Panes are pure functions that answer with lines. A terminal wants strips, a few times a
+second, and clicks and turns of the wheel come back from it.
 
-What this file keeps. Only rows that have changed are painted again, and pictures take a tenth of a core at most. A pane
-whose function raises shows that, and takes no other with it.
-Whatever is typed or pasted, the box shows no control character; several lines become one, and are several again when
+What this file keeps. Only rows that have changed are painted again, and pictures take a tenth of a
+core at most. A pane whose function raises shows that, and takes no other with it. Whatever is typed
+or pasted, the box shows no control character; several lines become one, and are several again when
 they are fired.
 
 Where next: `tui.py`, which places them.
@@ -31,10 +31,12 @@ SHARE, LONGEST = 0.1, 0.5  # of a core; seconds
 
 
 def thrifty(look: Callable[[], None]) -> Callable[[], None]:
-    """The same, but a look is left out as long as this thread has had more than its share since the one before.
+    """The same, but a look is left out as long as this thread has had more than its share since the
+    one before.
 
-    What a picture costs depends on the machine, on its size, and on how much of it changes. The engine needs the same
-    cores, so on a slow machine it is not the engine that gets slower, but the screen that gets fewer pictures.
+    What a picture costs depends on the machine, on its size, and on how much of it changes. The
+    engine needs the same cores, so on a slow machine it is not the engine that gets slower, but the
+    screen that gets fewer pictures.
     """
     looked, used = -LONGEST, 0.0
 
@@ -54,7 +56,9 @@ class Pane(Widget):
     `wheel` is the action of the mouse wheel. It is called with -1 or 1.
     """
 
-    def __init__(self, draw: Callable[[State, Palette, int, int], list[Line]], id: str, wheel: str = ""):
+    def __init__(
+        self, draw: Callable[[State, Palette, int, int], list[Line]], id: str, wheel: str = ""
+    ):
         super().__init__(id=id)
         self._draw, self._wheel, self._drawn, self._strips = draw, wheel, [], []
         self._fault = ""  # what the function raised when it was called last
@@ -76,7 +80,8 @@ class Pane(Widget):
             self.refresh(*(Region(0, y, width, 1) for y in rows))
 
     def _lines(self, width: int, height: int) -> list[Line]:
-        """What the function draws. If it raises, its error stands in its place, and all other panes go on."""
+        """What the function draws. If it raises, its error stands in its place, and all other panes
+        go on."""
         try:
             lines = self._draw(self.app.state, self.app.palette, width, height)
             self._fault = ""
@@ -89,7 +94,11 @@ class Pane(Widget):
             return [Pen().put(words, self.app.palette.bad).line]
 
     def render_line(self, y: int) -> Strip:
-        return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
+        return (
+            self._strips[y]
+            if y < len(self._strips)
+            else Strip.blank(self.size.width, self.rich_style)
+        )
 
     def on_resize(self) -> None:
         self._strips = []
@@ -100,7 +109,9 @@ class Pane(Widget):
             await self.app.run_action(do)
         elif self.id == "timeline":
             width, height = self.size
-            await self.app.run_action(f"point({event.x - 4}, {event.y - 1}, {width - 4}, {height - 2})")
+            await self.app.run_action(
+                f"point({event.x - 4}, {event.y - 1}, {width - 4}, {height - 2})"
+            )
 
     async def on_mouse_scroll_up(self) -> None:
         if self._wheel:
@@ -120,11 +131,14 @@ class Prompt(Input):
     BINDINGS = (Binding("escape", "app.leave", show=False),)
 
     def __init__(self) -> None:
-        super().__init__("", "i: type a prompt; Enter fires it", id="prompt", compact=True, select_on_focus=False)
+        super().__init__(
+            "", "i: type a prompt; Enter fires it", id="prompt", compact=True, select_on_focus=False
+        )
         self.cursor_blink = False
 
     def put(self, text: str) -> None:
-        """The cursor stands behind it, so that Ctrl-U, which takes away what is left of the cursor, takes all of it."""
+        """The cursor stands behind it, so that Ctrl-U, which takes away what is left of the cursor,
+        takes all of it."""
         self.value = text
         self.cursor_position = len(self.value)
 

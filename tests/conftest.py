@@ -32,9 +32,14 @@ BESIDE = pytest.StashKey[subprocess.Popen]()
 
 @pytest.hookimpl(trylast=True)  # what is deselected has gone by then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest test asks processes of its own. They run beside all the other tests, which go first."""
+    """The longest test asks processes of its own. They run beside all the other tests, which go
+    first."""
     items.sort(key=lambda item: "everywhere" in getattr(item, "fixturenames", ()))
-    if items and "everywhere" in getattr(items[-1], "fixturenames", ()) and not config.option.collectonly:
+    if (
+        items
+        and "everywhere" in getattr(items[-1], "fixturenames", ())
+        and not config.option.collectonly
+    ):
         config.stash[BESIDE] = company.start()
 
 
@@ -63,7 +68,8 @@ def engine(parts):
 
 @pytest.fixture
 def background_job() -> Iterator[Callable[[], None]]:
-    """A shell's background job ignores Ctrl-C, and so does all that it starts, unless the child does what this says."""
+    """A shell's background job ignores Ctrl-C, and so does all that it starts, unless the child
+    does what this says."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGINT, before)

@@ -1,7 +1,7 @@
 """A picture of the screen under HTTP load: python tools/clients.py docs/clients.svg --size 120x40
 
-The door and its screen run in this process. A few clients ask over HTTP: some are answered, some refused, one hangs up.
-In the midst of it the engine is paused, and the picture is taken.
+The door and its screen run in this process. A few clients ask over HTTP: some are answered, some
+refused, one hangs up. In the midst of it the engine is paused, and the picture is taken.
 """
 
 from __future__ import annotations
@@ -23,10 +23,22 @@ from screen.state import State  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 STORY = "Tell me a long story about a fox and a lantern."
-SHORT = ("Count from 3 to 12.", "What is 17 + 6?", "Reverse the word stone.", "Why batch?", "What is a slot?")
+SHORT = (
+    "Count from 3 to 12.",
+    "What is 17 + 6?",
+    "Reverse the word stone.",
+    "Why batch?",
+    "What is a slot?",
+)
 WRONG = (
     (CHAT, {"messages": [], "n": 0}),
-    (CHAT, {"messages": [{"role": "user", "content": "What is the weather?"}], "tools": [{"type": "function"}]}),
+    (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "What is the weather?"}],
+            "tools": [{"type": "function"}],
+        },
+    ),
     ("/v1/embeddings", {"input": "a text"}),
     (COMPLETIONS, {"prompt": "Once upon a time", "temperature": "hot"}),
 )
@@ -46,7 +58,10 @@ def traffic(address: str) -> None:
     """What several programs might ask, in the order of the picture."""
     for path, body in WRONG[:2]:
         post(address, path, body).read()
-    askers = [threading.Thread(target=lambda t=text: post(address, CHAT, chat(t)).read()) for text in SHORT]
+    askers = [
+        threading.Thread(target=lambda t=text: post(address, CHAT, chat(t)).read())
+        for text in SHORT
+    ]
     for asker in askers:
         asker.start()
     for asker in askers:
@@ -59,7 +74,9 @@ def traffic(address: str) -> None:
     for i in range(6):  # two more than there are slots
         name = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn")[i]
         story = chat(f"{STORY[:-1]} named {name}.", stream=i % 3 > 0, max_tokens=400)
-        threading.Thread(target=lambda story=story: post(address, CHAT, story).read(), daemon=True).start()
+        threading.Thread(
+            target=lambda story=story: post(address, CHAT, story).read(), daemon=True
+        ).start()
         time.sleep(0.05)
 
 

@@ -23,9 +23,21 @@ from company import NONE, count, make_models, run_everywhere  # noqa: E402
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=100, metavar="N")
-    parser.add_argument("--everywhere", type=int, metavar="N", help="N on each form that this machine can run, in turn")
-    parser.add_argument("--elsewhere", type=int, metavar="N", help="on those that this machine does not take (as many)")
-    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="so many of them at a time (default: 2)")
+    parser.add_argument(
+        "--everywhere",
+        type=int,
+        metavar="N",
+        help="N on each form that this machine can run, in turn",
+    )
+    parser.add_argument(
+        "--elsewhere",
+        type=int,
+        metavar="N",
+        help="on those that this machine does not take (as many)",
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=2, metavar="N", help="so many of them at a time (default: 2)"
+    )
     args = parser.parse_args()
     if args.everywhere:
         lines = run_everywhere(args.everywhere, args.elsewhere or args.everywhere, args.at_once)

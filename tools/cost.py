@@ -1,12 +1,15 @@
-"""What does the screen cost the engine? Tokens a second without it and with it, in turn, in one process.
+"""What does the screen cost the engine? Tokens a second without it and with it, in turn, in one
+process.
 
-    python tools/cost.py [--model M] [--size 120x40] [--rounds 5] [--burst 48] [--queued 5000] [--rate 200]
+    python tools/cost.py [--model M] [--size 120x40] [--rounds 5] [--burst 48] [--queued 5000]
+    [--rate 200]
 
-The screen is open in a pseudo-terminal of that size. The same burst runs again and again, in turn with and without the
-screen looking at the engine. The medians are compared, so that a noisy machine is noisy for both.
+The screen is open in a pseudo-terminal of that size. The same burst runs again and again, in turn
+with and without the screen looking at the engine. The medians are compared, so that a noisy machine
+is noisy for both.
 
-`--queued`: behind the burst, so many more wait meanwhile. `--rate`: so many more come in a second meanwhile, and wait.
-Both are cancelled when the burst has ended.
+`--queued`: behind the burst, so many more wait meanwhile. `--rate`: so many more come in a second
+meanwhile, and wait. Both are cancelled when the burst has ended.
 """
 
 import argparse
@@ -31,7 +34,9 @@ from screen.state import State
 from screen.widgets import thrifty
 
 
-async def rounds(app: tui.Screen, asks: list[Ask], args: argparse.Namespace) -> tuple[list[float], list[float]]:
+async def rounds(
+    app: tui.Screen, asks: list[Ask], args: argparse.Namespace
+) -> tuple[list[float], list[float]]:
     """Tokens a second of each burst: while the screen looks, and while it does not."""
     looking, alone = [], []
     look, room, state = app.look, app.session.room, app.state
@@ -71,7 +76,9 @@ def main() -> int:
     width, height = map(int, args.size.split("x"))
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-    threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(master, 65536), b"")], daemon=True).start()
+    threading.Thread(
+        target=lambda: [None for _ in iter(lambda: os.read(master, 65536), b"")], daemon=True
+    ).start()
     terminal = os.fdopen(slave, "w")
     stdin, out = os.dup(0), sys.stdout
     os.dup2(slave, 0)
@@ -95,7 +102,10 @@ def main() -> int:
     os.dup2(stdin, 0)
     looking, alone = map(statistics.median, result)
     what = f"{args.size}, {args.queued:,} queued, {args.rate:g} a second"
-    print(f"{what}: {alone:,.0f} tokens/s alone, {looking:,.0f} with the screen: {looking / alone:.1%}", file=out)
+    print(
+        f"{what}: {alone:,.0f} tokens/s alone, {looking:,.0f} with the screen: {looking / alone:.1%}",
+        file=out,
+    )
     return 0
 
 

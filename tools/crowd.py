@@ -1,4 +1,5 @@
-"""Two, three and four ranks by MPI, against one process: the same tokens, and the same bits in any company.
+"""Two, three and four ranks by MPI, against one process: the same tokens, and the same bits in any
+company.
 
     python tools/crowd.py                # takes some minutes; needs mpirun, such as Debian's openmpi-bin
 
@@ -31,7 +32,11 @@ KINDS = {
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
-    "granite, tied": {"model_type": "granite", "tie_word_embeddings": True, "residual_multiplier": 0.8},
+    "granite, tied": {
+        "model_type": "granite",
+        "tie_word_embeddings": True,
+        "residual_multiplier": 0.8,
+    },
     "phi3": {"model_type": "phi3"},
     "phi3, a part turns": {"model_type": "phi3", "partial_rotary_factor": 0.5},
     "gemma2": {"model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
@@ -46,7 +51,8 @@ KINDS = {
 
 
 def compare_bits(engine: Engine, rng: np.random.Generator) -> tuple[int, int]:
-    """Random schedules, then each request alone: how many logit vectors were compared, and how many differ."""
+    """Random schedules, then each request alone: how many logit vectors were compared, and how many
+    differ."""
     compared = different = 0
     for _ in range(6):
         asks = random_asks(rng, 10, 90, 10, alike=0.5)
@@ -61,7 +67,8 @@ def compare_bits(engine: Engine, rng: np.random.Generator) -> tuple[int, int]:
 
 
 def as_rank(folders: list[str]) -> None:
-    """For each model: the tokens of a short life, whether the engine is exact, and what came of comparing bits."""
+    """For each model: the tokens of a short life, whether the engine is exact, and what came of
+    comparing bits."""
     for folder in folders:
         with Engine.load(folder, **SIZES) as engine:
             if engine.ranks.rank:
@@ -79,23 +86,43 @@ def main() -> int:
         return 2
     faults = 0
     with tempfile.TemporaryDirectory() as temporary:
-        folders = [str(make_checkpoint(Path(temporary) / kind, seed=2, **changes)) for kind, changes in KINDS.items()]
+        folders = [
+            str(make_checkpoint(Path(temporary) / kind, seed=2, **changes))
+            for kind, changes in KINDS.items()
+        ]
         alone = []
         for folder in folders:
             with Engine.load(folder, **SIZES) as engine:
                 alone.append(live(engine))
         for size in (2, 3, 4):
-            command = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(size), sys.executable, __file__]
+            command = [
+                mpirun,
+                "--allow-run-as-root",
+                "--oversubscribe",
+                "-n",
+                str(size),
+                sys.executable,
+                __file__,
+            ]
             environment = {"MLX_MPI_LIBNAME": "libmpi.so.40"} | os.environ
-            done = subprocess.run([*command, *folders], env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                [*command, *folders], env=environment, capture_output=True, text=True
+            )
             lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
             if done.returncode or len(lines) != len(folders):
                 print(f"{size} ranks ended with code {done.returncode}: {done.stderr[-2000:]}")
                 return 1
-            for kind, expected, (tokens, is_exact, compared, different) in zip(KINDS, alone, lines, strict=True):
+            for kind, expected, (tokens, is_exact, compared, different) in zip(
+                KINDS, alone, lines, strict=True
+            ):
                 equal = "equal" if tokens == expected else "DIFFER"
-                print(f"{size} ranks, {kind}: {len(tokens)} answers {equal}, exact: {is_exact}, ", end="")
-                print(f"{compared} logit vectors alone and in company, {different} differ", flush=True)
+                print(
+                    f"{size} ranks, {kind}: {len(tokens)} answers {equal}, exact: {is_exact}, ",
+                    end="",
+                )
+                print(
+                    f"{compared} logit vectors alone and in company, {different} differ", flush=True
+                )
                 faults += tokens != expected or not is_exact or different or not compared
     return 1 if faults else 0
 

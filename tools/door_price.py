@@ -1,11 +1,13 @@
-"""What the door costs: the same prompts through HTTP and through `engine.generate`, on one engine, in turn.
+"""What the door costs: the same prompts through HTTP and through `engine.generate`, on one engine,
+in turn.
 
     python tools/door_price.py [--model demo] [--slots 8] [--tokens 64] [--rounds 3]
     python tools/door_price.py --beside mlx_lm      # serve.py and mlx_lm.server, in turn
 
-For 1, 8 and 32 streams at once: tokens/s both ways, their ratio, and the CPU time that a token takes more through HTTP
-(of the server's process alone; the clients are another one). Then, for one request at a time, how much later the first
-token is there. Last, what watchers cost. The door is opened in this process, as the screen opens it.
+For 1, 8 and 32 streams at once: tokens/s both ways, their ratio, and the CPU time that a token
+takes more through HTTP (of the server's process alone; the clients are another one). Then, for one
+request at a time, how much later the first token is there. Last, what watchers cost. The door is
+opened in this process, as the screen opens it.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from nanobatch import Engine, Sampling  # noqa: E402
 from parts.device.mlx import mx  # noqa: E402
 from parts.model.find import find  # noqa: E402
 
-# The clients: so many raw sockets in one process, which parse as little as possible. It prints seconds, tokens, and
-# each stream's time to its first token.
+# The clients: so many raw sockets in one process, which parse as little as possible. It prints
+# seconds, tokens, and each stream's time to its first token.
 CLIENTS = """
 import json, selectors, socket, sys, time
 port, count, tokens, rounds = map(int, sys.argv[1:5])
@@ -71,7 +73,10 @@ for number in range(rounds):
 
 def clients(port: int, count: int, tokens: int, rounds: int = 1) -> list[dict]:
     command = [sys.executable, "-c", CLIENTS, *map(str, (port, count, tokens, rounds))]
-    return [json.loads(line) for line in subprocess.run(command, capture_output=True, check=True).stdout.splitlines()]
+    return [
+        json.loads(line)
+        for line in subprocess.run(command, capture_output=True, check=True).stdout.splitlines()
+    ]
 
 
 # mlx-lm's own server, over the BLAS that ours puts under MLX.
@@ -90,16 +95,26 @@ def free_port() -> int:
 
 
 def beside(args: argparse.Namespace) -> None:
-    """Our server and mlx_lm.server, each in a process of its own: the same weights in float32, greedy, as streams."""
+    """Our server and mlx_lm.server, each in a process of its own: the same weights in float32,
+    greedy, as streams."""
     folder = find(args.model)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         copy = shutil.copytree(folder, Path(temporary) / "model")
-        for file in copy.glob("*.safetensors"):  # mlx-lm computes in the type that it finds, and all others are slow
+        # Mlx-lm computes in the type that it finds, and all others are slow
+        for file in copy.glob("*.safetensors"):
             weights = {name: w.astype(mx.float32) for name, w in mx.load(str(file)).items()}
             mx.save_safetensors(str(file), weights, {"format": "mlx"})
-        own, peer = stack.enter_context(Server("--model", str(copy), "--slots", str(args.slots))), free_port()
+        own, peer = (
+            stack.enter_context(Server("--model", str(copy), "--slots", str(args.slots))),
+            free_port(),
+        )
         command = [sys.executable, "-c", PEER, str(ROOT), "--model", str(copy), "--port", str(peer)]
-        command += ["--decode-concurrency", str(args.slots), "--prompt-concurrency", str(args.slots)]
+        command += [
+            "--decode-concurrency",
+            str(args.slots),
+            "--prompt-concurrency",
+            str(args.slots),
+        ]
         process = subprocess.Popen([*command, "--log-level", "ERROR"], stderr=subprocess.DEVNULL)
         stack.callback(process.kill)
         while True:
@@ -146,31 +161,46 @@ def main() -> int:
         sampling = Sampling(max_tokens=args.tokens, ignore_eos=True)
         clients(port, args.slots, args.tokens)  # warm up
         for count in (1, 8, 32):
-            prompts, rates, cpu = [f"Tell me a story about fox {i}." for i in range(count)], ([], []), ([], [])
+            prompts, rates, cpu = (
+                [f"Tell me a story about fox {i}." for i in range(count)],
+                ([], []),
+                ([], []),
+            )
             for _ in range(args.rounds):
                 clock, spent = time.perf_counter(), time.process_time()
                 engine.generate(prompts, sampling)
                 rates[0].append(count * args.tokens / (time.perf_counter() - clock))
                 cpu[0].append((time.process_time() - spent) / count / args.tokens)
                 spent = time.process_time()
-                rates[1].append(count * args.tokens / clients(port, count, args.tokens)[0]["seconds"])
+                rates[1].append(
+                    count * args.tokens / clients(port, count, args.tokens)[0]["seconds"]
+                )
                 cpu[1].append((time.process_time() - spent) / count / args.tokens)
-            (plain, http), (own, more) = (map(statistics.median, rates)), (map(statistics.median, cpu))
+            (plain, http), (own, more) = (
+                (map(statistics.median, rates)),
+                (map(statistics.median, cpu)),
+            )
             print(
                 f"{count:3} streams: {plain:6.0f} tokens/s by generate, {http:6.0f} by HTTP, ratio {http / plain:.2f}; "
                 f"{1e6 * (more - own):+.0f} us of CPU a token"
             )
         alone, first = [], []
         for _ in range(20):
-            result = engine.submit(engine.text.read("Tell me a story about fox 0."), sampling).result()
+            result = engine.submit(
+                engine.text.read("Tell me a story about fox 0."), sampling
+            ).result()
             alone.append(result.metrics.ttft_s)
             first += clients(port, 1, args.tokens)[0]["first"]
-        print(f"first token: {1000 * (statistics.median(first) - statistics.median(alone)):+.2f} ms through HTTP")
+        print(
+            f"first token: {1000 * (statistics.median(first) - statistics.median(alone)):+.2f} ms through HTTP"
+        )
         watchers = [0, 1, 0, 1]
         rates = {0: [], 1: []}
         for count in watchers * args.rounds:
             watching = [
-                subprocess.Popen(["curl", "-sN", f"{door.address}/watch"], stdout=subprocess.DEVNULL)
+                subprocess.Popen(
+                    ["curl", "-sN", f"{door.address}/watch"], stdout=subprocess.DEVNULL
+                )
                 for _ in range(count)
             ]
             time.sleep(0.3)
@@ -180,7 +210,9 @@ def main() -> int:
                 process.wait()
         watched, unwatched = statistics.median(rates[1]), statistics.median(rates[0])
         less = 100 * (1 - watched / unwatched)
-        print(f"a watcher at 8 streams: {watched:.0f} tokens/s instead of {unwatched:.0f}, {less:.1f} % less")
+        print(
+            f"a watcher at 8 streams: {watched:.0f} tokens/s instead of {unwatched:.0f}, {less:.1f} % less"
+        )
     door.close()
     engine.close()
     return 0

@@ -1,8 +1,8 @@
 """A race as an animated picture: python tools/film.py docs/race.svg [--burst 24] [--model demo]
 
-Both legs are drawn on the clock that interruptions do not reach, each from its own beginning. A cover moves to the
-right over both, so each step shows at its moment, slower than it ran. There is no script in it, so it plays in an
-`<img>`, too. Where animations do not play, all of it shows.
+Both legs are drawn on the clock that interruptions do not reach, each from its own beginning. A
+cover moves to the right over both, so each step shows at its moment, slower than it ran. There is
+no script in it, so it plays in an `<img>`, too. Where animations do not play, all of it shows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def animated(name: str, changes: Iterable[tuple[float, str]], how: str = "step-e
     return f".{name}{{animation:{name} {WHOLE}s {how} infinite}}@keyframes {name}{{{moments}}}"
 
 
-def stretches(columns: Sequence[Column], slot: int) -> Iterable[tuple[int, int | None, float, float]]:
+def stretches(
+    columns: Sequence[Column], slot: int
+) -> Iterable[tuple[int, int | None, float, float]]:
     """What a slot did, one after the other: kind, request, from, to."""
     for (kind, request), steps in groupby(columns, key=lambda column: column.cells[slot]):
         first, *others = steps
@@ -72,16 +74,21 @@ def draw_slot(run: Run, slot: int, y: float, scale: float) -> Iterable[str]:
 
 
 def draw_leg(run: Run, name: str, top: float, scale: float, slower: float) -> Iterable[str]:
-    """A timeline under its figures. `scale`: pixels for a second. `slower`: of a second, so many are made."""
+    """A timeline under its figures. `scale`: pixels for a second. `slower`: of a second, so many
+    are made."""
     slots, done = len(run.columns[0].cells), ends(run.columns)
     last, counts = len(done), [(0.0, "transform:none")]
-    counts += [(at * slower, f"transform:translateY(-{20 * (i + 1)}px)") for i, at in enumerate(done)]
+    counts += [
+        (at * slower, f"transform:translateY(-{20 * (i + 1)}px)") for i, at in enumerate(done)
+    ]
     yield f"<style>.c{name}{{transform:translateY(-{20 * last}px)}}{animated(f'c{name}', counts)}"
     yield f"{animated(f'o{name}', [(0.0, 'opacity:0'), (run.makespan * slower, 'opacity:1')])}</style>"
     yield f'<text x="{LEFT}" y="{top - 8}" class="bold">{run.policy}</text>'
     yield f'<svg x="{LEFT + 110}" y="{top - 23}" width="260" height="20"><g class="c{name}">'
     yield from (f'<text y="{15 + 20 * i}">{i} of {last} answered</text>' for i in range(last + 1))
-    figures = f"{len(run.columns):,} steps · {span(run.makespan)} · useful {useful_of(run.columns):.0f} %"
+    figures = (
+        f"{len(run.columns):,} steps · {span(run.makespan)} · useful {useful_of(run.columns):.0f} %"
+    )
     yield f'</g></svg><text x="{LEFT + WIDE}" y="{top - 8}" class="end o{name}">{figures}</text>'
     for slot in range(slots):
         yield from draw_slot(run, slot, top + slot * ROW, scale)
@@ -104,14 +111,22 @@ def draw(contest: Contest) -> str:
     below = len(contest.runs) * (slots * ROW + HEAD) + HEAD + 14
     for part, anchor in ((0, "start"), (0.5, "middle"), (1, "end")):
         place = f'x="{LEFT + part * WIDE}" y="{below}" style="text-anchor:{anchor}"'
-        body.append(f'<text {place} class="small muted">{f"{part * longest:.2f}" if part else 0} s</text>')
+        body.append(
+            f'<text {place} class="small muted">{f"{part * longest:.2f}" if part else 0} s</text>'
+        )
     words = verdict(contest.runs).partition(";")[0].rstrip(".")
     body.append(f'<text x="{LEFT}" y="{below + 28}" class="now said">{words}.</text>')
     cells = (cell for run in contest.runs for column in run.columns for cell in column.cells)
     requests = sorted({cell.request for cell in cells} - {None})
-    title = f"{len(requests)} requests, {slots} slots; {PLAYS / longest:.1f} times slower than it ran"
+    title = (
+        f"{len(requests)} requests, {slots} slots; {PLAYS / longest:.1f} times slower than it ran"
+    )
     gone = f"transform:translateX({WIDE + 30}px)"
-    moves = [(0.0, "transform:none"), (PLAYS, f"transform:translateX({WIDE}px)"), (PLAYS + 0.01, gone)]
+    moves = [
+        (0.0, "transform:none"),
+        (PLAYS, f"transform:translateX({WIDE}px)"),
+        (PLAYS + 0.01, gone),
+    ]
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDE + 14} {below + 42}">
 <style>{colours(LIGHT, requests)}@media(prefers-color-scheme:dark){{{colours(DARK, requests)}}}
 text{{font:13px ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace}}

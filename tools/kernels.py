@@ -1,16 +1,18 @@
-"""How many operations has the graph of a decode step on a GPU? Counted for us and for mlx-lm, on any machine.
+"""How many operations has the graph of a decode step on a GPU? Counted for us and for mlx-lm, on
+any machine.
 
     python tools/kernels.py
 
-A step of a few tokens takes the time to read the weights, and some microseconds for each kernel. The step's graph tells
-how many operations there are, without a GPU. Each node that computes is one, each part of a concatenation, and each
-call of a function that MLX has a kernel for (`FUSED`). Nodes that only look at an array in another way (views) are
-none. The shape is Llama 3.2 1B's but for its widths, since no count depends on them: 32 heads of 64, 8 of keys and
-values, a tied head. The step ends with the logits.
+A step of a few tokens takes the time to read the weights, and some microseconds for each kernel.
+The step's graph tells how many operations there are, without a GPU. Each node that computes is one,
+each part of a concatenation, and each call of a function that MLX has a kernel for (`FUSED`). Nodes
+that only look at an array in another way (views) are none. The shape is Llama 3.2 1B's but for its
+widths, since no count depends on them: 32 heads of 64, 8 of keys and values, a tied head. The step
+ends with the logits.
 
-This is no count of kernels. A kernel may first copy an input that does not lie as it wants it. And where MLX has no
-fused attention for a shape, one operation is several kernels: on CUDA, where several sequences decode, because they
-come with a mask (docs/speed.md says when).
+This is no count of kernels. A kernel may first copy an input that does not lie as it wants it. And
+where MLX has no fused attention for a shape, one operation is several kernels: on CUDA, where
+several sequences decode, because they come with a mask (docs/speed.md says when).
 """
 
 import re
@@ -64,12 +66,18 @@ VIEWS = {
     "Unflatten",
 }
 # One node of a GPU's graph; on a CPU MLX makes several of them.
-FUSED = ((mx.fast, "rms_norm"), (mx.fast, "rope"), (mx.fast, "scaled_dot_product_attention"), (mx, "dequantize"))
+FUSED = (
+    (mx.fast, "rms_norm"),
+    (mx.fast, "rope"),
+    (mx.fast, "scaled_dot_product_attention"),
+    (mx, "dequantize"),
+)
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Whatever asks for the device is told that there is a GPU. MLX computes on the CPU all the same."""
+    """Whatever asks for the device is told that there is a GPU. MLX computes on the CPU all the
+    same."""
     with ExitStack() as stack:
         for module in (device, kv, fit, load):
             stack.enter_context(mock.patch.object(module, "has_gpu", lambda: True))
@@ -132,7 +140,12 @@ def peers(folder: Path, rows: int) -> Counter:
     caches = [KVCache() if rows == 1 else BatchKVCache([0] * rows) for _ in range(layers)]
 
     def state() -> list[mx.array]:
-        return [x for cache in caches for x in (cache.keys, cache.values, cache.offset) if isinstance(x, mx.array)]
+        return [
+            x
+            for cache in caches
+            for x in (cache.keys, cache.values, cache.offset)
+            if isinstance(x, mx.array)
+        ]
 
     mx.eval(model(mx.zeros((rows, 3), mx.int32), cache=caches), state())
     newest = mx.zeros(rows, mx.int32)

@@ -1,15 +1,18 @@
-"""The life of one request to its first token, as text: which of our functions it enters, in which file and order.
+"""The life of one request to its first token, as text: which of our functions it enters, in which
+file and order.
 
     python tools/life.py [folder of another checkout]
 
-One slot, one request, from `submit` to the step that delivers its first token. The list ends with two figures: how
-many functions are entered, and how often the reader must change to another file along the way. They measure the way
-that a reader has to follow. To see whether a change to the code makes it longer, trace another checkout, too.
+One slot, one request, from `submit` to the step that delivers its first token. The list ends with
+two figures: how many functions are entered, and how often the reader must change to another file
+along the way. They measure the way that a reader has to follow. To see whether a change to the code
+makes it longer, trace another checkout, too.
 
-Three things are left out. The layers after the first: the loop over layers enters the same functions again. What
-`ops.py`, `rope.py` and `layers.py` in `parts/model` and `parts/device/mlx.py` define: one may take it on trust. And the
-slab's windows. A comprehension, a generator expression or a lambda belongs to the function that it stands in. A
-function that is entered several times in a row takes one line.
+Three things are left out. The layers after the first: the loop over layers enters the same
+functions again. What `ops.py`, `rope.py` and `layers.py` in `parts/model` and `parts/device/mlx.py`
+define: one may take it on trust. And the slab's windows. A comprehension, a generator expression or
+a lambda belongs to the function that it stands in. A function that is entered several times in a
+row takes one line.
 """
 
 import ast
@@ -27,8 +30,12 @@ from nanobatch import Engine, Sampling  # noqa: E402
 
 # Left out by name, not by file: another checkout may keep the same functions elsewhere.
 FILES = ("model/ops", "model/rope", "model/layers", "device/mlx")
-TRUSTED = [node for name in FILES for node in ast.parse((HERE / f"parts/{name}.py").read_text()).body]
-LEFT_OUT = {node.name for node in TRUSTED if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | {"Window"}
+TRUSTED = [
+    node for name in FILES for node in ast.parse((HERE / f"parts/{name}.py").read_text()).body
+]
+LEFT_OUT = {node.name for node in TRUSTED if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | {
+    "Window"
+}
 
 
 SAMPLING = Sampling(max_tokens=8)
@@ -54,13 +61,23 @@ def trace(engine: Engine, prompt: str) -> list[tuple[int, str, str]]:  # depth, 
         while stack[-1].f_back:
             stack.append(stack[-1].f_back)
         names = [caller.f_code.co_name for caller in stack]
-        if "forward" in names[1:]:  # the second layer's calls come from the same places in the code as the first's
-            site = [(caller.f_code, caller.f_lasti) for caller in stack[1 : names.index("forward", 1) + 1]]
+        # The second layer's calls come from the same places in the code as the first's
+        if "forward" in names[1:]:
+            site = [
+                (caller.f_code, caller.f_lasti)
+                for caller in stack[1 : names.index("forward", 1) + 1]
+            ]
             if (frame.f_code, *site) in sites:
                 return
             sites.add((frame.f_code, *site))
         file = Path(frame.f_code.co_filename).relative_to(ROOT)
-        entered.append((sum(map(is_ours, stack[1:])), str(file), frame.f_code.co_qualname.replace("<locals>.", "")))
+        entered.append(
+            (
+                sum(map(is_ours, stack[1:])),
+                str(file),
+                frame.f_code.co_qualname.replace("<locals>.", ""),
+            )
+        )
 
     sys.setprofile(profile)
     handle = engine.submit(prompt, SAMPLING)
@@ -74,9 +91,13 @@ def trace(engine: Engine, prompt: str) -> list[tuple[int, str, str]]:  # depth, 
 if __name__ == "__main__":
     with Engine.load("demo", slots=1, max_len=256) as engine:
         trace(engine, "What is 17 + 6?")  # what is made once, when it is first needed, is made now
-        life = [(line, len(list(same))) for line, same in groupby(trace(engine, "Count from 3 to 12."))]
+        life = [
+            (line, len(list(same))) for line, same in groupby(trace(engine, "Count from 3 to 12."))
+        ]
     for (depth, file, function), count in life:
         print(f"{file:20}{'  ' * depth}{function}{f' x {count}' if count > 1 else ''}")
     different = {(file, function) for (_, file, function), _ in life}
     changes = sum(before[1] != after[1] for (before, _), (after, _) in pairwise(life))
-    print(f"\n{len(life)} functions are entered, {len(different)} different ones; the file changes {changes} times.")
+    print(
+        f"\n{len(life)} functions are entered, {len(different)} different ones; the file changes {changes} times."
+    )

@@ -1,9 +1,10 @@
-"""How far do races in a row differ, with busy programs beside them? And does compare's replay take as long as what ran?
+"""How far do races in a row differ, with busy programs beside them? And does compare's replay take
+as long as what ran?
 
     python tools/races.py [--races 8] [--busy 2] [--burst 24] [--model demo]
 
-Each race is the same burst under static, then under continuous. After it, the last leg is replayed under its own
-policy. `--busy` so many processes that do nothing but keep a processor busy.
+Each race is the same burst under static, then under continuous. After it, the last leg is replayed
+under its own policy. `--busy` so many processes that do nothing but keep a processor busy.
 """
 
 import argparse
@@ -38,7 +39,10 @@ def run(session: Session, races: int, burst: int) -> dict[str, list[float]]:
             session.look()
         static, continuous = state.raced.runs
         session.obey("/compare")
-        own, real = state.contest.runs[0], re.search(r"steps, ([\d.]+) (m?)s on that clock", state.contest.note)
+        own, real = (
+            state.contest.runs[0],
+            re.search(r"steps, ([\d.]+) (m?)s on that clock", state.contest.note),
+        )
         ran = float(real[1]) / (1000 if real[2] else 1)
         for leg in (static, continuous):
             print(
@@ -60,7 +64,9 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", default="demo")
     args = parser.parse_args()
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
+    others = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)
+    ]
     room = EngineRoom(partial(tui.load_engine, tui.parse_arguments(["--model", args.model])))
     try:
         room.start()

@@ -1,9 +1,10 @@
-"""A long life in a short time: thousands of requests, a third of them cancelled, some of them wrong, all at once.
+"""A long life in a short time: thousands of requests, a third of them cancelled, some of them
+wrong, all at once.
 
     python tools/soak.py --requests 10000
 
-Every request must end exactly once, whoever is not cancelled must get what it gets alone, every slot must be free at
-the end, and memory must not grow with the number of requests.
+Every request must end exactly once, whoever is not cancelled must get what it gets alone, every
+slot must be free at the end, and memory must not grow with the number of requests.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 
-# nanobatch first: it puts a fast BLAS under MLX, before mlx-lm, which the checkpoints need, imports MLX.
+# nanobatch first: it puts a fast BLAS under MLX, before mlx-lm, which the checkpoints need, imports
+# MLX.
 from nanobatch import Engine, Model, QueueFull, Sampling, Text  # noqa: E402, I001
 from parts.model.load import read_model  # noqa: E402
 from checkpoints import make_checkpoint  # noqa: E402
@@ -45,11 +47,16 @@ class Report:
         if len(points) < 3:
             return 0.0
         x0, y0 = (sum(column) / len(points) for column in zip(*points, strict=True))
-        return 1000 * sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
+        return (
+            1000
+            * sum((x - x0) * (y - y0) for x, y in points)
+            / sum((x - x0) ** 2 for x, _ in points)
+        )
 
 
 def make_cases(rng: random.Random) -> list[tuple[list[int], Sampling]]:
-    """Prompts and settings of many kinds, half of the prompts with a common beginning. All are seeded."""
+    """Prompts and settings of many kinds, half of the prompts with a common beginning. All are
+    seeded."""
     opening, cases = [rng.randrange(256) for _ in range(80)], []
     for n in range(40):
         prompt = [rng.randrange(256) for _ in range(rng.choice([1, 5, 30, 70]))]
@@ -57,8 +64,14 @@ def make_cases(rng: random.Random) -> list[tuple[list[int], Sampling]]:
             prompt = opening[: rng.randrange(80)] + prompt
         settings = {"max_tokens": rng.choice([1, 3, 10, 25]), "seed": n}
         if n % 3:
-            settings |= {"temperature": rng.choice([0.5, 1.0, 2.0]), "top_k": rng.choice([0, 0, 5, 100])}
-            settings |= {"top_p": rng.choice([1.0, 0.9]), "repetition_penalty": rng.choice([1.0, 1.0, 1.4])}
+            settings |= {
+                "temperature": rng.choice([0.5, 1.0, 2.0]),
+                "top_k": rng.choice([0, 0, 5, 100]),
+            }
+            settings |= {
+                "top_p": rng.choice([1.0, 0.9]),
+                "repetition_penalty": rng.choice([1.0, 1.0, 1.4]),
+            }
         if n % 5 == 0:
             settings |= {"stop": [rng.choice("aeiou "), rng.randrange(256)]}
         cases.append((prompt, Sampling(**settings)))
@@ -94,7 +107,8 @@ def soak(model: Model, text: Text, requests: int, seed: int = 0, log=None) -> Re
                     break
                 except QueueFull:
                     time.sleep(0.002)
-            if own.random() < 0.4:  # at any moment of its life; about a quarter of them has ended by then
+            # At any moment of its life; about a quarter of them has ended by then
+            if own.random() < 0.4:
                 if own.random() < 0.5:
                     time.sleep(own.random() * 0.01)
                 own.choice(open_handles[-2:])[1].cancel()
@@ -118,7 +132,11 @@ def soak(model: Model, text: Text, requests: int, seed: int = 0, log=None) -> Re
             if report.ended % 100 == 0:
                 report.rss.append((report.ended, resident()))
             if log and report.ended % 1000 == 0:
-                print(f"{report.ended:,} ended, {dict(reasons)}, {report.rss[-1][1]:.1f} MiB", file=log, flush=True)
+                print(
+                    f"{report.ended:,} ended, {dict(reasons)}, {report.rss[-1][1]:.1f} MiB",
+                    file=log,
+                    flush=True,
+                )
 
     with Engine(model, text, max_queue=24, **sizes) as engine, engine.serving():
         shares = [requests // CLIENTS + (n < requests % CLIENTS) for n in range(CLIENTS)]
@@ -129,15 +147,23 @@ def soak(model: Model, text: Text, requests: int, seed: int = 0, log=None) -> Re
             thread.join()
         engine.check()
         snapshot = engine.snapshot()
-        assert all(slot.phase == "free" for slot in snapshot.slots) and not snapshot.queue, "a slot is not free"
-        assert snapshot.submitted == snapshot.finished == report.ended, "a request did not end exactly once"
+        assert all(slot.phase == "free" for slot in snapshot.slots) and not snapshot.queue, (
+            "a slot is not free"
+        )
+        assert snapshot.submitted == snapshot.finished == report.ended, (
+            "a request did not end exactly once"
+        )
     return report
 
 
 def resident(process: int | str = "self") -> float:
     """MiB of a process in memory; 0 where that cannot be read."""
     status = Path(f"/proc/{process}/statm")
-    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if status.exists() else 0.0
+    return (
+        int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        if status.exists()
+        else 0.0
+    )
 
 
 def main() -> int:

@@ -1,11 +1,12 @@
-"""The soak of the door: many clients at once, a third of them hang up at some moment, some send what is wrong.
+"""The soak of the door: many clients at once, a third of them hang up at some moment, some send
+what is wrong.
 
     python tools/soak_http.py --requests 2000
     python tools/soak_http.py --requests 1000 --ranks 2     # one model over two processes
 
-It starts a server of its own. In the end each request has been answered or was hung up on, all slots are free, answers
-that were not cut off are those that the same request gets alone, and memory has not grown since a quarter of them had
-come, but for the thousand calls and ends that are kept.
+It starts a server of its own. In the end each request has been answered or was hung up on, all
+slots are free, answers that were not cut off are those that the same request gets alone, and memory
+has not grown since a quarter of them had come, but for the thousand calls and ends that are kept.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class Report:
 def make_case(number: int) -> dict:
     dice = random.Random(number)
     text = dice.choice(PROMPTS).format(n=number % 50, m=number % 50 + 9)
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": dice.choice([1, 8, 30, 60])}
+    body = {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": dice.choice([1, 8, 30, 60]),
+    }
     if dice.random() < 0.5:
         body |= {"temperature": 1.2, "seed": number}
     if dice.random() < 0.3:
@@ -81,7 +85,9 @@ def text_of(reply, stream: bool) -> str:
     return "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
 
 
-def soak(server: Server, requests: int, clients: int = 16, cases: int = 40, seed: int = 0, log=None) -> Report:
+def soak(
+    server: Server, requests: int, clients: int = 16, cases: int = 40, seed: int = 0, log=None
+) -> Report:
     report, lock, alone = Report(), threading.Lock(), {}
     for number in range(cases):
         alone[number] = text_of(server.ask(CHAT, make_case(number)), False)
@@ -105,7 +111,11 @@ def soak(server: Server, requests: int, clients: int = 16, cases: int = 40, seed
                 if number % 50 == 0:
                     report.memory.rss.append((number, resident(server.process.pid)))
                 if log and number % 500 == 499:
-                    print(f"{number + 1:,} asked, {report.memory.rss[-1][1]:.1f} MiB", file=log, flush=True)
+                    print(
+                        f"{number + 1:,} asked, {report.memory.rss[-1][1]:.1f} MiB",
+                        file=log,
+                        flush=True,
+                    )
 
     def one(dice: random.Random) -> str:
         kind, case, stream = dice.random(), dice.randrange(cases), dice.random() < 0.6
@@ -115,9 +125,12 @@ def soak(server: Server, requests: int, clients: int = 16, cases: int = 40, seed
             return "refused"
         if kind < 0.42:
             line = server.line()
-            data = json.dumps(make_case(case) | {"stream": stream, "max_tokens": 900, "ignore_eos": True})
+            data = json.dumps(
+                make_case(case) | {"stream": stream, "max_tokens": 900, "ignore_eos": True}
+            )
             head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-            sent = dice.choice([10, len(head) + 20, len(head) + len(data)])  # in its head, its body, or later
+            # In its head, its body, or later
+            sent = dice.choice([10, len(head) + 20, len(head) + len(data)])
             line.send((head + data)[:sent].encode())
             time.sleep(dice.choice([0, 0.01, 0.1, 0.5]))
             line.hang_up()
@@ -142,13 +155,16 @@ def soak(server: Server, requests: int, clients: int = 16, cases: int = 40, seed
 
 @contextmanager
 def ring(size: int) -> Iterator[dict[str, str]]:
-    """Ranks that follow, in processes of their own, and the environment of the one that leads. All exit with 0."""
+    """Ranks that follow, in processes of their own, and the environment of the one that leads. All
+    exit with 0."""
     with ExitStack() as stack:
         if size == 1:
             yield {}
             return
         with ExitStack() as ports:
-            sockets = [ports.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(size)]
+            sockets = [
+                ports.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(size)
+            ]
             hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
         file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hosts.json"
         file.write_text(json.dumps(hosts))
@@ -170,7 +186,8 @@ def main() -> int:
     args = parser.parse_args()
     began = time.monotonic()
     with ring(args.ranks) as environment, Server("--slots", "8", **environment) as server:
-        server.patience *= 1 if args.ranks == 1 else 10  # the ring's threads look for numbers all the time
+        # The ring's threads look for numbers all the time
+        server.patience *= 1 if args.ranks == 1 else 10
         report = soak(server, args.requests, seed=args.seed, log=sys.stdout)
         code = server.stop()
     memory = [size for _, size in sorted(report.memory.rss)]

@@ -1,9 +1,10 @@
-"""A storm: threads that submit, wait and cancel on two engines at once, whose `on_commit` does all that it must not.
+"""A storm: threads that submit, wait and cancel on two engines at once, whose `on_commit` does all
+that it must not.
 
     python tools/storm.py --requests 5000
 
-Whatever the hooks do, each request must get what it gets alone, what they raise must be noted, all slots must be free
-at the end, and the process must exit.
+Whatever the hooks do, each request must get what it gets alone, what they raise must be noted, all
+slots must be free at the end, and the process must exit.
 """
 
 import argparse
@@ -30,7 +31,8 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-# What an `on_commit` of `engine` does, beside another served engine. These fail, and are noted as faults:
+# What an `on_commit` of `engine` does, beside another served engine. These fail, and are noted as
+# faults:
 FAILS = {
     "wait": lambda engine, other: engine.submit([7], SHORT).result(),
     "iterate": lambda engine, other: list(engine.submit([7], SHORT)),
@@ -57,7 +59,8 @@ ACTS = FAILS | DOES
 
 
 class Hook:
-    """One engine's `on_commit`. In one of four calls it does something, in the thread that serves."""
+    """One engine's `on_commit`. In one of four calls it does something, in the thread that
+    serves."""
 
     def __init__(self, engine: Engine, loop: Loop, other: Engine, seed: str):
         self.engine, self.loop, self.other = engine, loop, other
@@ -86,7 +89,10 @@ def storm(model: Model, text: Text, requests: int, seed: int = 0) -> tuple[list[
     """What went wrong, and how often each act was done."""
     sizes = {"slots": 4, "max_len": 64, "chunk": 32}
     with Engine(model, text, **sizes) as engine:
-        alone = [engine.submit([n, 3], Sampling(max_tokens=4 + n, ignore_eos=True)).result().tokens for n in range(9)]
+        alone = [
+            engine.submit([n, 3], Sampling(max_tokens=4 + n, ignore_eos=True)).result().tokens
+            for n in range(9)
+        ]
     wrong, seen, lock = [], [], threading.Lock()
 
     def client(number: int) -> None:
@@ -107,7 +113,10 @@ def storm(model: Model, text: Text, requests: int, seed: int = 0) -> tuple[list[
     with Engine(model, text, **sizes) as one, Engine(model, text, **sizes) as two:
         engines, loops = [one, two], [one.serving().start(), two.serving().start()]
         hooks = [Hook(one, loops[0], two, f"{seed} one"), Hook(two, loops[1], one, f"{seed} two")]
-        threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(THREADS)]
+        threads = [
+            threading.Thread(target=client, args=(number,), daemon=True)
+            for number in range(THREADS)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -139,12 +148,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder (default: a small random one)")
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint's folder (default: a small random one)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = args.model
         if path is None:
-            from checkpoints import make_checkpoint  # it needs mlx-lm, which takes seconds to import
+            # It needs mlx-lm, which takes seconds to import
+            from checkpoints import make_checkpoint
 
             path = make_checkpoint(Path(folder), seed=1)
         model, began = read_model(path), time.monotonic()

@@ -8,8 +8,9 @@ A table that is made stands behind a comment, which a reader of the page does no
     <!-- made: speeds bench-15m.json decode "decode tokens/s" -->
     <!-- made: counts -->
 
-`speeds` shows one figure of one part of a benchmark: for each contestant the median, and ours divided by it. `counts`
-shows how much the tests compare. So a table is never typed, and the prose beside it says "about twice".
+`speeds` shows one figure of one part of a benchmark: for each contestant the median, and ours
+divided by it. `counts` shows how much the tests compare. So a table is never typed, and the prose
+beside it says "about twice".
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def counts() -> str:
         of_the_tests, ("parity", "test_exact", "company", "test_rows", "test_sched", "crowd")
     )
     prompts, own = parity.count()
-    caught = exact.test_a_planted_bug_is_caught, exact.test_a_bug_that_lets_the_company_show_is_caught
+    caught = (
+        exact.test_a_planted_bug_is_caught,
+        exact.test_a_bug_that_lets_the_company_show_is_caught,
+    )
     bugs = sum(len(mark.args[1]) for test in caught for mark in test.pytestmark)
     rows = {
         "parity: configurations of models": len(parity.CONFIGS),

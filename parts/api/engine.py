@@ -2,7 +2,8 @@
 
 The problem. Both are open before MLX is loaded, and an engine cannot be imported without it.
 
-What this file keeps. What uses an engine through these names runs with `nanobatch.Engine`, and with a fake of a test.
+What this file keeps. What uses an engine through these names runs with `nanobatch.Engine`, and with
+a fake of a test.
 
 Where next: `handle.py`, what `submit` answers with; `views.py`, what `snapshot` does.
 """
@@ -25,9 +26,12 @@ class AnyEngine(Protocol):
     sched: Scheduler
     summary: str
     has_work: bool
-    on_commit: Callable[[], None] | None  # called after each commit, and after each end from elsewhere
+    # Called after each commit, and after each end from elsewhere
+    on_commit: Callable[[], None] | None
 
-    def submit(self, prompt: Any, sampling: Sampling | None = None, *, origin: Any = None) -> Handle: ...
+    def submit(
+        self, prompt: Any, sampling: Sampling | None = None, *, origin: Any = None
+    ) -> Handle: ...
 
     def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...
 

@@ -1,11 +1,12 @@
-"""How an exception is told: in one line to whoever asked, and with its traceback to whoever can mend it.
+"""How an exception is told: in one line to whoever asked, and with its traceback to whoever can
+mend it.
 
-The problem. A request that fails must not take the engine with it, so the exception is caught. Then the person who
-changed a line of `forward` sees "ZeroDivisionError" and not the line.
+The problem. A request that fails must not take the engine with it, so the exception is caught. Then
+the person who changed a line of `forward` sees "ZeroDivisionError" and not the line.
 
-What this file keeps. An exception that is caught is reported once, with its traceback: on stderr, or in a page of
-the screen, which gives the logger `nanobatch` a handler of its own. A mistake of a user's is no fault, and takes one
-line.
+What this file keeps. An exception that is caught is reported once, with its traceback: on stderr,
+or in a page of the screen, which gives the logger `nanobatch` a handler of its own. A mistake of a
+user's is no fault, and takes one line.
 
 Where next: `handle.py`, whose `exception` holds it.
 """
@@ -33,7 +34,8 @@ def show_fault(what: str, error: BaseException) -> None:
 
 @contextmanager
 def shown(what: str) -> Iterator[None]:
-    """Around code whose exception is told in one line further up, but may be a bug of ours: its traceback is shown."""
+    """Around code whose exception is told in one line further up, but may be a bug of ours: its
+    traceback is shown."""
     try:
         yield
     except Exception as error:
@@ -44,8 +46,8 @@ def shown(what: str) -> Iterator[None]:
 def _let_go(error: BaseException) -> None:
     """Empty the frames that an exception has come through. Its traceback keeps all files and lines.
 
-    subtle: a handle keeps its exception, an exception its frames, and a frame of `forward` the slab. After a failure
-    the engine makes a new slab, and there may not be memory for two.
+    subtle: a handle keeps its exception, an exception its frames, and a frame of `forward` the
+    slab. After a failure the engine makes a new slab, and there may not be memory for two.
     """
     seen = set()
     left = [error]

@@ -1,9 +1,12 @@
-"""What the owner of a request holds: text that streams, a `Result` at the end, `Metrics`. Plain Python, without MLX.
+"""What the owner of a request holds: text that streams, a `Result` at the end, `Metrics`. Plain
+Python, without MLX.
 
-The problem. An engine has two kinds of readers. The owner of a request wants its text as it comes, and its result. A
-watcher wants to know everything that goes on, and owns nothing (`views.py`). Neither may make the engine wait.
+The problem. An engine has two kinds of readers. The owner of a request wants its text as it comes,
+and its result. A watcher wants to know everything that goes on, and owns nothing (`views.py`).
+Neither may make the engine wait.
 
-What this file keeps. Nothing here refers to an array, and a handle asks three things of its engine (`Answering`).
+What this file keeps. Nothing here refers to an array, and a handle asks three things of its engine
+(`Answering`).
 
 Where next: `views.py`, for those who watch; `ledger.py`, which keeps what both are told.
 """
@@ -23,7 +26,8 @@ from sched import Request
 
 
 class TokenLogprob(NamedTuple):
-    """What the model thought of a token: its log probability, and the most likely tokens with theirs."""
+    """What the model thought of a token: its log probability, and the most likely tokens with
+    theirs."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -50,7 +54,8 @@ class Answering(Protocol):
 
 
 class Handle:
-    """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any thread may.
+    """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any
+    thread may.
 
     The thread that steps only appends to a handle, and calls nothing of the owner's.
     """
@@ -68,17 +73,24 @@ class Handle:
         self.sampling = sampling
         self.prompt = prompt
         self.origin = origin
-        self.seed = random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
+        self.seed = (
+            random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
+        )
         self.logprobs: list[TokenLogprob] = []
         self.error: str | None = None  # why the request failed, in one line
-        self.exception: BaseException | None = None  # what was raised, if the request failed by an exception
+        # What was raised, if the request failed by an exception
+        self.exception: BaseException | None = None
         self._engine = engine
-        self._ends = sampling.stop_tokens | (frozenset() if sampling.ignore_eos else engine.text.end_tokens)
+        self._ends = sampling.stop_tokens | (
+            frozenset() if sampling.ignore_eos else engine.text.end_tokens
+        )
         self._stream = engine.text.stream(sampling.stop_texts)
-        self.pieces: list[str] = []  # the text, as far as it has come; a piece never holds half a character
+        # The text, as far as it has come; a piece never holds half a character
+        self.pieces: list[str] = []
         self.lengths: list[int] = []  # so many characters came with each token
         self.times: list[float] = []  # when each token came, on the engine's clock
-        self._gaps: list[float] = []  # between a token and the next, the shortest first: watchers ask often
+        # Between a token and the next, the shortest first: watchers ask often
+        self._gaps: list[float] = []
 
     @property
     def text(self) -> str:
@@ -100,7 +112,9 @@ class Handle:
         """The text as it comes, in pieces that never hold half a character."""
         seen = 0
         while True:
-            self._engine.wait(lambda seen=seen: len(self.pieces) > seen or self.finish_reason is not None)
+            self._engine.wait(
+                lambda seen=seen: len(self.pieces) > seen or self.finish_reason is not None
+            )
             if seen == len(self.pieces):
                 return
             yield self.pieces[seen]
@@ -111,7 +125,9 @@ class Handle:
         if not self._engine.wait(lambda: self.request.finish_reason is not None, timeout):
             raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
         logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
-        return Result(self.text, list(self.tokens), self.finish_reason, self.metrics, logprobs, self.error)
+        return Result(
+            self.text, list(self.tokens), self.finish_reason, self.metrics, logprobs, self.error
+        )
 
     @property
     def metrics(self) -> Metrics:
@@ -119,7 +135,9 @@ class Handle:
         return Metrics(
             queued_s=None if r.admitted is None else r.admitted - r.arrived,
             ttft_s=times[0] - r.arrived if times else None,
-            tokens_per_s=len(gaps) / (times[-1] - times[0]) if gaps and times[-1] > times[0] else None,
+            tokens_per_s=len(gaps) / (times[-1] - times[0])
+            if gaps and times[-1] > times[0]
+            else None,
             itl_mean_s=sum(gaps) / len(gaps) if gaps else None,
             itl_p95_s=gaps[math.ceil(0.95 * len(gaps)) - 1] if gaps else None,
             itl_max_s=gaps[-1] if gaps else None,
@@ -133,8 +151,23 @@ class Handle:
     def view(self) -> RequestView:
         """This request as those see it who watch."""
         r = self.request
-        said = {"text": self.text, "lengths": tuple(self.lengths), "reason": r.finish_reason, "error": self.error}
-        return RequestView(r.id, self.prompt, self.origin, r.policy, r.slot, r.arrived, self.metrics, r.ended, **said)
+        said = {
+            "text": self.text,
+            "lengths": tuple(self.lengths),
+            "reason": r.finish_reason,
+            "error": self.error,
+        }
+        return RequestView(
+            r.id,
+            self.prompt,
+            self.origin,
+            r.policy,
+            r.slot,
+            r.arrived,
+            self.metrics,
+            r.ended,
+            **said,
+        )
 
     def take(self, token: int, now: float, logprob: TokenLogprob | None) -> str | None:
         """Take a token from commit; says why the answer ends with it, or None."""
@@ -145,7 +178,9 @@ class Handle:
             insort(self._gaps, now - self.times[-1])
         self.times.append(now)
         if logprob is not None:
-            self.logprobs.append(TokenLogprob(logprob.logprob, logprob.top[: self.sampling.logprobs]))
+            self.logprobs.append(
+                TokenLogprob(logprob.logprob, logprob.top[: self.sampling.logprobs])
+            )
         if token in self._ends:
             self.flush()
             return "stop"

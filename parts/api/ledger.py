@@ -1,9 +1,10 @@
 """The handles of all open requests, and what has happened so far, kept for those who watch.
 
-The problem. A watcher comes when it likes, and wants to know what has happened since it came last. The engine cannot
-wait for it, nor keep everything for ever.
+The problem. A watcher comes when it likes, and wants to know what has happened since it came last.
+The engine cannot wait for it, nor keep everything for ever.
 
-What this file keeps. A `Log` has the newest entries and the number of all, so what a watcher has missed is counted.
+What this file keeps. A `Log` has the newest entries and the number of all, so what a watcher has
+missed is counted.
 
 Where next: `loop.py`, the thread that steps while owners wait and watchers look.
 """
@@ -38,7 +39,8 @@ class Log:
 
 
 class Ledger:
-    """The handles of all open requests, and what has happened so far: kept in bounded memory for those who watch."""
+    """The handles of all open requests, and what has happened so far: kept in bounded memory for
+    those who watch."""
 
     QUEUE = 32  # of the line, so many are shown
 
@@ -48,9 +50,14 @@ class Ledger:
         self.output_tokens, self.steps_s = 0, 0.0
 
     def deliver(
-        self, logprobs: Mapping[int, TokenLogprob], clock: Callable[[], float], request: Request, token: int
+        self,
+        logprobs: Mapping[int, TokenLogprob],
+        clock: Callable[[], float],
+        request: Request,
+        token: int,
     ) -> str | None:
-        """Hand a request its token; says why it ends with it, or None. What goes wrong here is its own failure."""
+        """Hand a request its token; says why it ends with it, or None. What goes wrong here is its
+        own failure."""
         handle = self.open[request.id]
         self.output_tokens += 1
         try:
@@ -66,13 +73,20 @@ class Ledger:
         self.steps_s += step.seconds
 
     def retire(self, id: int) -> None:
-        """Forget a request that has ended: its owner has the handle, and those who watch get a view of it."""
+        """Forget a request that has ended: its owner has the handle, and those who watch get a view
+        of it."""
         handle = self.open.pop(id, None)
         if handle is not None:
-            self.ended.add(handle.view())  # a handle would keep the engine, and all its log probabilities
+            # A handle would keep the engine, and all its log probabilities
+            self.ended.add(handle.view())
 
     def snapshot(
-        self, sched: Scheduler, blocked: Collection[int], ranks: RanksView, now: float, since: Snapshot | None
+        self,
+        sched: Scheduler,
+        blocked: Collection[int],
+        ranks: RanksView,
+        now: float,
+        since: Snapshot | None,
     ) -> Snapshot:
         """`blocked`: the slots that the newest plan has kept shut."""
         seen = Seen() if since is None else since.seen
@@ -89,9 +103,14 @@ class Ledger:
             limits=Limits(*(getattr(sched, name) for name in Limits._fields)),
             policy=sched.policy,
             draining_to=sched.draining_to,
-            slots=tuple(SlotView.of(slot, owners.get(slot), sched, slot in shut) for slot in range(sched.slots)),
+            slots=tuple(
+                SlotView.of(slot, owners.get(slot), sched, slot in shut)
+                for slot in range(sched.slots)
+            ),
             waiting=len(sched.waiting),
-            queue=tuple((r.id, now - r.arrived) for r in islice(sched.waiting.values(), self.QUEUE)),
+            queue=tuple(
+                (r.id, now - r.arrived) for r in islice(sched.waiting.values(), self.QUEUE)
+            ),
             requests=tuple(self.open[id].view() for id in sorted([*sched.running, *came])),
             ended=ended,
             missed_ends=self.ended.count - seen.ended - len(ended),

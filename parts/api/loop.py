@@ -1,20 +1,23 @@
 """The one thread that steps an engine, and what others may wish of it between two steps.
 
-The problem. An engine is stepped by one thread at a time, but many want something of it: clients submit and cancel, a
-screen pauses, takes a single step, changes the policy. If each of them called the engine while it steps, they would
-wait for a step each time, and a pause in the middle of a step would show half a step.
+The problem. An engine is stepped by one thread at a time, but many want something of it: clients
+submit and cancel, a screen pauses, takes a single step, changes the policy. If each of them called
+the engine while it steps, they would wait for a step each time, and a pause in the middle of a step
+would show half a step.
 
-The way out. A loop has a thread of its own. What others want is written down as a wish, and the thread fulfils it
-between two steps. While there is nothing to do the thread sleeps on the engine's own condition, `engine.changed`: so a
-`submit` from anywhere wakes it, and an idle engine costs nothing.
+The way out. A loop has a thread of its own. What others want is written down as a wish, and the
+thread fulfils it between two steps. While there is nothing to do the thread sleeps on the engine's
+own condition, `engine.changed`: so a `submit` from anywhere wakes it, and an idle engine costs
+nothing.
 
     turn:  wishes -> one step, unless paused -> `between`, the watcher's own work -> sleep until something changes
 
-A person may stop it, take single steps, or let it take so many steps a second (`slow`). Then each step is read back
-before the next one is planned, and the engine's clock stands still in between: what is seen belongs to one step, and
-the figures tell what the engine does.
+A person may stop it, take single steps, or let it take so many steps a second (`slow`). Then each
+step is read back before the next one is planned, and the engine's clock stands still in between:
+what is seen belongs to one step, and the figures tell what the engine does.
 
-The invariant: while a loop runs, a thread that waits for a request sleeps, and does not step the engine itself.
+The invariant: while a loop runs, a thread that waits for a request sleeps, and does not step the
+engine itself.
 
 Where next: `Engine.step` in `nanobatch.py`.
 """
@@ -39,7 +42,8 @@ class Stopwatch:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now, self._began = now, now()
-        self._lost, self._stopped = 0.0, None  # how long it stood still before; since when it does so now
+        # How long it stood still before; since when it does so now
+        self._lost, self._stopped = 0.0, None
         self._lock = threading.Lock()  # other threads read it while it is stopped and let go
 
     def __call__(self) -> float:
@@ -88,13 +92,18 @@ class Stepped(Protocol):
 class Loop:
     """Steps an engine in a thread of its own, from `start` to `stop`, or inside a `with` block.
 
-    `between` is called after each step, and whenever the loop wakes up. It answers with the seconds after which it
-    wants to be called again at the latest, or None. `watch` is the engine's clock, if it is one that can be stopped.
+    `between` is called after each step, and whenever the loop wakes up. It answers with the seconds
+    after which it wants to be called again at the latest, or None. `watch` is the engine's clock,
+    if it is one that can be stopped.
     """
 
-    def __init__(self, engine: Stepped, between: Callable = lambda: None, watch: Stopwatch | None = None):
-        self.engine, self.paused, self.stepping = engine, False, 0  # `stepping`: steps still to be run by hand
-        self.slow = 0.0  # slow motion: steps a second; 0: as fast as it can. It needs a clock that can be stopped
+    def __init__(
+        self, engine: Stepped, between: Callable = lambda: None, watch: Stopwatch | None = None
+    ):
+        # `stepping`: steps still to be run by hand
+        self.engine, self.paused, self.stepping = engine, False, 0
+        # Slow motion: steps a second; 0: as fast as it can. It needs a clock that can be stopped
+        self.slow = 0.0
         self._next = 0.0  # when the next step of slow motion is due
         self._between, self._watch = between, watch
         self._wishes: deque[Callable[[], None]] = deque()
@@ -115,7 +124,8 @@ class Loop:
         return self
 
     def stop(self, patience: float | None = None) -> bool:
-        """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be interrupted."""
+        """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be
+        interrupted."""
         with Held(), self.engine.changed:
             self._stopping = True
             self.engine.changed.notify_all()
@@ -165,7 +175,8 @@ class Loop:
     # --- what any thread may say; it returns at once
 
     def wish(self, act: Callable[[], None]) -> None:
-        """Do this between two steps. It may step the engine, but not wait for it, because it waits for this."""
+        """Do this between two steps. It may step the engine, but not wait for it, because it waits
+        for this."""
         with self.engine.changed:
             self._wishes.append(act)
             self.engine.changed.notify_all()
@@ -209,14 +220,19 @@ class Loop:
         """The seconds to the next step; None: there is none before somebody says so."""
         if self.paused and not self.stepping:
             return None
-        return max(0.0, self._next - self._watch.real) if self._is_slow and self.engine.has_work else 0.0
+        return (
+            max(0.0, self._next - self._watch.real)
+            if self._is_slow and self.engine.has_work
+            else 0.0
+        )
 
     @property
     def _is_slow(self) -> bool:
         return bool(self.slow and self._watch)
 
     def turn(self) -> float | None:
-        """Fulfil the wishes, take a step, do what a watcher does between two. Answers with how long to sleep then."""
+        """Fulfil the wishes, take a step, do what a watcher does between two. Answers with how long
+        to sleep then."""
         while self._wishes:
             self._guarded(self._wishes.popleft())
         if self.paused or self._is_slow:
@@ -240,7 +256,8 @@ class Loop:
             self.stepping = max(0, self.stepping - 1) if worked else 0
 
     def _read_back(self) -> None:
-        """Commit the step that is in flight, if there is one. Until the next step, slots and committed steps agree."""
+        """Commit the step that is in flight, if there is one. Until the next step, slots and
+        committed steps agree."""
         self.engine.step(plan=False)
 
     def _guarded(self, act: Callable[[], float | None]) -> float | None:

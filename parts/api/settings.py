@@ -1,7 +1,9 @@
-"""What a request asks for: how its tokens are chosen, and when its answer ends. Plain Python, without MLX.
+"""What a request asks for: how its tokens are chosen, and when its answer ends. Plain Python,
+without MLX.
 
-The problem. The settings come from a command line, from Python or over HTTP. A wrong one must be refused with its name
-and its limits before it reaches a batch, where seven other requests would suffer from it.
+The problem. The settings come from a command line, from Python or over HTTP. A wrong one must be
+refused with its name and its limits before it reaches a batch, where seven other requests would
+suffer from it.
 
 What this file keeps. A `Sampling` that exists has been checked, and never changes.
 
@@ -38,15 +40,21 @@ class Sampling:
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # the most likely tokens that together reach this probability; 1 keeps all
     top_k: int = 0  # the k most likely tokens; 0 keeps all
-    min_p: float = 0.0  # tokens at least this fraction as likely as the most likely one; 0 keeps all
+    # Tokens at least this fraction as likely as the most likely one; 0 keeps all
+    min_p: float = 0.0
     seed: int | None = None  # None gives other tokens each time
-    stop: str | int | Sequence[str | int] = ()  # texts and token ids that end the answer, and are not part of its text
-    repetition_penalty: float = 1.0  # recent tokens' logits are divided (or, if negative, multiplied) by this
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to these tokens' logits; -1000 forbids one
-    logprobs: int | None = None  # the chosen token's log probability, and those of the n most likely
+    # Texts and token ids that end the answer, and are not part of its text
+    stop: str | int | Sequence[str | int] = ()
+    # Recent tokens' logits are divided (or, if negative, multiplied) by this
+    repetition_penalty: float = 1.0
+    # Added to these tokens' logits; -1000 forbids one
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    # The chosen token's log probability, and those of the n most likely
+    logprobs: int | None = None
     ignore_eos: bool = False  # go on after the model's own end token
 
-    def __new__(cls, *args, **given):  # Python's TypeError for an unknown field would not name the others
+    # Python's TypeError for an unknown field would not name the others
+    def __new__(cls, *args, **given):
         if unknown := given.keys() - cls.__annotations__.keys():
             raise ValueError(
                 f"Sampling has no field {shown(min(unknown))}; the fields are {', '.join(cls.__annotations__)}"
@@ -71,15 +79,26 @@ class Sampling:
             raise ValueError(f"stop = {shown(stops)}, but it must be texts or token ids")
         for stop in stops:
             if isinstance(stop, bool) or not isinstance(stop, (str, int)) or stop == "":
-                raise ValueError(f"stop holds {shown(stop)}, but it must be texts that are not empty, or token ids")
+                raise ValueError(
+                    f"stop holds {shown(stop)}, but it must be texts that are not empty, or token ids"
+                )
         object.__setattr__(self, "stop", tuple(stops))
         object.__setattr__(self, "stop_texts", [stop for stop in stops if isinstance(stop, str)])
-        object.__setattr__(self, "stop_tokens", frozenset(stop for stop in stops if isinstance(stop, int)))
+        object.__setattr__(
+            self, "stop_tokens", frozenset(stop for stop in stops if isinstance(stop, int))
+        )
 
     def _check_bias(self) -> None:
-        if not isinstance(self.logit_bias, Mapping) or not all(type(token) is int for token in self.logit_bias):
-            raise ValueError(f"logit_bias = {shown(self.logit_bias)}, but it must map token ids to numbers")
-        biases = {t: real(f"logit_bias for token {t}", b, -(10**9), 10**9) for t, b in self.logit_bias.items()}
+        if not isinstance(self.logit_bias, Mapping) or not all(
+            type(token) is int for token in self.logit_bias
+        ):
+            raise ValueError(
+                f"logit_bias = {shown(self.logit_bias)}, but it must map token ids to numbers"
+            )
+        biases = {
+            t: real(f"logit_bias for token {t}", b, -(10**9), 10**9)
+            for t, b in self.logit_bias.items()
+        }
         # This is a copy, so that what has been checked cannot change any more.
         object.__setattr__(self, "logit_bias", MappingProxyType(biases))
 

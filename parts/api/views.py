@@ -1,11 +1,12 @@
 """What those see who watch an engine: frozen, in plain numbers, and complete.
 
-The problem. A watcher, such as a screen or a server's metrics, wants to know everything that goes on, and owns nothing.
-It may not make the engine wait.
+The problem. A watcher, such as a screen or a server's metrics, wants to know everything that goes
+on, and owns nothing. It may not make the engine wait.
 
-What this file keeps. Nothing here refers to an array or to a handle. A watcher asks `Engine.snapshot()`, and gets a
-`Snapshot`: a view of each slot, of each request that can be seen, and of each step since the watcher looked last. So a
-screen can draw it while the engine goes on, and a server can send it to another machine.
+What this file keeps. Nothing here refers to an array or to a handle. A watcher asks
+`Engine.snapshot()`, and gets a `Snapshot`: a view of each slot, of each request that can be seen,
+and of each step since the watcher looked last. So a screen can draw it while the engine goes on,
+and a server can send it to another machine.
 
 Where next: `ledger.py`, which makes them.
 """
@@ -20,7 +21,8 @@ from sched import Plan, Request, Scheduler
 
 @dataclass(frozen=True)
 class Metrics:
-    """Times in seconds. `itl` is the gap between a token and the next; None where there was no such thing."""
+    """Times in seconds. `itl` is the gap between a token and the next; None where there was no such
+    thing."""
 
     queued_s: float | None
     ttft_s: float | None  # submit to first token
@@ -57,20 +59,27 @@ class SlotView:
     """One slot at one moment."""
 
     slot: int
-    phase: str  # "free" | "blocked" (free, but the policy keeps it from those who wait) | "prefill" | "decode"
+    # "free" | "blocked" (free, but the policy keeps it from those who wait) | "prefill" | "decode"
+    phase: str
     request: int | None
     used: int  # rows in the slab
     prompt_tokens: int
     output_tokens: int
     reused: int  # rows that were taken over from an earlier prompt and its answer
-    remembered: int  # rows that a free slot still holds: of the last prompt in it, and of the answer
+    # Rows that a free slot still holds: of the last prompt in it, and of the answer
+    remembered: int
 
     @staticmethod
     def of(slot: int, owner: Request | None, sched: Scheduler, blocked: bool) -> SlotView:
         if owner is None:
-            return SlotView(slot, "blocked" if blocked else "free", None, 0, 0, 0, 0, sched.prefixes.rows[slot])
-        used = owner.prefilled + max(0, owner.committed - 1)  # the newest token's key and value are not there yet
-        return SlotView(slot, owner.phase, owner.id, used, len(owner.prompt), owner.committed, owner.reused, 0)
+            return SlotView(
+                slot, "blocked" if blocked else "free", None, 0, 0, 0, 0, sched.prefixes.rows[slot]
+            )
+        # The newest token's key and value are not there yet
+        used = owner.prefilled + max(0, owner.committed - 1)
+        return SlotView(
+            slot, owner.phase, owner.id, used, len(owner.prompt), owner.committed, owner.reused, 0
+        )
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,13 @@ class StepView:
     step: int
     admitted: tuple[tuple[int, int], ...]  # (slot, request)
     why: tuple[str, ...]  # for each of these: why this slot
-    prefill: tuple[tuple[int, int, int, int], ...]  # (slot, request, start, stop): which piece of which prompt
+    # (slot, request, start, stop): which piece of which prompt
+    prefill: tuple[tuple[int, int, int, int], ...]
     decode: tuple[tuple[int, int], ...]  # (slot, request)
-    held: tuple[tuple[int, int], ...]  # (slot, request): in a slot, but without a chunk in this step
-    ghosts: tuple[int, ...]  # slots whose request had ended before this step: their tokens were dropped
+    # (slot, request): in a slot, but without a chunk in this step
+    held: tuple[tuple[int, int], ...]
+    # Slots whose request had ended before this step: their tokens were dropped
+    ghosts: tuple[int, ...]
     blocked: tuple[int, ...]  # slots that were free, but kept from those who waited
     waiting: int  # requests left in line
     policy: str  # the one that the step was planned under
@@ -112,11 +124,13 @@ class StepView:
     # Where the time of the thread that steps went. The five add up to `seconds`.
     plan_s: float  # Python decided what the step does
     build_s: float  # Python built the step's graph
-    # MLX took the graph's operations into its queue (`mx.async_eval`). On a CPU the queue is short: Python stands still
-    # until the device has made room, so the device does nearly all of its work in this time. On a GPU this is work of
-    # the processor's: MLX launches kernels, and the device's own time is in `wait_s`. (No GPU has been measured.)
+    # MLX took the graph's operations into its queue (`mx.async_eval`). On a CPU the queue is short:
+    # Python stands still until the device has made room, so the device does nearly all of its work
+    # in this time. On a GPU this is work of the processor's: MLX launches kernels, and the device's
+    # own time is in `wait_s`. (No GPU has been measured.)
     device_s: float
-    wait_s: float  # Python waited until the device had done the rest (`mx.eval`), and read the tokens
+    # Python waited until the device had done the rest (`mx.eval`), and read the tokens
+    wait_s: float
     commit_s: float  # Python handed out the tokens
 
     @staticmethod
@@ -161,7 +175,8 @@ class StepView:
 
     @property
     def seconds(self) -> float:
-        """What it took of the engine's time. From `began` to `ended` is longer: the next step is planned meanwhile."""
+        """What it took of the engine's time. From `began` to `ended` is longer: the next step is
+        planned meanwhile."""
         return self.python_s + self.device_s + self.wait_s
 
 
@@ -185,12 +200,14 @@ class Snapshot:
     slots: tuple[SlotView, ...]
     waiting: int  # the length of the line
     queue: tuple[tuple[int, float], ...]  # its head: (request, seconds waited), oldest first
-    requests: tuple[RequestView, ...]  # those that are in a slot now, and those in line that came since
+    # Those that are in a slot now, and those in line that came since
+    requests: tuple[RequestView, ...]
     ended: tuple[RequestView, ...]  # since, oldest first
     missed_ends: int  # ends since that are no longer kept
     steps: tuple[StepView, ...]  # since, oldest first
     missed: int  # steps since that are no longer kept
-    faults: tuple[str, ...]  # what went wrong since outside of any request: in an `ended`, or in a wish of a watcher
+    # What went wrong since outside of any request: in an `ended`, or in a wish of a watcher
+    faults: tuple[str, ...]
     planned: int  # the newest step; it may be on the device still, and in no record yet
     submitted: int
     finished: int

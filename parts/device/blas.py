@@ -1,15 +1,17 @@
 """The matrix product under MLX: our own, or a library that stands in for it, and how it gets there.
 
-The problem. A BLAS is the library that multiplies matrices. MLX's CPU wheel for Linux brings the *reference* BLAS. It
-is correct, portable, and 10 to 50 times slower than the machine can go. A tuned BLAS is fast, but adds numbers up in an
-order that depends on how many rows there are, so a request's last digits would depend on its company. On a Mac
-(Accelerate, Metal) and on CUDA none of this applies.
+The problem. A BLAS is the library that multiplies matrices. MLX's CPU wheel for Linux brings the
+*reference* BLAS. It is correct, portable, and 10 to 50 times slower than the machine can go. A
+tuned BLAS is fast, but adds numbers up in an order that depends on how many rows there are, so a
+request's last digits would depend on its company. On a Mac (Accelerate, Metal) and on CUDA none of
+this applies.
 
-The way out. A dynamic linker binds a name such as `cblas_sgemm` to the first library that offers it. A library that is
-loaded *before* `mlx.core`, with its names made global, therefore takes the place of the slow one. Ours is `rows.c`,
-which `rows.py` compiles. Where that cannot be, OpenBLAS takes its place: the tokens are right as before, but nothing is
-promised about their last bits. So this module must come first: every file of ours takes its `mx` from `mlx.py`,
-which asks here, and no other file has to think of it.
+The way out. A dynamic linker binds a name such as `cblas_sgemm` to the first library that offers
+it. A library that is loaded *before* `mlx.core`, with its names made global, therefore takes the
+place of the slow one. Ours is `rows.c`, which `rows.py` compiles. Where that cannot be, OpenBLAS
+takes its place: the tokens are right as before, but nothing is promised about their last bits. So
+this module must come first: every file of ours takes its `mx` from `mlx.py`, which asks here, and
+no other file has to think of it.
 
     NANOBATCH_BLAS=rows               our own product or nothing: an error says why it cannot be had
     NANOBATCH_BLAS=rows:avx2          the same in this form (avx512, avx2, neon, plain)
@@ -19,8 +21,9 @@ which asks here, and no other file has to think of it.
     NANOBATCH_BLAS=/path/lib.so       take this library
     NANOBATCH_THREADS=1               how many threads multiply
 
-What this file keeps: an environment that was made for another library changes nothing here, neither the kernels nor
-how threads wait. What runs is asked of the library, and never guessed from the processor.
+What this file keeps: an environment that was made for another library changes nothing here, neither
+the kernels nor how threads wait. What runs is asked of the library, and never guessed from the
+processor.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ from typing import NamedTuple
 
 from parts.device import rows
 
-CORES = {  # of OpenBLAS's kernels for x86-64, the newest first: what a processor must be able to do to run them
+# Of OpenBLAS's kernels for x86-64, the newest first: what a processor must be able to do to run
+# them
+CORES = {
     "avx512f avx512bw avx512dq avx512vl avx512cd": "SkylakeX",
     "avx2 fma": "Haswell",
     "avx": "Sandybridge",
@@ -48,7 +53,8 @@ PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX asks of a B
 
 
 def say(line: str) -> None:
-    """Who starts our product may have to wait for a compiler. The screen puts another function in this one's place."""
+    """Who starts our product may have to wait for a compiler. The screen puts another function in
+    this one's place."""
     print(f"nanobatch: {line}", file=sys.stderr, flush=True)
 
 
@@ -59,14 +65,19 @@ class Blas(NamedTuple):
     name: str
     # `kernels`: the processor that the library's code is made for, in the library's own words.
     kernels: str = ""
-    # `why_not`: why it is not our own product, and what would help. Empty where nobody expects ours.
+    # `why_not`: why it is not our own product, and what would help. Empty where nobody expects
+    # ours.
     why_not: str = ""
     # `library`: our own product, loaded.
     library: ctypes.CDLL | None = None
 
     def __str__(self) -> str:
         named = f"{self.name} ({self.kernels})" if self.kernels else self.name
-        return f"{named}, so bits may differ with the company: {self.why_not}" if self.why_not else named
+        return (
+            f"{named}, so bits may differ with the company: {self.why_not}"
+            if self.why_not
+            else named
+        )
 
     @property
     def products(self) -> int:
@@ -94,7 +105,9 @@ def preload() -> Blas:
     loaders = {"openblas": _load_openblas}
     if choice and name != "openblas":
         loaders = {choice: lambda: _global(choice)}
-    with _environment(OPENBLAS_CORETYPE=kernels or core(), OPENBLAS_THREAD_TIMEOUT="4", **_thread_count()):
+    with _environment(
+        OPENBLAS_CORETYPE=kernels or core(), OPENBLAS_THREAD_TIMEOUT="4", **_thread_count()
+    ):
         for found, load in loaders.items():
             library = load()
             if library and _offers(library):
@@ -103,14 +116,21 @@ def preload() -> Blas:
         raise ImportError(
             f"NANOBATCH_BLAS={choice} is no BLAS that can be loaded; name a shared library, rows, openblas, or 'off'."
         )
-    return Blas("mlx", why_not=f"{why_not}, or for another fast BLAS, pip install -e '.[cpu]' in the checkout")
+    return Blas(
+        "mlx",
+        why_not=f"{why_not}, or for another fast BLAS, pip install -e '.[cpu]' in the checkout",
+    )
 
 
 def _needs_blas() -> bool:
     """Only MLX's CPU wheel for Linux is slow; a CUDA wheel computes elsewhere."""
     if sys.platform != "linux":
         return False
-    return not [d for version in (12, 13) for d in importlib.metadata.distributions(name=f"mlx-cuda-{version}")]
+    return not [
+        d
+        for version in (12, 13)
+        for d in importlib.metadata.distributions(name=f"mlx-cuda-{version}")
+    ]
 
 
 def _thread_count() -> dict[str, str]:
@@ -122,11 +142,13 @@ def _thread_count() -> dict[str, str]:
 
 @contextmanager
 def _environment(**settings: str | None) -> Iterator[None]:
-    """While a library is loaded, it reads these, and afterwards everybody else finds what was there before.
+    """While a library is loaded, it reads these, and afterwards everybody else finds what was there
+    before.
 
-    OpenBLAS picks its kernels by the processor's name, and an older one takes a younger processor for an old one; so
-    they are named (`core`). Its threads spin while they wait for work. With the least timeout, 2^4 ticks, they sleep
-    at once, so that they do not take the processor from others.
+    OpenBLAS picks its kernels by the processor's name, and an older one takes a younger processor
+    for an old one; so they are named (`core`). Its threads spin while they wait for work. With the
+    least timeout, 2^4 ticks, they sleep at once, so that they do not take the processor from
+    others.
     """
     before = {name: os.environ.get(name) for name in settings}
     _set(settings)
@@ -144,7 +166,7 @@ def _set(settings: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-# --- the libraries -------------------------------------------------------------------------------------------------
+# --- the libraries ------------------------------------------------------------------------------
 
 
 def _load_rows(form: str) -> Blas:
@@ -163,16 +185,21 @@ def _global(library: str | Path) -> ctypes.CDLL | None:
 
 
 def _load_openblas() -> ctypes.CDLL | None:
-    """OpenBLAS from the wheel that NumPy and SciPy are built with, which has kernels for every processor; or else the
-    system's."""
+    """OpenBLAS from the wheel that NumPy and SciPy are built with, which has kernels for every
+    processor; or else the system's."""
     wheel = importlib.util.find_spec("scipy_openblas32")
-    inside = Path(wheel.origin).with_name("lib") / "libscipy_openblas.so" if wheel and wheel.origin else ""
+    inside = (
+        Path(wheel.origin).with_name("lib") / "libscipy_openblas.so"
+        if wheel and wheel.origin
+        else ""
+    )
     return (inside and _global(inside)) or _global("libopenblas.so.0")
 
 
 def _offers(library: ctypes.CDLL) -> bool:
-    """Does the library offer its products to MLX? The wheel's names begin with `scipy_`, so that it gets in no other
-    library's way. Ours is to get in the way: what it has is offered under the usual names, too."""
+    """Does the library offer its products to MLX? The wheel's names begin with `scipy_`, so that it
+    gets in no other library's way. Ours is to get in the way: what it has is offered under the
+    usual names, too."""
     try:
         if not hasattr(library, PRODUCTS[0]):
             offer({name: library[f"scipy_{name}"] for name in PRODUCTS})
@@ -182,30 +209,37 @@ def _offers(library: ctypes.CDLL) -> bool:
 
 
 def offer(functions: Mapping[str, ctypes._CFuncPtr]) -> None:
-    """Make functions that are in this process known to the linker by these names, for libraries that come later.
+    """Make functions that are in this process known to the linker by these names, for libraries
+    that come later.
 
-    What a linker knows is what stands in the tables of the libraries that it has loaded. So this writes the smallest
-    library there can be, into memory, and loads it. It has no code: only a table of symbols, each an absolute address.
+    What a linker knows is what stands in the tables of the libraries that it has loaded. So this
+    writes the smallest library there can be, into memory, and loads it. It has no code: only a
+    table of symbols, each an absolute address.
 
-        file header | what to load: all of it | where its tables are | symbols | their names | hash table | the tables
+        file header | what to load: all of it | where its tables are | symbols | their names | hash
+        table | the tables
     """
     names, symbols = b"\0", bytes(24)  # of both, the first entry is empty
     for name, function in functions.items():
         address = ctypes.cast(function, ctypes.c_void_p).value
-        # Its name's place; a function (2) that all may use (1 << 4); absolute (0xFFF1), so it is moved nowhere.
+        # Its name's place; a function (2) that all may use (1 << 4); absolute (0xFFF1), so it is
+        # moved nowhere.
         symbols += struct.pack("=IBBHQQ", len(names), 0x12, 0, 0xFFF1, address, 0)
         names += name.encode() + b"\0"
     count = len(functions) + 1
-    # The hash table: one bucket for all names, which begins with symbol 1, and after each symbol comes the next.
+    # The hash table: one bucket for all names, which begins with symbol 1, and after each symbol
+    # comes the next.
     chain = [0, *range(2, count), 0]
     hashes = struct.pack(f"={3 + count}I", 1, count, 1, *chain)
     place, body, tables = 64 + 2 * 56, b"", b""
     for tag, table in ((6, symbols), (5, names), (4, hashes)):
         tables += struct.pack("=QQ", tag, place + len(body))
         body += table + bytes(-len(table) % 8)
-    tables += struct.pack("=6Q", 10, len(names), 11, 24, 0, 0)  # how long the names are, and each symbol; the end
+    # How long the names are, and each symbol; the end
+    tables += struct.pack("=6Q", 10, len(names), 11, 24, 0, 0)
     start, size = place + len(body), place + len(body) + len(tables)
-    with open("/proc/self/exe", "rb") as python:  # this machine's kind of file begins as Python's own does
+    # This machine's kind of file begins as Python's own does
+    with open("/proc/self/exe", "rb") as python:
         kind = python.read(16) + struct.pack("=H", 3) + python.read(4)[2:]
     header = kind + struct.pack("=IQQQIHHHHHH", 1, 0, 64, 0, 0, 64, 56, 2, 64, 0, 0)
     load = struct.pack("=IIQQQQQQ", 1, 6, 0, 0, 0, size, size, 4096)  # read and write
@@ -218,7 +252,7 @@ def offer(functions: Mapping[str, ctypes._CFuncPtr]) -> None:
         os.close(file)
 
 
-# --- the processor, and what runs on it ----------------------------------------------------------------------------
+# --- the processor, and what runs on it ---------------------------------------------------------
 
 
 def _kernels(library: ctypes.CDLL) -> str:
@@ -231,7 +265,10 @@ def _kernels(library: ctypes.CDLL) -> str:
 
 
 def core() -> str | None:
-    """The newest kernels of OpenBLAS that this processor can run, by what it can do. None: let OpenBLAS choose."""
+    """The newest kernels of OpenBLAS that this processor can run, by what it can do. None: let
+    OpenBLAS choose."""
     if platform.machine() != "x86_64":
         return None
-    return next((core for needs, core in CORES.items() if set(needs.split()) <= rows.processor()), None)
+    return next(
+        (core for needs, core in CORES.items() if set(needs.split()) <= rows.processor()), None
+    )

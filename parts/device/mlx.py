@@ -1,11 +1,13 @@
-"""The one device: MLX with a fast product under it, the memory that is free, its stream and its lock, and how to leave.
+"""The one device: MLX with a fast product under it, the memory that is free, its stream and its
+lock, and how to leave.
 
-The problem. MLX computes for one process on one device, and has its own ideas of threads, of memory, and of the end of
-a program: a stream belongs to the thread that made it, memory that runs out is a crash, and a process that leaves while
-the device works hangs. All of that is settled here, once.
+The problem. MLX computes for one process on one device, and has its own ideas of threads, of
+memory, and of the end of a program: a stream belongs to the thread that made it, memory that runs
+out is a crash, and a process that leaves while the device works hangs. All of that is settled here,
+once.
 
-What this file keeps: it is the only one that imports MLX, and `blas.py` comes before that. Every other file takes its
-`mx` from here.
+What this file keeps: it is the only one that imports MLX, and `blas.py` comes before that. Every
+other file takes its `mx` from here.
 """
 
 import atexit
@@ -20,7 +22,8 @@ from parts.device.blas import Blas, preload
 
 
 def _fail(line: str) -> None:
-    """One line if a program of ours was run; an exception with the same line if we were imported by another."""
+    """One line if a program of ours was run; an exception with the same line if we were imported by
+    another."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     checkout = Path(__file__).resolve().parents[2]
     if program and Path(program).resolve().parent in (checkout, checkout / "docs" / "learn"):
@@ -49,10 +52,12 @@ if blas.library:
     computed = blas.products
     product = mx.matmul(mx.ones((3, 5)), mx.ones((5, 2)), stream=mx.cpu)
     if product.tolist() != [[5.0, 5.0]] * 3 or blas.products == computed:
-        blas = Blas("mlx", why_not="this version of MLX does not call cblas_sgemm; pip install mlx==0.32.4")
+        blas = Blas(
+            "mlx", why_not="this version of MLX does not call cblas_sgemm; pip install mlx==0.32.4"
+        )
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------
 
 
 @cache  # a step asks forty times
@@ -61,7 +66,8 @@ def has_gpu() -> bool:
 
 
 def is_exact() -> bool:
-    """Are a row's bits the same in any company? On a CPU, and in float32, our own product sees to that (`rows.c`)."""
+    """Are a row's bits the same in any company? On a CPU, and in float32, our own product sees to
+    that (`rows.c`)."""
     return blas.name == "rows" and not has_gpu()
 
 
@@ -71,8 +77,10 @@ def named() -> str:
 
 
 def free_memory() -> int | None:
-    """Bytes that can still be taken, or None if that is not known. Where memory runs out, MLX crashes."""
-    if has_gpu():  # of an Apple GPU or a CUDA card, MLX knows the whole and what it has taken itself
+    """Bytes that can still be taken, or None if that is not known. Where memory runs out, MLX
+    crashes."""
+    # Of an Apple GPU or a CUDA card, MLX knows the whole and what it has taken itself
+    if has_gpu():
         info = mx.device_info()
         whole = info.get("max_recommended_working_set_size") or info.get("memory_size")
         return whole and int(whole) - mx.get_active_memory()
@@ -96,10 +104,11 @@ def readable(nbytes: float) -> str:
     return f"{nbytes:,.1f} GiB"
 
 
-# --- one device, one stream, one thread at a time --------------------------------------------------------------------
+# --- one device, one stream, one thread at a time -----------------------------------------------
 
-# MLX binds ordinary streams to the thread that made them. This one may be used from any thread, as long as a lock keeps
-# it to one at a time. So an engine can be loaded in one thread and stepped in another, and no thread is left behind.
+# MLX binds ordinary streams to the thread that made them. This one may be used from any thread, as
+# long as a lock keeps it to one at a time. So an engine can be loaded in one thread and stepped in
+# another, and no thread is left behind.
 device_lock = threading.RLock()
 exiting = threading.Event()  # set when the program ends: loading a model stops at the next layer
 _stream: list[mx.Stream] = []
@@ -109,8 +118,9 @@ _open: weakref.WeakSet = weakref.WeakSet()  # what must be closed before the pro
 def device_stream() -> mx.StreamContext:
     """`with device_lock, device_stream():` stands around everything that touches an `mx.array`.
 
-    subtle: two context managers written in C, not one made of a generator. Ctrl-C comes between two lines of Python,
-    so also in a generator that is about to release the lock, and the lock would stay held for good.
+    subtle: two context managers written in C, not one made of a generator. Ctrl-C comes between two
+    lines of Python, so also in a generator that is about to release the lock, and the lock would
+    stay held for good.
     """
     if not _stream:
         _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
@@ -124,7 +134,8 @@ def synchronize() -> None:
 
 
 def close_at_exit(engine) -> None:
-    """Call its `close` before the program ends: a process that exits while the device works hangs or aborts."""
+    """Call its `close` before the program ends: a process that exits while the device works hangs
+    or aborts."""
     _open.add(engine)
 
 

@@ -1,12 +1,14 @@
-"""Our own matrix product, `rows.c`: compiled at the first start, kept for the next, and looked at before it is trusted.
+"""Our own matrix product, `rows.c`: compiled at the first start, kept for the next, and looked at
+before it is trusted.
 
-The problem. `rows.c` is what makes an answer independent of its company, and it is written for the processor that it
-runs on. A wheel that is built elsewhere cannot know the processor, and to ship one for each is another project. But
-most machines have a C compiler, and two seconds are short.
+The problem. `rows.c` is what makes an answer independent of its company, and it is written for the
+processor that it runs on. A wheel that is built elsewhere cannot know the processor, and to ship
+one for each is another project. But most machines have a C compiler, and two seconds are short.
 
-The way out. At the first start the machine's compiler makes a library of `rows.c`. The library is kept in the user's
-cache, under a name that says all it was made from: the source, the compiler, its options and the processor. So homes
-that are shared between machines hold one for each, and a change of anything makes a new one.
+The way out. At the first start the machine's compiler makes a library of `rows.c`. The library is
+kept in the user's cache, under a name that says all it was made from: the source, the compiler, its
+options and the processor. So homes that are shared between machines hold one for each, and a change
+of anything makes a new one.
 
 What this file keeps:
     A program loads code only from a folder that nobody else can write to, or from one that it has just made itself.
@@ -41,11 +43,14 @@ MOST_THREADS = 16  # by default; memory is the limit before so many, and nobody 
 
 
 class Form(NamedTuple):
-    """One of the ways in which `rows.c` can be compiled. Each has an order of its own, so bits of its own."""
+    """One of the ways in which `rows.c` can be compiled. Each has an order of its own, so bits of
+    its own."""
 
     machine: str  # the architecture that the form is for; empty: any
     features: str  # words of /proc/cpuinfo: what the processor must be able to do
-    options: str  # what the compiler is told; instruction sets are named, since "native" means another on each machine
+    # What the compiler is told; instruction sets are named, since "native" means another on each
+    # machine
+    options: str
 
 
 FORMS = {  # the first one that fits is taken
@@ -67,7 +72,9 @@ def load(name: str = "", say: Callable[[str], None] = lambda line: None) -> tupl
     """
     forms = forms_here()
     if name and name not in forms:
-        raise Unbuilt(f"this processor has no form {name!r} of rows.c; choose among {', '.join(forms)}")
+        raise Unbuilt(
+            f"this processor has no form {name!r} of rows.c; choose among {', '.join(forms)}"
+        )
     form = name or forms[0]
     count = threads()
     library = _load_kept(form, say)
@@ -95,25 +102,31 @@ def processor() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
         return frozenset()
-    said = {name.strip(): words.split() for name, _, words in (line.partition(":") for line in lines)}
+    said = {
+        name.strip(): words.split() for name, _, words in (line.partition(":") for line in lines)
+    }
     return frozenset(said.get("flags", said.get("Features", [])))
 
 
-# --- threads -------------------------------------------------------------------------------------------------------
+# --- threads ------------------------------------------------------------------------------------
 
 
 def threads() -> int:
-    """How many threads multiply: NANOBATCH_THREADS, or as many as there are cores for this process."""
+    """How many threads multiply: NANOBATCH_THREADS, or as many as there are cores for this
+    process."""
     asked = os.environ.get("NANOBATCH_THREADS", "")
     if not asked:
         return min(cores(), MOST_THREADS)
     if not (asked.isascii() and asked.isdecimal() and len(asked) <= 4 and 1 <= int(asked) <= 1024):
-        raise ImportError(f"NANOBATCH_THREADS={asked[:40]!r}, but it must be a whole number from 1 to 1024")
+        raise ImportError(
+            f"NANOBATCH_THREADS={asked[:40]!r}, but it must be a whole number from 1 to 1024"
+        )
     return int(asked)
 
 
 def cores(root: Path = Path("/")) -> int:
-    """The cores that this process may use: a scheduler, a container or an administrator may have taken some away.
+    """The cores that this process may use: a scheduler, a container or an administrator may have
+    taken some away.
 
     `root` is where the files of the system are.
     """
@@ -122,9 +135,11 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def quota(root: Path) -> float:
-    """How many cores' worth of time the control groups of this process allow, the narrowest of them.
+    """How many cores' worth of time the control groups of this process allow, the narrowest of
+    them.
 
-    A group's limit holds for all groups within, so each folder from the process's own group up to the root is read.
+    A group's limit holds for all groups within, so each folder from the process's own group up to
+    the root is read.
     """
     least = float("inf")
     for line in _words(root / "proc/self/cgroup"):
@@ -142,8 +157,11 @@ def quota(root: Path) -> float:
 
 
 def _limit(group: Path) -> float:
-    """What one control group allows: microseconds of work, over the microseconds in which it may be done."""
-    numbers = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+    """What one control group allows: microseconds of work, over the microseconds in which it may be
+    done."""
+    numbers = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(
+        group / "cpu.cfs_period_us"
+    )
     try:
         allowed, period = " ".join(numbers).split()
         return int(allowed) / int(period) if int(allowed) > 0 else float("inf")
@@ -159,7 +177,7 @@ def _words(file: Path) -> list[str]:
         return []
 
 
-# --- from source to library ----------------------------------------------------------------------------------------
+# --- from source to library ---------------------------------------------------------------------
 
 
 def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
@@ -221,8 +239,14 @@ def compile_to(target: Path, compiler: list[str], options: list[str]) -> None:
 
 
 def run(command: list[str]) -> str:
-    """What a command prints. After PATIENCE_S it is ended, and so is all that it has started in its group."""
-    options = {"env": os.environ | {"LC_ALL": "C"}, "start_new_session": True, "text": True, "errors": "replace"}
+    """What a command prints. After PATIENCE_S it is ended, and so is all that it has started in its
+    group."""
+    options = {
+        "env": os.environ | {"LC_ALL": "C"},
+        "start_new_session": True,
+        "text": True,
+        "errors": "replace",
+    }
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         process = subprocess.Popen(command, **options, **pipes)
@@ -238,19 +262,27 @@ def run(command: list[str]) -> str:
                 raise Unbuilt(f"{command[0]} did not end within {PATIENCE_S} seconds") from None
             raise
     if process.returncode:
-        lines = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines() or ["no message"]
-        raise Unbuilt(f"{command[0]} fails with code {process.returncode}: {lines[0].strip()[:200]}")
+        lines = (
+            [line for line in said.splitlines() if "error" in line.lower()]
+            or said.splitlines()
+            or ["no message"]
+        )
+        raise Unbuilt(
+            f"{command[0]} fails with code {process.returncode}: {lines[0].strip()[:200]}"
+        )
     return said
 
 
-# --- where libraries are kept --------------------------------------------------------------------------------------
+# --- where libraries are kept -------------------------------------------------------------------
 
 
 def cache_folder() -> tuple[Path | None, str]:
-    """The folder for libraries in the user's cache. None if there is no safe one; then also why not.
+    """The folder for libraries in the user's cache. None if there is no safe one; then also why
+    not.
 
-    Whoever can write to this folder can make us run anything. So it must be ours, a real folder, and nobody else may
-    write to it, nor put another in its place. Before that is known, nothing is made there.
+    Whoever can write to this folder can make us run anything. So it must be ours, a real folder,
+    and nobody else may write to it, nor put another in its place. Before that is known, nothing is
+    made there.
     """
     try:
         place = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -259,7 +291,10 @@ def cache_folder() -> tuple[Path | None, str]:
         folder = place / "nanobatch"
         place.mkdir(parents=True, exist_ok=True)
         if not is_ours(place.resolve(), stat.S_ISDIR, shared=True):
-            return None, f"{place} belongs to another user, or others may write to it, so nothing is kept there"
+            return (
+                None,
+                f"{place} belongs to another user, or others may write to it, so nothing is kept there",
+            )
         folder.mkdir(mode=0o700, exist_ok=True)
         may_run = not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
     except FileExistsError:
@@ -267,7 +302,10 @@ def cache_folder() -> tuple[Path | None, str]:
     except (OSError, RuntimeError):
         return None, "the user's cache cannot be written to, so it cannot be kept"
     if not is_ours(folder, stat.S_ISDIR):
-        return None, f"{folder} is a link, or another user's, or others may write to it, so nothing is kept there"
+        return (
+            None,
+            f"{folder} is a link, or another user's, or others may write to it, so nothing is kept there",
+        )
     if not may_run or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         return None, f"no program may be written to {folder} and run from it, so it cannot be kept"
     return folder, ""
@@ -276,7 +314,8 @@ def cache_folder() -> tuple[Path | None, str]:
 def is_ours(path: Path, is_kind: Callable[[int], bool], shared: bool = False) -> bool:
     """Is this a real folder or file (`is_kind`) of this user, that nobody else can change?
 
-    `shared`: root's will do, and so will a folder like /tmp, where nobody can rename what is another's (sticky bit).
+    `shared`: root's will do, and so will a folder like /tmp, where nobody can rename what is
+    another's (sticky bit).
     """
     try:
         about = path.lstat()
@@ -291,7 +330,8 @@ def is_ours(path: Path, is_kind: Callable[[int], bool], shared: bool = False) ->
 
 
 def keep(made: Path, target: Path) -> bool:
-    """Put a library into the cache. Another process sees all of it or nothing: it gets its name when it is whole."""
+    """Put a library into the cache. Another process sees all of it or nothing: it gets its name
+    when it is whole."""
     try:
         handle, written = tempfile.mkstemp(dir=target.parent)
         try:
@@ -309,13 +349,15 @@ def keep(made: Path, target: Path) -> bool:
     return True
 
 
-# --- a look before it is trusted -----------------------------------------------------------------------------------
+# --- a look before it is trusted ----------------------------------------------------------------
 
-SHAPES = [(1, 5, 3), (2, 4, 16), (5, 9, 33), (7, 37, 17), (13, 3, 20), (9, 130, 40)]  # rows, columns, numbers in a sum
+# Rows, columns, numbers in a sum
+SHAPES = [(1, 5, 3), (2, 4, 16), (5, 9, 33), (7, 37, 17), (13, 3, 20), (9, 130, 40)]
 
 
 def is_form(library: ctypes.CDLL, form: str) -> bool:
-    """Is the library of this form? A compiler may have been told, by `CC`, to use other instructions."""
+    """Is the library of this form? A compiler may have been told, by `CC`, to use other
+    instructions."""
     try:
         return (ctypes.c_char * (len(form) + 1)).in_dll(library, "rows_form").value == form.encode()
     except ValueError:  # it has no such name
@@ -323,10 +365,12 @@ def is_form(library: ctypes.CDLL, form: str) -> bool:
 
 
 def is_right(library: ctypes.CDLL, threads: int = 1) -> bool:
-    """Does the library multiply right, in odd shapes too, and is a row alone the same as among others?
+    """Does the library multiply right, in odd shapes too, and is a row alone the same as among
+    others?
 
-    Small whole numbers have exact sums, in whatever order they are added. So Python's sums are the right ones. Whether
-    a row's bits are the same in any company is seen with numbers that are rounded.
+    Small whole numbers have exact sums, in whatever order they are added. So Python's sums are the
+    right ones. Whether a row's bits are the same in any company is seen with numbers that are
+    rounded.
     """
     library.rows_start(threads)
     draw = random.Random(0)
@@ -342,17 +386,24 @@ def is_right(library: ctypes.CDLL, threads: int = 1) -> bool:
                 if y[m * N + n] != sum(map(int.__mul__, row, column)):
                     return False
             together = _multiply(library, rough, w, M, N, K, turned)
-            alone = [_multiply(library, rough[m * K : m * K + K], w, 1, N, K, turned) for m in range(M)]
+            alone = [
+                _multiply(library, rough[m * K : m * K + K], w, 1, N, K, turned) for m in range(M)
+            ]
             if together.tobytes() != b"".join(row.tobytes() for row in alone):
                 return False
     return True
 
 
-def _multiply(library: ctypes.CDLL, x: list, w: list, M: int, N: int, K: int, turned: bool) -> array:
-    """x (M, K) times W, (N, K) as stored or (K, N) turned, with whatever the result's memory held before."""
+def _multiply(
+    library: ctypes.CDLL, x: list, w: list, M: int, N: int, K: int, turned: bool
+) -> array:
+    """x (M, K) times W, (N, K) as stored or (K, N) turned, with whatever the result's memory held
+    before."""
     x, w, y = array("f", x), array("f", w), array("f", [float("nan")]) * (M * N)
     places = [ctypes.c_void_p(each.buffer_info()[0]) for each in (x, w, y)]
     one, zero = ctypes.c_float(1), ctypes.c_float(0)
     layout = (111, N) if turned else (112, K)
-    library.cblas_sgemm(101, 111, layout[0], M, N, K, one, places[0], K, places[1], layout[1], zero, places[2], N)
+    library.cblas_sgemm(
+        101, 111, layout[0], M, N, K, one, places[0], K, places[1], layout[1], zero, places[2], N
+    )
     return y

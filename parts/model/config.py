@@ -1,12 +1,15 @@
 """What a model folder's config.json says, in our own words, and what of it cannot be served.
 
-The problem. Each family of models writes its config in its own way, leaves other things unsaid, and changes with each
-release of transformers. A field that is read wrongly comes out as nonsense, many tokens later.
+The problem. Each family of models writes its config in its own way, leaves other things unsaid, and
+changes with each release of transformers. A field that is read wrongly comes out as nonsense, many
+tokens later.
 
-What this file keeps. A `Config` holds all that a family changes, as plain data: the forward pass knows no family's
-name. What it has no place for is refused by the field's name, with what is supported.
+What this file keeps. A `Config` holds all that a family changes, as plain data: the forward pass
+knows no family's name. What it has no place for is refused by the field's name, with what is
+supported.
 
-Where next: `weights.py`, which holds the tensors against the config; `load.py`, which makes a model of both.
+Where next: `weights.py`, which holds the tensors against the config; `load.py`, which makes a model
+of both.
 """
 
 import math
@@ -25,7 +28,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class Config:
-    """What `config.json` says about the shape of the model, in the names of the glossary in `llama.py`."""
+    """What `config.json` says about the shape of the model, in the names of the glossary in
+    `llama.py`."""
 
     model_type: str
     layers: int
@@ -42,26 +46,34 @@ class Config:
     o_bias: bool
     mlp_bias: bool
     qk_norm: str  # of queries and keys: over each "head", over their whole "width", or "" for none
-    window: int | None  # how many rows attention looks back on, the token's own included; None means all
+    # How many rows attention looks back on, the token's own included; None means all
+    window: int | None
     rope: Rope
     whole: Collection[int] = ()  # the layers that look back on all rows although there is a window
-    near: Rope | None = None  # of the layers that have the window, where their positions turn in a way of their own
+    # Of the layers that have the window, where their positions turn in a way of their own
+    near: Rope | None = None
     norms_at: str = "before"  # the branches, or "after" them, or "around"
     norms_add: bool = False  # the files hold what is added to 1
     unturned: Collection[int] = ()  # the layers in which attention knows no positions
     gelu: bool = False  # in the MLP, instead of SiLU
     cap: float | None = None  # what attention's scores come near to, and never exceed
     head_cap: float | None = None  # and the logits
-    fused: bool = False  # the files hold q, k and v as one matrix, and gate and up (`Weights.split`)
-    experts: int = 0  # MLPs of a layer, of which each token takes some; 0 means one MLP for all tokens
+    # The files hold q, k and v as one matrix, and gate and up (`Weights.split`)
+    fused: bool = False
+    # MLPs of a layer, of which each token takes some; 0 means one MLP for all tokens
+    experts: int = 0
     taken: int = 1  # how many a token takes
     whole_shares: bool = False  # the shares of those that it takes add up to 1
-    multipliers: dict[str, float] = field(default_factory=dict)  # of modules' outputs: folded into their weights
+    # Of modules' outputs: folded into their weights
+    multipliers: dict[str, float] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the checkpoint must hold, with its shape before any quantization."""
         D, q, kv = self.D, self.H * self.Dh, self.Hkv * self.Dh
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.V, D), "model.norm.weight": (D,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.V, D),
+            "model.norm.weight": (D,),
+        }
         if not self.tied:
             shapes["lm_head.weight"] = (self.V, D)
         for i in range(self.layers):
@@ -80,8 +92,12 @@ class Config:
             for name in self.norms.values():
                 shapes[f"{layer}{name}.weight"] = (D,)
             if self.qk_norm:
-                shapes[f"{layer}self_attn.q_norm.weight"] = (q if self.qk_norm == "width" else self.Dh,)
-                shapes[f"{layer}self_attn.k_norm.weight"] = (kv if self.qk_norm == "width" else self.Dh,)
+                shapes[f"{layer}self_attn.q_norm.weight"] = (
+                    q if self.qk_norm == "width" else self.Dh,
+                )
+                shapes[f"{layer}self_attn.k_norm.weight"] = (
+                    kv if self.qk_norm == "width" else self.Dh,
+                )
         return shapes
 
     def _mlp(self) -> list[tuple[str, int, int, bool]]:
@@ -101,14 +117,16 @@ class Config:
         return NORMS[self.norms_at]
 
     def positions(self, layer: int) -> tuple[Rope | None, int | None]:
-        """How attention treats positions in a layer: how they turn, if it knows them, and how far it looks back."""
+        """How attention treats positions in a layer: how they turn, if it knows them, and how far
+        it looks back."""
         slides = self.window is not None and layer not in self.whole
         rope = (self.near if slides else None) or self.rope
         return None if layer in self.unturned else rope, self.window if slides else None
 
 
 def read_config(folder: Path, has_head: bool) -> Config:
-    """The config of a folder. `has_head` (the weights hold an `lm_head`) decides about tying if the config does not."""
+    """The config of a folder. `has_head` (the weights hold an `lm_head`) decides about tying if the
+    config does not."""
     path = folder / "config.json"
     raw = read_json(path)
     family = raw.get("model_type")
@@ -122,10 +140,14 @@ def read_config(folder: Path, has_head: bool) -> Config:
     if H % Hkv:
         raise ModelError(f"{path}: {H} attention heads cannot share {Hkv} key-value heads evenly.")
     if get("head_dim") is None and D % H:
-        raise ModelError(f"{path}: hidden_size {D} is no multiple of {H} heads, and head_dim is not given.")
+        raise ModelError(
+            f"{path}: hidden_size {D} is no multiple of {H} heads, and head_dim is not given."
+        )
     Dh = fields.number("head_dim", D // H)
     if Dh % 2 or Dh < 4:
-        raise ModelError(f"{path}: head_dim = {Dh}, but rotary positions turn pairs of numbers: even, and at least 4.")
+        raise ModelError(
+            f"{path}: head_dim = {Dh}, but rotary positions turn pairs of numbers: even, and at least 4."
+        )
     attention_bias = bool(get("attention_bias", False))
     max_positions = fields.number("max_position_embeddings", 2048)
     tied = bool(get("tie_word_embeddings", not has_head))
@@ -138,13 +160,17 @@ def read_config(folder: Path, has_head: bool) -> Config:
         H=H,
         Hkv=Hkv,
         Dh=Dh,
-        hidden=fields.number("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
+        hidden=fields.number(
+            "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+        ),
         V=fields.number("vocab_size"),
         norm_eps=fields.number("rms_norm_eps", 1e-6, real, 0),
         max_positions=max_positions,
         tied=tied,
         qkv_bias=attention_bias or family == "qwen2",
-        o_bias=bool(get("attention_out_bias")) if family == "seed_oss" else attention_bias and family != "qwen2",
+        o_bias=bool(get("attention_out_bias"))
+        if family == "seed_oss"
+        else attention_bias and family != "qwen2",
         mlp_bias=bool(get("mlp_bias", False)),
         window=window,
         whole=whole,
@@ -156,10 +182,17 @@ def read_config(folder: Path, has_head: bool) -> Config:
 def _refuse(fields: Fields, family: str) -> None:
     """Refuse what a field says if there is no place for it in a `Config`."""
     get = fields.values.get
-    act, known = ("hidden_activation", ["gelu_pytorch_tanh"]) if family in GEMMAS else ("hidden_act", ["silu", "swish"])
+    act, known = (
+        ("hidden_activation", ["gelu_pytorch_tanh"])
+        if family in GEMMAS
+        else ("hidden_act", ["silu", "swish"])
+    )
     if get(act, known[0]) not in known:
         raise fields.refuse(act, get(act), known[:1])
-    flags = {"smollm3": ["use_sliding_window"], "qwen3_moe": ["use_sliding_window", "mlp_only_layers"]}
+    flags = {
+        "smollm3": ["use_sliding_window"],
+        "qwen3_moe": ["use_sliding_window", "mlp_only_layers"],
+    }
     for flag in ("use_bidirectional_attention", *flags.get(family, ())):
         if get(flag):
             raise fields.refuse(flag, get(flag), ("false, or nothing",))
@@ -168,20 +201,29 @@ def _refuse(fields: Fields, family: str) -> None:
             raise fields.refuse(key, get(key), ("an object, as MLX writes it",))
     method = (get("quantization_config") or {}).get("quant_method")
     if method is not None and not get("quantization"):
-        raise fields.refuse("quant_method", method, ("MLX affine quantization", "float16", "bfloat16", "float32"))
+        raise fields.refuse(
+            "quant_method", method, ("MLX affine quantization", "float16", "bfloat16", "float32")
+        )
     mode = (get("quantization") or {}).get("mode", "affine")
     if mode != "affine":
         raise fields.refuse("quantization mode", mode, ("affine",))
 
 
 def _rope(fields: Fields, family: str, Dh: int, max_positions: int) -> Rope:
-    """There are three spellings: `rope_scaling` with `type` or with `rope_type`, and `rope_parameters` with all."""
+    """There are three spellings: `rope_scaling` with `type` or with `rope_type`, and
+    `rope_parameters` with all."""
     raw = fields.values
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if family == "gemma3_text" and isinstance(scaling, dict) and isinstance(scaling.get("full_attention"), dict):
+    if (
+        family == "gemma3_text"
+        and isinstance(scaling, dict)
+        and isinstance(scaling.get("full_attention"), dict)
+    ):
         scaling = scaling["full_attention"]
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-        raise ModelError(f"{fields.path}: rope scaling is {shown(scaling)} where one flat object belongs.")
+        raise ModelError(
+            f"{fields.path}: rope scaling is {shown(scaling)} where one flat object belongs."
+        )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if family == "phi3" and kind in ("su", "yarn"):  # what its first configs call it
         kind = "longrope"
@@ -189,12 +231,17 @@ def _rope(fields: Fields, family: str, Dh: int, max_positions: int) -> Rope:
         raise fields.refuse("rope type", kind, ROPE_TYPES)
     inner = Fields(fields.path, scaling)
     theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0, real, 1), real, 1)
-    part = inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0, real, 0), real, 0)
+    part = inner.number(
+        "partial_rotary_factor", fields.number("partial_rotary_factor", 1.0, real, 0), real, 0
+    )
     turned = int(Dh * part)
     if part != 1 and (family != "phi3" or turned % 2 or not 4 <= turned <= Dh):
         ways = "1" if family != "phi3" else f"1, or what turns an even number, at least 4, of {Dh}"
         raise fields.refuse("partial_rotary_factor", part, (ways,))
-    common = {"turned": turned if turned < Dh else None, "interleaved": bool(raw.get("rope_traditional"))}
+    common = {
+        "turned": turned if turned < Dh else None,
+        "interleaved": bool(raw.get("rope_traditional")),
+    }
     if kind == "default":
         return Rope(kind, theta, **common)
     name, usual = "original_max_position_embeddings", 8192 if kind == "llama3" else max_positions
@@ -205,7 +252,10 @@ def _rope(fields: Fields, family: str, Dh: int, max_positions: int) -> Rope:
         scaling["factor"] = max_positions / common["original_length"]
     factor = inner.number("factor", check=real, least=1e-6)
     if kind == "llama3":
-        low, high = (inner.number(f"{end}_freq_factor", usual, real, 1e-6) for end, usual in (("low", 1), ("high", 4)))
+        low, high = (
+            inner.number(f"{end}_freq_factor", usual, real, 1e-6)
+            for end, usual in (("low", 1), ("high", 4))
+        )
         return Rope(kind, theta, factor, low, high, **common)
     if kind == "yarn":
         return _yarn(inner, theta, factor, common)
@@ -213,14 +263,19 @@ def _rope(fields: Fields, family: str, Dh: int, max_positions: int) -> Rope:
 
 
 def _yarn(inner: Fields, theta: float, factor: float, common: dict) -> Rope:
-    """Where its gain is not given, it grows with the logarithm of the factor, or is the quotient of two such."""
+    """Where its gain is not given, it grows with the logarithm of the factor, or is the quotient of
+    two such."""
     if not inner.values.get("truncate", True):
         raise inner.refuse("truncate", False, ("true",))
     if theta == 1:
         raise inner.refuse("rope_theta", theta, ("with yarn, more than 1",))
-    slow, fast = (inner.number(f"beta_{end}", usual, real, 1e-6) for end, usual in (("slow", 1), ("fast", 32)))
+    slow, fast = (
+        inner.number(f"beta_{end}", usual, real, 1e-6) for end, usual in (("slow", 1), ("fast", 32))
+    )
     scales = [inner.number(name, 0.0, real, 0) for name in ("mscale", "mscale_all_dim")]
-    over, under = (1 + 0.1 * scale * math.log(max(factor, 1)) for scale in (scales if all(scales) else (1, 0)))
+    over, under = (
+        1 + 0.1 * scale * math.log(max(factor, 1)) for scale in (scales if all(scales) else (1, 0))
+    )
     return Rope("yarn", theta, factor, slow, fast, gain=_gain(inner, over / under), **common)
 
 
@@ -228,13 +283,27 @@ def _longrope(inner: Fields, theta: float, planes: int, max_positions: int, comm
     short, long = (inner.values.get(f"{name}_factor") for name in ("short", "long"))
     for name, factors in (("short", short), ("long", long)):
         if not isinstance(factors, list) or len(factors) != planes:
-            raise inner.refuse(f"{name}_factor", factors, (f"a number for each of {planes} planes",))
+            raise inner.refuse(
+                f"{name}_factor", factors, (f"a number for each of {planes} planes",)
+            )
         for factor in factors:
-            Fields(inner.path, {f"{name}_factor": factor}).number(f"{name}_factor", check=real, least=1e-6)
+            Fields(inner.path, {f"{name}_factor": factor}).number(
+                f"{name}_factor", check=real, least=1e-6
+            )
     original = common["original_length"]
     factor = inner.number("factor", max_positions / original, real, 1e-6)
-    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
-    return Rope("longrope", theta, factor, short=(*short,), long=(*long,), gain=_gain(inner, usual), **common)
+    usual = (
+        math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    )
+    return Rope(
+        "longrope",
+        theta,
+        factor,
+        short=(*short,),
+        long=(*long,),
+        gain=_gain(inner, usual),
+        **common,
+    )
 
 
 def _gain(inner: Fields, usual: float) -> float:

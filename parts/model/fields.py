@@ -1,9 +1,10 @@
 """Typed access to the fields of a `config.json`, and one line for each that is wrong.
 
-The problem. A config comes from anywhere, and a field may be missing, of another type, or of a size that no model has.
-A KeyError says nothing to the user who has downloaded it.
+The problem. A config comes from anywhere, and a field may be missing, of another type, or of a size
+that no model has. A KeyError says nothing to the user who has downloaded it.
 
-What this file keeps. Whatever is wrong is a `ModelError`, which names the file, the field and its value.
+What this file keeps. Whatever is wrong is a `ModelError`, which names the file, the field and its
+value.
 
 Where next: `config.py`, which reads a whole config with it.
 """
@@ -15,7 +16,8 @@ from parts.files import ModelError
 
 
 class Fields:
-    """Typed access to `config.json`: a wrong or missing field is named in a `ModelError`, instead of a KeyError."""
+    """Typed access to `config.json`: a wrong or missing field is named in a `ModelError`, instead
+    of a KeyError."""
 
     def __init__(self, path: Path, values: dict):
         self.path, self.values = path, values

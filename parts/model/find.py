@@ -1,11 +1,13 @@
-"""Where models are: a folder, the hub's cache, LM Studio's folder, the hub. And what there is, and which can be served.
+"""Where models are: a folder, the hub's cache, LM Studio's folder, the hub. And what there is, and
+which can be served.
 
-The problem. A name such as `owner/name` may mean a folder here, a download of last month's or nothing at all. To ask
-the network first costs seconds, or a minute where there is none. And what a machine holds is often in a form that
-cannot be served; its owner should learn that before a minute of loading, and what to look for instead.
+The problem. A name such as `owner/name` may mean a folder here, a download of last month's or
+nothing at all. To ask the network first costs seconds, or a minute where there is none. And what a
+machine holds is often in a form that cannot be served; its owner should learn that before a minute
+of loading, and what to look for instead.
 
-What this file keeps. A model that lies here as a whole is used as it is, and the network is never asked. `listed` reads
-names, configs and headers, never a weight, and no broken model ends it.
+What this file keeps. A model that lies here as a whole is used as it is, and the network is never
+asked. `listed` reads names, configs and headers, never a weight, and no broken model ends it.
 
 Where next: `config.py`, for what a folder holds.
 """
@@ -25,17 +27,22 @@ from parts.model.families import FAMILIES
 from parts.model.weights import DTYPES, Weights
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
-FILES = ("*.json", "model*.safetensors", "*.jinja")  # what a download fetches; no other file is ever read
+# What a download fetches; no other file is ever read
+FILES = ("*.json", "model*.safetensors", "*.jinja")
 LM_STUDIO = (Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models"))
 
 
 def find(model: str) -> Path:
-    """The folder of a model: "demo", a path, or a hub id such as `mlx-community/Llama-3.2-1B-Instruct-4bit`."""
+    """The folder of a model: "demo", a path, or a hub id such as
+    `mlx-community/Llama-3.2-1B-Instruct-4bit`."""
     try:
         path = DEMO if model == "demo" else Path(model).expanduser()
         is_folder, exists = path.is_dir(), path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have, or an unknown user's home
-        raise ModelError(f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id.") from None
+    # A name that no file can have, or an unknown user's home
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id."
+        ) from None
     if is_folder:
         refuse_gguf(path)
         return path
@@ -43,7 +50,9 @@ def find(model: str) -> Path:
         refuse_gguf(path)
         raise ModelError(f"{path} is a file; name the folder that holds config.json.")
     if model == "demo":
-        raise ModelError(f"{path} is missing; the demo model comes with the checkout. Name a model of your own.")
+        raise ModelError(
+            f"{path} is missing; the demo model comes with the checkout. Name a model of your own."
+        )
     if model.count("/") != 1 or model[0] in "./~":
         raise ModelError(f"{shown(model)} is neither a folder nor a hub id of the form owner/name.")
     here = [folder for name, folder in found() if name == model]
@@ -55,7 +64,8 @@ def find(model: str) -> Path:
 
 
 def refuse_gguf(path: Path) -> None:
-    """Name a GGUF file, folder or hub id as what it is, and a name under which its weights may be found."""
+    """Name a GGUF file, folder or hub id as what it is, and a name under which its weights may be
+    found."""
     is_one = path.suffix.lower() == ".gguf" or (not path.is_dir() and "gguf" in path.name.lower())
     if path.is_dir() and not (path / "config.json").exists():
         file = next(path.glob("*.gguf"), None)
@@ -75,7 +85,11 @@ def is_whole(folder: Path) -> bool:
         return False
     try:
         index = folder / "model.safetensors.index.json"
-        files = {str(file) for file in read_json(index).get("weight_map", {}).values()} if index.exists() else set()
+        files = (
+            {str(file) for file in read_json(index).get("weight_map", {}).values()}
+            if index.exists()
+            else set()
+        )
     except (ModelError, AttributeError):
         return True  # what is wrong with it is said where it is read
     files = files or {path.name for path in folder.glob("model*.safetensors")}
@@ -87,7 +101,8 @@ def is_whole(folder: Path) -> bool:
 
 
 def _download(repo: str) -> Path:
-    """Fetch a repository from the hub, or take what the cache has of it; huggingface_hub shows the progress."""
+    """Fetch a repository from the hub, or take what the cache has of it; huggingface_hub shows the
+    progress."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -101,14 +116,16 @@ def _download(repo: str) -> Path:
         why = "is no folder here, and no valid hub id (owner/name)"
     except Exception as error:  # no network, a proxy, a full disk: something that the user can mend
         try:  # the network may be down, but part of an older download may be here
-            return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
+            return Path(
+                huggingface_hub.snapshot_download(repo, allow_patterns=FILES, local_files_only=True)
+            )
         except Exception:
             why = "is no folder here, not in the cache, and could not be downloaded: check the network"
             why += f" ({one_line(error, 200)})"
     raise ModelError(f"{shown(repo)} {why}.")
 
 
-# --- what is here ------------------------------------------------------------------------------------------------
+# --- what is here -------------------------------------------------------------------------------
 
 
 def found() -> Iterator[tuple[str, Path]]:
@@ -123,7 +140,10 @@ def found() -> Iterator[tuple[str, Path]]:
             newest = ""
         if snapshots:
             by_name = {path.name: path for path in snapshots}
-            yield repo.name.removeprefix("models--").replace("--", "/", 1), by_name.get(newest, snapshots[-1])
+            yield (
+                repo.name.removeprefix("models--").replace("--", "/", 1),
+                by_name.get(newest, snapshots[-1]),
+            )
     for root in LM_STUDIO:
         for folder in below(root.expanduser(), "*/*"):
             yield f"{folder.parent.name}/{folder.name}", folder
@@ -171,7 +191,14 @@ def _listed(name: str, folder: Path) -> Listed:
     except (ModelError, OSError) as error:
         served = _in_five_words(folder, raw, getattr(error, "short", ""))
     family = str(raw.get("model_type", "-"))
-    line = name, family, f"{parameters / 1e6:,.0f}M" if parameters else "-", bits, readable(size), served
+    line = (
+        name,
+        family,
+        f"{parameters / 1e6:,.0f}M" if parameters else "-",
+        bits,
+        readable(size),
+        served,
+    )
     return Listed(*(printable(shown(text, 60)[1:-1]) for text in line))
 
 
@@ -185,7 +212,9 @@ def counted(raw: dict, weights: Weights) -> tuple[int, str]:
         count = math.prod(entry["shape"])
         if f"{name.rpartition('.')[0]}.scales" in weights.entries:
             count = count * 32 // (packed or 4) if name.endswith(".weight") else 0
-        kind = str(packed or "?") if entry["dtype"] == "U32" else str(8 * DTYPES[entry["dtype"]].size)
+        kind = (
+            str(packed or "?") if entry["dtype"] == "U32" else str(8 * DTYPES[entry["dtype"]].size)
+        )
         total, most[kind] = total + count, most.get(kind, 0) + count
     return total, max(most, key=most.get)
 
@@ -193,4 +222,6 @@ def counted(raw: dict, weights: Weights) -> tuple[int, str]:
 def _in_five_words(folder: Path, raw: dict, short: str) -> str:
     if raw and raw.get("model_type") not in [*FAMILIES]:
         return "this family is not supported"
-    return short or ("broken: loading it says how" if is_whole(folder) else "not all of it downloaded")
+    return short or (
+        "broken: loading it says how" if is_whole(folder) else "not all of it downloaded"
+    )

@@ -1,10 +1,11 @@
-"""Does it fit? The slots and their length, as asked for or as the memory allows, and what all ranks must have alike.
+"""Does it fit? The slots and their length, as asked for or as the memory allows, and what all ranks
+must have alike.
 
-The problem. Memory that runs out is no exception in MLX: the process dies. And ranks that differ would add up nonsense
-without complaint.
+The problem. Memory that runs out is no exception in MLX: the process dies. And ranks that differ
+would add up nonsense without complaint.
 
-What this file keeps. A model and its slab are measured before the first tensor is read: what does not fit is refused,
-with sizes that would.
+What this file keeps. A model and its slab are measured before the first tensor is read: what does
+not fit is refused, with sizes that would.
 
 Where next: `load.py`, which asks here before it reads.
 """
@@ -28,7 +29,8 @@ from parts.files import ModelError
 from parts.model.config import Config
 from parts.model.layers import Model
 
-BOOK = ("kv", "llama", "nanobatch", "prefix", "sampling", "sched")  # the files on top that a step runs
+# The files on top that a step runs
+BOOK = ("kv", "llama", "nanobatch", "prefix", "sampling", "sched")
 
 
 class Sizes(NamedTuple):
@@ -52,15 +54,22 @@ def fit(
     usual_len: int = 1024,
     **other,  # options of an engine that take no memory
 ) -> Sizes:
-    """Slots and their length as asked for, or chosen to fit the memory. A ValueError if that cannot be.
+    """Slots and their length as asked for, or chosen to fit the memory. A ValueError if that cannot
+    be.
 
     `itemsize` is the bytes of one number in the slab, `free` those that can be taken.
     """
-    for name, value in (("slots", slots), ("max_len", max_len), ("chunk", chunk), ("budget", budget)):
+    for name, value in (
+        ("slots", slots),
+        ("max_len", max_len),
+        ("chunk", chunk),
+        ("budget", budget),
+    ):
         if value is not None:
             checks.whole(name, value, 1, 2**31 - 1)
     if chunk is None:
-        chunk = 512 if has_gpu() else 128  # a CPU is as quick with 128 tokens at a time, a GPU is not
+        # A CPU is as quick with 128 tokens at a time, a GPU is not
+        chunk = 512 if has_gpu() else 128
     if chunk % BUCKET:
         raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
     count, length = slots or 8, max_len or min(usual_len, c.max_positions)
@@ -81,7 +90,9 @@ def fit(
         length = max(chunk, longest())
     slab = readable(taken(count, length))
     if taken(count, length) > room:
-        ways = [f"{flag} {n}" for flag, n in (("--slots", most_slots()), ("--max-len", longest())) if n]
+        ways = [
+            f"{flag} {n}" for flag, n in (("--slots", most_slots()), ("--max-len", longest())) if n
+        ]
         raise ValueError(
             f"{count} slots of {length:,} tokens take {slab}, but {readable(max(0, free))} are free; "
             f"{' or '.join(ways) or 'nothing smaller'} would fit"
@@ -98,7 +109,8 @@ def usual_budget(slots: int, chunk: int) -> int:
 
 
 def fit_all(model: Model, *sizes: int | None) -> Sizes:
-    """What fits beside a model that is loaded. Of several ranks all have the same, so it is the least that fits one."""
+    """What fits beside a model that is loaded. Of several ranks all have the same, so it is the
+    least that fits one."""
     ranks, c, itemsize = model.ranks, model.config, model.dtype.size
     own = fit(c, itemsize, device.free_memory(), *sizes)
     if ranks.size == 1:
@@ -117,35 +129,42 @@ def sources() -> list[Path]:
 
 
 def check_alike(model: Model) -> None:
-    """Have all ranks the same program and model? Else they would add up nonsense, and MLX would not complain."""
+    """Have all ranks the same program and model? Else they would add up nonsense, and MLX would not
+    complain."""
     marks = [zlib.crc32(path.read_bytes()) for path in sources()]
     alike = {
         "version of nanobatch and MLX": (mx.__version__, marks),
         "model and dtype": (replace(model.config, H=0, Hkv=0, hidden=0), str(model.dtype)),
-        "weights": model.norm.weight.tolist(),  # another training has changed these, too, if not every one
+        # Another training has changed these, too, if not every one
+        "weights": model.norm.weight.tolist(),
     }
     for what, own in alike.items():
         marks = model.ranks.gather(zlib.crc32(repr(own).encode()) // 2)
         if len({mark for (mark,) in marks}) > 1:
-            raise ModelError(f"rank {model.ranks.rank}: the ranks have not the same {what}; give all of them one.")
+            raise ModelError(
+                f"rank {model.ranks.rank}: the ranks have not the same {what}; give all of them one."
+            )
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest n up to `limit` that fits, 0 if not even 1 does. Everything smaller than what fits, fits."""
+    """The largest n up to `limit` that fits, 0 if not even 1 does. Everything smaller than what
+    fits, fits."""
     return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
 
 
 def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
-    """Arguments for `Slab`. A slot is a whole number of chunks long: more than the padding of the last one needs."""
+    """Arguments for `Slab`. A slot is a whole number of chunks long: more than the padding of the
+    last one needs."""
     return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
 
 
 def far_position(c: Config) -> int:
-    """The position at which looking back on all before costs a token as much as everything else in a layer does.
+    """The position at which looking back on all before costs a token as much as everything else in
+    a layer does.
 
-    Measured on CPUs, with heads of 32 to 64: for one query head to look at one row (the score, its share of the
-    softmax, the value added up) costs as much as 300 multiplications by weights. On a GPU it has not been measured:
-    there chunks stay as wide as they are.
+    Measured on CPUs, with heads of 32 to 64: for one query head to look at one row (the score, its
+    share of the softmax, the value added up) costs as much as 300 multiplications by weights. On a
+    GPU it has not been measured: there chunks stay as wide as they are.
     """
     weights = c.D * c.Dh * 2 * (c.H + c.Hkv) + 3 * c.D * c.hidden * c.taken
     return sys.maxsize if has_gpu() else max(1, weights // (300 * c.H))
@@ -154,9 +173,9 @@ def far_position(c: Config) -> int:
 def is_exact(model: Model) -> bool:
     """Do a request's logits have the same bits in any company?
 
-    Our own product sees to that for float32 numbers on a CPU, if each process that shares the model has it. (Each may
-    have it in a form of its own, since what a process adds to a sum is the same in any company.) Nobody has shown it
-    for packed weights and for half precision.
+    Our own product sees to that for float32 numbers on a CPU, if each process that shares the model
+    has it. (Each may have it in a form of its own, since what a process adds to a sum is the same
+    in any company.) Nobody has shown it for packed weights and for half precision.
     """
     marks = model.ranks.gather(device.is_exact() and model.is_float32)
     return all(mark == [True] for mark in marks)

@@ -1,10 +1,10 @@
 """What a model is made of: projections, MLPs, layers, and the model itself.
 
-The problem. `forward` multiplies by a projection and does not ask how it is stored. But a checkpoint may have a matrix
-whole, packed into a few bits, or as one of many experts.
+The problem. `forward` multiplies by a projection and does not ask how it is stored. But a
+checkpoint may have a matrix whole, packed into a few bits, or as one of many experts.
 
-What this file keeps. Whatever stands for a projection is called with the input and answers with the output. It is a
-plain record of arrays, made once, when the model is loaded.
+What this file keeps. Whatever stands for a projection is called with the input and answers with the
+output. It is a plain record of arrays, made once, when the model is loaded.
 
 Where next: `load.py`, which makes a model of a folder.
 """
@@ -34,7 +34,8 @@ class Dense(NamedTuple):
 
     @staticmethod
     def of(parts: list[tuple[mx.array, mx.array | None]]) -> Dense:
-        """From the checkpoint's weights and biases: one matrix that yields all their outputs side by side.
+        """From the checkpoint's weights and biases: one matrix that yields all their outputs side
+        by side.
 
         So the input is read once, and one product runs instead of three.
         """
@@ -43,16 +44,20 @@ class Dense(NamedTuple):
         weight = mx.concatenate([weight for weight, _ in parts])
         if all(bias is None for _, bias in parts):
             return Dense(weight, None)
-        biases = [mx.zeros(len(weight), weight.dtype) if bias is None else bias for weight, bias in parts]
+        biases = [
+            mx.zeros(len(weight), weight.dtype) if bias is None else bias for weight, bias in parts
+        ]
         return Dense(weight, mx.concatenate(biases))
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one array."""
+        """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one
+        array."""
         return self.weight[ids]
 
 
 class Quantized(NamedTuple):
-    """The same with W packed: `bits` bits a number, and a scale and an offset for every `group` of them."""
+    """The same with W packed: `bits` bits a number, and a scale and an offset for every `group` of
+    them."""
 
     weight: mx.array  # (out, in * bits / 32), uint32
     scales: mx.array  # (out, in / group)
@@ -62,19 +67,27 @@ class Quantized(NamedTuple):
     group: int
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
-        y = mx.quantized_matmul(x, self.weight, self.scales, self.offsets, True, self.group, self.bits)
+        y = mx.quantized_matmul(
+            x, self.weight, self.scales, self.offsets, True, self.group, self.bits
+        )
         return y if self.bias is None else y + self.bias
 
     @staticmethod
     def of(parts: list[Quantized]) -> Quantized:
         """Several of the same input, packed alike, as one: each row of W is packed by itself."""
-        weight, scales, offsets = (mx.concatenate(arrays) for arrays in list(zip(*parts, strict=True))[:3])
-        biases = [mx.zeros(len(p.scales), p.scales.dtype) if p.bias is None else p.bias for p in parts]
+        weight, scales, offsets = (
+            mx.concatenate(arrays) for arrays in list(zip(*parts, strict=True))[:3]
+        )
+        biases = [
+            mx.zeros(len(p.scales), p.scales.dtype) if p.bias is None else p.bias for p in parts
+        ]
         bias = mx.concatenate(biases) if any(part.bias is not None for part in parts) else None
         return Quantized(weight, scales, offsets, bias, parts[0].bits, parts[0].group)
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        return mx.dequantize(self.weight[ids], self.scales[ids], self.offsets[ids], self.group, self.bits)
+        return mx.dequantize(
+            self.weight[ids], self.scales[ids], self.offsets[ids], self.group, self.bits
+        )
 
 
 class Mlp(NamedTuple):
@@ -101,15 +114,19 @@ class Stack(NamedTuple):
     def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:  # (..., in) -> (..., k, 1, out)
         if self.scales is None:
             return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=chosen)
-        packed, sizes = (self.weight, self.scales, self.offsets), {"group_size": self.group, "bits": self.bits}
+        packed, sizes = (
+            (self.weight, self.scales, self.offsets),
+            {"group_size": self.group, "bits": self.bits},
+        )
         return mx.gather_qmm(x, *packed, rhs_indices=chosen, transpose=True, **sizes)
 
 
 class Experts(NamedTuple):
     """The sum over a token's k best experts of share * down(silu(gate(x)) * up(x))     A router says which they are.
 
-    The shares are the router's softmax over all experts; in some models those of the k best are made to add up to 1.
-    Which experts a token takes depends on that token alone, and so do its bits.
+    The shares are the router's softmax over all experts; in some models those of the k best are
+    made to add up to 1. Which experts a token takes depends on that token alone, and so do its
+    bits.
     """
 
     router: Dense | Quantized  # D -> experts
@@ -140,7 +157,8 @@ class Capped(NamedTuple):
 
 
 class SideBySide(NamedTuple):
-    """Projections of one input that cannot be one, because they are packed each in a way of its own."""
+    """Projections of one input that cannot be one, because they are packed each in a way of its
+    own."""
 
     parts: tuple[Quantized | Dense, ...]
 
@@ -159,7 +177,8 @@ class Norm(NamedTuple):
 
 
 class QKNorm(NamedTuple):
-    """Some families have norms of queries and of keys: of each head, or over all heads of a token at once."""
+    """Some families have norms of queries and of keys: of each head, or over all heads of a token
+    at once."""
 
     q: Norm
     k: Norm
@@ -190,13 +209,15 @@ class Chain(NamedTuple):
 
 
 def chain(*steps: Step | None) -> Step:
-    """These steps as one. What a model does not have is None; if it has none of them, x stays as it is."""
+    """These steps as one. What a model does not have is None; if it has none of them, x stays as it
+    is."""
     there = tuple(step for step in steps if step is not None)
     return there[0] if len(there) == 1 else Chain(there)
 
 
 class Layer(NamedTuple):
-    """What `forward` calls, one after the other. A family's own things are inside: there is nothing to ask."""
+    """What `forward` calls, one after the other. A family's own things are inside: there is nothing
+    to ask."""
 
     index: int  # its place in the model, and in the slab
     kind: int  # of attention: which of the model's `kinds`
@@ -216,7 +237,9 @@ class Model:
     layers: list[Layer]
     norm: Norm
     table: Dense | Quantized  # the embedding, as a projection D -> V
-    head: Step  # (n, D) -> (n, V), by the table where the checkpoint ties them; a rank that follows leaves x as it is
+    # (n, D) -> (n, V), by the table where the checkpoint ties them; a rank that follows leaves x as
+    # it is
+    head: Step
     kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
 
@@ -228,8 +251,14 @@ class Model:
     def is_float32(self) -> bool:
         """Are all weights float32 numbers: none in half precision, none packed into a few bits?"""
         weights = tree_flatten((self.layers, self.norm, self.table, self.head))
-        return all(weight.dtype == mx.float32 for _, weight in weights if isinstance(weight, mx.array))
+        return all(
+            weight.dtype == mx.float32 for _, weight in weights if isinstance(weight, mx.array)
+        )
 
     def for_slots_of(self, length: int) -> Model:
-        """The same model, with the positions that it wants where sequences may be as long as this."""
-        return replace(self, kinds=tuple(kind.stretched(length, self.config.Dh, self.dtype) for kind in self.kinds))
+        """The same model, with the positions that it wants where sequences may be as long as
+        this."""
+        return replace(
+            self,
+            kinds=tuple(kind.stretched(length, self.config.Dh, self.dtype) for kind in self.kinds),
+        )

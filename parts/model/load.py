@@ -1,11 +1,14 @@
-"""From a folder to a model: weights in the form that `forward` wants, and slots that fit the memory beside them.
+"""From a folder to a model: weights in the form that `forward` wants, and slots that fit the memory
+beside them.
 
-The problem. A checkpoint stores what was convenient to train: queries, keys and values apart, in half precision or
-packed into a few bits. The forward pass wants one matrix for each product, in the order and precision that the device
-multiplies fastest. And memory that runs out is no exception in MLX: the process dies.
+The problem. A checkpoint stores what was convenient to train: queries, keys and values apart, in
+half precision or packed into a few bits. The forward pass wants one matrix for each product, in the
+order and precision that the device multiplies fastest. And memory that runs out is no exception in
+MLX: the process dies.
 
-What this file keeps. A model and its slab are measured before the first tensor is read: what does not fit is refused,
-with sizes that would. Tensors are taken layer by layer, so the files' copy and ours never stand in memory together.
+What this file keeps. A model and its slab are measured before the first tensor is read: what does
+not fit is refused, with sizes that would. Tensors are taken layer by layer, so the files' copy and
+ours never stand in memory together.
 
 Where next: `config.py`, for what a folder holds; `layers.py`, for what the weights are made into.
 """
@@ -41,16 +44,18 @@ from parts.ranks.ranks import ALONE, Ranks
 
 
 def read_model(folder: Path, dtype: str = "auto") -> Model:
-    """The model in a folder, for one process. The memory that a slab takes beside it is not looked at."""
+    """The model in a folder, for one process. The memory that a slab takes beside it is not looked
+    at."""
     return ModelReader(folder, dtype).read()
 
 
 class ModelReader:
     """Takes a checkpoint's tensors one by one and gives them the shape that `forward` wants.
 
-    `dtype` is "float32", "checkpoint" (as the files have it), or "auto": float32 on a CPU, else the files'. On a CPU
-    only float32 matrix products are fast, the others are 10 to 50 times slower; quantized ones become float32, too.
-    Names, shapes and memory are checked at once; nothing is read before `read`. Of `ranks` each reads its share.
+    `dtype` is "float32", "checkpoint" (as the files have it), or "auto": float32 on a CPU, else the
+    files'. On a CPU only float32 matrix products are fast, the others are 10 to 50 times slower;
+    quantized ones become float32, too. Names, shapes and memory are checked at once; nothing is
+    read before `read`. Of `ranks` each reads its share.
     """
 
     def __init__(self, folder: Path, dtype: str = "auto", ranks: Ranks = ALONE):
@@ -64,7 +69,9 @@ class ModelReader:
         self.shapes = config.tensors()
         self.share = Share.of(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
-        self.nbytes = self.weights.nbytes(config, self.config, self.float32, has_head=not ranks.rank)
+        self.nbytes = self.weights.nbytes(
+            config, self.config, self.float32, has_head=not ranks.rank
+        )
         free = device.free_memory()
         if free is not None and self.nbytes > free:
             raise ModelError(
@@ -75,16 +82,22 @@ class ModelReader:
     @property
     def itemsize(self) -> int:
         """Bytes of one number of the activations, and so of the slab."""
-        return 4 if self.float32 else DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
+        return (
+            4 if self.float32 else DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
+        )
 
     def fit(self, **options) -> Sizes:
-        """What would fit beside the weights: a slab that is too large is refused before they are read."""
+        """What would fit beside the weights: a slab that is too large is refused before they are
+        read."""
         free = device.free_memory()
-        return fit(self.config, self.itemsize, None if free is None else free - self.nbytes, **options)
+        return fit(
+            self.config, self.itemsize, None if free is None else free - self.nbytes, **options
+        )
 
     def read(self) -> Model:
         c = self.config
-        # One layer at a time, evaluated at once: else the files' copy and ours would stand in memory together.
+        # One layer at a time, evaluated at once: else the files' copy and ours would stand in
+        # memory together.
         positions = [c.positions(i) for i in range(c.layers)]
         kinds = list(dict.fromkeys(positions))
         layers = [self.layer(i, kinds.index(each)) for i, each in enumerate(positions)]
@@ -103,13 +116,15 @@ class ModelReader:
         if device.exiting.is_set():
             raise RuntimeError("the program is ending")
         c, name = self.config, f"model.layers.{index}."
-        # Of the norms that a family has around its two branches, each is before a branch or behind it.
+        # Of the norms that a family has around its two branches, each is before a branch or behind
+        # it.
         norms = {place: self.norm(f"{name}{module}") for place, module in c.norms.items()}
         qk_norm = None
         if c.qk_norm:
             q_norm, k_norm = (self.norm(f"{name}self_attn.{part}_norm") for part in "qk")
             qk_norm = QKNorm(q_norm, k_norm, c.H, c.qk_norm == "width")
-        summed = self.ranks.sum if self.ranks.size > 1 else None  # each rank has a share of every branch
+        # Each rank has a share of every branch
+        summed = self.ranks.sum if self.ranks.size > 1 else None
         layer = Layer(
             index=index,
             kind=kind,
@@ -129,7 +144,9 @@ class ModelReader:
     def mlp(self, name: str) -> Mlp | Experts:
         if self.config.experts:
             stacks = [self.stack(f"{name}experts.{part}_proj") for part in ("gate", "up", "down")]
-            return Experts(self.linear(f"{name}gate"), *stacks, self.config.taken, self.config.whole_shares)
+            return Experts(
+                self.linear(f"{name}gate"), *stacks, self.config.taken, self.config.whole_shares
+            )
         gate_up = self.linear(f"{name}gate_proj", f"{name}up_proj")
         return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)
 
@@ -139,14 +156,23 @@ class ModelReader:
         dtype = mx.float32 if self.float32 else array.dtype
         if self.config.norms_add and name.endswith("norm.weight"):
             return ((1 + array.astype(mx.float32)) * factor).astype(dtype)
-        return array.astype(dtype) if factor == 1 else (array.astype(mx.float32) * factor).astype(dtype)
+        return (
+            array.astype(dtype)
+            if factor == 1
+            else (array.astype(mx.float32) * factor).astype(dtype)
+        )
 
     def take(self, name: str) -> mx.array:
-        """A tensor as the files have it; of queries and keys, with each head's numbers in the order of `Rope.order`."""
+        """A tensor as the files have it; of queries and keys, with each head's numbers in the order
+        of `Rope.order`."""
         array, order = self.weights.take(name), self.config.rope.order(self.config.Dh)
-        if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm") or order == sorted(order):
+        if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm") or order == sorted(
+            order
+        ):
             return array
-        return array.reshape(-1, self.config.Dh, *array.shape[1:])[:, mx.array(order)].reshape(array.shape)
+        return array.reshape(-1, self.config.Dh, *array.shape[1:])[:, mx.array(order)].reshape(
+            array.shape
+        )
 
     def linear(self, *modules: str) -> Dense | Quantized | SideBySide:
         """One projection, or several of the same input as one."""
@@ -156,20 +182,32 @@ class ModelReader:
         parts = [part if isinstance(part, Quantized) else Dense.of([part]) for part in parts]
         if len(parts) == 1:
             return parts[0]
-        packed_alike = len({(part.bits, part.group) if isinstance(part, Quantized) else None for part in parts}) == 1
+        packed_alike = (
+            len(
+                {(part.bits, part.group) if isinstance(part, Quantized) else None for part in parts}
+            )
+            == 1
+        )
         return Quantized.of(parts) if packed_alike else SideBySide(tuple(parts))
 
     def stack(self, module: str) -> Stack:
         if f"{module}.scales" not in self.weights.entries:
             return Stack(self.tensor(f"{module}.weight"))
-        packed = self.take(f"{module}.weight"), self.tensor(f"{module}.scales"), self.tensor(f"{module}.biases")
-        bits, group = quantization(packed[0].shape, packed[1].shape, self.shapes[f"{module}.weight"][-1])
+        packed = (
+            self.take(f"{module}.weight"),
+            self.tensor(f"{module}.scales"),
+            self.tensor(f"{module}.biases"),
+        )
+        bits, group = quantization(
+            packed[0].shape, packed[1].shape, self.shapes[f"{module}.weight"][-1]
+        )
         if self.float32:
             return Stack(mx.dequantize(*packed, group_size=group, bits=bits))
         return Stack(*packed, bits, group)
 
     def part(self, module: str) -> Quantized | tuple[mx.array, mx.array | None]:
-        """A module as the checkpoint has it: quantized, or its weight (out, in) and bias. A rank has its share."""
+        """A module as the checkpoint has it: quantized, or its weight (out, in) and bias. A rank
+        has its share."""
         has, (rows, columns) = self.weights.entries, (None, None)
         if self.ranks.size > 1:
             rows, columns = self.share.cut(module, self.config.Dh)
@@ -183,12 +221,16 @@ class ModelReader:
         weight = self.take(f"{module}.weight")
         scales, offsets = self.tensor(f"{module}.scales"), self.tensor(f"{module}.biases")
         bits, group = quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
-        if not self.float32 and (columns is None or columns.start % group == columns.stop % group == 0):
+        if not self.float32 and (
+            columns is None or columns.start % group == columns.stop % group == 0
+        ):
             packed = columns and range(columns.start * bits // 32, columns.stop * bits // 32)
             groups = columns and range(columns.start // group, columns.stop // group)
             scales, offsets = (cut_out(each, rows, groups) for each in (scales, offsets))
             return Quantized(cut_out(weight, rows, packed), scales, offsets, bias, bits, group)
-        return cut_out(mx.dequantize(weight, scales, offsets, group_size=group, bits=bits), rows, columns), bias
+        return cut_out(
+            mx.dequantize(weight, scales, offsets, group_size=group, bits=bits), rows, columns
+        ), bias
 
 
 def cut_out(matrix: mx.array, rows: range | None, columns: range | None) -> mx.array:
@@ -198,4 +240,4 @@ def cut_out(matrix: mx.array, rows: range | None, columns: range | None) -> mx.a
     return mx.contiguous(matrix[:, columns.start : columns.stop]) if columns else matrix
 
 
-# --- does it fit? ------------------------------------------------------------------------------------------------
+# --- does it fit? -------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """Rotary positions: how a position becomes angles, and how a query or a key is turned by them.
 
-The problem. Attention sees positions by turning queries and keys. Each family stretches the positions beyond the length
-that its model was trained for in a way of its own, and each device turns fastest in another form.
+The problem. Attention sees positions by turning queries and keys. Each family stretches the
+positions beyond the length that its model was trained for in a way of its own, and each device
+turns fastest in another form.
 
-What this file keeps. A `Rope` is what the config says, as plain data. A `Kind` is how attention treats positions in
-some of the layers. Each form is held against the formula, or against mlx-lm, by a test (`tests/model/test_ops.py`).
+What this file keeps. A `Rope` is what the config says, as plain data. A `Kind` is how attention
+treats positions in some of the layers. Each form is held against the formula, or against mlx-lm, by
+a test (`tests/model/test_ops.py`).
 
 Where next: `layers.py`, what a model is made of.
 """
@@ -31,21 +33,23 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
-    short: tuple[float, ...] = ()  # by what each plane's turn is slowed, for sequences up to the original length
+    # By what each plane's turn is slowed, for sequences up to the original length
+    short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()  # and for longer ones
     gain: float = 1.0  # what is turned becomes longer by this
     turned: int | None = None  # how many numbers of a head turn, from the first; None means all
     interleaved: bool = False  # neighbours are a plane, not number i and number i + Dh/2
 
     def is_too_short(self, length: int) -> bool:
-        """Is the length that the model was trained for less than this, so that planes turn by another rule?"""
+        """Is the length that the model was trained for less than this, so that planes turn by
+        another rule?"""
         return self.type in ("dynamic", "longrope") and length > self.original_length
 
     def order(self, Dh: int) -> list[int]:
         """Where each number of a head comes from, so that number i and number i + Dh/2 are a plane.
 
-        The planes that do not turn stand behind those that do. This is done to the rows of q and k while they are
-        loaded. A product of q and k does not depend on the order of their numbers.
+        The planes that do not turn stand behind those that do. This is done to the rows of q and k
+        while they are loaded. A product of q and k does not depend on the order of their numbers.
         """
         turned = Dh if self.turned is None else self.turned
         step, other = (2, 1) if self.interleaved else (1, turned // 2)
@@ -55,11 +59,12 @@ class Rope:
 
 
 def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (N, heads, Dh) -> the same
-    """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by its position.
+    """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by
+    its position.
 
-    The dot product of two turned vectors depends on the difference of their angles alone. So attention sees how far
-    apart two tokens are, and never where they stand. (a, b) becomes (a cos - b sin, b cos + a sin); `sin` holds the
-    minus.
+    The dot product of two turned vectors depends on the difference of their angles alone. So
+    attention sees how far apart two tokens are, and never where they stand. (a, b) becomes (a cos -
+    b sin, b cos + a sin); `sin` holds the minus.
     """
     a, b = mx.split(x, 2, axis=-1)
     return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
@@ -75,11 +80,20 @@ class Kind(NamedTuple):
     periods: mx.array | None  # 1 / frequencies, for a GPU
 
     @staticmethod
-    def of(rope: Rope | None, span: int | None, cap: float | None, Dh: int, dtype: mx.Dtype, length: int = 0) -> Kind:
+    def of(
+        rope: Rope | None,
+        span: int | None,
+        cap: float | None,
+        Dh: int,
+        dtype: mx.Dtype,
+        length: int = 0,
+    ) -> Kind:
         """`length`: how long a sequence may be."""
         frequencies = rope and rope_frequencies(rope, Dh, length)
         has_kernel = rope and device.has_gpu() and rope.gain == 1
-        return Kind(rope, span, cap, frequencies, rope_periods(frequencies, dtype) if has_kernel else None)
+        return Kind(
+            rope, span, cap, frequencies, rope_periods(frequencies, dtype) if has_kernel else None
+        )
 
     def stretched(self, length: int, Dh: int, dtype: mx.Dtype) -> Kind:
         """The same for sequences that may be so long. Most models know one way to turn."""
@@ -93,8 +107,10 @@ class Kind(NamedTuple):
         return device.has_gpu() and not self.cap
 
 
-def turning(kind: Kind, positions: mx.array) -> Callable[[mx.array], mx.array]:  # (N, heads, Dh) -> the same
-    """How the queries and keys of tokens at these positions (N,) are turned: `rotate`, by the positions' angles.
+# (N, heads, Dh) -> the same
+def turning(kind: Kind, positions: mx.array) -> Callable[[mx.array], mx.array]:
+    """How the queries and keys of tokens at these positions (N,) are turned: `rotate`, by the
+    positions' angles.
 
     On a GPU it is one kernel of MLX's, where that is right (`rope_periods`).
     """
@@ -105,14 +121,23 @@ def turning(kind: Kind, positions: mx.array) -> Callable[[mx.array], mx.array]: 
         cos, sin = rope_angles(kind, positions)
         return partial(rotate, cos=cos, sin=sin)
     scale = 1 / rope.factor if rope.type == "linear" else 1.0
-    options = {"traditional": False, "base": None, "scale": scale, "offset": positions, "freqs": kind.periods}
-    return lambda x: mx.fast.rope(x[:, :, None], x.shape[-1], **options)[:, :, 0]  # each token is a sequence of one
+    options = {
+        "traditional": False,
+        "base": None,
+        "scale": scale,
+        "offset": positions,
+        "freqs": kind.periods,
+    }
+    # Each token is a sequence of one
+    return lambda x: mx.fast.rope(x[:, :, None], x.shape[-1], **options)[:, :, 0]
 
 
 def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # (Dh/2,) -> (Dh/2,)
-    """1 / frequencies, as `mx.fast.rope` wants them. None on a CPU, and where a trial finds that operation wrong.
+    """1 / frequencies, as `mx.fast.rope` wants them. None on a CPU, and where a trial finds that
+    operation wrong.
 
-    Some releases of MLX turned one token a sequence by the first sequence's position, whichever sequence it was of.
+    Some releases of MLX turned one token a sequence by the first sequence's position, whichever
+    sequence it was of.
     """
     Dh, periods = 2 * frequencies.size, 1 / frequencies
     first = mx.array([7, 0, 40])
@@ -120,14 +145,19 @@ def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # 
         x = mx.random.normal((3, 2, L, Dh), dtype, key=mx.random.key(0))
         angles = (first[:, None] + mx.arange(L))[:, None, :, None] * frequencies
         wanted = rotate(x, *both_of_a_plane(mx.cos(angles), mx.sin(angles)))
-        turned = mx.fast.rope(x, Dh, traditional=False, base=None, scale=1.0, offset=first, freqs=periods)
-        if mx.max(mx.abs(turned - wanted)).item() > 0.1:  # bfloat16 is off by 0.03, the wrong place by more than 1
+        turned = mx.fast.rope(
+            x, Dh, traditional=False, base=None, scale=1.0, offset=first, freqs=periods
+        )
+        # bfloat16 is off by 0.03, the wrong place by more than 1
+        if mx.max(mx.abs(turned - wanted)).item() > 0.1:
             return None
     return periods
 
 
-def rope_angles(kind: Kind, positions: mx.array) -> tuple[mx.array, mx.array]:  # (N,) -> (N, 1, Dh) each
-    """cos and sin of each position times each plane's frequency, once for both numbers that are turned in the plane."""
+# (N,) -> (N, 1, Dh) each
+def rope_angles(kind: Kind, positions: mx.array) -> tuple[mx.array, mx.array]:
+    """cos and sin of each position times each plane's frequency, once for both numbers that are
+    turned in the plane."""
     rope = kind.rope
     if rope.type == "linear":
         positions = positions * (1 / rope.factor)
@@ -139,54 +169,66 @@ def rope_angles(kind: Kind, positions: mx.array) -> tuple[mx.array, mx.array]:  
     return both_of_a_plane(cos, sin)
 
 
-def both_of_a_plane(cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:  # (..., Dh/2) -> (..., Dh) each
+# (..., Dh/2) -> (..., Dh) each
+def both_of_a_plane(cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
     return mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
 
 
 def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
     """How far each of a head's Dh/2 planes turns from one position to the next.
 
-    Plane i turns by theta ** (-2 i / Dh): the first by 1, so it tells neighbours apart, the last by nearly 1 / theta,
-    so it takes tens of thousands of positions for one turn, and tells far from near. Where only a part of a head turns,
-    that part is the Dh of this formula, and the planes behind it stand still.
+    Plane i turns by theta ** (-2 i / Dh): the first by 1, so it tells neighbours apart, the last by
+    nearly 1 / theta, so it takes tens of thousands of positions for one turn, and tells far from
+    near. Where only a part of a head turns, that part is the Dh of this formula, and the planes
+    behind it stand still.
 
-    A model is stretched beyond the length it was trained for by turning its planes more slowly. `linear` slows all of
-    them (in `rope_angles`, by dividing the positions). `llama3` and `yarn` slow the slow ones only, because the fast
-    ones tell neighbours apart. `dynamic` raises theta with `length`. `longrope` names a factor for each plane, found by
-    search, and others for sequences beyond the trained length. Here `length` is that of a slot: so all sequences of an
+    A model is stretched beyond the length it was trained for by turning its planes more slowly.
+    `linear` slows all of them (in `rope_angles`, by dividing the positions). `llama3` and `yarn`
+    slow the slow ones only, because the fast ones tell neighbours apart. `dynamic` raises theta
+    with `length`. `longrope` names a factor for each plane, found by search, and others for
+    sequences beyond the trained length. Here `length` is that of a slot: so all sequences of an
     engine turn alike, and may share rows.
     """
     theta, R = rope.theta, rope.turned or Dh
     if rope.is_too_short(length) and rope.type == "dynamic":
         theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (R / (R - 2))
     if rope.type in ("default", "linear", "dynamic"):
-        frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))  # theta ** (-2 i / R)
+        # Theta ** (-2 i / R)
+        frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))
     else:
         periods = theta ** (mx.arange(0, R, 2) / R)  # positions for one radian
         if rope.type == "longrope":
-            frequencies = 1 / (periods * mx.array(rope.long if rope.is_too_short(length) else rope.short))
+            frequencies = 1 / (
+                periods * mx.array(rope.long if rope.is_too_short(length) else rope.short)
+            )
         else:
             keep = kept_of_planes(rope, R, rope.original_length / (2 * mx.pi * periods))
-            # A mixture of the frequency and the slowed one. It is written for its reciprocal, for each type as mlx-lm
-            # computes it: far from the beginning, the last digit of a frequency is seen in the fourth of a logit.
+            # A mixture of the frequency and the slowed one. It is written for its reciprocal, for
+            # each type as mlx-lm computes it: far from the beginning, the last digit of a frequency
+            # is seen in the fourth of a logit.
             slow = rope.factor * periods
             mixed = slow * periods / (slow * keep + periods * (1 - keep))
-            frequencies = 1 / (mixed if rope.type == "yarn" else periods / ((1 - keep) / rope.factor + keep))
+            frequencies = 1 / (
+                mixed if rope.type == "yarn" else periods / ((1 - keep) / rope.factor + keep)
+            )
     return frequencies if Dh == R else mx.concatenate([frequencies, mx.zeros((Dh - R) // 2)])
 
 
-def kept_of_planes(rope: Rope, R: int, turns: mx.array) -> mx.array:  # (R/2,): full turns within the trained length
-    """How much of each plane's frequency is kept: 0 where it is slowed by the whole factor, 1 where not at all.
+# (R/2,): full turns within the trained length
+def kept_of_planes(rope: Rope, R: int, turns: mx.array) -> mx.array:
+    """How much of each plane's frequency is kept: 0 where it is slowed by the whole factor, 1 where
+    not at all.
 
-    Fewer turns than low_freq_factor: nothing is kept. More than high_freq_factor: all. In between `llama3` goes by the
-    number of turns. `yarn` goes by the number of the plane: from the last whole one before the one bound to the first
-    behind the other.
+    Fewer turns than low_freq_factor: nothing is kept. More than high_freq_factor: all. In between
+    `llama3` goes by the number of turns. `yarn` goes by the number of the plane: from the last
+    whole one before the one bound to the first behind the other.
     """
     low, high = rope.low_freq_factor, rope.high_freq_factor
     if rope.type == "llama3":
         return mx.clip((turns - low) / (high - low), 0, 1)
     first, last = (
-        R * math.log(rope.original_length / (2 * math.pi * n)) / (2 * math.log(rope.theta)) for n in (high, low)
+        R * math.log(rope.original_length / (2 * math.pi * n)) / (2 * math.log(rope.theta))
+        for n in (high, low)
     )
     first, last = max(math.floor(first), 0), min(math.ceil(last), R - 1)
     return 1 - mx.clip((mx.arange(R // 2) - first) / max(last - first, 0.001), 0, 1)

@@ -1,13 +1,14 @@
 """Which share of a model each of several processes holds.
 
-The problem. A model that does not fit one machine must be cut up. Each layer is cut: every process has some of the
-heads and some of the hidden numbers of the MLP. With small numbers: H = 6 query heads, Hkv = 2 key heads, so G = 3.
-What each rank has:
+The problem. A model that does not fit one machine must be cut up. Each layer is cut: every process
+has some of the heads and some of the hidden numbers of the MLP. With small numbers: H = 6 query
+heads, Hkv = 2 key heads, so G = 3. What each rank has:
 
     2 ranks   queries 0 1 2, key 0    |  queries 3 4 5, key 1
     4 ranks   queries 0, key 0  |  queries 1 2, key 0  |  queries 3, key 1  |  queries 4 5, key 1
 
-Where next: `load.py`, which takes a rank's share of the weights; `parts/ranks/ranks.py`, how the ranks work together.
+Where next: `load.py`, which takes a rank's share of the weights; `parts/ranks/ranks.py`, how the
+ranks work together.
 """
 
 from __future__ import annotations
@@ -33,14 +34,22 @@ class Share(NamedTuple):
 
     @staticmethod
     def of(c: Config, rank: int, size: int) -> Share:
-        """With fewer key heads than ranks, several ranks have the same key head and divide its query heads."""
+        """With fewer key heads than ranks, several ranks have the same key head and divide its
+        query heads."""
         if size > 1 and c.qk_norm == "width":
-            raise ModelError(f"{c.model_type} cannot be shared: it has a norm over all heads. Start one process.")
-        if size > 1 and c.experts:  # a last bit may decide which experts a token takes, and it must be the same on all
-            raise ModelError(f"{c.model_type} cannot be shared: each process would choose experts. Start one process.")
+            raise ModelError(
+                f"{c.model_type} cannot be shared: it has a norm over all heads. Start one process."
+            )
+        # A last bit may decide which experts a token takes, and it must be the same on all
+        if size > 1 and c.experts:
+            raise ModelError(
+                f"{c.model_type} cannot be shared: each process would choose experts. Start one process."
+            )
         if size > min(c.H, c.hidden):
             most = min(c.H, c.hidden)
-            raise ModelError(f"{size} ranks cannot share a model with {c.H} attention heads; start {most} or less.")
+            raise ModelError(
+                f"{size} ranks cannot share a model with {c.H} attention heads; start {most} or less."
+            )
         G = c.H // c.Hkv
         if size <= c.Hkv:
             keys = evenly(c.Hkv, size)[rank]
@@ -50,7 +59,8 @@ class Share(NamedTuple):
             sharers = [r for r in range(size) if r * c.Hkv // size == key]
             part = evenly(G, len(sharers))[sharers.index(rank)]
             keys, queries = range(key, key + 1), range(key * G + part.start, key * G + part.stop)
-        block = 64 if c.hidden % 64 == 0 and c.hidden >= 64 * size else 1  # quantized numbers share scales in blocks
+        # Quantized numbers share scales in blocks
+        block = 64 if c.hidden % 64 == 0 and c.hidden >= 64 * size else 1
         hidden = evenly(c.hidden // block, size)[rank]
         return Share(queries, keys, range(hidden.start * block, hidden.stop * block))
 
@@ -60,7 +70,9 @@ class Share(NamedTuple):
 
     def cut(self, module: str, Dh: int) -> tuple[range | None, range | None]:
         """Which rows and which columns of a module's weight (out, in); None means all."""
-        queries, keys = (range(heads.start * Dh, heads.stop * Dh) for heads in (self.queries, self.keys))
+        queries, keys = (
+            range(heads.start * Dh, heads.stop * Dh) for heads in (self.queries, self.keys)
+        )
         return {
             "q_proj": (queries, None),
             "k_proj": (keys, None),

@@ -1,14 +1,15 @@
 """The tensors of a model folder: all that can be wrong with them is found before it can do harm.
 
-The problem. MLX loads lazily and checks little. A truncated download, a matrix of zeros or a NaN goes through in
-silence and comes out as nonsense, many tokens later. A serving engine must notice it while it loads.
+The problem. MLX loads lazily and checks little. A truncated download, a matrix of zeros or a NaN
+goes through in silence and comes out as nonsense, many tokens later. A serving engine must notice
+it while it loads.
 
-What this file keeps. A tensor leaves `Weights.take` only if the config implies it, its file has it in the shape that
-the config implies, and its numbers are finite and not all zero. Everything else raises `ModelError`, one line with the
-file, what is wrong with it, and what to do.
+What this file keeps. A tensor leaves `Weights.take` only if the config implies it, its file has it
+in the shape that the config implies, and its numbers are finite and not all zero. Everything else
+raises `ModelError`, one line with the file, what is wrong with it, and what to do.
 
-Where next: `load.py` turns `Config` and `Weights` into a `Model`, layer by layer, so that a checkpoint and its
-converted copy are never in memory together.
+Where next: `load.py` turns `Config` and `Weights` into a `Model`, layer by layer, so that a
+checkpoint and its converted copy are never in memory together.
 """
 
 import json
@@ -22,7 +23,8 @@ from parts.device.mlx import mx
 from parts.files import LONGEST, ModelError, check_plain, read_json, what_is
 from parts.model.config import Config
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # as phi3 stores them
+# As phi3 stores them
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
 
@@ -30,7 +32,8 @@ DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.u
 def read_header(path: Path) -> dict[str, dict]:
     """The table of contents of a safetensors file, checked against the size of the file.
 
-    A safetensors file begins with the length N of a JSON text, in 8 bytes. After the JSON comes the data it points to:
+    A safetensors file begins with the length N of a JSON text, in 8 bytes. After the JSON comes the
+    data it points to:
 
         | N (u64) | {"model.norm.weight": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}} | 32 bytes |
     """
@@ -43,13 +46,17 @@ def read_header(path: Path) -> dict[str, dict]:
             if what := what_is(start):
                 raise ModelError(f"{path} is {what}; download it again.")
             if not 2 <= length <= min(size - 8, LONGEST):
-                raise ModelError(f"{path} is not a safetensors file, or it is cut off; download it again.")
+                raise ModelError(
+                    f"{path} is not a safetensors file, or it is cut off; download it again."
+                )
             file.seek(8)
             header = json.loads(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             for name, entry in entries.items():
                 begin, stop = entry["data_offsets"]
-                if (kind := DTYPES.get(entry["dtype"])) and stop - begin != math.prod(entry["shape"]) * kind.size:
+                if (kind := DTYPES.get(entry["dtype"])) and stop - begin != math.prod(
+                    entry["shape"]
+                ) * kind.size:
                     raise ValueError(f"{name}: {stop - begin} bytes for the shape {entry['shape']}")
             end = 0
             for begin, stop in sorted(entry["data_offsets"] for entry in entries.values()):
@@ -59,10 +66,20 @@ def read_header(path: Path) -> dict[str, dict]:
             end += 8 + length
     except FileNotFoundError:
         raise ModelError(f"{path} is missing; download the model again.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"{path} has a broken header ({one_line(error)}); download it again.") from None
+        raise ModelError(
+            f"{path} has a broken header ({one_line(error)}); download it again."
+        ) from None
     if size != end:
         what = "cut off" if size < end else "longer than its header says"
         raise ModelError(f"{path} is {what}: {size:,} bytes, expected {end:,}; download it again.")
@@ -70,7 +87,8 @@ def read_header(path: Path) -> dict[str, dict]:
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The files to read. Each comes with the tensors that the index promises in it, None if there is no index."""
+    """The files to read. Each comes with the tensors that the index promises in it, None if there
+    is no index."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files: dict[Path, set[str] | None] = {}
@@ -79,20 +97,27 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
             raise ModelError(f"{index} has no weight_map; download it again.")
         for tensor, file in places.items():
             if not isinstance(file, str) or Path(file).name != file or len(file) > 200:
-                raise ModelError(f"{index}: {tensor} is said to be in {shown(file)}; download it again.")
+                raise ModelError(
+                    f"{index}: {tensor} is said to be in {shown(file)}; download it again."
+                )
             files.setdefault(folder / file, set()).add(tensor)
         for file in files:
             if not file.exists():
-                raise ModelError(f"{file} is missing, but {index.name} names it; download the model again.")
+                raise ModelError(
+                    f"{file} is missing, but {index.name} names it; download the model again."
+                )
         return files
     found = sorted(folder.glob("model*.safetensors"))
     if not found:
-        raise ModelError(f"{folder} holds no model*.safetensors; only safetensors weights are supported.")
+        raise ModelError(
+            f"{folder} holds no model*.safetensors; only safetensors weights are supported."
+        )
     return dict.fromkeys(found)
 
 
 class Weights:
-    """The tensors of a checkpoint. All names and shapes are checked together, the numbers of each when it is taken."""
+    """The tensors of a checkpoint. All names and shapes are checked together, the numbers of each
+    when it is taken."""
 
     def __init__(self, folder: Path):
         self.entries: dict[str, dict] = {}
@@ -100,43 +125,62 @@ class Weights:
         for path, promised in _weight_files(folder).items():
             entries = read_header(path)
             if promised is not None and (gone := promised - entries.keys()):
-                raise ModelError(f"{path} lacks {min(gone)}, which the index names: one is stale; download both again.")
+                raise ModelError(
+                    f"{path} lacks {min(gone)}, which the index names: one is stale; download both again."
+                )
             for name, entry in entries.items():
                 if entry.get("dtype") not in DTYPES:
-                    raise ModelError(f"{path}: {name} is {shown(entry.get('dtype'))}. Supported: {', '.join(DTYPES)}.")
+                    raise ModelError(
+                        f"{path}: {name} is {shown(entry.get('dtype'))}. Supported: {', '.join(DTYPES)}."
+                    )
                 self.entries[name], self.files[name] = entry, path
         if not self.entries:
-            raise ModelError(f"{folder}: its weight files hold no tensors; download the model again.")
+            raise ModelError(
+                f"{folder}: its weight files hold no tensors; download the model again."
+            )
         self._lazy: dict[Path, dict[str, mx.array]] = {}
         self._joined: dict[str, list[str]] = {}  # of a stack: the tensors that it is made of
         self._may_be_zero = (".bias", ".biases")
-        self._cuts: dict[str, tuple[str, range]] = {}  # of a part: the tensor that holds it, and its rows there
+        # Of a part: the tensor that holds it, and its rows there
+        self._cuts: dict[str, tuple[str, range]] = {}
 
     @property
     def has_head(self) -> bool:
         return "lm_head.weight" in self.entries
 
     def nbytes(self, config: Config, own: Config, float32: bool, has_head: bool) -> int:
-        """The memory that the model will take, as float32 or as the files have it. `own` is a rank's share of it."""
+        """The memory that the model will take, as float32 or as the files have it. `own` is a
+        rank's share of it."""
         shapes = own.tensors()
         if not has_head:
             shapes.pop("lm_head.weight", None)
         if float32:
             return sum(4 * math.prod(shape) for shape in shapes.values())
-        parts = {name: math.prod(shapes.get(name, (0,))) / math.prod(full) for name, full in config.tensors().items()}
-        sizes = {name: math.prod(entry["shape"]) * DTYPES[entry["dtype"]].size for name, entry in self.entries.items()}
-        return round(sum(n * parts.get(f"{name.rpartition('.')[0]}.weight", 1) for name, n in sizes.items()))
+        parts = {
+            name: math.prod(shapes.get(name, (0,))) / math.prod(full)
+            for name, full in config.tensors().items()
+        }
+        sizes = {
+            name: math.prod(entry["shape"]) * DTYPES[entry["dtype"]].size
+            for name, entry in self.entries.items()
+        }
+        return round(
+            sum(n * parts.get(f"{name.rpartition('.')[0]}.weight", 1) for name, n in sizes.items())
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.entries[name]["shape"])
 
     def split(self, config: Config) -> None:
-        """Let what is stored as one tensor appear as its parts, under the names that other families give them."""
+        """Let what is stored as one tensor appear as its parts, under the names that other families
+        give them."""
         shapes = config.tensors()
         for name in list(self.entries):
             module, _, kind = name.rpartition(".")
             place, _, fused = module.rpartition(".")
-            heights = {part: shapes.get(f"{place}.{part}.weight", (0,))[0] for part in FUSED.get(fused, ())}
+            heights = {
+                part: shapes.get(f"{place}.{part}.weight", (0,))[0] for part in FUSED.get(fused, ())
+            }
             entry, path, start = self.entries[name], self.files[name], 0
             if not heights or not all(heights.values()):
                 continue  # whole as it is, or `check_against` finds no place for it
@@ -147,12 +191,16 @@ class Weights:
                 )
             for part, height in heights.items():
                 own = f"{place}.{part}.{kind}"
-                self.entries[own], self.files[own] = entry | {"shape": [height, *entry["shape"][1:]]}, path
+                self.entries[own], self.files[own] = (
+                    entry | {"shape": [height, *entry["shape"][1:]]},
+                    path,
+                )
                 self._cuts[own] = name, range(start, start := start + height)
             del self.entries[name]
 
     def join(self, config: Config) -> None:
-        """Let experts' matrices appear as stacks, whether the files hold mlx-lm's stacks or each by itself."""
+        """Let experts' matrices appear as stacks, whether the files hold mlx-lm's stacks or each by
+        itself."""
         apart: dict[str, dict[int, str]] = {}
         for name in list(self.entries):
             if "switch_mlp" in name:
@@ -165,14 +213,20 @@ class Weights:
             names, shapes = list(parts.values()), {self.shape(name) for name in parts.values()}
             if sorted(parts) != list(range(config.experts)) or len(shapes) > 1:
                 has = f"{len(parts)} experts of {len(shapes)} shapes"
-                raise ModelError(f"{self.files[names[0]]}: {own} has {has}, but config.json implies {config.experts}.")
+                raise ModelError(
+                    f"{self.files[names[0]]}: {own} has {has}, but config.json implies {config.experts}."
+                )
             self.entries[own] = self.entries[names[0]] | {"shape": [len(parts), *shapes.pop()]}
-            self.files[own], self._joined[own] = self.files[names[0]], [parts[n] for n in range(len(parts))]
+            self.files[own], self._joined[own] = (
+                self.files[names[0]],
+                [parts[n] for n in range(len(parts))],
+            )
             for name in names:
                 del self.entries[name]
 
     def check_against(self, config: Config) -> None:
-        """Refuse weights unless they hold every tensor that the config implies, in its shape, and no other."""
+        """Refuse weights unless they hold every tensor that the config implies, in its shape, and
+        no other."""
         folder = next(iter(self.files.values())).parent
         self._may_be_zero += ("norm.weight",) * config.norms_add
         if config.fused:
@@ -180,12 +234,15 @@ class Weights:
         if config.experts:
             self.join(config)
         last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
-        if last not in self.entries:  # asked first, so that refusing a config with a million layers is quick
+        # Asked first, so that refusing a config with a million layers is quick
+        if last not in self.entries:
             raise ModelError(f"{folder} lacks the tensor {last}; download it again.")
         expected = config.tensors()
         for name, shape in expected.items():
             if name not in self.entries:
-                raise ModelError(f"{folder} lacks the tensor {self._stored(name, config)}; download it again.")
+                raise ModelError(
+                    f"{folder} lacks the tensor {self._stored(name, config)}; download it again."
+                )
             module = name.removesuffix(".weight")
             if f"{module}.scales" in self.entries:
                 self._check_quantized(module, shape)
@@ -195,7 +252,9 @@ class Weights:
                     "the two do not belong together; download both again."
                 )
             elif self.entries[name]["dtype"] == "U32":
-                raise ModelError(f"{self.files[name]}: {name} is packed, but lacks {module}.scales; download it again.")
+                raise ModelError(
+                    f"{self.files[name]}: {name} is packed, but lacks {module}.scales; download it again."
+                )
         for name in self.entries.keys() - expected.keys():
             module, _, part = name.rpartition(".")
             if part in ("scales", "biases") and f"{module}.weight" in expected:
@@ -209,7 +268,11 @@ class Weights:
 
     def _stored(self, name: str, config: Config) -> str:
         """What a family's files call the tensor that holds this one."""
-        whole = {part: fused for fused, parts in FUSED.items() for part in parts} if config.fused else {}
+        whole = (
+            {part: fused for fused, parts in FUSED.items() for part in parts}
+            if config.fused
+            else {}
+        )
         *place, module, kind = name.split(".")
         return ".".join([*place, whole.get(module, module), kind])
 
@@ -217,12 +280,17 @@ class Weights:
         names = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
         for name in names:
             if name not in self.entries:
-                raise ModelError(f"{self.files[f'{module}.scales']}: {module} is quantized, but {name} is missing.")
+                raise ModelError(
+                    f"{self.files[f'{module}.scales']}: {module} is quantized, but {name} is missing."
+                )
         packed, scales, biases = (self.shape(name) for name in names)
         *out, width = shape
         if len(shape) == len(packed) == len(scales) > 1 and scales[-1] and width % scales[-1] == 0:
             bits, group = quantization(packed, scales, width)
-            fits = packed == (*out, width * bits // 32) and scales == biases == (*out, width // group)
+            fits = packed == (*out, width * bits // 32) and scales == biases == (
+                *out,
+                width // group,
+            )
             if fits and bits in QUANTIZED_BITS:
                 return
         raise ModelError(
@@ -231,7 +299,8 @@ class Weights:
         )
 
     def take(self, name: str) -> mx.array:
-        """One tensor, read and checked now. It can be taken once: from here on the caller owns its memory."""
+        """One tensor, read and checked now. It can be taken once: from here on the caller owns its
+        memory."""
         if parts := self._joined.get(name):
             return (
                 self.take(parts[0])
@@ -243,15 +312,17 @@ class Weights:
             try:
                 self._lazy[path] = mx.load(str(path))
             except (RuntimeError, MemoryError) as error:
-                raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
+                raise ModelError(
+                    f"{path} cannot be read ({one_line(error)}); download it again."
+                ) from None
         name, rows = self._cuts.get(name, (name, None))
         array = self._lazy[path][name] if rows else self._lazy[path].pop(name)
         if rows:
             if rows.stop == len(array):  # its parts are taken in order, and this is the last
                 del self._lazy[path][name]
             array = array[rows.start : rows.stop]
-        # One pass is enough, because the largest magnitude is NaN or inf if any number is, and 0 if all of them are.
-        # (Packed integers, biases and quantization offsets may well be all zero.)
+        # One pass is enough, because the largest magnitude is NaN or inf if any number is, and 0 if
+        # all of them are. (Packed integers, biases and quantization offsets may well be all zero.)
         if array.dtype != mx.uint32:
             peak = mx.abs(array).max().item()
             if not math.isfinite(peak):
@@ -262,9 +333,11 @@ class Weights:
 
 
 def quantization(packed: tuple[int, ...], scales: tuple[int, ...], width: int) -> tuple[int, int]:
-    """(bits, group size) of a quantized matrix `width` numbers wide, from its shapes, whatever a config claims.
+    """(bits, group size) of a quantized matrix `width` numbers wide, from its shapes, whatever a
+    config claims.
 
-    `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares one scale. So a width
-    of 128 in 16 words with 2 scales means 4 bits in groups of 64. Layers may differ, without further care.
+    `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares
+    one scale. So a width of 128 in 16 words with 2 scales means 4 bits in groups of 64. Layers may
+    differ, without further care.
     """
     return packed[-1] * 32 // width, width // scales[-1]

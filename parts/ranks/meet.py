@@ -1,11 +1,14 @@
-"""How the processes that share a model find each other, and how each of them sees that a neighbour is gone.
+"""How the processes that share a model find each other, and how each of them sees that a neighbour
+is gone.
 
-The problem. MLX connects them by itself, but it does not say for whom it waits, and while it does, Python hears of no
-signal. Later it does not notice that another process is gone: a collective operation may then wait for ever.
+The problem. MLX connects them by itself, but it does not say for whom it waits, and while it does,
+Python hears of no signal. Later it does not notice that another process is gone: a collective
+operation may then wait for ever.
 
-The way out. What started the processes has left word in the environment: who this one is, and, for MLX's ring, a file
-with all addresses. So `join` can say what it waits for. The ring's connections are ordinary TCP, and open files of this
-process. We find them by their addresses, and look at them from the outside; not a byte of theirs is read or written.
+The way out. What started the processes has left word in the environment: who this one is, and, for
+MLX's ring, a file with all addresses. So `join` can say what it waits for. The ring's connections
+are ordinary TCP, and open files of this process. We find them by their addresses, and look at them
+from the outside; not a byte of theirs is read or written.
 
 Where next: `ranks.py`, for what the ranks then do.
 """
@@ -34,7 +37,8 @@ from parts.ranks.ranks import ALONE, Ranks
 
 @functools.cache
 def join() -> Ranks:
-    """The ranks that this process was started with. It waits until all have come, and says for whom."""
+    """The ranks that this process was started with. It waits until all have come, and says for
+    whom."""
     backend = program.backend()
     if not backend:
         return ALONE
@@ -45,17 +49,24 @@ def join() -> Ranks:
     for address in nodes[rank] if nodes else ():
         check_free(address)
     neighbours = dict.fromkeys((rank + step) % size for step in (-1, 1)) if nodes else ()
-    awaited = " and ".join(f"rank {other} ({nodes[other][0]})" for other in neighbours) or "the others"
+    awaited = (
+        " and ".join(f"rank {other} ({nodes[other][0]})" for other in neighbours) or "the others"
+    )
     print(f"nanobatch: rank {rank} waits for {awaited}", file=sys.stderr, flush=True)
-    # While MLX waits, Python does nothing, so it hears of no signal. Meanwhile these end the process by themselves.
+    # While MLX waits, Python does nothing, so it hears of no signal. Meanwhile these end the
+    # process by themselves.
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         with suppress(ValueError):  # not in the main thread
-            for each in (each for each, handler in handlers.items() if handler is not signal.SIG_IGN):
+            for each in (
+                each for each, handler in handlers.items() if handler is not signal.SIG_IGN
+            ):
                 signal.signal(each, signal.SIG_DFL)
         group = mx.distributed.init(strict=True, backend=backend)
     except RuntimeError as error:
-        raise ModelError(f"rank {rank} waited for {awaited} in vain ({one_line(error)}); start all ranks.") from None
+        raise ModelError(
+            f"rank {rank} waited for {awaited} in vain ({one_line(error)}); start all ranks."
+        ) from None
     finally:
         with suppress(ValueError):
             for each, handler in handlers.items():
@@ -64,21 +75,28 @@ def join() -> Ranks:
 
 
 def read_hosts() -> list[list[str]]:
-    """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Names become addresses."""
+    """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Names become
+    addresses."""
     path, rank = Path(os.environ["MLX_HOSTFILE"]), program.rank()
     try:
         text = path.read_text()
         nodes = json.loads(text or "[]")  # `mlx.launch -n 1` leaves it empty
         is_list = isinstance(nodes, list) and all(isinstance(node, list) and node for node in nodes)
-        if text and not (is_list and len(nodes) > 1 and all(isinstance(each, str) for each in chain(*nodes))):
+        if text and not (
+            is_list and len(nodes) > 1 and all(isinstance(each, str) for each in chain(*nodes))
+        ):
             raise ValueError("it lists no addresses of two ranks or more")
         nodes = [[numeric(address) for address in node] for node in nodes]
         if twice := [address for address, count in Counter(chain(*nodes)).items() if count > 1]:
             raise ValueError(f"it lists {twice[0]} twice")
     except (OSError, ValueError) as error:
-        raise ModelError(f'MLX_HOSTFILE {path} is no hostfile ({one_line(error)}): [["10.0.0.1:5000"], ...].') from None
+        raise ModelError(
+            f'MLX_HOSTFILE {path} is no hostfile ({one_line(error)}): [["10.0.0.1:5000"], ...].'
+        ) from None
     if rank >= len(nodes) > 0:
-        raise ModelError(f"MLX_RANK = {rank}, but {path} lists {len(nodes)} ranks, from 0 to {len(nodes) - 1}.")
+        raise ModelError(
+            f"MLX_RANK = {rank}, but {path} lists {len(nodes)} ranks, from 0 to {len(nodes) - 1}."
+        )
     return nodes
 
 
@@ -92,7 +110,8 @@ def numeric(address: str) -> str:
 
 
 def check_free(address: str) -> None:
-    """Can this process listen here? MLX would share the port with another program of its own, and mix the two up."""
+    """Can this process listen here? MLX would share the port with another program of its own, and
+    mix the two up."""
     host, _, port = address.rpartition(":")
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -100,7 +119,9 @@ def check_free(address: str) -> None:
             trial.bind((host, int(port)))
         except OSError as error:
             which = f"rank {program.rank()} ({address})"
-            raise ModelError(f"{which} cannot listen: {error.strerror}; change MLX_RANK or the hostfile.") from None
+            raise ModelError(
+                f"{which} cannot listen: {error.strerror}; change MLX_RANK or the hostfile."
+            ) from None
 
 
 def find_lines(nodes: list[list[str]], rank: int) -> list[Line]:
@@ -113,7 +134,9 @@ def find_lines(nodes: list[list[str]], rank: int) -> list[Line]:
             ours = socket.socket(fileno=os.dup(file))
             if ours.family == socket.AF_UNIX:
                 continue
-            near, far = (f"{host}:{port}" for host, port in (ours.getsockname()[:2], ours.getpeername()[:2]))
+            near, far = (
+                f"{host}:{port}" for host, port in (ours.getsockname()[:2], ours.getpeername()[:2])
+            )
             left, right = (rank - 1) % len(nodes), (rank + 1) % len(nodes)
             if near in nodes[rank] or far in nodes[right]:
                 other = left if near in nodes[rank] else right

@@ -1,9 +1,9 @@
 """One model over several processes: how they work together.
 
-The problem. A model that does not fit one machine must be cut up. Here each layer is cut: every process, called a
-*rank*, has some of the heads and some of the hidden numbers of the MLP, and computes for all tokens what these
-contribute. Twice a layer the contributions are added up over all ranks, by MLX's own `mx.distributed`. This is called
-tensor parallelism.
+The problem. A model that does not fit one machine must be cut up. Here each layer is cut: every
+process, called a *rank*, has some of the heads and some of the hidden numbers of the MLP, and
+computes for all tokens what these contribute. Twice a layer the contributions are added up over all
+ranks, by MLX's own `mx.distributed`. This is called tensor parallelism.
 
     x - norm - qkv of heads 0, 1 - attention - o of heads 0, 1 --+-- sum --- x      rank 0
                                                                  |
@@ -11,20 +11,23 @@ tensor parallelism.
 
 Which heads and numbers a rank has stands in `parts/model/share.py`.
 
-Rank 0 leads. It alone has requests, texts, the scheduler, the head and the sampler. Before each step it tells the
-others the order, as plain numbers, and at its end the tokens. The others follow: they hear an order, run it, and hear
-the next one. If each rank decided by itself what runs next, a request that is cancelled a moment earlier on one of them
-would make their steps differ, and MLX adds up the arrays of different steps without complaint.
+Rank 0 leads. It alone has requests, texts, the scheduler, the head and the sampler. Before each
+step it tells the others the order, as plain numbers, and at its end the tokens. The others follow:
+they hear an order, run it, and hear the next one. If each rank decided by itself what runs next, a
+request that is cancelled a moment earlier on one of them would make their steps differ, and MLX
+adds up the arrays of different steps without complaint.
 
-The invariant: all ranks take part in the same collective operations in the same order. So there is one operation for
-each order, then the sums, of which each depends on the one before, and one operation for the tokens.
+The invariant: all ranks take part in the same collective operations in the same order. So there is
+one operation for each order, then the sums, of which each depends on the one before, and one
+operation for the tokens.
 
-A rank that is lost is not survived, since its share of the model is gone. But it is noticed, though MLX itself may wait
-for ever: every rank looks several times a second whether its neighbours' connections still stand. If one does not, the
-leader ends all requests with an error, and each process exits with the code `LOST`.
+A rank that is lost is not survived, since its share of the model is gone. But it is noticed, though
+MLX itself may wait for ever: every rank looks several times a second whether its neighbours'
+connections still stand. If one does not, the leader ends all requests with an error, and each
+process exits with the code `LOST`.
 
-Where next: `meet.py`, how ranks find each other; `parts/model/load.py`, which takes a rank's share of the weights;
-`Runner` in `nanobatch.py`, which tells and follows.
+Where next: `meet.py`, how ranks find each other; `parts/model/load.py`, which takes a rank's share
+of the weights; `Runner` in `nanobatch.py`, which tells and follows.
 """
 
 from __future__ import annotations
@@ -65,13 +68,19 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, backend: str = "", lines: Sequence[Line] = ()):
         self.rank, self.size, self.backend = rank, size, backend
         self.room = 0  # how many numbers an order can have
-        self.told: Callable[[str], None] | None = None  # the leader's: ends all requests with this error
+        # The leader's: ends all requests with this error
+        self.told: Callable[[str], None] | None = None
         self.view = RanksView()
         self._lines, self._ends = lines, threading.Lock()
         self._hangs_together = size > 1  # until the end, the loss of a rank is the loss of all
-        self._takes_leave = False  # then a rank that is gone has heard of the end, or will never hear of it
+        # Then a rank that is gone has heard of the end, or will never hear of it
+        self._takes_leave = False
         # Where the device is a GPU, most backends move numbers by way of the processor.
-        self._stream = mx.new_thread_unsafe_stream(mx.cpu) if has_gpu() and backend not in ("", "nccl") else None
+        self._stream = (
+            mx.new_thread_unsafe_stream(mx.cpu)
+            if has_gpu() and backend not in ("", "nccl")
+            else None
+        )
         if lines:
             threading.Thread(target=self._look_after, name="ranks", daemon=True).start()
 
@@ -85,14 +94,17 @@ class Ranks:
     def sum(self, x: mx.array) -> mx.array:
         """The sum over all ranks, in the order of the ranks.
 
-        subtle: with three ranks or more, a backend adds in an order that depends on a number's place in the array, so a
-        request's bits would depend on its company. Two numbers have the same sum in either order.
+        subtle: with three ranks or more, a backend adds in an order that depends on a number's
+        place in the array, so a request's bits would depend on its company. Two numbers have the
+        same sum in either order.
         """
         if self.size == 1:
             return x
         if self.size == 2:
             return mx.distributed.all_sum(x, stream=self._stream)
-        return functools.reduce(operator.add, mx.distributed.all_gather(x[None], stream=self._stream))
+        return functools.reduce(
+            operator.add, mx.distributed.all_gather(x[None], stream=self._stream)
+        )
 
     def first(self, x: mx.array) -> mx.array:
         """What rank 0 has, whole numbers: the others add zeros."""
@@ -107,7 +119,9 @@ class Ranks:
         if self.size == 1:
             return [list(numbers)]
         with device_lock, device_stream():
-            return mx.distributed.all_gather(mx.array([numbers], mx.int32), stream=self._stream).tolist()
+            return mx.distributed.all_gather(
+                mx.array([numbers], mx.int32), stream=self._stream
+            ).tolist()
 
     def least(self, *numbers: int) -> list[int]:
         """Of each number the least that any rank has."""
@@ -116,7 +130,8 @@ class Ranks:
     # --- orders
 
     def settle(self, c: Heads, told: Callable[[str], None]) -> str:
-        """The model is loaded. From here on, `told` ends the leader's requests if a rank is lost. Says what this is."""
+        """The model is loaded. From here on, `told` ends the leader's requests if a rank is lost.
+        Says what this is."""
         if self.size == 1:
             return ""
         self.told = told if self.leads else None
@@ -129,12 +144,15 @@ class Ranks:
     def tell(self, order: Sequence[int]) -> None:
         """The leader: what the others do next. It does not wait until they have heard it."""
         assert len(order) < self.room, (len(order), self.room)
-        mx.async_eval(self.first(mx.array([1, *order, *[0] * (self.room - 1 - len(order))], mx.int32)))
+        mx.async_eval(
+            self.first(mx.array([1, *order, *[0] * (self.room - 1 - len(order))], mx.int32))
+        )
 
     def hear(self) -> list[int] | None:
         """The others: the next order, None if there will be none.
 
-        While nothing comes, a rank sleeps. Inside of a collective operation it would look for numbers all the time.
+        While nothing comes, a rank sleeps. Inside of a collective operation it would look for
+        numbers all the time.
         """
         if self._lines:
             waiting = select.poll()
@@ -145,7 +163,8 @@ class Ranks:
         return order if said else None
 
     def follow(self, run: Callable[[], None], summary: str) -> int:
-        """Run orders to their end, and answer with an exit code. Ctrl-C is for the leader, which tells the others."""
+        """Run orders to their end, and answer with an exit code. Ctrl-C is for the leader, which
+        tells the others."""
         if self.rank == 0:
             raise RuntimeError("rank 0 leads; the others follow")
         print(f"nanobatch: {summary}; follows rank 0", file=sys.stderr, flush=True)
@@ -159,7 +178,8 @@ class Ranks:
         return 0
 
     def leave(self) -> None:
-        """The end, as planned: the leader tells the others. They have left when they have heard of it."""
+        """The end, as planned: the leader tells the others. They have left when they have heard of
+        it."""
         ends, self._hangs_together = self._hangs_together, False
         if ends and self.leads and self.room:
             self._takes_leave = True
@@ -170,11 +190,15 @@ class Ranks:
     # --- the end, not as planned
 
     def fail(self, error: BaseException) -> None:
-        """An exception came out of a step. The others are in the middle of it, so this is the end of all ranks."""
+        """An exception came out of a step. The others are in the middle of it, so this is the end
+        of all ranks."""
         if self.size > 1:
             gone, is_ctrl_c = self._gone(), isinstance(error, KeyboardInterrupt)
             said = one_line(f"{type(error).__name__}: {error}")
-            self._end("interrupted in a step" if is_ctrl_c else gone or said, 130 if is_ctrl_c else LOST if gone else 1)
+            self._end(
+                "interrupted in a step" if is_ctrl_c else gone or said,
+                130 if is_ctrl_c else LOST if gone else 1,
+            )
 
     def _look_after(self) -> None:
         """In a thread of its own: is a neighbour gone?"""
@@ -195,11 +219,16 @@ class Ranks:
         return None
 
     def _end(self, why: str, code: int) -> NoReturn:
-        """Tell all who wait, then leave. Not by `sys.exit`, because the device may wait for the lost rank for ever."""
+        """Tell all who wait, then leave. Not by `sys.exit`, because the device may wait for the
+        lost rank for ever."""
         with self._ends:  # never released
             try:
                 with suppress(OSError):  # what started this process may be gone, too
-                    print(f"nanobatch: rank {self.rank} of {self.size}: {why}", file=sys.stderr, flush=True)
+                    print(
+                        f"nanobatch: rank {self.rank} of {self.size}: {why}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 if self.told:
                     self.told(why)
                     time.sleep(GRACE_S)

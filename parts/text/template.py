@@ -1,16 +1,19 @@
 """The chat template: a program of another author's, compiled and run within limits.
 
-The problem. A template comes with the weights, from anywhere. It is a program in Jinja's language, which makes one text
-of a conversation. Jinja's sandbox keeps it away from files and from Python's own names. But within the sandbox it may
-loop for ever, or ask for a text of gigabytes, and the process would die of it with all its requests.
+The problem. A template comes with the weights, from anywhere. It is a program in Jinja's language,
+which makes one text of a conversation. Jinja's sandbox keeps it away from files and from Python's
+own names. But within the sandbox it may loop for ever, or ask for a text of gigabytes, and the
+process would die of it with all its requests.
 
-The way out. A template may take so many seconds of a processor (`SECONDS`) and make so many characters (`SIZE`). The
-time is looked at by a trace function, as a debugger has it: Python calls it at each line of the template, and at each
-call of a function, in this thread alone. (A signal would come to the main thread only.) The characters are counted
-before they are made: the sandbox hands us every operator and call, and the filters are wrapped.
+The way out. A template may take so many seconds of a processor (`SECONDS`) and make so many
+characters (`SIZE`). The time is looked at by a trace function, as a debugger has it: Python calls
+it at each line of the template, and at each call of a function, in this thread alone. (A signal
+would come to the main thread only.) The characters are counted before they are made: the sandbox
+hands us every operator and call, and the filters are wrapped.
 
-What this cannot bound: an operation that is written in C, such as a sort or a slice of a very long text, cannot be
-stopped while it runs. The sizes keep each of them short, but one expression may chain many.
+What this cannot bound: an operation that is written in C, such as a sort or a slice of a very long
+text, cannot be stopped while it runs. The sizes keep each of them short, but one expression may
+chain many.
 
 Where next: `tokens.py`, which says when a template is used.
 """
@@ -43,7 +46,7 @@ GROWING = frozenset(f"{GROWING} wordwrap xmlattr zfill".split())
 LOOKING = frozenset(["count", "endswith", "first", "last", "length", "startswith"])
 
 
-# --- the limits ----------------------------------------------------------------------------------------------------
+# --- the limits ---------------------------------------------------------------------------------
 
 
 class LimitError(jinja2.TemplateError):
@@ -72,7 +75,8 @@ def limited(function: Callable, *arguments: Any, **options: Any) -> Any:
     def watch(frame, event, argument):
         if time.thread_time() > meter.until:
             raise LimitError(f"it takes more than {SECONDS:g} s; give plain text")
-        return watch if frame.f_code.co_filename == "<template>" else None  # elsewhere calls alone will do
+        # Elsewhere calls alone will do
+        return watch if frame.f_code.co_filename == "<template>" else None
 
     meter.until, meter.left = time.thread_time() + SECONDS, SIZE
     before = sys.gettrace()
@@ -83,7 +87,7 @@ def limited(function: Callable, *arguments: Any, **options: Any) -> Any:
         sys.settrace(before)
 
 
-# --- how many characters? ------------------------------------------------------------------------------------------
+# --- how many characters? -----------------------------------------------------------------------
 
 
 def size(value: Any) -> int:
@@ -109,21 +113,34 @@ def made_by_call(name: str, value: Any, arguments: Iterable[Any]) -> int:
     if name in LOOKING:
         return 1
     most = max(map(width, arguments), default=1) if name in GROWING else 1
-    asked = map(int, re.findall(r"\d{4,}", value)) if name.startswith("format") and isinstance(value, str) else ()
+    asked = (
+        map(int, re.findall(r"\d{4,}", value))
+        if name.startswith("format") and isinstance(value, str)
+        else ()
+    )
     return size(value) * max(most, 1) + sum(asked)  # "%9999d"
 
 
 def made_by_operator(operator: str, left: Any, right: Any) -> int:
     if operator == "%":
         return made_by_call("format", left, [right]) if isinstance(left, str) else 1
-    if isinstance(left, (int, float)) and isinstance(right, (int, float)):  # to multiply long numbers takes long, too
-        return {"+": 1, "*": size(left) * size(right), "**": (size(left) * width(right)) ** 2}[operator]
+    # To multiply long numbers takes long, too
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+        return {"+": 1, "*": size(left) * size(right), "**": (size(left) * width(right)) ** 2}[
+            operator
+        ]
     # An entry of a list takes eight bytes.
-    lengths = [len(v) * (1 if isinstance(v, str) else 8) for v in (left, right) if isinstance(v, (str, list, tuple))]
-    return sum(lengths) * (max(width(left), width(right)) if operator == "*" and len(lengths) == 1 else 1)
+    lengths = [
+        len(v) * (1 if isinstance(v, str) else 8)
+        for v in (left, right)
+        if isinstance(v, (str, list, tuple))
+    ]
+    return sum(lengths) * (
+        max(width(left), width(right)) if operator == "*" and len(lengths) == 1 else 1
+    )
 
 
-# --- the sandbox ---------------------------------------------------------------------------------------------------
+# --- the sandbox --------------------------------------------------------------------------------
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -133,10 +150,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self):
         extensions = ["jinja2.ext.loopcontrols", Generation]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=finalize)
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=finalize
+        )
         del self.globals["lipsum"]  # makes texts of any length
         self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-        self.filters = {name: counted(name, filter) for name, filter in {**self.filters, "tojson": tojson}.items()}
+        self.filters = {
+            name: counted(name, filter)
+            for name, filter in {**self.filters, "tojson": tojson}.items()
+        }
 
     def call_binop(self, context, operator: str, left: Any, right: Any) -> Any:
         spend(made_by_operator(operator, left, right))
@@ -162,11 +184,14 @@ class Joins(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         parts = nodes.List(self.generic_visit(node).nodes, lineno=node.lineno)
-        return nodes.Filter(parts, "join", [], [], None, None, lineno=node.lineno, environment=node.environment)
+        return nodes.Filter(
+            parts, "join", [], [], None, None, lineno=node.lineno, environment=node.environment
+        )
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} marks what the assistant said, for training. Here it is replaced by what it encloses."""
+    """{% generation %} marks what the assistant said, for training. Here it is replaced by what it
+    encloses."""
 
     tags: ClassVar = {"generation"}
 
@@ -181,7 +206,9 @@ def counted(name: str, filter: Callable) -> Callable:
 
     @functools.wraps(filter)
     def run(*arguments: Any, **options: Any) -> Any:
-        arguments = [list(value) if isinstance(value, (Iterator, range)) else value for value in arguments]
+        arguments = [
+            list(value) if isinstance(value, (Iterator, range)) else value for value in arguments
+        ]
         value, *others = arguments[gets_context:]
         spend(made_by_call(name, value, (*others, *options.values())))
         return filter(*arguments, **options)
@@ -204,11 +231,14 @@ def strftime_now(form: str) -> str:
 
 
 def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 class Template:
-    """A chat template. Making one and rendering it may raise anything: it is another author's program."""
+    """A chat template. Making one and rendering it may raise anything: it is another author's
+    program."""
 
     def __init__(self, source: str):
         if len(source) > SOURCE:

@@ -1,10 +1,13 @@
-"""Text to token ids and back: the tokenizer, the chat template, and the stream of text that a handle gets.
+"""Text to token ids and back: the tokenizer, the chat template, and the stream of text that a
+handle gets.
 
-The problem. Tokens are not characters. One emoji may take four tokens, a stop string may begin in the middle of one
-token and end in another, and a model that speaks in turns wants its prompts wrapped exactly as in its training.
+The problem. Tokens are not characters. One emoji may take four tokens, a stop string may begin in
+the middle of one token and end in another, and a model that speaks in turns wants its prompts
+wrapped exactly as in its training.
 
-What this file keeps. The pieces of a `TextStream` join to the decoded whole. No piece ends within a character, and no
-part of a stop string is ever shown. The cost of a token does not depend on how long the answer is already.
+What this file keeps. The pieces of a `TextStream` join to the decoded whole. No piece ends within a
+character, and no part of a stop string is ever shown. The cost of a token does not depend on how
+long the answer is already.
 
 Where next: `parts/model/config.py`, which reads the rest of a model folder.
 """
@@ -36,7 +39,9 @@ class Text:
     def __init__(self, folder: Path, vocabulary: int):
         path = folder / "tokenizer.json"
         if not path.exists():
-            raise ModelError(f"{path} is missing; save the model's tokenizer in the fast format (tokenizer.json).")
+            raise ModelError(
+                f"{path} is missing; save the model's tokenizer in the fast format (tokenizer.json)."
+            )
         check_plain(path)
         try:
             self.tokenizer = calmly(Tokenizer.from_file, str(path))
@@ -45,17 +50,24 @@ class Text:
             largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
             silent = special_ids(self.tokenizer)
         except Exception as error:  # the library raises a bare Exception
-            raise ModelError(f"{path} is not a tokenizer ({one_line(error)}); download it again.") from None
+            raise ModelError(
+                f"{path} is not a tokenizer ({one_line(error)}); download it again."
+            ) from None
         if largest >= vocabulary:
-            raise ModelError(f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}.")
+            raise ModelError(
+                f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}."
+            )
         self.folder, self.vocabulary, self._silent = folder, vocabulary, silent
         config = folder / "tokenizer_config.json"
         older = folder / "special_tokens_map.json"
-        self.config = (read_json(older) if older.exists() else {}) | (read_json(config) if config.exists() else {})
+        self.config = (read_json(older) if older.exists() else {}) | (
+            read_json(config) if config.exists() else {}
+        )
         self.end_tokens = self._end_tokens()
 
     def _end_tokens(self) -> frozenset[int]:
-        """Every id that ends an answer, be it named by the config, the generation config or the tokenizer's config."""
+        """Every id that ends an answer, be it named by the config, the generation config or the
+        tokenizer's config."""
         ids: set[int] = set()
         for name in ("config.json", "generation_config.json"):
             path = self.folder / name
@@ -82,7 +94,8 @@ class Text:
         return TextStream(self.tokenizer, stops, self._silent)
 
     def ask(self, prompt: str, raw: bool = False) -> list[int]:
-        """A prompt as a person types it: one message of a user, or plain text if it is `raw` or there is no template.
+        """A prompt as a person types it: one message of a user, or plain text if it is `raw` or
+        there is no template.
 
         An empty prompt has no tokens, not even BOS, so the engine refuses it.
         """
@@ -91,16 +104,19 @@ class Text:
         return self.encode(prompt) if prompt else []
 
     def encode(self, text: str) -> list[int]:
-        """A plain text, with BOS if the tokenizer adds it by itself, and with one BOS if the text has its own, too."""
+        """A plain text, with BOS if the tokenizer adds it by itself, and with one BOS if the text
+        has its own, too."""
         ids, bos = self._ids(text, True), self._special_id("bos_token")
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A conversation, through the model's own template. No BOS is added to what the template writes."""
+        """A conversation, through the model's own template. No BOS is added to what the template
+        writes."""
         return self._ids(self.render(messages), False)
 
     def read(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt) -> Prompt:
-        """A prompt is a text, chat messages, or ids as they are. One that has been read stays as it is."""
+        """A prompt is a text, chat messages, or ids as they are. One that has been read stays as it
+        is."""
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, str):
@@ -109,8 +125,14 @@ class Text:
             ids, shown = self.encode_chat(prompt), str(prompt[-1].get("content"))
         else:
             ids, shown = prompt, "token ids"
-        if not isinstance(ids, Sequence) or isinstance(ids, (bytes, bytearray)) or any(type(i) is not int for i in ids):
-            raise ValueError(f"a prompt is a text, chat messages or token ids, not {type(prompt).__name__} like this")
+        if (
+            not isinstance(ids, Sequence)
+            or isinstance(ids, (bytes, bytearray))
+            or any(type(i) is not int for i in ids)
+        ):
+            raise ValueError(
+                f"a prompt is a text, chat messages or token ids, not {type(prompt).__name__} like this"
+            )
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         self.check_ids((min(ids), max(ids)))
@@ -124,7 +146,9 @@ class Text:
     def after(self, before: Sequence[int], token: int) -> str:
         """The text that a token adds to those before it. A special token is shown by its name."""
         decode = self.tokenizer.decode
-        return decode([*before, token], skip_special_tokens=False)[len(decode(before, skip_special_tokens=False)) :]
+        return decode([*before, token], skip_special_tokens=False)[
+            len(decode(before, skip_special_tokens=False)) :
+        ]
 
     def check_ids(self, ids: Iterable[int]) -> None:
         for token in ids:
@@ -134,11 +158,16 @@ class Text:
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # half a surrogate pair, which bytes that are no UTF-8 become as text
-            raise ValueError(f"the prompt is no valid text at character {error.start}; give UTF-8") from None
+        # Half a surrogate pair, which bytes that are no UTF-8 become as text
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the prompt is no valid text at character {error.start}; give UTF-8"
+            ) from None
         try:
             # Not `encode`, which keeps Python's lock: 2 MB of text would stop all threads for 4 s.
-            return calmly(self.tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens)[0].ids
+            return calmly(
+                self.tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens
+            )[0].ids
         except Exception as error:  # a character that it does not know, if it has no token for such
             why = f"the model's tokenizer cannot read this prompt ({one_line(error)})"
             raise ValueError(f"{why}; give other words, or token ids") from None
@@ -149,13 +178,18 @@ class Text:
 
     @cached_property
     def _source(self) -> str | None:
-        """The template's text. It is a file of its own, or in the config, alone or as one of several with names."""
+        """The template's text. It is a file of its own, or in the config, alone or as one of
+        several with names."""
         path = self.folder / "chat_template.jinja"
         if path.exists():
             return read_text(path)
         source = self.config.get("chat_template")
         if isinstance(source, list):
-            named = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
+            named = {
+                str(entry.get("name")): entry.get("template")
+                for entry in source
+                if isinstance(entry, dict)
+            }
             source = named.get("default", next(iter(named.values()), None))
         return source if isinstance(source, str) else None
 
@@ -171,7 +205,8 @@ class Text:
             ) from None
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text that the template makes of a conversation. It ends where the assistant's answer begins."""
+        """The text that the template makes of a conversation. It ends where the assistant's answer
+        begins."""
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(
@@ -179,33 +214,49 @@ class Text:
                 )
         if not self.has_template:
             raise ValueError("this model has no chat template; give it a plain text")
-        specials = {name: self.special(name) for name in self.config if name.endswith("_token") and self.special(name)}
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        specials = {
+            name: self.special(name)
+            for name in self.config
+            if name.endswith("_token") and self.special(name)
+        }
+        messages = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
         template = self._template
         try:
             return template.render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **specials
+                messages=messages,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **specials,
             )
         except Exception as error:  # a template is another author's program, and may raise anything
-            raise ValueError(f"the chat template refuses these messages: {one_line(error)}") from None
+            raise ValueError(
+                f"the chat template refuses these messages: {one_line(error)}"
+            ) from None
 
 
 class TextStream:
-    """The text of one answer as it grows: `push` takes a token and returns a piece, `finish` returns what is left.
+    """The text of one answer as it grows: `push` takes a token and returns a piece, `finish`
+    returns what is left.
 
-    A decoder may put or drop a space between two tokens. So each token is decoded together with the few before it, and
-    the text beyond theirs is new. Three kinds of tokens wait:
+    A decoder may put or drop a space between two tokens. So each token is decoded together with the
+    few before it, and the text beyond theirs is new. Three kinds of tokens wait:
 
         b"\\xf0\\x9f"  bytes that end within a character wait until it is complete, or broken for good
         <0xF0>       byte tokens, which tokenizers made from SentencePiece have, wait until the run of them ends,
                      because one broken byte spoils how the whole run decodes
         "Hel"        text that a stop string may begin with waits until it is clear whether it does
 
-    (`tokenizers` has a DecodeStream, which handles the first kind. With the second kind it raises, or shows text that
-    the decoded whole does not have.)
+    (`tokenizers` has a DecodeStream, which handles the first kind. With the second kind it raises,
+    or shows text that the decoded whole does not have.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), silent: frozenset[int] | None = None):
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), silent: frozenset[int] | None = None
+    ):
         """`silent` holds the ids of the special tokens, if the caller has them already."""
         self._tokenizer, self._stops = tokenizer, stops
         self._silent = special_ids(tokenizer) if silent is None else silent
@@ -219,11 +270,13 @@ class TextStream:
 
     @property
     def open(self) -> int:
-        """So many tokens have yet to become text: they may be completed by the next one, or stay broken."""
+        """So many tokens have yet to become text: they may be completed by the next one, or stay
+        broken."""
         return len(self._waiting)
 
     def push(self, token: int) -> str:
-        """The text that can be shown now, perhaps none. `stopped` then says whether a stop string has come."""
+        """The text that can be shown now, perhaps none. `stopped` then says whether a stop string
+        has come."""
         name = self._tokenizer.id_to_token(token)
         if name is None or token in self._silent:
             return ""
@@ -239,7 +292,8 @@ class TextStream:
         piece = text[len(self._behind) :]
         self._context += self._waiting[:count]
         self._behind, self._waiting = text, self._waiting[count:]
-        if len(self._context) > 16:  # not every time, because the text of a context that only grows is known
+        # Not every time, because the text of a context that only grows is known
+        if len(self._context) > 16:
             self._context = self._context[-1:] if self._falls_back else self._context[-4:]
             self._behind = self._decode(self._context)
         return self._release(piece)
@@ -248,10 +302,12 @@ class TextStream:
         return calmly(self._tokenizer.decode, tokens, skip_special_tokens=True)
 
     def _complete(self) -> int:
-        """How many of the waiting tokens form a text that no later token can change; not all of them do.
+        """How many of the waiting tokens form a text that no later token can change; not all of
+        them do.
 
-        A character has at most four bytes, so a cut is tried before each of the last four tokens. If the two sides of a
-        cut decode to the same text as the whole does, the text before the cut is final, broken or not.
+        A character has at most four bytes, so a cut is tried before each of the last four tokens.
+        If the two sides of a cut decode to the same text as the whole does, the text before the cut
+        is final, broken or not.
         """
         text = self._decode(self._waiting)
         for count in range(len(self._waiting) - 1, max(len(self._waiting) - 5, 0), -1):
@@ -264,8 +320,11 @@ class TextStream:
         if not self._stops:
             return piece
         text = self._held + piece
-        found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:  # the stop string that is complete first counts, however the text was cut into tokens
+        found = [
+            (place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0
+        ]
+        # The stop string that is complete first counts, however the text was cut into tokens
+        if found:
             self.stopped, self._held = True, ""
             return text[: min(found)[1]]
         keep = max((overlap(text, stop) for stop in self._stops), default=0)
@@ -273,7 +332,8 @@ class TextStream:
         return text[: len(text) - keep]
 
     def finish(self, tokens: list[int]) -> str:
-        """What is left at the end: a text that did not become a stop string, and the bytes of a broken character."""
+        """What is left at the end: a text that did not become a stop string, and the bytes of a
+        broken character."""
         if self.stopped:
             return ""
         shown = self._release(self._decode(tokens)[self._decoded :])
@@ -282,21 +342,26 @@ class TextStream:
 
 
 def calmly(function: Callable, *arguments: Any, **options: Any) -> Any:
-    """Call a function of the tokenizer. If its Rust panics, that is no Exception: it would pass all that catch one."""
+    """Call a function of the tokenizer. If its Rust panics, that is no Exception: it would pass all
+    that catch one."""
     try:
         return function(*arguments, **options)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # Ctrl-C is none, nor is the SystemExit of a signal's handler
+        # Ctrl-C is none, nor is the SystemExit of a signal's handler
+        if type(error).__name__ != "PanicException":
             raise
         raise RuntimeError(f"the tokenizer failed: {error}") from None
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    return frozenset(token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special)
+    return frozenset(
+        token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
+    )
 
 
 def overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with, less than the whole `stop`."""
+    """The length of the longest end of `text` that `stop` begins with, less than the whole
+    `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[len(text) - length :]):
             return length

@@ -44,7 +44,7 @@ def is_whole(engine: Engine, expected: list[list[int]]) -> bool:
     return at_rest and [result.tokens for result in engine.generate(PROMPTS, FEW)] == expected
 
 
-# --- the block ---------------------------------------------------------------------------------------------------
+# --- the block ----------------------------------------------------------------------------------
 
 
 def test_ctrl_c_inside_of_a_block_takes_effect_behind_it():
@@ -107,7 +107,7 @@ with Held():
     assert (done.returncode, done.stdout, done.stderr) == (130, "goes on\n", "")
 
 
-# --- a step ------------------------------------------------------------------------------------------------------
+# --- a step -------------------------------------------------------------------------------------
 
 
 def test_a_step_in_which_ctrl_c_comes_is_done_first_and_ends_no_request(engine, monkeypatch):
@@ -129,7 +129,8 @@ def test_a_step_in_which_ctrl_c_comes_is_done_first_and_ends_no_request(engine, 
 
 
 def test_ctrl_c_at_any_line_of_a_step_changes_no_answer(engine, expected):
-    """Three requests on two slots: admissions, prefill, decode and ends, interrupted at one line after another."""
+    """Three requests on two slots: admissions, prefill, decode and ends, interrupted at one line
+    after another."""
     interrupted = 0
     for at in range(0, 2_600, 26):
         handles = [engine.submit(prompt, FEW) for prompt in PROMPTS]
@@ -148,30 +149,43 @@ def test_ctrl_c_at_any_line_of_submit_cancel_and_close_leaks_no_slot(parts, expe
             for _ in range(3):
                 engine.step()
             doomed = engine.submit([9], FEW)
-            acts = {"submit": lambda e=engine: e.submit([7, 8], FEW), "cancel": doomed.cancel, "close": engine.close}
+            acts = {
+                "submit": lambda e=engine: e.submit([7, 8], FEW),
+                "cancel": doomed.cancel,
+                "close": engine.close,
+            }
             within = interrupt(acts[what], at)
             interrupted += within
             if what == "close":
                 engine.close()
-                assert all(handle.finish_reason == "cancelled" for handle in (*others, doomed)), f"line {at}"
+                assert all(handle.finish_reason == "cancelled" for handle in (*others, doomed)), (
+                    f"line {at}"
+                )
             else:
-                assert [handle.result(timeout=30).tokens for handle in others] == expected, f"line {at}"
+                assert [handle.result(timeout=30).tokens for handle in others] == expected, (
+                    f"line {at}"
+                )
                 assert doomed.result(timeout=30).finish_reason in ("length", "cancelled")
                 assert is_whole(engine, expected), f"line {at}"
         at += 3
     assert interrupted > 15
 
 
-# --- at random moments -------------------------------------------------------------------------------------------
+# --- at random moments --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["generate", "result"])
-def test_ctrl_c_at_random_lines_of_generate_and_result_leaves_the_next_request_right(engine, expected, what):
+def test_ctrl_c_at_random_lines_of_generate_and_result_leaves_the_next_request_right(
+    engine, expected, what
+):
     dice, interrupted = random.Random(what), 0
     for _ in range(10):
         at = dice.randrange(2_000)
         handle = engine.submit([4] * 20, LONG)
-        acts = {"generate": lambda: engine.generate(PROMPTS, FEW), "result": lambda handle=handle: handle.result()}
+        acts = {
+            "generate": lambda: engine.generate(PROMPTS, FEW),
+            "result": lambda handle=handle: handle.result(),
+        }
         interrupted += interrupt(acts[what], at)
         assert is_whole(engine, expected), f"line {at}"
         assert handle.finish_reason == "length"
@@ -180,7 +194,9 @@ def test_ctrl_c_at_random_lines_of_generate_and_result_leaves_the_next_request_r
 
 def press_after(seconds: float, act: Callable[[], object]) -> bool:
     """Ctrl-C comes after so many seconds. False if the act had ended by then."""
-    press = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    press = threading.Timer(
+        seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+    )
     ended = False
     try:
         press.start()
@@ -194,7 +210,8 @@ def press_after(seconds: float, act: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_ctrl_c_at_a_random_moment_while_a_thread_serves_is_ctrl_c(engine, expected, seed):
-    """Python's condition has let go of its lock at some lines, and a RuntimeError came out instead: exit code 1."""
+    """Python's condition has let go of its lock at some lines, and a RuntimeError came out instead:
+    exit code 1."""
     handles = []
 
     def serve() -> None:
@@ -208,7 +225,10 @@ def test_ctrl_c_at_a_random_moment_while_a_thread_serves_is_ctrl_c(engine, expec
     press_after(random.Random(seed).uniform(0.0, 0.04), serve)
     while any(thread.name == "nanobatch" for thread in threading.enumerate()):
         time.sleep(0.001)
-    assert all(handle.result(timeout=30).tokens == tokens for handle, tokens in zip(handles, expected, strict=False))
+    assert all(
+        handle.result(timeout=30).tokens == tokens
+        for handle, tokens in zip(handles, expected, strict=False)
+    )
     assert is_whole(engine, expected)
 
 

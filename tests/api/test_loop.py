@@ -1,4 +1,5 @@
-"""The one thread that steps an engine: it sleeps, wakes, pauses, steps by hand, and never dies of what others wish."""
+"""The one thread that steps an engine: it sleeps, wakes, pauses, steps by hand, and never dies of
+what others wish."""
 
 import sys
 import threading
@@ -100,7 +101,8 @@ def test_a_wish_that_raises_is_noted_and_the_next_one_is_fulfilled(engine, loop)
 
 @pytest.mark.parametrize("how", ["result", "iterate", "generate", "serve"])
 def test_a_wish_that_waits_is_refused_and_the_engine_is_served_on(engine, loop, how):
-    """The loop's thread waited for a step that only itself could take, and so did everybody from then on."""
+    """The loop's thread waited for a step that only itself could take, and so did everybody from
+    then on."""
     acts = {
         "result": lambda: engine.submit([7], SHORT).result(),
         "iterate": lambda: list(engine.submit([7], SHORT)),
@@ -152,7 +154,9 @@ def test_somebody_who_waits_while_the_loop_stops_steps_on_by_himself(engine):
     loop, reasons = Loop(engine).start(), []
     loop.pause()
     handle = engine.submit([1], LONG)
-    waiter = threading.Thread(target=lambda: reasons.append(handle.result(timeout=10).finish_reason))
+    waiter = threading.Thread(
+        target=lambda: reasons.append(handle.result(timeout=10).finish_reason)
+    )
     waiter.start()
     time.sleep(0.1)
     assert reasons == [] and loop.stop(patience=5)
@@ -185,7 +189,8 @@ def test_a_stopwatch_stands_still_while_it_is_stopped():
 
 
 def test_a_stopwatch_that_is_stopped_and_let_go_never_runs_backwards_for_those_who_read_it():
-    """Where a pause ended between two reads of a field, a client's submit got a TypeError, or a moment of the past."""
+    """Where a pause ended between two reads of a field, a client's submit got a TypeError, or a
+    moment of the past."""
     watch, wrong, readings = Stopwatch(), [], []
     done = threading.Event()
 
@@ -212,7 +217,9 @@ def test_a_stopwatch_that_is_stopped_and_let_go_never_runs_backwards_for_those_w
     assert not wrong and len(readings) > 1000 and readings == sorted(readings)
 
 
-def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_stands_still_in_between(parts):
+def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_stands_still_in_between(
+    parts,
+):
     watch = Stopwatch()
     with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
         engine.submit([1], SHORT).result()  # warm
@@ -225,7 +232,9 @@ def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_s
         took, metrics = time.monotonic() - began, handle.metrics
         assert took > 0.7, "four steps have three rests of 250 ms between them"
         ended = engine.snapshot().steps[-1].ended
-        assert ended - told < took - 0.3 and metrics.itl_p95_s < 0.25 and metrics.ttft_s < 0.25, metrics
+        assert ended - told < took - 0.3 and metrics.itl_p95_s < 0.25 and metrics.ttft_s < 0.25, (
+            metrics
+        )
         assert loop.stop(patience=10)
 
 

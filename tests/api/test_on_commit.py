@@ -1,4 +1,5 @@
-"""`engine.on_commit`: one function that is called when there is news, with nothing locked; and what it may do."""
+"""`engine.on_commit`: one function that is called when there is news, with nothing locked; and what
+it may do."""
 
 import subprocess
 import sys
@@ -24,7 +25,8 @@ def engine(parts, request):
 
 
 class Hook:
-    """Writes down what can be seen in each call, and that another thread can take the engine's locks meanwhile."""
+    """Writes down what can be seen in each call, and that another thread can take the engine's
+    locks meanwhile."""
 
     def __init__(self, engine: Engine):
         self.engine, self.calls, self.threads = engine, [], []
@@ -56,7 +58,9 @@ def test_each_token_has_been_told_of_when_its_step_returns(parts):
         seen = []
         while engine.step():
             seen.append(sum(len(handle.tokens) for handle in handles))
-        assert [tokens for tokens, _ in hook.calls] == seen == [2, 4, 6], "once a step, however many tokens it has"
+        assert [tokens for tokens, _ in hook.calls] == seen == [2, 4, 6], (
+            "once a step, however many tokens it has"
+        )
         assert hook.ended == [1, 2]
 
 
@@ -67,12 +71,16 @@ def test_a_step_that_commits_nothing_calls_nothing(engine):
     assert hook.calls == []
 
 
-@pytest.mark.parametrize("way", ["length", "stop", "cancel in line", "cancel in a slot", "failed step", "close"])
+@pytest.mark.parametrize(
+    "way", ["length", "stop", "cancel in line", "cancel in a slot", "failed step", "close"]
+)
 def test_every_way_to_end_is_told_after_the_fact(parts, monkeypatch, way):
     engine = Engine(*parts, slots=1, max_len=128, chunk=32)
     stop = engine.submit([1, 2], LONG).result().tokens[3]
     hook = Hook(engine)
-    first = engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[stop] if way == "stop" else ()))
+    first = engine.submit(
+        [1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[stop] if way == "stop" else ())
+    )
     behind = engine.submit([3], SHORT)
     engine.step()
     if way in ("length", "stop"):
@@ -181,9 +189,17 @@ def test_one_that_closes_its_engine_ends_all_and_hangs_nobody(parts):
 
 
 def test_a_short_storm_of_threads_on_two_engines_whose_hooks_do_all_that_they_may_not(tmp_path):
-    """Sixteen threads, two engines, and hooks that raise, wait, exit, submit and cancel at random."""
+    """Sixteen threads, two engines, and hooks that raise, wait, exit, submit and cancel at
+    random."""
     model = str(make_checkpoint(tmp_path, seed=1))
-    storm = [sys.executable, str(ROOT / "tools" / "storm.py"), "--requests", "400", "--model", model]
+    storm = [
+        sys.executable,
+        str(ROOT / "tools" / "storm.py"),
+        "--requests",
+        "400",
+        "--model",
+        model,
+    ]
     done = subprocess.run(storm, capture_output=True, timeout=120, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert " 0 wrong" in done.stdout

@@ -1,4 +1,5 @@
-"""Those who watch miss nothing, see nothing twice, and cost the engine little, however many wait."""
+"""Those who watch miss nothing, see nothing twice, and cost the engine little, however many
+wait."""
 
 import dataclasses
 import threading
@@ -17,7 +18,7 @@ def settle(engine: Engine) -> None:
         pass
 
 
-# --- steps -------------------------------------------------------------------------------------------------------
+# --- steps --------------------------------------------------------------------------------------
 
 
 def test_between_two_looks_no_step_is_lost_or_seen_twice(engine):
@@ -53,15 +54,21 @@ def test_a_watcher_who_looks_once_in_some_thousand_steps_has_them_all_and_knows_
 
 
 def test_a_step_says_who_did_what_and_what_it_cost(parts):
-    """Chunks of 32 and a budget of 40: A decodes while 32 of B's 70 tokens go in. C's chunk is cut to the 7 that are
-    left, D waits in its slot for its turn, and E in line."""
-    with Engine(*parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, reuse=False) as engine:
+    """Chunks of 32 and a budget of 40: A decodes while 32 of B's 70 tokens go in. C's chunk is cut
+    to the 7 that are left, D waits in its slot for its turn, and E in line."""
+    with Engine(
+        *parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, reuse=False
+    ) as engine:
         a = engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True))
         engine.step()
-        b, c, d, e = (engine.submit([3 + n] * length, SHORT) for n, length in enumerate((70, 20, 6, 1)))
+        b, c, d, e = (
+            engine.submit([3 + n] * length, SHORT) for n, length in enumerate((70, 20, 6, 1))
+        )
         engine.step()
         step = engine.snapshot().steps[-1]
-        assert step.admitted == tuple((r.request.slot, r.id) for r in (b, c, d)) and step.waiting == 1
+        assert (
+            step.admitted == tuple((r.request.slot, r.id) for r in (b, c, d)) and step.waiting == 1
+        )
         assert step.prefill == ((b.request.slot, b.id, 0, 32), (c.request.slot, c.id, 0, 7))
         assert step.decode == ((a.request.slot, a.id),) and step.held == ((d.request.slot, d.id),)
         assert (step.tokens, step.cost) == (1, 40)
@@ -81,7 +88,7 @@ def test_a_ghost_is_shown_in_the_step_that_carried_it(parts):
         assert not any(step.ghosts for step in steps[:-1])
 
 
-# --- requests that ended -----------------------------------------------------------------------------------------
+# --- requests that ended ------------------------------------------------------------------------
 
 
 def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engine):
@@ -89,7 +96,9 @@ def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engin
     origins = [{"client": n} for n in range(4)]
     stop = engine.submit([1, 2], SHORT).result().tokens[1]
     length = engine.submit([1, 2], SHORT, origin=origins[0])
-    stopped = engine.submit([1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[stop]), origin=origins[1])
+    stopped = engine.submit(
+        [1, 2], Sampling(max_tokens=9, ignore_eos=True, stop=[stop]), origin=origins[1]
+    )
     error = engine.submit([1, 2], SHORT, origin=origins[2])
     error._stream.push = lambda token: 1 / 0
     settle(engine)
@@ -97,9 +106,14 @@ def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engin
     cancelled.cancel()
     look = engine.snapshot(start)
     views = {view.id: view for view in look.ended}
-    assert [view.id for view in look.ended][-1] == cancelled.id and len(views) == len(look.ended) == 5
+    assert [view.id for view in look.ended][-1] == cancelled.id and len(views) == len(
+        look.ended
+    ) == 5
     for handle, reason, origin in zip(
-        (length, stopped, error, cancelled), ("length", "stop", "error", "cancelled"), origins, strict=True
+        (length, stopped, error, cancelled),
+        ("length", "stop", "error", "cancelled"),
+        origins,
+        strict=True,
     ):
         view, result = views[handle.id], handle.result()
         assert (view.text, view.metrics, view.reason, view.error) == (
@@ -108,7 +122,11 @@ def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engin
             reason,
             result.error,
         )
-        assert view.origin is origin and view.prompt == handle.prompt and view.arrived == handle.request.arrived
+        assert (
+            view.origin is origin
+            and view.prompt == handle.prompt
+            and view.arrived == handle.request.arrived
+        )
         assert view.ended >= view.arrived
     assert views[cancelled.id].slot is None and views[cancelled.id].policy == ""
     assert views[length.id].policy == "continuous" and views[length.id].slot is not None
@@ -142,20 +160,25 @@ def test_two_watchers_do_not_take_from_each_other(engine):
     assert ended[0] == list(range(1, 13)) and ended[1] == list(range(1, 11))
 
 
-# --- the line ----------------------------------------------------------------------------------------------------
+# --- the line -----------------------------------------------------------------------------------
 
 
 def test_with_five_thousand_in_line_a_look_shows_the_head_and_costs_little(parts, monkeypatch):
-    """Of those in line 32 are described; of those that came since the last look all, and each once."""
+    """Of those in line 32 are described; of those that came since the last look all, and each
+    once."""
     described = []
     view_of = Handle.view
-    monkeypatch.setattr(Handle, "view", lambda handle: described.append(handle.id) or view_of(handle))
+    monkeypatch.setattr(
+        Handle, "view", lambda handle: described.append(handle.id) or view_of(handle)
+    )
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         handles = [engine.submit([n % 256], SHORT) for n in range(5_000)]
         engine.step()
         look = engine.snapshot()
         assert look.waiting == 4_998 and len(look.queue) == 32
-        assert [id for id, _ in look.queue] == list(range(3, 35)) and all(waited >= 0 for _, waited in look.queue)
+        assert [id for id, _ in look.queue] == list(range(3, 35)) and all(
+            waited >= 0 for _, waited in look.queue
+        )
         assert [view.id for view in look.requests] == list(range(1, 35)) and len(described) == 34
         described.clear()
         look = engine.snapshot(look)
@@ -195,7 +218,7 @@ def test_a_running_request_is_described_anew_in_each_look(engine):
     assert all(handle.text.startswith(text) for text, _ in texts)
 
 
-# --- slots -------------------------------------------------------------------------------------------------------
+# --- slots --------------------------------------------------------------------------------------
 
 
 def phases(engine: Engine) -> list[str]:
@@ -203,11 +226,14 @@ def phases(engine: Engine) -> list[str]:
 
 
 def test_the_text_of_any_earlier_step_is_known_to_the_letter(parts):
-    """A screen that goes back in time needs it, and looks at every tenth step only. Letters that may become a stop
-    string, or are half a character, come later than their token."""
+    """A screen that goes back in time needs it, and looks at every tenth step only. Letters that
+    may become a stop string, or are half a character, come later than their token."""
     engine = Engine(*parts, slots=2, max_len=128)
     stops = [engine.generate(["a prompt"], Sampling(max_tokens=40, ignore_eos=True))[0].text[20:23]]
-    handles = [engine.submit("a prompt", Sampling(max_tokens=40, ignore_eos=True, stop=stop)) for stop in ([], stops)]
+    handles = [
+        engine.submit("a prompt", Sampling(max_tokens=40, ignore_eos=True, stop=stop))
+        for stop in ([], stops)
+    ]
     seen = {handle.id: {} for handle in handles}
     while engine.step():
         for handle in handles:
@@ -221,7 +247,9 @@ def test_the_text_of_any_earlier_step_is_known_to_the_letter(parts):
 def test_under_static_a_free_slot_is_blocked_while_others_wait_and_under_continuous_never(parts):
     seen = {}
     for policy in ("static", "continuous"):
-        with Engine(*parts, slots=2, max_len=128, chunk=32, policy=policy, run_ahead=False) as engine:
+        with Engine(
+            *parts, slots=2, max_len=128, chunk=32, policy=policy, run_ahead=False
+        ) as engine:
             for tokens in (2, 8, 3):
                 engine.submit([tokens], Sampling(max_tokens=tokens, ignore_eos=True))
             seen[policy] = []
@@ -289,7 +317,7 @@ def test_a_drain_wakes_the_engine_and_is_heard_while_a_thread_serves(parts):
         assert engine.snapshot().policy == "static"
 
 
-# --- what a snapshot is ------------------------------------------------------------------------------------------
+# --- what a snapshot is -------------------------------------------------------------------------
 
 
 def test_a_snapshot_does_not_change_while_the_engine_goes_on(engine):
@@ -315,7 +343,9 @@ def test_looking_from_another_thread_while_the_engine_works_is_always_consistent
             looks += 1
             busy = [slot.request for slot in look.slots if slot.request is not None]
             described = [view.id for view in look.requests if view.slot is not None]
-            if sorted(busy) != sorted(described) or look.submitted != look.finished + look.waiting + len(busy):
+            if sorted(busy) != sorted(
+                described
+            ) or look.submitted != look.finished + look.waiting + len(busy):
                 wrong.append(look)
 
     watcher = threading.Thread(target=watch)
@@ -332,4 +362,7 @@ def test_what_a_watcher_is_told_outside_of_any_request_is_told_once(engine):
     start = engine.snapshot()
     engine.note("a wish could not be fulfilled", KeyError("red"))
     look = engine.snapshot(start)
-    assert look.faults == ("a wish could not be fulfilled: KeyError: 'red'",) and engine.snapshot(look).faults == ()
+    assert (
+        look.faults == ("a wish could not be fulfilled: KeyError: 'red'",)
+        and engine.snapshot(look).faults == ()
+    )

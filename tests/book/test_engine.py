@@ -1,4 +1,5 @@
-"""The engine as people use it: handles, threads, cancelling, failing, closing, and memory that stays where it is."""
+"""The engine as people use it: handles, threads, cancelling, failing, closing, and memory that
+stays where it is."""
 
 import gc
 import os
@@ -23,7 +24,7 @@ LONG = Sampling(max_tokens=60, ignore_eos=True)
 FEW = Sampling(max_tokens=12, ignore_eos=True)
 
 
-# --- handles -----------------------------------------------------------------------------------------------------
+# --- handles ------------------------------------------------------------------------------------
 
 
 def test_a_text_streams_in_pieces_that_join_to_the_whole(engine):
@@ -43,11 +44,18 @@ def test_a_text_and_its_token_ids_are_the_same_prompt(engine):
 
 
 def test_metrics_say_what_happened(parts):
-    """With a clock that ticks once a reading, times are counts of readings: all known to be positive and ordered."""
+    """With a clock that ticks once a reading, times are counts of readings: all known to be
+    positive and ordered."""
     ticks = iter(range(10**6))
     with Engine(*parts, slots=1, max_len=128, chunk=32, clock=lambda: float(next(ticks))) as engine:
-        first, second = engine.generate([[1, 2, 3], [4, 5]], Sampling(max_tokens=5, ignore_eos=True))
-    assert (first.metrics.prompt_tokens, first.metrics.output_tokens, first.metrics.cached_tokens) == (3, 5, 0)
+        first, second = engine.generate(
+            [[1, 2, 3], [4, 5]], Sampling(max_tokens=5, ignore_eos=True)
+        )
+    assert (
+        first.metrics.prompt_tokens,
+        first.metrics.output_tokens,
+        first.metrics.cached_tokens,
+    ) == (3, 5, 0)
     for metrics in (first.metrics, second.metrics):
         assert 0 < metrics.queued_s < metrics.ttft_s
         assert 0 < metrics.itl_mean_s <= metrics.itl_p95_s <= metrics.itl_max_s
@@ -87,7 +95,7 @@ def test_generate_leaves_nothing_behind_if_one_prompt_is_wrong(engine):
     assert not snapshot.queue and all(slot.phase == "free" for slot in snapshot.slots)
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -125,7 +133,12 @@ def test_an_unknown_field_is_refused_by_name():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"slots": 0}, "slots"), ({"max_len": 0}, "max_len"), ({"chunk": 48}, "chunk"), ({"policy": "magic"}, "magic")],
+    [
+        ({"slots": 0}, "slots"),
+        ({"max_len": 0}, "max_len"),
+        ({"chunk": 48}, "chunk"),
+        ({"policy": "magic"}, "magic"),
+    ],
 )
 def test_a_wrong_engine_option_is_refused(parts, options, words):
     with pytest.raises(ValueError, match=words):
@@ -136,7 +149,8 @@ def test_a_wrong_engine_option_is_refused(parts, options, words):
 def test_a_large_budget_takes_no_memory_at_start(parts, budget):
     """What was made as wide as the budget took 9.3 GiB and 52 s, or an OverflowError.
 
-    A step is never wider than a chunk for each slot, and so is an order that is told to other ranks.
+    A step is never wider than a chunk for each slot, and so is an order that is told to other
+    ranks.
     """
 
     def peak(budget: int) -> int:
@@ -152,13 +166,14 @@ def test_a_large_budget_takes_no_memory_at_start(parts, budget):
 
 def test_a_full_queue_refuses_at_once(parts):
     with Engine(*parts, slots=1, max_len=128, max_queue=2) as engine:
-        waiting = [engine.submit([1], LONG) for _ in range(3)]  # one for the slot, two for the queue
+        # One for the slot, two for the queue
+        waiting = [engine.submit([1], LONG) for _ in range(3)]
         with pytest.raises(QueueFull, match="2"):
             engine.submit([3], LONG)
         assert all(handle.result().finish_reason == "length" for handle in waiting)
 
 
-# --- threads -----------------------------------------------------------------------------------------------------
+# --- threads ------------------------------------------------------------------------------------
 
 
 def test_loaded_here_and_served_by_a_thread(engine):
@@ -177,7 +192,11 @@ def test_any_thread_may_submit_read_step_and_cancel(engine):
         handle = engine.submit([1, 2, 3], LONG)
         if number % 3 == 2:
             handle.cancel()
-            wrong.extend([handle] if handle.result(timeout=60).finish_reason not in ("cancelled", "length") else [])
+            wrong.extend(
+                [handle]
+                if handle.result(timeout=60).finish_reason not in ("cancelled", "length")
+                else []
+            )
         else:
             found.append(handle.result(timeout=60).tokens)
 
@@ -194,7 +213,11 @@ def test_serving_again_and_again_leaves_no_threads_behind(engine):
             engine.submit([1], Sampling(max_tokens=3)).result(timeout=30)
 
     def threads() -> int:
-        return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else threading.active_count()
+        return (
+            len(os.listdir("/proc/self/task"))
+            if sys.platform == "linux"
+            else threading.active_count()
+        )
 
     serve_once()
     before = threads()
@@ -213,7 +236,9 @@ def test_an_idle_engine_sleeps_and_a_submit_wakes_it(engine):
         before = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - before < 0.1
-        assert engine.submit([1], Sampling(max_tokens=3)).result(timeout=30).finish_reason == "length"
+        assert (
+            engine.submit([1], Sampling(max_tokens=3)).result(timeout=30).finish_reason == "length"
+        )
 
 
 def test_result_gives_up_when_its_time_is_over(engine):
@@ -229,7 +254,8 @@ def test_an_engine_serves_once_at_a_time(engine):
 
 
 def test_on_a_cpu_a_first_token_does_not_wait_for_the_next_step(parts):
-    """To start the next step takes nearly as long as that step there, so the token is read before."""
+    """To start the next step takes nearly as long as that step there, so the token is read
+    before."""
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         running = engine.submit([1] * 8, Sampling(max_tokens=40, ignore_eos=True))
         engine.step()
@@ -241,7 +267,7 @@ def test_on_a_cpu_a_first_token_does_not_wait_for_the_next_step(parts):
         assert (len(running.tokens), len(late.tokens)) == (3, 1)
 
 
-# --- cancelling, failing, closing --------------------------------------------------------------------------------
+# --- cancelling, failing, closing ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
@@ -259,12 +285,16 @@ def test_cancel_frees_the_slot_at_once_in_every_phase(parts, steps, run_ahead):
         engine.step()
         assert heir.request.slot == 0
         assert heir.result().tokens == expected
-        assert doomed.result().finish_reason == ("cancelled" if len(doomed.tokens) < 4 else "length")
+        assert doomed.result().finish_reason == (
+            "cancelled" if len(doomed.tokens) < 4 else "length"
+        )
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 @pytest.mark.parametrize("fails_at", range(1, 12))
-def test_a_step_that_raises_ends_its_own_requests_and_the_next_one_is_right(parts, monkeypatch, fails_at, run_ahead):
+def test_a_step_that_raises_ends_its_own_requests_and_the_next_one_is_right(
+    parts, monkeypatch, fails_at, run_ahead
+):
     with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
         expected = engine.submit([4, 5], FEW).result().tokens
         calls, forward = iter(range(1, 10**6)), nanobatch.forward
@@ -275,10 +305,15 @@ def test_a_step_that_raises_ends_its_own_requests_and_the_next_one_is_right(part
             return forward(*args)
 
         monkeypatch.setattr(nanobatch, "forward", failing)
-        handles = [engine.submit([n] * (20 * n), Sampling(max_tokens=5, ignore_eos=True)) for n in range(1, 5)]
+        handles = [
+            engine.submit([n] * (20 * n), Sampling(max_tokens=5, ignore_eos=True))
+            for n in range(1, 5)
+        ]
         results = [handle.result(timeout=30) for handle in handles]
         failed = [result for result in results if result.finish_reason == "error"]
-        assert 1 <= len(failed) <= 3 and all("the device is on fire" in result.error for result in failed)
+        assert 1 <= len(failed) <= 3 and all(
+            "the device is on fire" in result.error for result in failed
+        )
         assert all(result.finish_reason in ("error", "length") for result in results)
         engine.check()
         assert engine.submit([4, 5], FEW).result().tokens == expected
@@ -310,7 +345,9 @@ def test_close_ends_every_open_handle_and_refuses_what_comes_after(parts):
         engine.close()
         waiter.join(30)
         assert not waiter.is_alive()
-    assert all(handle.result(timeout=30).finish_reason in ("cancelled", "length") for handle in handles)
+    assert all(
+        handle.result(timeout=30).finish_reason in ("cancelled", "length") for handle in handles
+    )
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit([1], LONG)
     with pytest.raises(RuntimeError, match="closed"), engine.serving():
@@ -345,7 +382,7 @@ engine = Engine.load({str(folder)!r}, slots=2, max_len=128)
     assert done.returncode == expected, done.stderr
 
 
-# --- the snapshot ------------------------------------------------------------------------------------------------
+# --- the snapshot -------------------------------------------------------------------------------
 
 
 def test_a_snapshot_shows_slots_queue_and_steps(parts):
@@ -371,12 +408,15 @@ def test_a_snapshot_shows_slots_queue_and_steps(parts):
         snapshot = engine.snapshot()
         assert (snapshot.submitted, snapshot.finished, snapshot.output_tokens) == (3, 3, 12)
         assert all(
-            min(step.plan_s, step.build_s, step.device_s, step.wait_s, step.commit_s) >= 0 for step in snapshot.steps
+            min(step.plan_s, step.build_s, step.device_s, step.wait_s, step.commit_s) >= 0
+            for step in snapshot.steps
         )
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_all_time_of_the_thread_that_steps_is_some_steps_and_is_called_what_it_was(parts, monkeypatch, run_ahead):
+def test_all_time_of_the_thread_that_steps_is_some_steps_and_is_called_what_it_was(
+    parts, monkeypatch, run_ahead
+):
     """The work of the device was called building, and looked as if Python was slow."""
     now = 0.0
     spent = Counter()
@@ -395,13 +435,17 @@ def test_all_time_of_the_thread_that_steps_is_some_steps_and_is_called_what_it_w
 
         monkeypatch.setattr(owner, name, slow)
 
-    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead, clock=lambda: now) as engine:
+    with Engine(
+        *parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead, clock=lambda: now
+    ) as engine:
         takes(1, engine.sched, "plan")
         takes(10, nanobatch, "forward")
         takes(100, mx, "async_eval")
         takes(1000, mx, "eval")
         takes(10_000, engine.sched, "commit")
-        handles = [engine.submit([n] * 20 * n, Sampling(max_tokens=6, ignore_eos=True)) for n in (1, 2, 3)]
+        handles = [
+            engine.submit([n] * 20 * n, Sampling(max_tokens=6, ignore_eos=True)) for n in (1, 2, 3)
+        ]
         while engine.step():
             pass
         steps = engine.snapshot().steps
@@ -418,17 +462,20 @@ def test_all_time_of_the_thread_that_steps_is_some_steps_and_is_called_what_it_w
             assert step.seconds == step.ended - step.began
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_is_dropped_gives_its_slab_back_at_once(parts):
-    """Python's collector of circles does not know how large a slab is, so it may come much too late."""
+    """Python's collector of circles does not know how large a slab is, so it may come much too
+    late."""
     gc.collect()
     gc.disable()
     try:
         engine = Engine(*parts, slots=2, max_len=128, chunk=32)
         with engine.serving():
-            engine.generate(["one", [2, 2], [3]], Sampling(max_tokens=3, logprobs=2, ignore_eos=True))
+            engine.generate(
+                ["one", [2, 2], [3]], Sampling(max_tokens=3, logprobs=2, ignore_eos=True)
+            )
         with pytest.raises(ValueError, match="empty"):
             engine.submit("")
         engine.submit([4], LONG).cancel()
@@ -450,8 +497,8 @@ def rss() -> int:
 
 @pytest.mark.parametrize(("run_ahead", "rounds"), [(True, 4), (False, 2)])
 def test_over_two_thousand_decode_steps_memory_stays_flat(parts, run_ahead, rounds):
-    """Four times two answers of 500 tokens. Were one layer's slab copied once, the peak would show it; and a step may
-    leave behind 200 bytes of MLX's at most, or 5 KiB of all."""
+    """Four times two answers of 500 tokens. Were one layer's slab copied once, the peak would show
+    it; and a step may leave behind 200 bytes of MLX's at most, or 5 KiB of all."""
     with Engine(*parts, slots=2, max_len=16_384, chunk=64, run_ahead=run_ahead) as engine:
         engine.generate([[1, 2, 3]] * 2, Sampling(max_tokens=500, ignore_eos=True))
         one_layer = engine.runner.slab.k[0].nbytes
@@ -468,15 +515,18 @@ def test_over_two_thousand_decode_steps_memory_stays_flat(parts, run_ahead, roun
 
 
 def count_copies(folder: Path) -> tuple[int, int]:
-    """Steps in which MLX took memory for a whole layer of the slab, and steps in which a chunk takes over rows.
+    """Steps in which MLX took memory for a whole layer of the slab, and steps in which a chunk
+    takes over rows.
 
-    The hardest case is a chunk that takes over another slot's rows, behind a pass that still reads the slab: here two
-    such prompts follow each opening, each beside a prompt of its own. One layer with wide projections makes the pass
-    before slow until it has read.
+    The hardest case is a chunk that takes over another slot's rows, behind a pass that still reads
+    the slab: here two such prompts follow each opening, each beside a prompt of its own. One layer
+    with wide projections makes the pass before slow until it has read.
     """
     model = read_model(folder)
     say = Sampling(max_tokens=12, ignore_eos=True)
-    with Engine(model, Text(folder, model.config.V), slots=5, max_len=16_384, chunk=64, budget=400) as engine:
+    with Engine(
+        model, Text(folder, model.config.V), slots=5, max_len=16_384, chunk=64, budget=400
+    ) as engine:
         copies, orders, run = 0, [], engine.runner.run
         engine.runner.run = lambda order: orders.append(order) or run(order)
         for seed in range(4):
@@ -490,11 +540,18 @@ def count_copies(folder: Path) -> tuple[int, int]:
                 mx.reset_peak_memory()
                 engine.step()
                 copies += mx.get_peak_memory() - before > engine.runner.slab.k[0].nbytes
-    return copies, sum(any(prefill.source is not None for prefill in order.prefills) for order in orders)
+    return copies, sum(
+        any(prefill.source is not None for prefill in order.prefills) for order in orders
+    )
 
 
 def test_no_step_copies_the_slab_and_starting_a_pass_too_early_would(tmp_path, monkeypatch):
-    wide = {"hidden_size": 1024, "num_attention_heads": 32, "head_dim": 128, "intermediate_size": 64}
+    wide = {
+        "hidden_size": 1024,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "intermediate_size": 64,
+    }
     folder = make_checkpoint(tmp_path, num_hidden_layers=1, **wide)
     assert count_copies(folder) == (0, 8)
 

@@ -1,6 +1,7 @@
-"""A request's logits have the same bits alone and in company: however long its neighbours are, whenever it comes,
-whatever the slot held before, and whether its prompt's beginning was computed or taken over from another. And the bugs
-that would break this are planted, one by one, to see them caught."""
+"""A request's logits have the same bits alone and in company: however long its neighbours are,
+whenever it comes, whatever the slot held before, and whether its prompt's beginning was computed or
+taken over from another. And the bugs that would break this are planted, one by one, to see them
+caught."""
 
 import math
 import os
@@ -30,7 +31,8 @@ def models(tmp_path_factory) -> list[tuple[Model, Text]]:
 
 
 def test_no_company_changes_a_single_bit_in_any_form_of_the_product(everywhere, capsys):
-    """Alone means: in an engine with other slots, other chunks and another budget. Answers are read as prompts, too."""
+    """Alone means: in an engine with other slots, other chunks and another budget. Answers are read
+    as prompts, too."""
     with capsys.disabled():
         print()
         lines = [print(line := each.strip(), flush=True) or line for each in everywhere.stdout]
@@ -40,7 +42,12 @@ def test_no_company_changes_a_single_bit_in_any_form_of_the_product(everywhere, 
         figures = [int(line.split(f" {what}")[0].split()[-1].replace(",", "")) for what in WHAT]
         count, compared, beside, read, reused = figures
         assert count == (ELSEWHERE if number else SCHEDULES), line
-        assert compared > 12 * count and beside > 6 * count and read > 3 * count and reused > 10 * count
+        assert (
+            compared > 12 * count
+            and beside > 6 * count
+            and read > 3 * count
+            and reused > 10 * count
+        )
 
 
 WHAT = ("schedules", "logit vectors", "of them beside", "read as prompts", "tokens reused")
@@ -51,32 +58,46 @@ def test_the_form_that_was_asked_for_computes():
         code = "from parts.device import mlx as device; print(device.blas.kernels)"
         environment = os.environ | {"NANOBATCH_BLAS": f"rows:{form}", "NANOBATCH_THREADS": "3"}
         done = company.subprocess.run(
-            [company.sys.executable, "-c", code], cwd=company.ROOT, env=environment, capture_output=True, text=True
+            [company.sys.executable, "-c", code],
+            cwd=company.ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.stdout.strip() == f"{form}, 3 threads", done
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 11, 16, 33, 129])
-@pytest.mark.parametrize("inputs, outputs", [(96, 16_016), (600, 200), (1030, 100), (36, 33), (5, 7)])
+@pytest.mark.parametrize(
+    "inputs, outputs", [(96, 16_016), (600, 200), (1030, 100), (36, 33), (5, 7)]
+)
 def test_a_product_gives_a_row_the_same_bits_wherever_it_stands(count, inputs, outputs):
-    """Among equal rows, among others, and alone; wide and deep, and in sizes that are no multiple of anything."""
+    """Among equal rows, among others, and alone; wide and deep, and in sizes that are no multiple
+    of anything."""
     rng = np.random.default_rng(count)
     x = mx.array(rng.standard_normal((count, inputs), dtype=np.float32))
     weight = mx.array(rng.standard_normal((outputs, inputs), dtype=np.float32))
     dense = Dense.of([(weight, None)])
     y = dense(x)
-    assert y.shape == (count, outputs) and np.allclose(y, np.array(x, np.float64) @ np.array(weight).T, atol=1e-3)
+    assert y.shape == (count, outputs) and np.allclose(
+        y, np.array(x, np.float64) @ np.array(weight).T, atol=1e-3
+    )
     for row in {0, count // 2, count - 1}:
         alone = x[row : row + 1]
         assert mx.array_equal(dense(alone), y[row : row + 1])
-        assert mx.array_equal(dense(mx.repeat(alone, count, axis=0)), mx.repeat(y[row : row + 1], count, axis=0))
+        assert mx.array_equal(
+            dense(mx.repeat(alone, count, axis=0)), mx.repeat(y[row : row + 1], count, axis=0)
+        )
 
 
 @pytest.mark.parametrize("reach", [32, 64, 160, 352, 1000])
 def test_how_far_attention_reads_does_not_show_in_a_bit(reach):
     """Of rows that a token must not see it reads whatever an earlier owner has left, times zero."""
     rng = np.random.default_rng(reach)
-    q, k, v = (mx.array(rng.standard_normal((1, 2, rows, 24), dtype=np.float32)) for rows in (3, 1024, 1024))
+    q, k, v = (
+        mx.array(rng.standard_normal((1, 2, rows, 24), dtype=np.float32))
+        for rows in (3, 1024, 1024)
+    )
     seen = 30
     q, kind = q[0].swapaxes(0, 1), Kind(None, None, None, None, None)  # (3, 2, 24)
     near = llama.attention(q, k[:, :, :seen], v[:, :, :seen], mx.zeros((1, 1, 3, seen)), kind)
@@ -85,10 +106,24 @@ def test_how_far_attention_reads_does_not_show_in_a_bit(reach):
 
 
 def test_element_by_element_operations_give_the_same_bits_at_the_end_of_a_vector_as_in_its_middle():
-    """A vector unit computes several numbers at a time, and might compute what is left over in another way."""
+    """A vector unit computes several numbers at a time, and might compute what is left over in
+    another way."""
     numbers = mx.random.normal((1000,), key=mx.random.key(1)) * 3
-    for operation in (ops.silu, ops.gelu, mx.exp, mx.cos, mx.sin, mx.tanh, lambda x: mx.power(math.e, x), ops.softmax):
-        whole = operation(mx.repeat(numbers[:, None], 67, axis=1)) if operation is not ops.softmax else None
+    for operation in (
+        ops.silu,
+        ops.gelu,
+        mx.exp,
+        mx.cos,
+        mx.sin,
+        mx.tanh,
+        lambda x: mx.power(math.e, x),
+        ops.softmax,
+    ):
+        whole = (
+            operation(mx.repeat(numbers[:, None], 67, axis=1))
+            if operation is not ops.softmax
+            else None
+        )
         for size in range(1, 40):
             if whole is not None:
                 assert mx.array_equal(operation(numbers[:size]), whole[:size, 5]), (operation, size)
@@ -121,13 +156,20 @@ def test_the_same_request_has_the_same_bits_in_engines_of_1_to_33_slots_and_any_
         prompt = rng.integers(0, 256, 45).tolist()
         seen = set()
         for slots, budget, chunk in ((1, 1, 32), (2, 7, 64), (7, 400, 32), (33, 90, 96)):
-            with Engine(model, text, slots=slots, max_len=192, chunk=chunk, budget=budget) as engine:
+            with Engine(
+                model, text, slots=slots, max_len=192, chunk=chunk, budget=budget
+            ) as engine:
                 tap = Tap(engine)
                 for neighbours in {0, slots - 1}:
-                    others = [rng.integers(0, 256, int(rng.integers(1, 90))).tolist() for _ in range(neighbours)]
+                    others = [
+                        rng.integers(0, 256, int(rng.integers(1, 90))).tolist()
+                        for _ in range(neighbours)
+                    ]
                     sampling = Sampling(max_tokens=12, ignore_eos=True)
                     handles = [engine.submit(each, sampling) for each in (*others, prompt)]
-                    engine.wait(lambda handles=handles: all(handle.finish_reason for handle in handles))
+                    engine.wait(
+                        lambda handles=handles: all(handle.finish_reason for handle in handles)
+                    )
                     seen.add(tap.of(handles[-1]).tobytes())
         assert len(seen) == 1, f"model {seed} has {len(seen)} answers"
 
@@ -140,11 +182,13 @@ def test_run_ahead_and_the_plain_loop_give_the_same_tokens(models):
         answers = []
         for run_ahead in (True, False):
             with Engine(model, text, slots=3, max_len=192, chunk=32, run_ahead=run_ahead) as engine:
-                answers.append([h.tokens for h in run_schedule(engine, asks, np.random.default_rng(seed))])
+                answers.append(
+                    [h.tokens for h in run_schedule(engine, asks, np.random.default_rng(seed))]
+                )
         assert answers[0] == answers[1]
 
 
-# --- teeth -------------------------------------------------------------------------------------------------------
+# --- teeth --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -161,18 +205,21 @@ def test_run_ahead_and_the_plain_loop_give_the_same_tokens(models):
     ],
 )
 def test_a_planted_bug_is_caught(monkeypatch, examined, bug):
-    """By the reference, by the bits, or by an invariant: ten prompts in company, and no bug gets through."""
+    """By the reference, by the bits, or by an invariant: ten prompts in company, and no bug gets
+    through."""
     plant(monkeypatch, bug)
     assert not is_all_well(*examined)
 
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory) -> tuple[Path, list[Ask], list[list[int]]]:
-    """A model, prompts, and mlx-lm's answers, which are the engine's as long as no bug is planted."""
+    """A model, prompts, and mlx-lm's answers, which are the engine's as long as no bug is
+    planted."""
     folder, rng = make_checkpoint(tmp_path_factory.mktemp("examined")), np.random.default_rng(3)
     asks = random_asks(rng, 10, longest=100, tokens=16, alike=0.3)
     opening = rng.integers(0, 256, 100).tolist()
-    asks += [Ask(opening[:n] + opening[n + 1 :], 16) for n in (99, 98, 63, 63)]  # the same, but for one token
+    # The same, but for one token
+    asks += [Ask(opening[:n] + opening[n + 1 :], 16) for n in (99, 98, 63, 63)]
     reference = Reference(folder)
     answers = [reference.greedy(ask.prompt, ask.max_tokens)[0] for ask in asks]
     assert is_all_well(folder, asks, answers)
@@ -181,10 +228,14 @@ def examined(tmp_path_factory) -> tuple[Path, list[Ask], list[list[int]]]:
 
 def is_all_well(folder: Path, asks: list[Ask], answers: list[list[int]]) -> bool:
     with Engine.load(folder, slots=4, max_len=192, chunk=32) as engine:
-        return [handle.tokens for handle in run_schedule(engine, asks, np.random.default_rng(3))] == answers
+        return [
+            handle.tokens for handle in run_schedule(engine, asks, np.random.default_rng(3))
+        ] == answers
 
 
-@pytest.mark.parametrize("bug", ["a reach that shows", "no further than the one before", "a form by their number"])
+@pytest.mark.parametrize(
+    "bug", ["a reach that shows", "no further than the one before", "a form by their number"]
+)
 def test_a_bug_that_lets_the_company_show_is_caught(models, monkeypatch, bug):
     """Each was once in the code, or in a try to mend it."""
     looks, softmax, attention = kv.Window.looks, llama.softmax, llama.attention
@@ -194,11 +245,16 @@ def test_a_bug_that_lets_the_company_show_is_caught(models, monkeypatch, bug):
 
     def no_further_than_the_one_before(self, *form):
         each = looks(self, *form)
-        capped = [look._replace(T=min(look.T, before.T)) for look, before in zip(each[1:], each, strict=False)]
+        capped = [
+            look._replace(T=min(look.T, before.T))
+            for look, before in zip(each[1:], each, strict=False)
+        ]
         return each[:1] + [look._replace(mask=look.mask[..., : look.T]) for look in capped]
 
     def a_form_by_their_number(x, scale):
-        return softmax(x, scale) if math.prod(x.shape[:-1]) >= 16 else mx.softmax(x * scale, axis=-1)
+        return (
+            softmax(x, scale) if math.prod(x.shape[:-1]) >= 16 else mx.softmax(x * scale, axis=-1)
+        )
 
     planted = {
         "a reach that shows": (llama, "attention", a_reach_that_shows),
@@ -217,16 +273,22 @@ def test_a_bug_that_lets_the_company_show_is_caught(models, monkeypatch, bug):
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 @pytest.mark.parametrize("scrubbed", [True, False])
-def test_a_non_finite_row_ends_its_own_request_and_its_slot_is_scrubbed(models, monkeypatch, scrubbed, run_ahead):
-    """0 x NaN is NaN, even where the mask hides it. Without the scrub, the next owner of the slot is poisoned: it reads
-    as far as its longer neighbour, and so over the row of NaN before it has written that row itself."""
+def test_a_non_finite_row_ends_its_own_request_and_its_slot_is_scrubbed(
+    models, monkeypatch, scrubbed, run_ahead
+):
+    """0 x NaN is NaN, even where the mask hides it. Without the scrub, the next owner of the slot
+    is poisoned: it reads as far as its longer neighbour, and so over the row of NaN before it has
+    written that row itself."""
     model, text = models[0]
     if not scrubbed:
         monkeypatch.setattr(kv.Slab, "scrub", lambda self, *rows: None)
     good = Ask([5, 6, 7], 40)
-    with Engine(poisoned(model, 99), text, slots=2, max_len=192, chunk=32, run_ahead=run_ahead) as engine:
+    with Engine(
+        poisoned(model, 99), text, slots=2, max_len=192, chunk=32, run_ahead=run_ahead
+    ) as engine:
         alone = engine.submit(good.prompt, good.sampling()).result()
-        longer = Sampling(max_tokens=60, ignore_eos=True, logit_bias={99: -100})  # it never says the poisoned token
+        # It never says the poisoned token
+        longer = Sampling(max_tokens=60, ignore_eos=True, logit_bias={99: -100})
         neighbour = engine.submit([*range(14)], longer)
         bad = engine.submit([*range(40), 99, 4], good.sampling())
         after = engine.submit(good.prompt, good.sampling())

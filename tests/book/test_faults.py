@@ -1,4 +1,5 @@
-"""The engine fails in the open: a bug is shown with its file and its line, and as few requests as possible end."""
+"""The engine fails in the open: a bug is shown with its file and its line, and as few requests as
+possible end."""
 
 import gc
 import re
@@ -46,7 +47,11 @@ LINE = bug.__code__.co_firstlineno + 1  # of the culprit
 
 
 def blocks(text: str) -> list[str]:
-    return re.findall(r"^Traceback \(most recent call last\):$.*?^\S*Bug: the device is on fire$", text, re.M | re.S)
+    return re.findall(
+        r"^Traceback \(most recent call last\):$.*?^\S*Bug: the device is on fire$",
+        text,
+        re.M | re.S,
+    )
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
@@ -66,7 +71,8 @@ def test_an_exception_in_any_part_of_a_step_shows_its_line_and_the_next_request_
         for handle in (first, second):
             assert handle.finish_reason == "error" and isinstance(handle.exception, Bug)
             assert handle.result().error == "Bug: the device is on fire"
-        # If nothing was planned or in flight, it is not known what failed, and nobody is kept waiting.
+        # If nothing was planned or in flight, it is not known what failed, and nobody is kept
+        # waiting.
         all_end = not run_ahead and part in ("plan", "a policy")
         assert in_line.result().finish_reason == ("error" if all_end else "length")
         (block,) = blocks(caplog.text)
@@ -116,7 +122,11 @@ def test_a_detokenizer_that_raises_ends_its_own_request_and_shows_its_line(engin
     assert bad.result().finish_reason == "error" and "no such character" in bad.error
     assert isinstance(bad.exception, kind) and good.exception is None
     assert good.result().tokens == expected
-    assert f"request {bad.id} " in caplog.text and "in push" in caplog.text and caplog.text.count("Traceback") == 1
+    assert (
+        f"request {bad.id} " in caplog.text
+        and "in push" in caplog.text
+        and caplog.text.count("Traceback") == 1
+    )
 
 
 @pytest.mark.parametrize("act", [Handle.cancel, lambda handle: handle._engine.close()])
@@ -128,7 +138,9 @@ def test_a_last_text_that_cannot_be_made_stops_no_cancel_and_no_close(engine, ca
     assert handle.finish_reason == "cancelled" and len(blocks(caplog.text)) == 1
 
 
-def test_a_step_that_fails_while_the_one_before_cannot_be_read_shows_both(parts, monkeypatch, caplog):
+def test_a_step_that_fails_while_the_one_before_cannot_be_read_shows_both(
+    parts, monkeypatch, caplog
+):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         handle = engine.submit([1], LONG)
         engine.step(), engine.step()
@@ -136,7 +148,9 @@ def test_a_step_that_fails_while_the_one_before_cannot_be_read_shows_both(parts,
         monkeypatch.setattr(nanobatch.Flight, "read", lambda self: 1 / 0)
         engine.step()
         assert handle.error == "Bug: the device is on fire"
-        assert len(caplog.messages) == 2 and blocks(caplog.text) and "ZeroDivisionError" in caplog.text
+        assert (
+            len(caplog.messages) == 2 and blocks(caplog.text) and "ZeroDivisionError" in caplog.text
+        )
 
 
 def test_mistakes_of_users_have_no_traceback(engine, caplog):
@@ -184,13 +198,17 @@ def test_an_exception_is_told_in_one_line_and_shown_with_its_causes(caplog):
     except ValueError as error:
         show_fault("a test failed", error)
     assert caplog.messages == ["nanobatch: a test failed"]
-    assert len(blocks(caplog.text)) == 1 and caplog.text.rstrip().endswith("ValueError: because of it")
+    assert len(blocks(caplog.text)) == 1 and caplog.text.rstrip().endswith(
+        "ValueError: because of it"
+    )
 
 
 def test_a_bug_in_forward_is_on_stderr_with_its_file_and_its_line(tmp_path):
     """As whoever hacks on it sees it, with no logging set up."""
     folder = make_checkpoint(tmp_path, seed=1)
-    (tmp_path / "hacked.py").write_text("def forward(model, ids, windows, asked):\n    return ids @ asked.nothing\n")
+    (tmp_path / "hacked.py").write_text(
+        "def forward(model, ids, windows, asked):\n    return ids @ asked.nothing\n"
+    )
     code = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
 import hacked, nanobatch
@@ -209,9 +227,12 @@ with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
 
 @pytest.mark.parametrize("error", ["ValueError", "TypeError"])
 def test_a_bug_in_forward_does_not_pass_for_a_wrong_option_of_a_server(tmp_path, error):
-    """The first step is run while the model is loaded, and what goes wrong there was told in one line."""
+    """The first step is run while the model is loaded, and what goes wrong there was told in one
+    line."""
     folder = make_checkpoint(tmp_path, seed=1)
-    (tmp_path / "hacked.py").write_text(f"def forward(model, ids, windows, asked):\n    raise {error}('shapes')\n")
+    (tmp_path / "hacked.py").write_text(
+        f"def forward(model, ids, windows, asked):\n    raise {error}('shapes')\n"
+    )
     code = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
 import hacked, nanobatch, serve
@@ -220,4 +241,7 @@ sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
     assert done.returncode == (2 if error == "ValueError" else 1)
-    assert f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr and f"{error}: shapes" in done.stderr
+    assert (
+        f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr
+        and f"{error}: shapes" in done.stderr
+    )

@@ -1,4 +1,5 @@
-"""Every request ends, exactly once, with a reason, whatever breaks; and what breaks is nobody else's affair."""
+"""Every request ends, exactly once, with a reason, whatever breaks; and what breaks is nobody
+else's affair."""
 
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def test_a_short_soak_of_random_requests_cancels_and_bad_input(parts):
     assert report.cancelled > 60 and report.compared > 150 and report.wrong == 0
 
 
-# --- what raises -------------------------------------------------------------------------------------------------
+# --- what raises --------------------------------------------------------------------------------
 
 CALLS = [
     "forward",
@@ -54,7 +55,10 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
     owner = mx if owner == "mx" else getattr(nanobatch, owner) if owner else nanobatch
     real = getattr(owner, name)
     failures = 0
-    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine, engine.serving():
+    with (
+        Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine,
+        engine.serving(),
+    ):
         expected = engine.submit([4, 5], FEW).result(timeout=30).tokens
         for fails_at in range(12):
             calls = iter(range(10**6))
@@ -65,7 +69,10 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
                 return real(*args, **options)
 
             monkeypatch.setattr(owner, name, failing)
-            handles = [engine.submit([n] * 20 * n, Sampling(max_tokens=4, ignore_eos=True)) for n in (1, 2, 3)]
+            handles = [
+                engine.submit([n] * 20 * n, Sampling(max_tokens=4, ignore_eos=True))
+                for n in (1, 2, 3)
+            ]
             results = [handle.result(timeout=30) for handle in handles]
             monkeypatch.setattr(owner, name, real)
             failed = [result for result in results if result.finish_reason == "error"]
@@ -76,8 +83,11 @@ def test_an_exception_at_any_call_ends_what_was_in_the_step_and_the_next_request
     assert failures >= 5
 
 
-def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_its_way(parts, monkeypatch):
-    """A's third and last token is in flight when the step after it, which holds B alone, cannot be built."""
+def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_its_way(
+    parts, monkeypatch
+):
+    """A's third and last token is in flight when the step after it, which holds B alone, cannot be
+    built."""
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         expected = engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True)).result().tokens
         a = engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True))
@@ -92,8 +102,11 @@ def test_a_failing_step_leaves_an_answer_alone_whose_last_token_is_already_on_it
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old_order(parts, monkeypatch, run_ahead):
-    """The budget lets one chunk into a step. A's cannot be run; B is in a slot, C to E in line: they lose nothing."""
+def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old_order(
+    parts, monkeypatch, run_ahead
+):
+    """The budget lets one chunk into a step. A's cannot be run; B is in a slot, C to E in line:
+    they lose nothing."""
     prompts = [[n] * 40 for n in range(1, 6)]
     with Engine(*parts, slots=2, max_len=128, chunk=32, budget=1, run_ahead=run_ahead) as engine:
         expected = engine.generate(prompts, LONG)
@@ -102,15 +115,23 @@ def test_after_a_failed_step_whoever_has_yielded_nothing_begins_again_in_the_old
             broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
             engine.step()
         a, b, *line = handles
-        assert a.finish_reason == "error" and b.request.phase == "queued" and engine.snapshot().waiting == 4
+        assert (
+            a.finish_reason == "error"
+            and b.request.phase == "queued"
+            and engine.snapshot().waiting == 4
+        )
         engine.check()
         results = [handle.result(timeout=30) for handle in handles[1:]]
         assert [result.tokens for result in results] == [result.tokens for result in expected[1:]]
-        assert [handle.id for handle in sorted(handles[1:], key=lambda handle: handle.times[0])] == [
+        assert [
+            handle.id for handle in sorted(handles[1:], key=lambda handle: handle.times[0])
+        ] == [
             b.id,
             *(handle.id for handle in line),
         ]
-        assert all(result.metrics.output_tokens == 30 and result.metrics.ttft_s > 0 for result in results)
+        assert all(
+            result.metrics.output_tokens == 30 and result.metrics.ttft_s > 0 for result in results
+        )
 
 
 def test_if_not_even_a_new_slab_can_be_made_nobody_is_left_waiting(engine, monkeypatch):
@@ -119,19 +140,22 @@ def test_if_not_even_a_new_slab_can_be_made_nobody_is_left_waiting(engine, monke
     with engine.serving():
         with monkeypatch.context() as broken:
             broken.setattr(nanobatch, "forward", lambda *args: 1 / 0)
-            broken.setattr(nanobatch, "Slab", lambda *args: (_ for _ in ()).throw(MemoryError("no room")))
+            broken.setattr(
+                nanobatch, "Slab", lambda *args: (_ for _ in ()).throw(MemoryError("no room"))
+            )
             handles = [engine.submit([4, 5], LONG) for _ in range(5)]
             assert all(handle.result(timeout=30).finish_reason == "error" for handle in handles)
         assert engine.submit([4, 5], LONG).result(timeout=30).tokens == expected
     engine.check()
 
 
-# --- numbers that are not finite ---------------------------------------------------------------------------------
+# --- numbers that are not finite ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ends_by", ["stop", "cancel"])
 def test_a_ghosts_poison_does_not_reach_the_slots_next_owner(parts, ends_by):
-    """A ends while a step is in flight that carries its ghost, and the ghost's row is NaN. B gets the slot."""
+    """A ends while a step is in flight that carries its ghost, and the ghost's row is NaN. B gets
+    the slot."""
     model, text = parts
     with Engine(model, text, slots=1, max_len=128, chunk=32) as engine:
         first = engine.submit([7] * 40, LONG).result().tokens[0]
@@ -150,10 +174,13 @@ def test_a_ghosts_poison_does_not_reach_the_slots_next_owner(parts, ends_by):
 
 
 def test_a_cancel_between_plan_and_run_still_leaves_a_clean_slot(parts):
-    """The chunk that is about to run writes poison after the cancel: the next owner's scrub comes later still."""
+    """The chunk that is about to run writes poison after the cancel: the next owner's scrub comes
+    later still."""
     model, text = parts
     good = Sampling(max_tokens=60, ignore_eos=True)
-    with Engine(poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1, run_ahead=False) as engine:
+    with Engine(
+        poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1, run_ahead=False
+    ) as engine:
         alone = engine.submit([5, 6, 7], good).result().tokens
         bad = engine.submit([99] * 100, good)
         run = engine.runner.run
@@ -168,13 +195,16 @@ def test_a_cancel_between_plan_and_run_still_leaves_a_clean_slot(parts):
         assert engine.submit([5, 6, 7], good).result().tokens == alone
 
 
-# --- the end of the program --------------------------------------------------------------------------------------
+# --- the end of the program ---------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
     return make_checkpoint(
-        tmp_path_factory.mktemp("load"), hidden_size=512, intermediate_size=2048, num_hidden_layers=12
+        tmp_path_factory.mktemp("load"),
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
     )
 
 
@@ -190,14 +220,17 @@ time.sleep({delay})
     assert done.returncode == 0, done.stderr
 
 
-# --- found by trying to break it ---------------------------------------------------------------------------------
+# --- found by trying to break it ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", sched.POLICIES)
 def test_a_failing_last_read_ends_nobody_who_was_still_in_line(parts, monkeypatch, policy):
     with Engine(*parts, slots=1, max_len=128, chunk=32, policy=policy) as engine:
         expected = engine.submit([4, 5], LONG).result().tokens
-        a, b = engine.submit([1, 2], Sampling(max_tokens=2, ignore_eos=True)), engine.submit([4, 5], LONG)
+        a, b = (
+            engine.submit([1, 2], Sampling(max_tokens=2, ignore_eos=True)),
+            engine.submit([4, 5], LONG),
+        )
         while a.request.planned < 2:
             engine.step()
         with monkeypatch.context() as broken:
@@ -207,7 +240,8 @@ def test_a_failing_last_read_ends_nobody_who_was_still_in_line(parts, monkeypatc
 
 
 def test_poison_in_the_last_chunk_of_a_cancelled_prompt_is_scrubbed_too(parts):
-    """The chunk is in flight when the request is cancelled. On a GPU its padding is written, too."""
+    """The chunk is in flight when the request is cancelled. On a GPU its padding is written,
+    too."""
     model, text = parts
     good = Sampling(max_tokens=95, ignore_eos=True)
     with Engine(poisoned(model, 99), text, slots=1, max_len=100, chunk=64) as engine:
@@ -230,7 +264,10 @@ def test_poison_in_the_last_chunk_of_a_cancelled_prompt_is_scrubbed_too(parts):
 )
 def test_settings_at_their_limits_disturb_nobody(engine, settings):
     expected = engine.submit([1, 2], LONG).result().tokens
-    odd, good = engine.submit([1, 2], Sampling(max_tokens=9, **settings)), engine.submit([1, 2], LONG)
+    odd, good = (
+        engine.submit([1, 2], Sampling(max_tokens=9, **settings)),
+        engine.submit([1, 2], LONG),
+    )
     assert odd.result().finish_reason in ("length", "stop") and good.result().tokens == expected
     if settings == {"temperature": 1e-46}:
         assert odd.tokens == expected[: len(odd.tokens)]

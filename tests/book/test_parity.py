@@ -1,7 +1,8 @@
 """Token for token what mlx-lm says, for every configuration that is supported, in random company.
 
-The reference reads the same folder, in float32. A whole answer is checked in one pass: if each of our tokens is what
-mlx-lm finds most likely after the prompt and our tokens before it, then by induction the two answers are the same.
+The reference reads the same folder, in float32. A whole answer is checked in one pass: if each of
+our tokens is what mlx-lm finds most likely after the prompt and our tokens before it, then by
+induction the two answers are the same.
 """
 
 import sys
@@ -24,7 +25,8 @@ def test_every_token_and_logit_is_mlx_lms_in_random_company(name, tmp_path):
     respelled = settings.pop("reference", None)
     seed = list(CONFIGS).index(name)
     folder = make_checkpoint(tmp_path, seed=seed, **settings)
-    # Where requests run one at a time there is no company, and many steps. A tenth of the configurations shows that.
+    # Where requests run one at a time there is no company, and many steps. A tenth of the
+    # configurations shows that.
     lonely = seed % 10 == 2
     options = {
         "slots": 1 + seed % 3 if lonely else 2 + seed % 7,
@@ -45,13 +47,21 @@ def test_at_least_five_hundred_prompts_are_compared_and_three_hundred_of_the_fam
 
 @pytest.mark.parametrize(
     "name",
-    ["4 bits", "6 bits, tied", "some layers quantized, each in its way", "granite, 4 bits, tied", "qwen3_moe, 4 bits"],
+    [
+        "4 bits",
+        "6 bits, tied",
+        "some layers quantized, each in its way",
+        "granite, 4 bits, tied",
+        "qwen3_moe, 4 bits",
+    ],
 )
 def test_weights_that_stay_quantized_give_mlx_lms_tokens_too(name, tmp_path):
     """What a GPU does, where quantized products are fast: here they are slow, but as right."""
     folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])
     with Engine.load(folder, dtype="checkpoint", slots=3, max_len=256, chunk=32) as engine:
-        assert any(getattr(layer.mlp.down, "scales", None) is not None for layer in engine.model.layers)
+        assert any(
+            getattr(layer.mlp.down, "scales", None) is not None for layer in engine.model.layers
+        )
         compare(engine, Reference(folder), 5, prompts=6)
 
 
@@ -65,7 +75,9 @@ def test_half_precision_that_stays_as_it_is_comes_close(dtype, tmp_path):
     assert error.mean() < (0.05 if dtype == mx.bfloat16 else 0.01)
 
 
-def test_dynamic_rope_beyond_the_trained_length_has_one_theta_for_all_sequences_of_an_engine(tmp_path):
+def test_dynamic_rope_beyond_the_trained_length_has_one_theta_for_all_sequences_of_an_engine(
+    tmp_path,
+):
     """It is chosen by the length of a slot. mlx-lm is told that theta by hand, and no rule."""
     scaling = {"type": "dynamic", "factor": 2.0}
     folder = make_checkpoint(tmp_path, seed=7, rope_scaling=scaling, max_position_embeddings=40)

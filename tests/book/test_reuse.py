@@ -1,4 +1,5 @@
-"""Prompts that begin alike share what has been computed, and nobody can tell but by the time it takes."""
+"""Prompts that begin alike share what has been computed, and nobody can tell but by the time it
+takes."""
 
 import os
 
@@ -84,15 +85,26 @@ def test_the_memory_that_was_not_used_for_longest_goes_first(parts):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_prompts_within_and_beyond_the_trained_length_share_rows_where_positions_are_stretched(kind, tmp_path):
-    """How positions turn depends on the length of a slot, and not on a prompt's: so equal tokens have equal rows."""
+def test_prompts_within_and_beyond_the_trained_length_share_rows_where_positions_are_stretched(
+    kind, tmp_path
+):
+    """How positions turn depends on the length of a slot, and not on a prompt's: so equal tokens
+    have equal rows."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
     scaling = {"rope_type": kind, "factor": 2.0, **(factors if kind == "longrope" else {})}
     folder = make_checkpoint(
-        tmp_path, rope_scaling=scaling, max_position_embeddings=100, original_max_position_embeddings=100
+        tmp_path,
+        rope_scaling=scaling,
+        max_position_embeddings=100,
+        original_max_position_embeddings=100,
     )
     opening = tokens(96)
-    prompts = [opening, [*opening[:80], 1], opening + tokens(50, seed=1), opening + tokens(60, seed=2)]
+    prompts = [
+        opening,
+        [*opening[:80], 1],
+        opening + tokens(50, seed=1),
+        opening + tokens(60, seed=2),
+    ]
     with Engine.load(folder, slots=1, max_len=256, chunk=32, reuse=False) as engine:
         alone = [result.tokens for result in engine.generate(prompts, SHORT)]
     with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
@@ -126,11 +138,14 @@ def test_a_snapshot_shows_what_was_reused_and_what_is_remembered(parts):
         assert engine.snapshot().slots[0].reused == 39
 
 
-# --- a chat's next turn ------------------------------------------------------------------------------------------
+# --- a chat's next turn -------------------------------------------------------------------------
 
 
-def turns(engine: Engine, first: list[int], count: int, answer: int = 30) -> list[tuple[int, int, list[int]]]:
-    """A conversation. For each turn: its prompt's length, how much of it was taken over, and the answer."""
+def turns(
+    engine: Engine, first: list[int], count: int, answer: int = 30
+) -> list[tuple[int, int, list[int]]]:
+    """A conversation. For each turn: its prompt's length, how much of it was taken over, and the
+    answer."""
     said, told = first, []
     for turn in range(count):
         result = engine.submit(said, Sampling(max_tokens=answer, ignore_eos=True)).result()
@@ -140,23 +155,32 @@ def turns(engine: Engine, first: list[int], count: int, answer: int = 30) -> lis
 
 
 def test_the_next_turn_reads_only_what_is_new(parts):
-    """Of 40 + 30 tokens all but the newest have rows: 69. The next turn reads that one, and 9 that are new."""
+    """Of 40 + 30 tokens all but the newest have rows: 69. The next turn reads that one, and 9 that
+    are new."""
     with Engine(*parts, slots=2, max_len=256, chunk=32) as engine:
         told = turns(engine, tokens(40), 4)
         assert [length for length, *_ in told] == [40, 79, 118, 157]
         assert [cached for _, cached, _ in told] == [0, 69, 108, 147]
         assert prefilled(engine) == 40 + 3 * 10
     with Engine(*parts, slots=2, max_len=256, chunk=32, reuse=False) as plain:
-        assert [answer for *_, answer in turns(plain, tokens(40), 4)] == [answer for *_, answer in told]
+        assert [answer for *_, answer in turns(plain, tokens(40), 4)] == [
+            answer for *_, answer in told
+        ]
         assert prefilled(plain) == 40 + 79 + 118 + 157
 
 
 @pytest.mark.parametrize("kept", [35, 47, 48, 49, 68, 69, 70])
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_turn_goes_on_from_any_row_and_its_logits_have_the_bits_of_one_that_took_over_nothing(parts, copied, kept):
-    """From its own slot's rows, or copied while another request goes on in that slot. 40 tokens and 30 of an answer."""
+def test_a_turn_goes_on_from_any_row_and_its_logits_have_the_bits_of_one_that_took_over_nothing(
+    parts, copied, kept
+):
+    """From its own slot's rows, or copied while another request goes on in that slot. 40 tokens and
+    30 of an answer."""
     longer = Sampling(max_tokens=30, ignore_eos=True)
-    with Engine(*parts, slots=2, max_len=256, chunk=32) as engine, Engine(*parts, slots=2, max_len=256) as plain:
+    with (
+        Engine(*parts, slots=2, max_len=256, chunk=32) as engine,
+        Engine(*parts, slots=2, max_len=256) as plain,
+    ):
         taps = Tap(engine), Tap(plain)
         first = engine.submit(tokens(40), longer)
         said = tokens(40) + first.result().tokens
@@ -176,11 +200,16 @@ def test_a_turn_goes_on_from_any_row_and_its_logits_have_the_bits_of_one_that_to
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_after_a_cancel_an_answer_is_remembered_and_after_an_error_nothing_is(parts, run_ahead):
-    """A cancelled answer's rows are as good as any. After an error none is trusted, since it may not be finite."""
+    """A cancelled answer's rows are as good as any. After an error none is trusted, since it may
+    not be finite."""
     model, text = parts
     prompt = [n % 90 for n in range(40)]
-    with Engine(poisoned(model, 99), text, slots=1, max_len=256, chunk=32, run_ahead=run_ahead) as engine:
-        cancelled = engine.submit(prompt, Sampling(max_tokens=50, ignore_eos=True, logit_bias={99: -1e9}))
+    with Engine(
+        poisoned(model, 99), text, slots=1, max_len=256, chunk=32, run_ahead=run_ahead
+    ) as engine:
+        cancelled = engine.submit(
+            prompt, Sampling(max_tokens=50, ignore_eos=True, logit_bias={99: -1e9})
+        )
         while len(cancelled.tokens) < 10:
             engine.step()
         cancelled.cancel()
@@ -189,12 +218,15 @@ def test_after_a_cancel_an_answer_is_remembered_and_after_an_error_nothing_is(pa
         failed = engine.submit([*said, 7, 99], SHORT)
         assert failed.result().finish_reason == "error"
         assert [slot.remembered for slot in engine.snapshot().slots] == [0]
-        again = engine.submit([*said, 7], Sampling(max_tokens=100, ignore_eos=True, logit_bias={99: -1e9})).result()
+        again = engine.submit(
+            [*said, 7], Sampling(max_tokens=100, ignore_eos=True, logit_bias={99: -1e9})
+        ).result()
         assert again.metrics.cached_tokens == 0 and again.finish_reason == "length"
 
 
 def test_what_a_slot_remembers_of_an_answer_is_shown(parts):
-    """The newest token has no row, and a request that shares nothing leaves nothing of its answer behind."""
+    """The newest token has no row, and a request that shares nothing leaves nothing of its answer
+    behind."""
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         engine.submit(tokens(40), SHORT).result()
         assert [slot.remembered for slot in engine.snapshot().slots] == [43, 0]
@@ -209,9 +241,14 @@ def test_what_a_slot_remembers_of_an_answer_is_shown(parts):
 
 
 def test_two_conversations_with_one_system_prompt_keep_a_slot_each(parts):
-    """The second took the first one's slot, since that held its beginning, while two others were empty."""
+    """The second took the first one's slot, since that held its beginning, while two others were
+    empty."""
     with Engine(*parts, slots=3, max_len=512, chunk=32) as engine:
-        said, slots, cached = [tokens(64) + tokens(100, seed=seed) for seed in (7, 8)], [set(), set()], [[], []]
+        said, slots, cached = (
+            [tokens(64) + tokens(100, seed=seed) for seed in (7, 8)],
+            [set(), set()],
+            [[], []],
+        )
         for turn in range(3):
             for who in (0, 1):
                 handle = engine.submit(said[who], SHORT)
@@ -231,14 +268,25 @@ def plain(parts):
 def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
     """Three turns of random conversations in each other's company.
 
-    Counts tokens, answers that differ from those without reuse, and rows of answers that were taken over.
+    Counts tokens, answers that differ from those without reuse, and rows of answers that were taken
+    over.
     """
     rng = np.random.default_rng(seed)
-    slots, chunk, budget = int(rng.integers(1, 7)), int(rng.choice([32, 64])), int(rng.choice([1, 100, 10_000]))
-    options = {"slots": slots, "chunk": chunk, "budget": budget, "run_ahead": bool(rng.random() < 0.8)}
+    slots, chunk, budget = (
+        int(rng.integers(1, 7)),
+        int(rng.choice([32, 64])),
+        int(rng.choice([1, 100, 10_000])),
+    )
+    options = {
+        "slots": slots,
+        "chunk": chunk,
+        "budget": budget,
+        "run_ahead": bool(rng.random() < 0.8),
+    }
     opening, done, reused = tokens(70, seed=seed), [], 0
     with Engine(*parts, max_len=320, **options) as engine:
-        going = []  # (handle, the step in which it is cancelled, its turn, the length of the prompt before)
+        # (handle, the step in which it is cancelled, its turn, the length of the prompt before)
+        going = []
 
         def say(prompt: list[int], turn: int, before: int) -> None:
             sampling = Sampling(max_tokens=int(rng.integers(1, 50)), ignore_eos=True)
@@ -246,7 +294,12 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
             going.append((engine.submit(prompt, sampling), cancel, turn, before))
 
         for _ in range(4):
-            say(opening[: int(rng.integers(0, 70))] + rng.integers(0, 256, rng.integers(1, 40)).tolist(), 1, 10**9)
+            say(
+                opening[: int(rng.integers(0, 70))]
+                + rng.integers(0, 256, rng.integers(1, 40)).tolist(),
+                1,
+                10**9,
+            )
         while going:
             for talk in list(going):
                 handle, cancel, turn, before = talk
@@ -266,7 +319,8 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
             engine.check()
     alone = [plain.submit(handle.request.prompt, handle.sampling) for handle in done]
     differ = sum(
-        handle.tokens != other.result().tokens[: len(handle.tokens)] for handle, other in zip(done, alone, strict=True)
+        handle.tokens != other.result().tokens[: len(handle.tokens)]
+        for handle, other in zip(done, alone, strict=True)
     )
     assert len(done) == 12
     return sum(len(handle.tokens) for handle in done), differ, reused
@@ -274,14 +328,19 @@ def conversations(parts, plain: Engine, seed: int) -> tuple[int, int, int]:
 
 def test_conversations_in_any_company_say_what_they_say_without_reuse(parts, plain):
     """In float32 on a CPU. Some turns are cancelled, and some change what was said before."""
-    compared, differ, reused = np.sum([conversations(parts, plain, seed) for seed in range(CONVERSATIONS)], axis=0)
-    print(f"{compared:,} tokens of {12 * CONVERSATIONS} turns compared, {reused:,} rows of answers reused")
+    compared, differ, reused = np.sum(
+        [conversations(parts, plain, seed) for seed in range(CONVERSATIONS)], axis=0
+    )
+    print(
+        f"{compared:,} tokens of {12 * CONVERSATIONS} turns compared, {reused:,} rows of answers reused"
+    )
     assert compared > 150 * CONVERSATIONS and reused > 40 * CONVERSATIONS
     assert differ == 0
 
 
 def test_a_row_that_is_remembered_and_was_never_written_is_caught(parts, plain, monkeypatch):
-    """The newest token of an answer has no row yet: remembered, it would be whatever the slot held there."""
+    """The newest token of an answer has no row yet: remembered, it would be whatever the slot held
+    there."""
 
     def differ() -> bool:
         with Engine(*parts, slots=1, max_len=320, chunk=32) as engine:
@@ -302,7 +361,8 @@ def test_a_row_that_is_remembered_and_was_never_written_is_caught(parts, plain, 
 
 
 def test_a_chat_of_messages_goes_on_behind_its_own_answer():
-    """The template writes the earlier turns anew, the answer's text in new tokens: as far as they agree they match."""
+    """The template writes the earlier turns anew, the answer's text in new tokens: as far as they
+    agree they match."""
     chat, said, told = [], [], []
     with Engine.load("demo", slots=2, max_len=256) as engine:
         for question in ("Count from 3 to 12.", "Reverse the word stone.", "What is 17 + 6?"):

@@ -1,4 +1,5 @@
-"""The device half alone: it is handed orders in plain numbers, and the same orders give the same bits."""
+"""The device half alone: it is handed orders in plain numbers, and the same orders give the same
+bits."""
 
 import random
 from dataclasses import replace
@@ -44,11 +45,17 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def record(parts) -> Recorded:
-    """A real engine's life: random prompts that begin alike, chunks, copies of prefixes, every kind of sampling."""
+    """A real engine's life: random prompts that begin alike, chunks, copies of prefixes, every kind
+    of sampling."""
     model, text = parts
     rng = np.random.default_rng(4)
     asks = random_asks(rng, 36, longest=120, tokens=14, alike=0.7)
-    options = {"slots": SIZES.slots, "max_len": SIZES.max_len, "chunk": SIZES.chunk, "budget": SIZES.budget}
+    options = {
+        "slots": SIZES.slots,
+        "max_len": SIZES.max_len,
+        "chunk": SIZES.chunk,
+        "budget": SIZES.budget,
+    }
     with Engine(model, text, **options) as engine:
         handles = []
         recorded, run = Recorded(engine.runner), engine.runner.run
@@ -63,12 +70,15 @@ def record(parts) -> Recorded:
 
         engine.runner.run = recording
         for n, ask in enumerate(asks):
-            settings = {"max_tokens": ask.max_tokens, "ignore_eos": True, "seed": n} | KINDS[n % len(KINDS)]
+            settings = {"max_tokens": ask.max_tokens, "ignore_eos": True, "seed": n} | KINDS[
+                n % len(KINDS)
+            ]
             handles.append(engine.submit(ask.prompt, Sampling(**settings)))
             for _ in range(n % 3):
                 engine.step()
             if n % 7 == 6:
-                handles[[*engine.sched.running][-1] - 1].cancel()  # the youngest, so that its slot is scrubbed
+                # The youngest, so that its slot is scrubbed
+                handles[[*engine.sched.running][-1] - 1].cancel()
         while engine.step():
             pass
         yield recorded
@@ -77,10 +87,15 @@ def record(parts) -> Recorded:
 def test_the_record_holds_everything_that_an_order_can_say(record):
     orders = record.orders
     assert sum(bool(order.scrubs) for order in orders) >= 1
-    assert sum(len(order.prefills) > 1 for order in orders) > 5 and sum(len(order.decodes) > 1 for order in orders) > 20
+    assert (
+        sum(len(order.prefills) > 1 for order in orders) > 5
+        and sum(len(order.decodes) > 1 for order in orders) > 20
+    )
     assert sum(prefill.source is not None for order in orders for prefill in order.prefills) > 2
     asked = [[prefill.asked for prefill in order.prefills] for order in orders]
-    assert sum(any(each) and not all(each) for each in asked) > 2, "no pass in which only some chunks end their prompts"
+    assert sum(any(each) and not all(each) for each in asked) > 2, (
+        "no pass in which only some chunks end their prompts"
+    )
     assert sum(bool(logprobs) for logprobs in record.logprobs) > 10
     assert {pick.sampling.group for order in orders for pick in order.picks.values()} >= {
         "greedy",
@@ -96,7 +111,9 @@ def test_an_order_says_who_samples_and_nothing_else_does(record):
     compared = 0
     for order, tokens in zip(record.orders, record.tokens, strict=True):
         slots = [prefill.slot for prefill in order.prefills] + [slot for slot, _ in order.decodes]
-        asked = {prefill.slot for prefill in order.prefills if prefill.asked} | {slot for slot, _ in order.decodes}
+        asked = {prefill.slot for prefill in order.prefills if prefill.asked} | {
+            slot for slot, _ in order.decodes
+        }
         assert order.picks.keys() == asked
         assert len(set(slots)) == len(slots), "a slot moves on by two units"
         assert {slot for slot, token in enumerate(tokens) if token >= 0} == asked
@@ -106,7 +123,9 @@ def test_an_order_says_who_samples_and_nothing_else_does(record):
 
 @pytest.mark.parametrize("clock", ["steady", "wild"])
 @pytest.mark.parametrize("again", [1, 2])
-def test_the_same_orders_give_the_same_bits_on_a_fresh_runner_whatever_the_clock_says(parts, record, clock, again):
+def test_the_same_orders_give_the_same_bits_on_a_fresh_runner_whatever_the_clock_says(
+    parts, record, clock, again
+):
     rng = random.Random(again)
     options = {} if clock == "steady" else {"clock": lambda: rng.uniform(-1e9, 1e9)}
     with device_lock, device_stream():
@@ -144,7 +163,9 @@ def test_a_pass_for_each_sequence_gives_the_same_bits_as_one_for_all(parts, reco
     """How tokens are gathered into passes and windows is a matter of speed alone."""
 
     def one_by_one(order: Order) -> list:
-        return [([prefill], ()) for prefill in order.prefills] + [([], (decode,)) for decode in order.decodes]
+        return [([prefill], ()) for prefill in order.prefills] + [
+            ([], (decode,)) for decode in order.decodes
+        ]
 
     monkeypatch.setattr(Order, "passes", one_by_one)
     with device_lock, device_stream():
@@ -201,7 +222,8 @@ def test_how_long_an_order_can_be_is_known_beforehand(record):
 
 
 def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):
-    """With a clock that ticks once a reading: all three are there, and together they are all of the time."""
+    """With a clock that ticks once a reading: all three are there, and together they are all of the
+    time."""
     ticks = iter(range(10**6))
     with device_lock, device_stream():
         runner = Runner(parts[0], SIZES, clock=lambda: float(next(ticks)))
@@ -227,7 +249,8 @@ def test_warming_up_leaves_no_trace(parts, record):
 
 
 def test_a_chunk_that_ends_no_prompt_leaves_nothing_that_makes_the_next_step_copy_the_slab(parts):
-    """What its last layer reads is never computed. Kept, it held the arrays, and the next write copied them."""
+    """What its last layer reads is never computed. Kept, it held the arrays, and the next write
+    copied them."""
     sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100, summary="")
     with device_lock, device_stream():
         runner = Runner(parts[0], sizes)

@@ -1,4 +1,5 @@
-"""Each request's tokens are chosen as it asked: by mlx-lm's definitions, and whoever its neighbours are."""
+"""Each request's tokens are chosen as it asked: by mlx-lm's definitions, and whoever its neighbours
+are."""
 
 import math
 
@@ -29,12 +30,13 @@ def parts(folder) -> tuple[Model, Text]:
 
 @pytest.fixture(params=["sorted", "bisected"])
 def how(request, monkeypatch) -> str:
-    """A vocabulary as small as that of the tests is sorted for a long list. A larger one would be bisected."""
+    """A vocabulary as small as that of the tests is sorted for a long list. A larger one would be
+    bisected."""
     monkeypatch.setattr(sampling, "SORTABLE", sampling.SORTABLE if request.param == "sorted" else 0)
     return request.param
 
 
-# --- the definitions ---------------------------------------------------------------------------------------------
+# --- the definitions ----------------------------------------------------------------------------
 
 OPTIONS = {
     "temperature": {"temperature": 0.7},
@@ -71,12 +73,17 @@ def expected_distribution(logits: np.ndarray, options: dict) -> np.ndarray:
     "name, how",
     [
         *[(name, "sorted") for name in OPTIONS],
-        *[(name, "bisected") for name, options in OPTIONS.items() if Sampling(**options).group == "long list"],
+        *[
+            (name, "bisected")
+            for name, options in OPTIONS.items()
+            if Sampling(**options).group == "long list"
+        ],
     ],
     indirect=["how"],
 )
 def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definition(name, how):
-    """Each token's count lies within five standard deviations, and no token comes that mlx-lm would filter."""
+    """Each token's count lies within five standard deviations, and no token comes that mlx-lm would
+    filter."""
     options = OPTIONS[name]
     logits = np.random.default_rng(3).standard_normal(V).astype(np.float32) * 2.5
     expected = expected_distribution(logits, options)
@@ -90,7 +97,8 @@ def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definit
     assert not counts[expected < 1e-12].any(), "a token came that should have been filtered"
     deviation = np.abs(counts - DRAWS * expected) / np.sqrt(DRAWS * expected * (1 - expected) + 1)
     assert deviation.max() < 5, f"token {deviation.argmax()}"
-    # All tokens together, by the chi-square over those that are not rare: its mean is the degrees of freedom.
+    # All tokens together, by the chi-square over those that are not rare: its mean is the degrees
+    # of freedom.
     common = expected * DRAWS > 5
     if common.sum() > 1:
         chi2 = ((counts - DRAWS * expected) ** 2 / (DRAWS * expected + 1e-30))[common].sum()
@@ -133,7 +141,7 @@ def test_penalty_and_bias_change_greedy_answers_as_in_mlx_lm(folder, parts, opti
         neighbour.result()
 
 
-# --- large vocabularies, ties, and what is not finite ----------------------------------------------------------------
+# --- large vocabularies, ties, and what is not finite -------------------------------------------
 
 KINDS = {
     "greedy": {},
@@ -146,7 +154,13 @@ KINDS = {
     "a large top_k": {"temperature": 1.3, "top_k": 90},
     "min_p": {"temperature": 1.0, "min_p": 0.1},
     "top_p": {"temperature": 1.0, "top_p": 0.9},
-    "a short list of everything": {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "logprobs": 5},
+    "a short list of everything": {
+        "temperature": 0.7,
+        "top_k": 9,
+        "top_p": 0.8,
+        "min_p": 0.1,
+        "logprobs": 5,
+    },
     "all": {
         "temperature": 1.1,
         "top_k": 80,
@@ -162,7 +176,8 @@ KINDS = {
 def picks_of(kinds: list[str], at: int = 0) -> list[Pick]:
     """A pick for each kind, in slots of their own, from `at` on."""
     return [
-        Pick(at + i, Sampling(**KINDS[kind]), seed=i, index=4, recent=(3, 1 + i, 3)) for i, kind in enumerate(kinds)
+        Pick(at + i, Sampling(**KINDS[kind]), seed=i, index=4, recent=(3, 1 + i, 3))
+        for i, kind in enumerate(kinds)
     ]
 
 
@@ -179,11 +194,15 @@ def outcome(logits: np.ndarray, picks: list[Pick], slots: int = 32) -> dict[int,
 
 @pytest.mark.parametrize("size", [61, 271, 4_160, 5_003, 152_064])
 def test_a_row_has_the_same_bits_alone_and_among_one_to_sixteen_others(size):
-    """At vocabularies that are odd, prime, or a multiple of a block, small and large: for every kind of sampling."""
+    """At vocabularies that are odd, prime, or a multiple of a block, small and large: for every
+    kind of sampling."""
     rng = np.random.default_rng(size)
     kinds = [kind for kind in KINDS if size > 200 or kind != "logit_bias"]
     logits = (rng.standard_normal((len(kinds), size)) * 2).astype(np.float32)
-    alone = {pick.slot: outcome(logits[i : i + 1], [pick])[pick.slot] for i, pick in enumerate(picks_of(kinds))}
+    alone = {
+        pick.slot: outcome(logits[i : i + 1], [pick])[pick.slot]
+        for i, pick in enumerate(picks_of(kinds))
+    }
     assert all(0 <= token < size for token, *_ in alone.values())
     for count in (2, 5, len(kinds)):
         some = rng.permutation(len(kinds))[:count]
@@ -199,10 +218,15 @@ def test_a_row_has_the_same_bits_alone_and_among_one_to_sixteen_others(size):
         assert outcome(rows, neighbours)[place] == alone[i], kind
 
 
-@pytest.mark.parametrize("size, k", [(5, 5), (64, 20), (271, 3), (320, 64), (5_003, 1), (5_003, 100), (152_064, 20)])
+@pytest.mark.parametrize(
+    "size, k", [(5, 5), (64, 20), (271, 3), (320, 64), (5_003, 1), (5_003, 100), (152_064, 20)]
+)
 @pytest.mark.parametrize("levels", [2, 40, 10**9])
-def test_the_likeliest_tokens_are_found_without_a_sort_and_ties_go_to_the_lowest_ids(size, k, levels):
-    """Blocks of equal numbers are where one may be taken for the other: with two levels nearly all are equal."""
+def test_the_likeliest_tokens_are_found_without_a_sort_and_ties_go_to_the_lowest_ids(
+    size, k, levels
+):
+    """Blocks of equal numbers are where one may be taken for the other: with two levels nearly all
+    are equal."""
     gaps = np.random.default_rng(k).integers(0, levels, (3, size)).astype(np.float32)
     gaps[1, : size // 2] = math.inf
     found = np.array(sampling.likeliest(mx.array(gaps), k))
@@ -244,7 +268,8 @@ def test_bisection_keeps_what_a_sort_would_keep():
 @pytest.mark.parametrize(
     "options, kept",
     [
-        ({"top_p": 0.5}, [2, 3]),  # 0.25 each: the third has 0.5 above it, which is not less than 0.5
+        # 0.25 each: the third has 0.5 above it, which is not less than 0.5
+        ({"top_p": 0.5}, [2, 3]),
         ({"top_p": 0.51}, [2, 3, 66]),
         ({"top_k": 3}, [2, 3, 66]),
         ({"top_k": 65}, [2, 3, 66, 69]),
@@ -277,7 +302,8 @@ def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(kind, bad, how
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_logit_of_minus_infinity_forbids_a_token(kind, how):
-    """As a model's own mask of ids that no text has would be: most of the vocabulary, the ends of it among them."""
+    """As a model's own mask of ids that no text has would be: most of the vocabulary, the ends of
+    it among them."""
     logits = np.full((100, V), -math.inf, np.float32)
     logits[:, [70, 71, 200]] = [1, 2, 1.5]
     picks = [pick._replace(index=i, recent=()) for i, pick in enumerate(picks_of([kind] * 100))]
@@ -287,11 +313,14 @@ def test_a_logit_of_minus_infinity_forbids_a_token(kind, how):
 
 
 def test_small_weights_are_not_lost_beside_a_large_one():
-    """One token has a weight of 1, and 152,000 others have 1e-8 each: 0.15 % together. A float32 sum that has reached 1
-    does not grow by 1e-8 any more, however often it is added."""
+    """One token has a weight of 1, and 152,000 others have 1e-8 each: 0.15 % together. A float32
+    sum that has reached 1 does not grow by 1e-8 any more, however often it is added."""
     weights = np.full((1, 152_000), 1e-8, np.float32)
     weights[0, 0] = 1
-    draws = [sampling.land(mx.array(weights), mx.array([[u]])).item() for u in (0.5, 0.998, 0.999, 0.9999)]
+    draws = [
+        sampling.land(mx.array(weights), mx.array([[u]])).item()
+        for u in (0.5, 0.998, 0.999, 0.9999)
+    ]
     assert draws[:2] == [0, 0] and draws[2:] == pytest.approx([51_900, 141_985], rel=0.01)
 
 
@@ -342,23 +371,29 @@ def test_requests_that_follow_each_other_in_a_slot_have_their_own_bias(parts):
     wishes = [{}, {7: 100.0}, {9: 100.0}, {}, {7: 100.0}]
     with Engine(*parts, slots=1, max_len=64) as engine:
         plain, *results = [
-            engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True, logit_bias=bias)).result().tokens
+            engine.submit([1, 2], Sampling(max_tokens=3, ignore_eos=True, logit_bias=bias))
+            .result()
+            .tokens
             for bias in wishes
         ]
     assert results == [[7] * 3, [9] * 3, plain, [7] * 3]
 
 
-# --- in company --------------------------------------------------------------------------------------------------
+# --- in company ---------------------------------------------------------------------------------
 
 EIGHT = [
     Sampling(max_tokens=24, ignore_eos=True),
     Sampling(max_tokens=20, ignore_eos=True, temperature=0.8, seed=1),
     Sampling(max_tokens=28, ignore_eos=True, temperature=1.5, top_k=10, seed=2),
     Sampling(max_tokens=16, ignore_eos=True, temperature=1.0, top_p=0.9, seed=2),
-    Sampling(max_tokens=22, ignore_eos=True, temperature=1.2, min_p=0.05, repetition_penalty=1.3, seed=3),
+    Sampling(
+        max_tokens=22, ignore_eos=True, temperature=1.2, min_p=0.05, repetition_penalty=1.3, seed=3
+    ),
     Sampling(max_tokens=26, ignore_eos=True, repetition_penalty=2.0),
     Sampling(max_tokens=18, ignore_eos=True, logit_bias={7: 5.0}, logprobs=3),
-    Sampling(max_tokens=24, temperature=3.0, top_k=150, top_p=0.99, seed=4, stop=["e", 40], logprobs=0),
+    Sampling(
+        max_tokens=24, temperature=3.0, top_k=150, top_p=0.99, seed=4, stop=["e", 40], logprobs=0
+    ),
 ]
 
 
@@ -370,7 +405,9 @@ def fingerprint(result) -> tuple:
 def test_eight_different_samplings_in_one_batch_are_each_what_they_are_alone(parts, slots):
     prompts = [[n, 10 * n + 3, 7] * (1 + n) for n in range(8)]
     with Engine(*parts, slots=slots, max_len=128, chunk=32) as engine:
-        alone = [fingerprint(engine.submit(*pair).result()) for pair in zip(prompts, EIGHT, strict=True)]
+        alone = [
+            fingerprint(engine.submit(*pair).result()) for pair in zip(prompts, EIGHT, strict=True)
+        ]
         assert len({tuple(tokens) for tokens, *_ in alone}) == 8
         for order in (range(8), reversed(range(8)), [3, 1, 7, 5, 0, 2, 6, 4]):
             handles = {n: engine.submit(prompts[n], EIGHT[n]) for n in order}
@@ -383,7 +420,9 @@ def test_seeds_make_answers_repeat_and_differ(parts):
     with Engine(*parts, slots=4, max_len=128) as engine:
         seeded = [engine.submit([1, 2], Sampling(seed=5, **hot)) for _ in range(3)]
         assert len({tuple(handle.result().tokens) for handle in seeded}) == 1
-        others = [engine.submit([1, 2], Sampling(seed=seed, **hot)) for seed in (5, 6, 7, -5, 2**63)]
+        others = [
+            engine.submit([1, 2], Sampling(seed=seed, **hot)) for seed in (5, 6, 7, -5, 2**63)
+        ]
         assert len({tuple(handle.result().tokens) for handle in others}) == 5
         unseeded = [engine.submit([1, 2], Sampling(**hot)) for _ in range(5)]
         assert len({tuple(handle.result().tokens) for handle in unseeded}) == 5
@@ -394,7 +433,9 @@ def test_a_greedy_batch_pays_for_no_sampling(parts, monkeypatch):
     calls = []
     real = sampling.draw
     monkeypatch.setattr(
-        sampling, "draw", lambda x, picks, group: calls.append((group, len(picks))) or real(x, picks, group)
+        sampling,
+        "draw",
+        lambda x, picks, group: calls.append((group, len(picks))) or real(x, picks, group),
     )
     with Engine(*parts, slots=8, max_len=128) as engine:
         monkeypatch.setattr(sampling, "edit", lambda *args: pytest.fail("a greedy row was edited"))
@@ -402,7 +443,9 @@ def test_a_greedy_batch_pays_for_no_sampling(parts, monkeypatch):
         assert not calls
         monkeypatch.undo()
         monkeypatch.setattr(
-            sampling, "draw", lambda x, picks, group: calls.append((group, len(picks))) or real(x, picks, group)
+            sampling,
+            "draw",
+            lambda x, picks, group: calls.append((group, len(picks))) or real(x, picks, group),
         )
         hot = Sampling(max_tokens=9, ignore_eos=True, temperature=1.0, seed=1)
         engine.generate([[n] for n in range(8)], hot)
@@ -412,7 +455,9 @@ def test_a_greedy_batch_pays_for_no_sampling(parts, monkeypatch):
 def test_logprobs_are_those_of_the_model(folder, parts):
     with Engine(*parts, slots=2, max_len=128) as engine:
         neighbour = engine.submit([4], Sampling(max_tokens=12, logprobs=1, ignore_eos=True))
-        result = engine.submit([1, 2, 3], Sampling(max_tokens=12, logprobs=5, ignore_eos=True)).result()
+        result = engine.submit(
+            [1, 2, 3], Sampling(max_tokens=12, logprobs=5, ignore_eos=True)
+        ).result()
         plain = engine.submit([1, 2, 3], Sampling(max_tokens=12, ignore_eos=True)).result()
         assert all(len(entry.top) == 1 for entry in neighbour.result().logprobs)
     assert plain.logprobs is None and plain.tokens == result.tokens
@@ -422,7 +467,9 @@ def test_logprobs_are_those_of_the_model(folder, parts):
     for token, entry, row in zip(result.tokens, result.logprobs, expected, strict=True):
         assert entry.logprob == pytest.approx(row[token], abs=1e-4)
         assert entry.top[0][0] == token and len(entry.top) == 5
-        assert [value for _, value in entry.top] == pytest.approx(np.sort(row)[::-1][:5].tolist(), abs=1e-4)
+        assert [value for _, value in entry.top] == pytest.approx(
+            np.sort(row)[::-1][:5].tolist(), abs=1e-4
+        )
 
 
 def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
@@ -433,7 +480,7 @@ def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
             engine.submit([1] * 100, Sampling(max_tokens=None))
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -450,7 +497,15 @@ def test_max_tokens_none_goes_to_the_end_of_the_slot(parts):
         *[("stop", value) for value in ("", ["a", ""], [1.5], [None], 2.5, True)],
         *[
             ("logit_bias", value)
-            for value in ([1], {"a": 1}, {1: "b"}, {1: math.nan}, {1: math.inf}, {1: 10**400}, {True: 1})
+            for value in (
+                [1],
+                {"a": 1},
+                {1: "b"},
+                {1: math.nan},
+                {1: math.inf},
+                {1: 10**400},
+                {True: 1},
+            )
         ],
         ("ignore_eos", 1),
     ],
@@ -463,5 +518,8 @@ def test_an_impossible_setting_is_refused_at_once_with_its_name(field, value):
 
 @pytest.mark.parametrize("settings", [{"stop": [272]}, {"stop": -1}, {"logit_bias": {272: 1.0}}])
 def test_a_setting_that_names_a_token_outside_the_vocabulary_is_refused_at_submit(parts, settings):
-    with Engine(*parts, slots=1, max_len=64) as engine, pytest.raises(ValueError, match=r"(272|-1).*272"):
+    with (
+        Engine(*parts, slots=1, max_len=64) as engine,
+        pytest.raises(ValueError, match=r"(272|-1).*272"),
+    ):
         engine.submit([1], Sampling(max_tokens=4, **settings))

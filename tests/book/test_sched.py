@@ -66,7 +66,8 @@ def test_serial_runs_one_request_at_a_time():
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it():
-    """B's 18 tokens take 5 chunks of 4. The budget of 8 allows one chunk a step beside A's row, and two alone."""
+    """B's 18 tokens take 5 chunks of 4. The budget of 8 allows one chunk a step beside A's row, and
+    two alone."""
     story = Story()
     story.submit(3, 4), story.submit(18, 2)
     assert story.run() == timeline(
@@ -95,13 +96,18 @@ def test_each_admission_says_why_it_got_its_slot():
     assert why((*chat[:12], 77)) == [(0, "has its first 12 rows")]
     spares = "unused for longest; slot 1 has 4 of its rows, but 20 in all"
     assert why((*other[:4], 78)) == [(2, spares)]
-    assert [words for _, words in why(third, third, third)] == [*["unused for longest"] * 2, "the only free slot"]
+    assert [words for _, words in why(third, third, third)] == [
+        *["unused for longest"] * 2,
+        "the only free slot",
+    ]
 
 
 def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
-    """Chunks of 4 and a budget of 8: two chunks a step, of two slots, oldest first, however long a prompt is.
+    """Chunks of 4 and a budget of 8: two chunks a step, of two slots, oldest first, however long a
+    prompt is.
 
-    The prompts are alike, but share nothing. Once each of them waited for the rows of the one before.
+    The prompts are alike, but share nothing. Once each of them waited for the rows of the one
+    before.
     """
     story = Story(slots=3, budget=8)
     for length in (10, 6, 6):
@@ -121,7 +127,8 @@ def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
 
 
 def test_the_last_chunk_of_a_step_is_cut_where_the_budget_ends():
-    """A decodes, so 9 of the budget of 10 are left: two whole chunks, and one token of D. Once D had none of it."""
+    """A decodes, so 9 of the budget of 10 are left: two whole chunks, and one token of D. Once D
+    had none of it."""
     story = Story(slots=4, chunk=4, budget=10)
     story.submit(2, 9), story.step()
     for first in (100, 200, 300):
@@ -135,7 +142,8 @@ def test_the_last_chunk_of_a_step_is_cut_where_the_budget_ends():
 
 
 def test_where_a_chunk_is_cut_depends_on_the_company_and_a_whole_chunk_is_always_let_in():
-    """Five rows decode, and the budget is 4. The step costs 5 + 4: max(budget, decoding rows + chunk)."""
+    """Five rows decode, and the budget is 4. The step costs 5 + 4: max(budget, decoding rows +
+    chunk)."""
     story = Story(slots=7, chunk=4, budget=4)
     for _ in range(5):
         story.submit(1, 20)
@@ -149,8 +157,8 @@ def test_where_a_chunk_is_cut_depends_on_the_company_and_a_whole_chunk_is_always
 
 
 def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
-    """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A chunk has as many
-    tokens as 64 pays for, at the price of its first one, and 16 at least."""
+    """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A
+    chunk has as many tokens as 64 pays for, at the price of its first one, and 16 at least."""
     story = Story(slots=1, max_len=600, chunk=64, budget=1, far=100)
     story.submit(410, 1), story.run()
     cuts = [cut for each in story.cuts() for cut in each.values()]
@@ -163,13 +171,17 @@ def test_no_chunk_is_cut_narrower_than_16_tokens_however_far_it_looks_back():
     """At row 64 a token would cost 65. It costs 4: a step has a price of its own, too."""
     story = Story(slots=2, max_len=400, chunk=64, budget=64, far=1)
     story.submit(64 + 5 * 16, 1), story.run()
-    assert [(stop - start) for each in story.cuts() for start, stop in each.values()] == [64, *[16] * 5]
+    assert [(stop - start) for each in story.cuts() for start, stop in each.values()] == [
+        64,
+        *[16] * 5,
+    ]
     assert [chunk.cost for plan in story.plans for chunk in plan.chunks] == [64] * 6
 
 
 def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one():
-    """A budget of 128 lets two chunks of 64 into a step. Of some 20 tokens each, two it is still; a third gets what the
-    first two leave over, which pays for a few tokens at the start of a prompt."""
+    """A budget of 128 lets two chunks of 64 into a step. Of some 20 tokens each, two it is
+    still; a third gets what the first two leave over, which pays for a few tokens at the start
+    of a prompt."""
     story = Story(slots=4, max_len=600, chunk=64, budget=128, far=100)
     for _ in range(4):
         story.submit(400, 1, shares=False)
@@ -183,7 +195,8 @@ def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one()
 
 
 def test_run_ahead_sees_an_end_one_step_late_and_drops_the_ghosts_token():
-    """A says eos with its 2nd token, in step 2. Step 3 has been planned by then: it carries A's ghost."""
+    """A says eos with its 2nd token, in step 2. Step 3 has been planned by then: it carries A's
+    ghost."""
     story = Story(lag=1)
     a, b = story.submit(3, 9, eos=2), story.submit(3, 4)
     story.submit(3, 1)
@@ -230,7 +243,8 @@ def test_a_prompt_moves_on_in_every_step_however_many_rows_decode():
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("when", range(9))
 def test_cancel_frees_the_slot_in_every_phase_for_the_very_next_plan(lag, when):
-    """B waits for A's only slot. A is cancelled before step `when`: queued, in prefill, in decode, or ended."""
+    """B waits for A's only slot. A is cancelled before step `when`: queued, in prefill, in decode,
+    or ended."""
     story = Story(slots=1, lag=lag)
     a, b = story.submit(10, 4), story.submit(3, 1)
     for _ in range(when):
@@ -256,9 +270,14 @@ def test_a_full_queue_refuses_at_once_and_says_both_numbers():
     assert story.sched.submitted == 3 and all(len(tokens) == 1 for tokens in story.tokens.values())
 
 
-@pytest.mark.parametrize(("policy", "idle", "busy"), [("continuous", 4, 3), ("static", 4, 1), ("serial", 2, 1)])
-def test_a_request_that_a_free_slot_takes_in_the_next_step_does_not_count_as_waiting(policy, idle, busy):
-    """An idle engine with three slots and a queue of one refused the second of four requests that came together."""
+@pytest.mark.parametrize(
+    ("policy", "idle", "busy"), [("continuous", 4, 3), ("static", 4, 1), ("serial", 2, 1)]
+)
+def test_a_request_that_a_free_slot_takes_in_the_next_step_does_not_count_as_waiting(
+    policy, idle, busy
+):
+    """An idle engine with three slots and a queue of one refused the second of four requests that
+    came together."""
 
     def most(story: Story) -> int:
         """So many more are let in before one is refused."""
@@ -274,7 +293,11 @@ def test_a_request_that_a_free_slot_takes_in_the_next_step_does_not_count_as_wai
     story.submit(1, 5), story.step()  # two of the three slots are still free
     assert most(story) == busy
     story = Story(slots=3, max_queue=1, policy=policy)
-    story.submit(1, 5), story.step(), story.sched.drain("static" if policy == "serial" else "serial")
+    (
+        story.submit(1, 5),
+        story.step(),
+        story.sched.drain("static" if policy == "serial" else "serial"),
+    )
     assert most(story) == 1  # until the policy has changed, nothing is admitted
 
 
@@ -287,17 +310,20 @@ def test_what_cannot_fit_a_slot_is_refused_with_both_numbers_and_blocks_nobody()
     assert fits.finish_reason == "length"
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"max_len": 0}, {"chunk": 0}, {"max_queue": 0}, {"policy": "fastest"}])
+@pytest.mark.parametrize(
+    "wrong", [{"slots": 0}, {"max_len": 0}, {"chunk": 0}, {"max_queue": 0}, {"policy": "fastest"}]
+)
 def test_a_wrong_setting_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Scheduler(**{"slots": 1, "max_len": 1, **wrong})
 
 
-# --- policies ----------------------------------------------------------------------------------------------------
+# --- policies -----------------------------------------------------------------------------------
 
 
 def test_under_static_a_free_slot_is_blocked_while_others_wait_for_the_batch_to_end():
-    """A's slot is free from step 3 on, and C and D wait. In step 6 the line is empty: nobody is kept out."""
+    """A's slot is free from step 3 on, and C and D wait. In step 6 the line is empty: nobody is
+    kept out."""
     story = Story(policy="static")
     for tokens in (2, 4, 2, 3):
         story.submit(3, tokens)
@@ -310,11 +336,14 @@ def test_under_continuous_no_slot_is_ever_blocked():
     for tokens in (2, 5, 3, 1, 4, 2, 6):
         story.submit(3 * tokens, tokens)
     story.run()
-    assert sum(plan.waiting for plan in story.plans) > 10 and not any(plan.blocked for plan in story.plans)
+    assert sum(plan.waiting for plan in story.plans) > 10 and not any(
+        plan.blocked for plan in story.plans
+    )
 
 
 def test_a_slot_whose_last_token_is_still_to_be_read_is_not_blocked():
-    """Run-ahead: step 2 is planned while A's only token is in flight, so A still has its slot. In step 3 it is free."""
+    """Run-ahead: step 2 is planned while A's only token is in flight, so A still has its slot. In
+    step 3 it is free."""
     story = Story(lag=1, policy="static")
     for tokens in (1, 4, 2):
         story.submit(3, tokens)
@@ -338,7 +367,9 @@ def test_drain_admits_nobody_until_all_that_ran_has_ended_and_then_the_new_polic
     assert {plan.policy for plan in story.plans[:before]} == {"continuous"}
     assert {plan.policy for plan in story.plans[before:]} == {"serial"}
     assert not any(plan.admitted for plan in story.plans[1:before])
-    assert story.plans[before - 1].blocked == (0,), "A's slot is free, and shut while the engine drains"
+    assert story.plans[before - 1].blocked == (0,), (
+        "A's slot is free, and shut while the engine drains"
+    )
 
 
 def test_a_drain_with_nothing_running_is_over_at_once_and_the_last_one_wins():
@@ -355,20 +386,28 @@ def test_a_drain_with_nothing_running_is_over_at_once_and_the_last_one_wins():
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_fourth_policy_is_served_and_what_it_asks_for_beyond_the_free_slots_is_not_given(monkeypatch, lag):
-    """Greedy asks for a hundred slots where there are two; shy for one, and for -1 in every other step."""
-    rooms = {"greedy": lambda self, free: 100, "shy": lambda self, free: -1 if self.running and self.steps % 2 else 1}
+def test_a_fourth_policy_is_served_and_what_it_asks_for_beyond_the_free_slots_is_not_given(
+    monkeypatch, lag
+):
+    """Greedy asks for a hundred slots where there are two; shy for one, and for -1 in every other
+    step."""
+    rooms = {
+        "greedy": lambda self, free: 100,
+        "shy": lambda self, free: -1 if self.running and self.steps % 2 else 1,
+    }
     for policy, room in rooms.items():
         monkeypatch.setitem(sched.POLICIES, policy, "one more.")
         monkeypatch.setattr(Scheduler, "_room", room)
         story = Story(lag=lag, policy=policy)
         requests = [story.submit(5, 3) for _ in range(5)]
         story.run()
-        assert all(request.finish_reason == "length" and request.policy == policy for request in requests)
+        assert all(
+            request.finish_reason == "length" and request.policy == policy for request in requests
+        )
         assert max(len(plan.admitted) for plan in story.plans) == (2 if policy == "greedy" else 1)
 
 
-# --- prefixes ----------------------------------------------------------------------------------------------------
+# --- prefixes -----------------------------------------------------------------------------------
 
 
 class Read(int):
@@ -386,10 +425,11 @@ class Read(int):
 
 
 def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatch):
-    """A prompt's tokens are read at submit. A plan reads no more than a piece of one, behind what is shared.
+    """A prompt's tokens are read at submit. A plan reads no more than a piece of one, behind what
+    is shared.
 
-    Prompts of 16,000 tokens, all alike but for their ends. To compare 64 of them anew in each plan took a second, under
-    the lock.
+    Prompts of 16,000 tokens, all alike but for their ends. To compare 64 of them anew in each plan
+    took a second, under the lock.
     """
     count, kept, find = Counter(), Node.slots, Prefixes.match
 
@@ -402,7 +442,9 @@ def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatc
         count["slots"] += len(slots)
         before = count["looks"]
         found = find(self, trail, slots)
-        assert count["looks"] - before <= 10 + len(slots), "it is searched by halves among 999 beginnings"
+        assert count["looks"] - before <= 10 + len(slots), (
+            "it is searched by halves among 999 beginnings"
+        )
         return found
 
     monkeypatch.setattr(Node, "slots", property(watched, kept.__set__))
@@ -426,19 +468,22 @@ def test_planning_does_not_grow_with_the_square_of_the_prompts_length(monkeypatc
 
 def common(prompt: tuple, other: tuple) -> int:
     return next(
-        (n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), min(map(len, (prompt, other)))
+        (n for n, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b),
+        min(map(len, (prompt, other))),
     )
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 8])
 def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(piece):
-    """Against the plain way: compare token by token with what each slot holds. Less than a piece does not count."""
+    """Against the plain way: compare token by token with what each slot holds. Less than a piece
+    does not count."""
     found = between = 0
     for seed in range(60):
         rng = random.Random(seed)
         slots = rng.randint(1, 5)
         prefixes, held = Prefixes(slots, piece), [()] * slots
-        owners: list[tuple[tuple, Trail]] = [((), Trail())] * slots  # by slot: the prompt, and its beginnings
+        # By slot: the prompt, and its beginnings
+        owners: list[tuple[tuple, Trail]] = [((), Trail())] * slots
         for _ in range(60):
             stem = tuple(rng.choices(range(2), k=rng.randint(1, 30)))
             known = rng.choice([prompt for prompt, _ in owners])
@@ -460,13 +505,15 @@ def test_the_longest_common_beginning_is_found_whatever_was_held_and_forgotten(p
                 rows = rng.randint(len(held[slot]), len(owners[slot][0]))
                 prefixes.hold(slot, owners[slot][1], rows)
                 held[slot] = owners[slot][0][:rows]
-                if rows == len(owners[slot][0]) and rng.random() < 0.5:  # and an answer, which ends its request
+                # And an answer, which ends its request
+                if rows == len(owners[slot][0]) and rng.random() < 0.5:
                     answer = tuple(rng.choices(range(2), k=rng.randint(0, 20)))
                     prefixes.hold_answer(slot, owners[slot][1], answer)
                     held[slot] += answer
                     owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
             if rng.random() < 0.1:
-                owners[slot] = (held[slot], prefixes.trail(held[slot], 1))  # its request is gone; the slot remembers
+                # Its request is gone; the slot remembers
+                owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
             if rng.random() < 0.02:
                 prefixes.clear()
                 held = [()] * slots
@@ -481,7 +528,10 @@ def test_a_prompt_that_shares_nothing_finds_no_rows_and_gives_none():
     prefixes.hold(1, none, 20)
     assert [prefixes.match(each, (0, 1)) for each in (one, none)] == [(19, 0), (0, None)]
     assert prefixes.begin_alike(one, prefixes.trail(prompt, True), 8)
-    assert not any(prefixes.begin_alike(each, other, 8) for each, other in ((one, none), (none, one), (none, none)))
+    assert not any(
+        prefixes.begin_alike(each, other, 8)
+        for each, other in ((one, none), (none, one), (none, none))
+    )
     assert not prefixes.begin_alike(one, one, 20), "the last token must be computed"
 
 
@@ -499,7 +549,9 @@ def test_what_nobody_holds_any_more_is_forgotten_altogether(answer):
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize(("said", "taken"), [(2, 5), (5, 8), (8, 11), (9, 12), (21, 24)])
-def test_the_next_turn_goes_on_in_its_own_slot_behind_the_last_row_that_was_written(lag, said, taken):
+def test_the_next_turn_goes_on_in_its_own_slot_behind_the_last_row_that_was_written(
+    lag, said, taken
+):
     """A prompt of 4 and an answer of 9 have 12 rows: the 13th token is told, and has none."""
     story = Story(slots=3, lag=lag)
     first = story.submit(4, 30, eos=said)
@@ -512,7 +564,8 @@ def test_the_next_turn_goes_on_in_its_own_slot_behind_the_last_row_that_was_writ
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_turn_that_finds_its_slot_taken_has_the_rows_copied_from_it_to_the_token(lag):
-    """Slot 0 holds A's 9 tokens and 10 of the answer. C says all of it, and B, which says half, has the slot."""
+    """Slot 0 holds A's 9 tokens and 10 of the answer. C says all of it, and B, which says half, has
+    the slot."""
     story = Story(slots=2, lag=lag)
     a = story.submit(9, 11)
     story.run()
@@ -522,14 +575,20 @@ def test_a_turn_that_finds_its_slot_taken_has_the_rows_copied_from_it_to_the_tok
     c = story.submit((*said[:17], 8, 8, 8), 1)
     story.run()
     assert (b.slot, b.reused) == (0, 19) and (c.slot, c.reused) == (1, 17)
-    copies = [(chunk.source, chunk.start) for plan in story.plans for chunk in plan.chunks if chunk.source is not None]
+    copies = [
+        (chunk.source, chunk.start)
+        for plan in story.plans
+        for chunk in plan.chunks
+        if chunk.source is not None
+    ]
     assert copies == [(0, 17)]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("reason", ["cancelled", "error"])
 def test_a_slot_remembers_what_was_said_before_a_cancel_and_nothing_after_an_error(lag, reason):
-    """After a cancel all rows are good that a committed token has vouched for: prompt and answer but the newest."""
+    """After a cancel all rows are good that a committed token has vouched for: prompt and answer
+    but the newest."""
     story = Story(slots=2, lag=lag)
     first = story.submit(9, 30)
     while first.committed < 6:
@@ -546,7 +605,8 @@ def test_a_slot_remembers_what_was_said_before_a_cancel_and_nothing_after_an_err
 
 
 def test_a_slot_whose_long_conversation_shares_only_a_beginning_is_left_to_it():
-    """B begins like A, whose slot holds 40 rows. B's 8 rows are copied into an empty slot, and A goes on in its own."""
+    """B begins like A, whose slot holds 40 rows. B's 8 rows are copied into an empty slot, and A
+    goes on in its own."""
     story = Story(slots=2)
     a = story.submit(20, 21)
     story.run()
@@ -558,7 +618,8 @@ def test_a_slot_whose_long_conversation_shares_only_a_beginning_is_left_to_it():
 
 
 def test_a_few_rows_are_not_worth_a_copy_but_in_place_they_are():
-    """A chunk that copies begins a pass of its own. 20 rows, where a chunk has 32, are computed sooner."""
+    """A chunk that copies begins a pass of its own. 20 rows, where a chunk has 32, are computed
+    sooner."""
     for slots, taken in ((2, 0), (1, 20)):
         story = Story(slots=slots, chunk=32, budget=64)
         story.submit(70, 1)
@@ -568,14 +629,15 @@ def test_a_few_rows_are_not_worth_a_copy_but_in_place_they_are():
         assert other.reused == taken
 
 
-# --- at random ---------------------------------------------------------------------------------------------------
+# --- at random ----------------------------------------------------------------------------------
 
 
 reused = Counter()  # by seed: rows of answers that a next turn took over
 
 
 def random_schedule(seed: int) -> int:
-    """One random life of a scheduler, its invariants checked after every step. Answers with the steps it took."""
+    """One random life of a scheduler, its invariants checked after every step. Answers with the
+    steps it took."""
     rng = random.Random(seed)
     story = Story(
         slots=rng.randint(1, 5),
@@ -592,7 +654,8 @@ def random_schedule(seed: int) -> int:
         for _ in range(rng.randint(1, 12)):
             for _ in range(rng.choice([0, 0, 1, 3])):
                 prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)
-                if rng.random() < 0.6 and (ended := [r for r in requests if r.finish_reason]):  # the next turn
+                # The next turn
+                if rng.random() < 0.6 and (ended := [r for r in requests if r.finish_reason]):
                     earlier = rng.choice(ended[-3:])
                     said = (*earlier.prompt, *story.tokens[earlier.id])
                     kept = len(said) if rng.random() < 0.8 else rng.randint(0, len(said))
@@ -611,7 +674,10 @@ def random_schedule(seed: int) -> int:
         while story.step():
             assert story.now < 6_000, "somebody starves"
     for request in requests:
-        said, expected = len(story.tokens[request.id]), story.eos.get(request.id, request.max_tokens)
+        said, expected = (
+            len(story.tokens[request.id]),
+            story.eos.get(request.id, request.max_tokens),
+        )
         if request.finish_reason == "cancelled":
             assert said <= expected
         else:
@@ -628,7 +694,10 @@ def random_schedule(seed: int) -> int:
 def test_random_schedules_keep_every_invariant_in_every_step():
     reused.clear()
     steps = sum(random_schedule(seed) for seed in range(SCHEDULES))
-    print(f"{SCHEDULES:,} schedules, {steps:,} steps, {reused.total():,} rows of answers reused", file=sys.stderr)
+    print(
+        f"{SCHEDULES:,} schedules, {steps:,} steps, {reused.total():,} rows of answers reused",
+        file=sys.stderr,
+    )
     assert steps > 5 * SCHEDULES and 2 * reused.total() > SCHEDULES
 
 
@@ -677,9 +746,14 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
 
         def one_more(self, request):
             leave(self, request)
-            is_ghost, whole = request.planned > request.committed, (*request.prompt, *request.answer)
+            is_ghost, whole = (
+                request.planned > request.committed,
+                (*request.prompt, *request.answer),
+            )
             if request.shares and request.answer and is_ghost == ("ghost" in bug):
-                self.prefixes.hold(request.slot, self.prefixes.trail(whole, request.shares), len(whole))
+                self.prefixes.hold(
+                    request.slot, self.prefixes.trail(whole, request.shares), len(whole)
+                )
 
         monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
     else:

@@ -31,11 +31,13 @@ from screen.room import BURST, EVENING
 TASKS = [skill for skill in corpus.SKILLS if skill not in ("story", "facts", "elsewhere")]
 
 
-# --- the text ------------------------------------------------------------------------------------------------------
+# --- the text -----------------------------------------------------------------------------------
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another():
-    one, again, other = (list(itertools.islice(corpus.conversations(seed), 50)) for seed in ("a", "a", "b"))
+    one, again, other = (
+        list(itertools.islice(corpus.conversations(seed), 50)) for seed in ("a", "a", "b")
+    )
     assert one == again
     assert one != other
 
@@ -43,7 +45,12 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another():
 def test_no_question_of_the_exam_is_in_the_text_to_learn_from():
     examined = {task.prompt for skill in corpus.SKILLS for task in exam.questions(skill, 120)}
     talks = itertools.islice(corpus.conversations("any"), 4000)
-    learnt = {message["content"] for talk in talks for message in talk.messages if message["role"] == "user"}
+    learnt = {
+        message["content"]
+        for talk in talks
+        for message in talk.messages
+        if message["role"] == "user"
+    }
     assert len(examined) > 1000
     assert len(learnt) > 4000
     assert not examined & learnt
@@ -77,8 +84,14 @@ def test_the_answers_are_right():
         assert all(added(part) for part in task.answer.rstrip(".").split(", so "))
     for task in tasks("alphabet"):
         first, *_, last = task.answer.rstrip(".").split(", ")
-        assert task.answer == ", ".join("abcdefghijklmnopqrstuvwxyz"[ord(first) - 97 : ord(last) - 96]) + "."
-        asked = re.findall(r"\b([a-z])\b", task.prompt.replace("a part", "").split("alphabet")[-1].split("letters")[-1])
+        assert (
+            task.answer
+            == ", ".join("abcdefghijklmnopqrstuvwxyz"[ord(first) - 97 : ord(last) - 96]) + "."
+        )
+        asked = re.findall(
+            r"\b([a-z])\b",
+            task.prompt.replace("a part", "").split("alphabet")[-1].split("letters")[-1],
+        )
         assert asked in ([first, last], [first], []), task.prompt
     for task in tasks("spelling"):
         assert task.answer.rstrip(".").replace("-", "") in task.prompt
@@ -90,7 +103,9 @@ def test_the_answers_are_right():
         assert task.prompt.endswith(f": {task.answer}")
     for task in tasks("membership"):
         wanted = re.search(r"(\S+) is (not )?in the list", task.answer)[1]
-        listed = [word.rstrip("?.") for word in task.prompt.split(wanted, 1)[1].replace(",", "").split()]
+        listed = [
+            word.rstrip("?.") for word in task.prompt.split(wanted, 1)[1].replace(",", "").split()
+        ]
         assert (wanted in listed) == (": yes, " in task.answer), task
         assert task.answer.split(":")[0] in task.prompt
 
@@ -111,11 +126,14 @@ def test_a_story_has_both_nouns_and_the_length_that_was_asked_for():
 
 
 def test_nobody_in_a_story_changes_names_and_a_noun_has_its_habits():
-    """A model cannot learn to hold on to a name if the text does not, nor tell a fox's story from an owl's."""
+    """A model cannot learn to hold on to a name if the text does not, nor tell a fox's story from
+    an owl's."""
     rng, first_names = random.Random(3), Counter()
     for n in range(300):
         name = rng.choice(stories.NAMES)[0] if n % 3 == 0 else ""
-        text = stories.story(rng, "fox", rng.choice(["lantern", "owl", "kite"]), stories.LENGTHS[n % 3], name=name)
+        text = stories.story(
+            rng, "fox", rng.choice(["lantern", "owl", "kite"]), stories.LENGTHS[n % 3], name=name
+        )
         names = exam.NAME.findall(text)
         assert 1 <= len(set(names)) <= 2 and (not name or name in names), text
         first_names[names[0]] += not name
@@ -130,14 +148,16 @@ def test_every_story_noun_can_be_asked_for_with_every_other():
         assert noun in stories.story(rng, noun, other, "short")
 
 
-# --- the checkpoint ------------------------------------------------------------------------------------------------
+# --- the checkpoint -----------------------------------------------------------------------------
 
 
 def test_the_demo_model_is_a_small_llama_in_float16():
     config = json.loads((DEMO / "config.json").read_text())
     assert config["model_type"] == "llama"
     assert (DEMO / "model.safetensors").stat().st_size <= 8 * 2**20
-    assert {array.dtype for array in mx.load(str(DEMO / "model.safetensors")).values()} == {mx.float16}
+    assert {array.dtype for array in mx.load(str(DEMO / "model.safetensors")).values()} == {
+        mx.float16
+    }
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +177,9 @@ def test_any_text_survives_the_tokenizer(demo):
         "\x00\x7f\u200b\ufeff",
     ]
     for _ in range(50):
-        codes = [rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]) for _ in range(20)]
+        codes = [
+            rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]) for _ in range(20)
+        ]
         texts.append("".join(map(chr, codes)))
     for text in texts:
         ids = demo.text.tokenizer.encode(text, add_special_tokens=False).ids
@@ -172,7 +194,9 @@ def test_transformers_makes_the_same_prompt_of_a_conversation(demo):
         {"role": "assistant", "content": "3, 4."},
         {"role": "user", "content": "Go on, <b>é</b>!"},
     ]
-    ids = theirs.apply_chat_template(talk, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    ids = theirs.apply_chat_template(
+        talk, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
     assert list(ids) == demo.text.encode_chat(talk)
     assert demo.text.end_tokens == {theirs.eos_token_id}
 
@@ -186,12 +210,13 @@ def test_mlx_lm_gives_the_same_answers_on_the_demo_model(demo):
     assert len(ours) >= 20 and sum(len(result.tokens) for result in ours) > 200
     for message, result in zip(messages, ours, strict=True):
         prompt = demo.text.encode_chat(message)
-        # One pass over all: if each token is the best after those before it, the whole answer is the same.
+        # One pass over all: if each token is the best after those before it, the whole answer is
+        # the same.
         best = model(mx.array([prompt + result.tokens[:-1]]))[0, len(prompt) - 1 :].argmax(-1)
         assert best.tolist() == result.tokens
 
 
-# --- the exam ------------------------------------------------------------------------------------------------------
+# --- the exam -----------------------------------------------------------------------------------
 
 
 def test_the_answers_are_as_good_through_one_slot_as_through_eight(demo):
@@ -207,15 +232,21 @@ def test_the_answers_are_as_good_through_one_slot_as_through_eight(demo):
 
 
 def short_exam(demo: Engine) -> float:
-    """In slots that are full of what earlier owners might have left, where a right engine does not look.
+    """In slots that are full of what earlier owners might have left, where a right engine does not
+    look.
 
     A wrong answer seldom ends by itself, so none gets more tokens than most right ones need.
     """
-    with pytest.MonkeyPatch.context() as patch, Engine(demo.model, demo.text, slots=8, max_len=640) as engine:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Engine(demo.model, demo.text, slots=8, max_len=640) as engine,
+    ):
         patch.setattr(exam, "MAX_TOKENS", 60)
         for array in (*engine.runner.slab.k, *engine.runner.slab.v):
             array[:] = mx.random.normal(array.shape, key=mx.random.key(0)) * 3
-        scores = exam.scores(exam.take(engine, ["counting", "alphabet", "repeating", "reversing"], 3))
+        scores = exam.scores(
+            exam.take(engine, ["counting", "alphabet", "repeating", "reversing"], 3)
+        )
     return sum(scores.values()) / len(scores)
 
 
@@ -224,9 +255,12 @@ def right_score(demo) -> float:
     return short_exam(demo)
 
 
-@pytest.mark.parametrize("bug", ["a token too late", "one offset for all rows", "a row lands in its neighbour's slot"])
+@pytest.mark.parametrize(
+    "bug", ["a token too late", "one offset for all rows", "a row lands in its neighbour's slot"]
+)
 def test_a_wrong_position_or_slot_can_be_read_off_the_scores(demo, right_score, monkeypatch, bug):
-    if bug == "a token too late":  # a decoding token counts itself one further, and leaves a hole behind it
+    # A decoding token counts itself one further, and leaves a hole behind it
+    if bug == "a token too late":
         init = kv.Window.__init__
 
         def off_by_one(self, slab, slots, starts, L, *rest):
@@ -240,17 +274,30 @@ def test_a_wrong_position_or_slot_can_be_read_off_the_scores(demo, right_score, 
 
 def test_the_command_line_finds_the_demo_model_from_anywhere(tmp_path):
     program = Path(nanobatch.__file__).resolve().parent / "ask.py"
-    command = [sys.executable, str(program), "--prompt", "Count from 3 to 12.", "--prompt", "Spell the word lantern."]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60)
+    command = [
+        sys.executable,
+        str(program),
+        "--prompt",
+        "Count from 3 to 12.",
+        "--prompt",
+        "Spell the word lantern.",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert "3, 4, 5, 6, 7, 8, 9, 10, 11, 12." in done.stdout
     assert "l-a-n-t-e-r-n." in done.stdout
 
 
 def test_in_a_burst_of_the_screen_two_prompts_share_a_beginning():
-    """With chunks longer than what they share, the screen never showed that a prompt reuses another's rows."""
+    """With chunks longer than what they share, the screen never showed that a prompt reuses
+    another's rows."""
     engine = tui.load_engine(tui.parse_arguments([]), lambda stage: None, time.perf_counter)
     with closing(engine):
         alike = [prompt for prompt, _ in BURST if EVENING in prompt]
-        cached = [result.metrics.cached_tokens for result in engine.generate(alike, Sampling(max_tokens=1))]
+        cached = [
+            result.metrics.cached_tokens
+            for result in engine.generate(alike, Sampling(max_tokens=1))
+        ]
     assert cached == [0, 64]

@@ -1,7 +1,8 @@
-"""What runs on a GPU, run on a CPU: the branches are taken, MLX's fused operations are made of several others there.
+"""What runs on a GPU, run on a CPU: the branches are taken, MLX's fused operations are made of
+several others there.
 
-So this proves that the numbers are right, and how many operations a step has; not how fast they are, how many kernels a
-GPU makes of them, or that those do what MLX says.
+So this proves that the numbers are right, and how many operations a step has; not how fast they
+are, how many kernels a GPU makes of them, or that those do what MLX says.
 """
 
 from unittest import mock
@@ -34,7 +35,7 @@ def gpu():
         yield
 
 
-# --- the numbers -------------------------------------------------------------------------------------------------
+# --- the numbers --------------------------------------------------------------------------------
 
 CHOSEN = {
     name: CONFIGS[name]
@@ -59,7 +60,8 @@ CHOSEN = {
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_every_token_is_mlx_lms_in_random_company_under_every_policy(name, tmp_path):
-    """Each branch of a GPU once scaled, masked or turned in a way of its own: the tokens show any difference."""
+    """Each branch of a GPU once scaled, masked or turned in a way of its own: the tokens show any
+    difference."""
     seed = list(CHOSEN).index(name)
     folder = make_checkpoint(tmp_path, seed=seed, **CHOSEN[name])
     options = {"slots": 2 + seed % 5, "policy": [*POLICIES][seed % len(POLICIES)]}
@@ -69,18 +71,27 @@ def test_every_token_is_mlx_lms_in_random_company_under_every_policy(name, tmp_p
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("weights", ["bfloat16", "float16", "4 bits"])
-def test_half_precision_and_packed_weights_are_no_further_off_than_mlx_lm(weights, policy, tmp_path):
-    """Both against mlx-lm in float32 on the same weights, along the tokens that ours has chosen in company."""
+def test_half_precision_and_packed_weights_are_no_further_off_than_mlx_lm(
+    weights, policy, tmp_path
+):
+    """Both against mlx-lm in float32 on the same weights, along the tokens that ours has chosen in
+    company."""
     packed = {"quantize": lambda module: (4, 64), "hidden_size": 128, "intermediate_size": 192}
     dtype = mx.float16 if weights == "float16" else mx.bfloat16
-    folder = make_checkpoint(tmp_path, seed=3, dtype=dtype, **(packed if weights == "4 bits" else {}))
+    folder = make_checkpoint(
+        tmp_path, seed=3, dtype=dtype, **(packed if weights == "4 bits" else {})
+    )
     theirs, _ = mlx_lm.utils.load_model(folder)
     truth, rng = Reference(folder), np.random.default_rng(3)
     ours, peers = [], []
     with Engine.load(folder, slots=3, max_len=256, chunk=32, policy=policy) as engine:
         assert engine.model.dtype == dtype and not engine.exact
         kind = Quantized if weights == "4 bits" else Dense
-        assert all(type(part) is kind for layer in engine.model.layers for part in (layer.qkv, layer.mlp.gate_up))
+        assert all(
+            type(part) is kind
+            for layer in engine.model.layers
+            for part in (layer.qkv, layer.mlp.gate_up)
+        )
         handles = run_schedule(engine, random_asks(rng, 6, longest=60, tokens=10), rng)
         for handle in handles:
             ids = [*handle.request.prompt, *handle.tokens[:-1]]
@@ -96,10 +107,16 @@ def test_half_precision_and_packed_weights_are_no_further_off_than_mlx_lm(weight
 
 def test_dynamic_positions_beyond_the_trained_length_have_one_theta(tmp_path):
     folder = make_checkpoint(
-        tmp_path, seed=7, rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=40
+        tmp_path,
+        seed=7,
+        rope_scaling={"type": "dynamic", "factor": 2.0},
+        max_position_embeddings=40,
     )
     theta = 10_000.0 * (2.0 * 256 / 40 - 1.0) ** (16 / 14)
-    reference, rng = Reference(folder, {"rope_scaling": None, "rope_theta": theta}), np.random.default_rng(7)
+    reference, rng = (
+        Reference(folder, {"rope_scaling": None, "rope_theta": theta}),
+        np.random.default_rng(7),
+    )
     asks = random_asks(rng, 12, longest=120, tokens=12)
     with Engine.load(folder, dtype="float32", slots=4, max_len=256, chunk=32) as engine:
         handles = run_schedule(engine, asks, rng)
@@ -136,26 +153,34 @@ def test_a_soak(tmp_path):
     assert report.wrong == 0 and report.compared > 100 and report.cancelled > 20
 
 
-# --- the form ----------------------------------------------------------------------------------------------------
+# --- the form -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slots", [[0], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2], [1, 2, 4, 5]])
 @pytest.mark.parametrize("weights", kernels.WEIGHTS)
 def test_a_step_has_no_more_operations_than_mlx_lms(weights, slots):
-    """A layer had 22 in half precision, mlx-lm's 17: an index, a split or a cast is soon one of its own."""
-    layer, rest, peers_layer, peers_rest = (part.total() for part in kernels.compare(weights, slots))
+    """A layer had 22 in half precision, mlx-lm's 17: an index, a split or a cast is soon one of its
+    own."""
+    layer, rest, peers_layer, peers_rest = (
+        part.total() for part in kernels.compare(weights, slots)
+    )
     assert 13 <= layer <= peers_layer and peers_layer >= 17
     assert 3 <= rest <= peers_rest
 
 
 def test_attention_sees_the_slab_itself_and_never_a_copy(monkeypatch):
-    """A copy of all keys and values in each layer would cost more than everything else in a step."""
+    """A copy of all keys and values in each layer would cost more than everything else in a
+    step."""
     monkeypatch.setattr(mx, "take", None)
     slab = Slab(1, 8, 2, 256, 16, mx.float32)
     slots, starts = [0, 1, 3, 7], [5, 200, 100, 64]
     window = Window(slab, slots, starts, 1)
     looks = window.looks(None, kernel_heads=4)
-    assert [(look.slots, look.T) for look in looks] == [(slice(0, 2), 256), (slice(3, 4), 128), (slice(7, 8), 96)]
+    assert [(look.slots, look.T) for look in looks] == [
+        (slice(0, 2), 256),
+        (slice(3, 4), 128),
+        (slice(7, 8), 96),
+    ]
     new = mx.arange(4 * 2 * 16).reshape(4, 2, 16) + 1.0
     window.write(0, new, -new)
     sequences = iter(zip(starts, np.array(new), strict=True))
@@ -164,7 +189,9 @@ def test_attention_sees_the_slab_itself_and_never_a_copy(monkeypatch):
         assert look.mask.shape == (look.B, 4, 1, look.T)
         for row in range(look.B):
             start, written = next(sequences)
-            assert np.array_equal(k[row, :, start], written) and np.array_equal(v[row, :, start], -written)
+            assert np.array_equal(k[row, :, start], written) and np.array_equal(
+                v[row, :, start], -written
+            )
             seen = np.array(look.mask)[row].all(0)[0]
             assert seen.sum() == start + 1 and seen[: start + 1].all()
     assert np.count_nonzero(np.array(slab.k[0])) == new.size, "another row was written"
@@ -180,8 +207,12 @@ def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
     assert window.looks(None, kernel_heads=4) == [kv.Look(slice(1, 2), 112, "causal")]
 
 
-@pytest.mark.parametrize(("start", "count", "width"), [(0, 1, 16), (0, 16, 16), (5, 17, 32), (90, 30, 32), (120, 5, 8)])
-def test_a_chunk_is_padded_so_that_the_shapes_are_few_and_never_beyond_its_slot(tmp_path, start, count, width):
+@pytest.mark.parametrize(
+    ("start", "count", "width"), [(0, 1, 16), (0, 16, 16), (5, 17, 32), (90, 30, 32), (120, 5, 8)]
+)
+def test_a_chunk_is_padded_so_that_the_shapes_are_few_and_never_beyond_its_slot(
+    tmp_path, start, count, width
+):
     """The padding's token is 0. On a CPU there is none."""
     ids = tuple(range(1, count + 1))
     prefill = Prefill(1, ids, start, None, True)
@@ -196,7 +227,9 @@ def test_idle_slots_take_no_part(tmp_path):
     """A GPU pays for idle rows, above all where weights are packed."""
     with Engine.load(make_checkpoint(tmp_path), slots=4, max_len=256) as engine:
         widths, head = [], engine.runner.model.head
-        object.__setattr__(engine.runner.model, "head", lambda x: widths.append(x.shape[0]) or head(x))
+        object.__setattr__(
+            engine.runner.model, "head", lambda x: widths.append(x.shape[0]) or head(x)
+        )
         engine.generate([[1, 2], [3, 4, 5]], Sampling(max_tokens=4, ignore_eos=True))
         assert set(widths) == {2}
 
@@ -205,4 +238,6 @@ def test_no_compiler_is_called_for_a_cpu():
     """On Linux, MLX compiles for a CPU with the machine's C++ compiler, which need not be there."""
     assert type(ops.one_kernel) is type(lambda: None)
     gate, up = mx.array([-3.0, 0.0, 2.0]), mx.array([1.0, 2.0, 3.0])
-    assert np.allclose(np.array(ops.swiglu(gate, up)), [-3 / (1 + np.exp(3)), 0, 6 / (1 + np.exp(-2))], atol=1e-6)
+    assert np.allclose(
+        np.array(ops.swiglu(gate, up)), [-3 / (1 + np.exp(3)), 0, 6 / (1 + np.exp(-2))], atol=1e-6
+    )

@@ -1,4 +1,5 @@
-"""Our own product: right, the same in any company, free of races, and built and kept without a way in for others."""
+"""Our own product: right, the same in any company, free of races, and built and kept without a way
+in for others."""
 
 import ctypes
 import os
@@ -13,7 +14,9 @@ import pytest
 
 from parts.device import blas, rows
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere MLX brings a fast product")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere MLX brings a fast product"
+)
 
 ROOT = Path(__file__).parents[2]
 EXAM = Path(__file__).with_name("rows_exam.c")
@@ -21,16 +24,26 @@ COMPILER = shutil.which("cc")
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here")
 
 
-# --- rows.c itself -------------------------------------------------------------------------------------------------
+# --- rows.c itself ------------------------------------------------------------------------------
 
 
-def examined(tmp_path: Path, form: str, *options: str, source: str = "") -> subprocess.CompletedProcess:
+def examined(
+    tmp_path: Path, form: str, *options: str, source: str = ""
+) -> subprocess.CompletedProcess:
     """Compile rows.c, or a changed one, with the exam, and take it."""
     file = tmp_path / "rows.c"
     file.write_text(source or rows.SOURCE.read_text())
     exam = tmp_path / "exam"
-    usual = ["-O3", "-std=gnu11", "-ffp-contract=off", "-pthread", *rows.FORMS[form].options.split()]
-    subprocess.run([COMPILER, *usual, *options, str(file), str(EXAM), "-o", str(exam), "-lm"], check=True)
+    usual = [
+        "-O3",
+        "-std=gnu11",
+        "-ffp-contract=off",
+        "-pthread",
+        *rows.FORMS[form].options.split(),
+    ]
+    subprocess.run(
+        [COMPILER, *usual, *options, str(file), str(EXAM), "-o", str(exam), "-lm"], check=True
+    )
     return subprocess.run([exam, "4"], capture_output=True, text=True, timeout=300)
 
 
@@ -117,21 +130,28 @@ def test_a_process_that_forks_goes_on_multiplying_in_both():
         "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or mx.isnan(mx.sum(a @ b)).item())\n"
     )
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True
+        )
         assert done.returncode == 0, done
 
 
 def test_mlx_calls_our_product_or_says_that_it_does_not():
     code = "from parts.device import mlx as device; print(device.blas.name, device.blas.why_not)"
-    late = "import ctypes; from parts.device import blas; blas.Blas.products = property(lambda self: 7); " + code
+    late = (
+        "import ctypes; from parts.device import blas; blas.Blas.products = property(lambda self: 7); "
+        + code
+    )
     here = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     if COMPILER:
         assert here.stdout == "rows \n", here
-        deaf = subprocess.run([sys.executable, "-c", late], cwd=ROOT, capture_output=True, text=True)
+        deaf = subprocess.run(
+            [sys.executable, "-c", late], cwd=ROOT, capture_output=True, text=True
+        )
         assert deaf.stdout.startswith("mlx this version of MLX does not"), deaf
 
 
-# --- threads -------------------------------------------------------------------------------------------------------
+# --- threads ------------------------------------------------------------------------------------
 
 
 def test_threads_are_as_many_as_were_asked_for_or_as_there_are_cores(monkeypatch):
@@ -153,9 +173,13 @@ def test_threads_are_as_many_as_were_asked_for_or_as_there_are_cores(monkeypatch
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "9999999999999", " "])
 def test_a_number_of_threads_that_is_none_is_refused_in_one_line(count):
     code = [sys.executable, str(ROOT / "ask.py"), "x"]
-    done = subprocess.run(code, env=os.environ | {"NANOBATCH_THREADS": count}, capture_output=True, text=True)
+    done = subprocess.run(
+        code, env=os.environ | {"NANOBATCH_THREADS": count}, capture_output=True, text=True
+    )
     lines = done.stderr.splitlines()
-    assert done.returncode == 2 and len(lines) == 1 and "a whole number from 1 to 1024" in lines[0], done
+    assert (
+        done.returncode == 2 and len(lines) == 1 and "a whole number from 1 to 1024" in lines[0]
+    ), done
 
 
 @pytest.mark.parametrize(
@@ -201,12 +225,13 @@ def test_a_control_groups_quota_is_found(tmp_path, files, cores):
     assert rows.quota(tmp_path) == cores
 
 
-# --- building and keeping ------------------------------------------------------------------------------------------
+# --- building and keeping -----------------------------------------------------------------------
 
 
 @pytest.fixture
 def home(monkeypatch, tmp_path) -> Path:
-    """A user's cache in which nothing has been kept yet. What is compiled is plain and slow, and done soon."""
+    """A user's cache in which nothing has been kept yet. What is compiled is plain and slow, and
+    done soon."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(rows, "OPTIONS", [option.replace("-O3", "-O0") for option in rows.OPTIONS])
     return tmp_path / "cache" / "nanobatch"
@@ -232,9 +257,14 @@ def test_the_first_start_compiles_and_the_second_does_not(home):
 
 
 @NEEDS_COMPILER
-def test_another_source_compiler_option_or_processor_makes_another_library(home, monkeypatch, tmp_path):
+def test_another_source_compiler_option_or_processor_makes_another_library(
+    home, monkeypatch, tmp_path
+):
     compiler = rows.find_compiler()
-    names = {rows.file_name(compiler, rows.OPTIONS), rows.file_name(compiler, [*rows.OPTIONS, "-mavx2"])}
+    names = {
+        rows.file_name(compiler, rows.OPTIONS),
+        rows.file_name(compiler, [*rows.OPTIONS, "-mavx2"]),
+    }
     changed = tmp_path / "rows.c"
     changed.write_text(rows.SOURCE.read_text() + "\n")
     with monkeypatch.context() as patch:
@@ -267,7 +297,9 @@ def test_a_library_that_was_damaged_is_made_anew(home):
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("case", ["a link", "another user's", "others may write", "a file", "nothing may run there"])
+@pytest.mark.parametrize(
+    "case", ["a link", "another user's", "others may write", "a file", "nothing may run there"]
+)
 def test_a_folder_that_is_not_safe_is_not_used(home, monkeypatch, tmp_path, case):
     home.parent.mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -282,12 +314,16 @@ def test_a_folder_that_is_not_safe_is_not_used(home, monkeypatch, tmp_path, case
     elif case == "others may write":
         home.chmod(0o770)
     elif case == "nothing may run there":
-        monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255)))
+        monkeypatch.setattr(
+            os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255))
+        )
     said, library = load()
     assert str(home) in said and "kept" in said
     assert not (tmp_path / "elsewhere").exists() or not list((tmp_path / "elsewhere").iterdir())
     assert home.is_file() or not list(home.iterdir())
-    assert not Path(library._name).exists(), "a private folder goes as soon as the library is loaded"
+    assert not Path(library._name).exists(), (
+        "a private folder goes as soon as the library is loaded"
+    )
     assert rows.is_right(library)
 
 
@@ -347,7 +383,10 @@ def test_a_compiler_that_hangs_is_ended_with_all_that_it_has_started(home, monke
         load()
     child = int(mark.read_text())
     deadline = time.monotonic() + 30
-    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+    while (
+        Path(f"/proc/{child}").exists()
+        and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -364,7 +403,9 @@ def test_a_library_that_another_could_have_put_there_is_not_loaded(home):
 
 
 @NEEDS_COMPILER
-def test_options_of_the_compiler_make_another_library_and_none_under_a_false_name(home, monkeypatch):
+def test_options_of_the_compiler_make_another_library_and_none_under_a_false_name(
+    home, monkeypatch
+):
     monkeypatch.setenv("CC", f"{COMPILER} -fvisibility=hidden")
     with pytest.raises(rows.Unbuilt, match="does not multiply right"):
         load()
@@ -398,14 +439,18 @@ def test_two_that_start_at_once_both_get_a_whole_library(home):
     assert len(list(home.iterdir())) == 1
 
 
-# --- as a user sees it ---------------------------------------------------------------------------------------------
+# --- as a user sees it --------------------------------------------------------------------------
 
 
 def ask(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "ask.py"), "What is 17 + 6?", "--max-tokens", "20"]
-    inherited = {name: value for name, value in os.environ.items() if name not in ("NANOBATCH_BLAS", "CC")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("NANOBATCH_BLAS", "CC")
+    }
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
-    return subprocess.run(command, env=inherited | cache | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=inherited | cache | environment, capture_output=True, text=True, timeout=120
+    )
 
 
 @NEEDS_COMPILER
@@ -413,11 +458,17 @@ def test_a_first_start_says_in_one_line_that_it_compiles(tmp_path):
     first, second = ask(tmp_path), ask(tmp_path)
     assert first.stdout.split("[")[0] == second.stdout.split("[")[0] and "23" in first.stdout
     lines = first.stderr.splitlines()
-    assert len(lines) == 2 and lines[0].startswith("nanobatch: compiling rows.c") and "; rows (" in lines[1]
+    assert (
+        len(lines) == 2
+        and lines[0].startswith("nanobatch: compiling rows.c")
+        and "; rows (" in lines[1]
+    )
     assert len(second.stderr.splitlines()) == 1
 
 
-def test_without_a_compiler_the_tokens_are_right_and_the_first_line_says_what_would_change(tmp_path):
+def test_without_a_compiler_the_tokens_are_right_and_the_first_line_says_what_would_change(
+    tmp_path,
+):
     done = ask(tmp_path, PATH=str(tmp_path))
     assert "23" in done.stdout
     (line,) = done.stderr.splitlines()
@@ -428,14 +479,20 @@ def test_what_was_asked_for_and_cannot_be_had_is_an_error_in_one_line(tmp_path):
     for choice, said in (("rows", "there is no C compiler"), ("rows:sse", "no form 'sse'")):
         done = ask(tmp_path, PATH=str(tmp_path), NANOBATCH_BLAS=choice)
         (line,) = done.stderr.splitlines()
-        assert done.returncode == 2 and line.startswith(f"nanobatch: NANOBATCH_BLAS={choice}: ") and said in line
+        assert (
+            done.returncode == 2
+            and line.startswith(f"nanobatch: NANOBATCH_BLAS={choice}: ")
+            and said in line
+        )
 
 
 def test_an_engine_says_whether_it_is_exact(tmp_path):
     code = "from nanobatch import Engine; print(Engine.load('demo').exact)"
     for choice, exact in (("rows", bool(COMPILER)), ("openblas", False), ("off", False)):
         environment = os.environ | {"NANOBATCH_BLAS": choice}
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
         assert done.stdout == f"{exact}\n", done
 
 
@@ -445,5 +502,7 @@ def test_on_a_mac_or_a_gpu_nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(blas.sys, "platform", "darwin")
     assert str(blas.preload()) == "mlx"
     monkeypatch.setattr(blas.sys, "platform", "linux")
-    monkeypatch.setattr(blas.importlib.metadata, "distributions", lambda name: [name] * (name == "mlx-cuda-13"))
+    monkeypatch.setattr(
+        blas.importlib.metadata, "distributions", lambda name: [name] * (name == "mlx-cuda-13")
+    )
     assert str(blas.preload()) == "mlx"

@@ -1,8 +1,10 @@
-"""Each exercise fails until it is done, passes when it is done right, and fails when it is done plausibly wrong.
+"""Each exercise fails until it is done, passes when it is done right, and fails when it is done
+plausibly wrong.
 
-`exercises/solutions` holds two patches for each. They are applied to copies of the checkout. There are three copies and
-three runs of pytest: one without any solution; one where every second exercise is done right and the others wrong;
-and one the other way round. So a wrong solution is seen to fail beside right ones that pass.
+`exercises/solutions` holds two patches for each. They are applied to copies of the checkout. There
+are three copies and three runs of pytest: one without any solution; one where every second exercise
+is done right and the others wrong; and one the other way round. So a wrong solution is seen to fail
+beside right ones that pass.
 """
 
 import os
@@ -37,12 +39,19 @@ def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, folder)
     for name in ("parts", "door", "screen", "measure", "tests", "exercises", "demo"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "run"))
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "run")
+        )
     for exercise, kind in kinds.items():
         patch = solution(exercise, kind)
-        alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}  # no repository around it has a say
-        run = subprocess.run(["git", "apply", "-C1", patch], cwd=folder, env=alone, capture_output=True, text=True)
-        assert run.returncode == 0, f"{patch.name}: the patch no longer applies: write it anew\n{run.stderr}"
+        # No repository around it has a say
+        alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+        run = subprocess.run(
+            ["git", "apply", "-C1", patch], cwd=folder, env=alone, capture_output=True, text=True
+        )
+        assert run.returncode == 0, (
+            f"{patch.name}: the patch no longer applies: write it anew\n{run.stderr}"
+        )
     return folder
 
 
@@ -50,12 +59,23 @@ def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
 def verdicts(folder: Path, **kinds: str) -> dict[str, list[str]]:
     """For each exercise what its tests say: "" for a test that passes, else the message."""
     tree = copy_of_the_tree(folder, kinds)
-    command = [sys.executable, "-m", "pytest", "exercises", "-q", "-p", "no:cacheprovider", "--junitxml=out.xml"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "exercises",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--junitxml=out.xml",
+    ]
     run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=600)
     assert run.returncode in (0, 1), run.stdout + run.stderr
     said = defaultdict(list)
     for case in ElementTree.parse(tree / "out.xml").iter("testcase"):
-        problem = next((part.get("message") for part in case if part.tag in ("failure", "error")), "")
+        problem = next(
+            (part.get("message") for part in case if part.tag in ("failure", "error")), ""
+        )
         said[case.get("classname").split("_")[-1]].append(problem)
     assert sorted(said) == sorted(EXERCISES)
     return said
@@ -69,14 +89,17 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 def said_of(exercise: str, kind: str, folders: dict[str, Path]) -> list[str]:
     """Of the two trees with solutions, the one in which this exercise is solved in this way."""
     is_even = (EXERCISES.index(exercise) % 2 == 0) == (kind == "right")
-    kinds = {other: ("right", "wrong")[(i % 2 == 0) != is_even] for i, other in enumerate(EXERCISES)}
+    kinds = {
+        other: ("right", "wrong")[(i % 2 == 0) != is_even] for i, other in enumerate(EXERCISES)
+    }
     assert kinds[exercise] == kind
     return verdicts(folders["even" if is_even else "odd"], **kinds)[exercise]
 
 
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_an_exercise_fails_until_it_is_done_and_says_what_is_missing(exercise, folders):
-    """Each of its tests, in one line: a reader who has done nothing yet is helped by no traceback."""
+    """Each of its tests, in one line: a reader who has done nothing yet is helped by no
+    traceback."""
     said = verdicts(folders["untouched"])[exercise]
     assert said and all("not done yet: " in message for message in said), said
 
@@ -89,13 +112,15 @@ def test_a_right_solution_passes(exercise, folders):
 
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_a_plausible_wrong_solution_fails(exercise, folders):
-    """It is complete, so nothing is called missing; but what it does is wrong, and at least one test sees it."""
+    """It is complete, so nothing is called missing; but what it does is wrong, and at least one
+    test sees it."""
     said = said_of(exercise, "wrong", folders)
     assert any(said) and not any("not done yet" in message for message in said), said
 
 
 def test_right_solutions_keep_the_plan_of_the_house_and_the_pages_true(tmp_path):
-    """A ceiling on lines once turned the build red for whoever had done exercise 1, and done it right.
+    """A ceiling on lines once turned the build red for whoever had done exercise 1, and done it
+    right.
 
     A new family is left out: the pages ask for a line about it, as the exercise says.
     """
@@ -106,7 +131,9 @@ def test_right_solutions_keep_the_plan_of_the_house_and_the_pages_true(tmp_path)
     for name in ("docs", "tools", ".ci", ".github"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     checks = [
-        str(path.relative_to(ROOT)) for name in ("house", "project") for path in ROOT.glob(f"tests/**/test_{name}.py")
+        str(path.relative_to(ROOT))
+        for name in ("house", "project")
+        for path in ROOT.glob(f"tests/**/test_{name}.py")
     ]
     assert len(checks) == 2
     command = [sys.executable, "-m", "pytest", *checks, "-q", "-p", "no:cacheprovider"]
@@ -121,13 +148,18 @@ def exercise_of(name: str, monkeypatch) -> dict:
 
 
 def test_a_policy_that_is_half_done_is_told_the_other_half_by_every_test(monkeypatch):
-    """With a sentence in POLICIES and no line in `_room`, one test ended in a KeyError and another passed."""
+    """With a sentence in POLICIES and no line in `_room`, one test ended in a KeyError and another
+    passed."""
     monkeypatch.setitem(POLICIES, "gentle", "one newcomer a step.")
     tests = exercise_of("policy", monkeypatch).values()
     for test in tests:
-        with pytest.raises(pytest.fail.Exception, match=r"not done yet: .*Scheduler\._room has no line") as raised:
+        with pytest.raises(
+            pytest.fail.Exception, match=r"not done yet: .*Scheduler\._room has no line"
+        ) as raised:
             test()
-        assert raised.value.__suppress_context__, "the traceback of a KeyError stands above the hint"
+        assert raised.value.__suppress_context__, (
+            "the traceback of a KeyError stands above the hint"
+        )
     assert len(tests) == 3
 
 
@@ -192,8 +224,13 @@ def test_every_exercise_has_its_command_and_says_where_to_look():
         (path,) = (ROOT / "exercises").glob(f"test_?_{exercise}.py")
         text = path.read_text()
         assert f"    python -m pytest -x exercises/{path.name}\n" in text
-        assert f"({path.name})" in README and f"`python -m pytest -x exercises/{path.name}`" in README
-        assert all(f"\n{part}" in text for part in ("The task. ", "Read first: ", "Where: ", "How to know: ")), path
+        assert (
+            f"({path.name})" in README and f"`python -m pytest -x exercises/{path.name}`" in README
+        )
+        assert all(
+            f"\n{part}" in text
+            for part in ("The task. ", "Read first: ", "Where: ", "How to know: ")
+        ), path
         for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text.split('"""')[1]):
             assert (ROOT / name).exists(), (path, name)
 

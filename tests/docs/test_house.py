@@ -1,7 +1,8 @@
 """The plan of the house: which of its files may import which.
 
-The plan stands first, as tables. The tests read the source, and run nothing of it but the list of sources that ranks
-compare. A test that fails names every file or line that breaks the plan, not only the first.
+The plan stands first, as tables. The tests read the source, and run nothing of it but the list of
+sources that ranks compare. A test that fails names every file or line that breaks the plan, not
+only the first.
 """
 
 import ast
@@ -18,7 +19,8 @@ from parts.model.fit import sources
 
 ROOT = Path(__file__).parents[2]
 FUNCTION = 60  # the most lines of a function: a page
-# The files on the left, a room or one that stands on top, may import those on the right, and each other in a room.
+# The files on the left, a room or one that stands on top, may import those on the right, and each
+# other in a room.
 MAY_IMPORT = {
     "prefix": "",
     "sched": "prefix",
@@ -43,7 +45,8 @@ MAY_IMPORT = {
     "bench": "measure/* parts/* sched",
 }
 ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
-# What a program imports inside a function: `tui.py` shows a frame, and `serve.py` binds its port, before MLX is loaded.
+# What a program imports inside a function: `tui.py` shows a frame, and `serve.py` binds its port,
+# before MLX is loaded.
 INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
@@ -60,18 +63,29 @@ SCREEN = """
 """
 SCREEN_MAY_IMPORT = "parts/api/* door/journal door/wire sched"
 WITHOUT_MLX = "sched prefix parts/api/* door/* screen/* serve tui parts/checks parts/files parts/program parts/text/*"
-STANDARD_LIBRARY = {"sched": "", "prefix": "", "parts/checks": "", "parts/files": "", "parts/program": ""}
+STANDARD_LIBRARY = {
+    "sched": "",
+    "prefix": "",
+    "parts/checks": "",
+    "parts/files": "",
+    "parts/program": "",
+}
 
 
-STANDARD_LIBRARY |= {"parts/device/blas": "", "parts/device/rows": "", "parts/device/mlx": "mlx"}  # and this package
+# And this package
+STANDARD_LIBRARY |= {"parts/device/blas": "", "parts/device/rows": "", "parts/device/mlx": "mlx"}
 
 
-# --- reading the source ------------------------------------------------------------------------------------------
+# --- reading the source -------------------------------------------------------------------------
 
 
 def names() -> list[str]:
     """All files but the demo's: "nanobatch", "parts/model/ops" and so on, without the ending."""
-    return [name for folder in (".", "parts", "parts/*", "door", "screen", "measure") for name in files_in(folder)]
+    return [
+        name
+        for folder in (".", "parts", "parts/*", "door", "screen", "measure")
+        for name in files_in(folder)
+    ]
 
 
 @cache
@@ -80,7 +94,10 @@ def everything() -> list[str]:
 
 
 def files_in(folder: str) -> list[str]:
-    return [path.relative_to(ROOT).with_suffix("").as_posix() for path in sorted(ROOT.glob(f"{folder}/*.py"))]
+    return [
+        path.relative_to(ROOT).with_suffix("").as_posix()
+        for path in sorted(ROOT.glob(f"{folder}/*.py"))
+    ]
 
 
 @cache
@@ -125,7 +142,9 @@ def imports(name: str, text: str | None = None) -> set[Import]:
 @cache
 def graph(inside: bool = True) -> dict[str, set[str]]:
     """Each file of ours and what it imports: in any place, or only outside of functions."""
-    return {name: {i.module for i in imports(name) if inside or not i.inside} for name in everything()}
+    return {
+        name: {i.module for i in imports(name) if inside or not i.inside} for name in everything()
+    }
 
 
 def reached(edges: dict[str, set[str]], name: str) -> dict[str, list[str]]:
@@ -152,7 +171,12 @@ def allowed(name: str) -> str | None:
     rows = [line.split() for line in SCREEN.split("\n")]
     for i, row in enumerate(rows):
         if name in [f"screen/{other}" for other in row]:
-            return " ".join([SCREEN_MAY_IMPORT, *(f"screen/{other}" for below in rows[i + 1 :] for other in below)])
+            return " ".join(
+                [
+                    SCREEN_MAY_IMPORT,
+                    *(f"screen/{other}" for below in rows[i + 1 :] for other in below),
+                ]
+            )
     for pattern, files in MAY_IMPORT.items():
         if fnmatch(name, pattern):
             return f"{files} {pattern}" if pattern.endswith("/*") else files
@@ -176,7 +200,11 @@ def engine_names(name: str, text: str) -> list[str]:
     def visit(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.ClassDef) and (name, node.name) == ("nanobatch", "Engine"):
             return
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+        ):
             owner = ast.unparse(node.value)
             if owner.split(".")[-1] in ("engine", "_engine"):
                 yield f"{name}.py:{node.lineno} touches {owner}.{node.attr}"
@@ -190,7 +218,7 @@ def report(offenders: list[str]) -> str:
     return "\n".join(["", *offenders])
 
 
-# --- sizes -------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------------------------------------------
 
 
 def test_no_function_is_longer_than_a_page():
@@ -202,11 +230,13 @@ def test_no_function_is_longer_than_a_page():
     assert len(lengths) > 100
     longest = max(lengths, key=lengths.get)
     print(f"longest function: {longest}, {lengths[longest]} lines of {FUNCTION}")
-    offenders = [f"{place} has {lines} lines" for place, lines in lengths.items() if lines > FUNCTION]
+    offenders = [
+        f"{place} has {lines} lines" for place, lines in lengths.items() if lines > FUNCTION
+    ]
     assert not offenders, report(offenders)
 
 
-# --- imports -----------------------------------------------------------------------------------------------------
+# --- imports ------------------------------------------------------------------------------------
 
 
 def test_every_file_has_its_place_in_the_plan():
@@ -227,7 +257,9 @@ def test_the_plan_allows_no_import_that_nothing_makes():
         for plan in (MAY_IMPORT, screen, INSIDE_A_FUNCTION)
         for importing, allowed in plan.items()
         for imported in allowed.split()
-        if not any(fnmatch(i.module, imported) for name in fitting(importing) for i in imports(name))
+        if not any(
+            fnmatch(i.module, imported) for name in fitting(importing) for i in imports(name)
+        )
     ]
     assert not offenders, report(offenders)
 
@@ -240,14 +272,19 @@ def test_no_import_runs_in_a_circle():
 
 def test_planning_answering_and_the_first_frame_need_no_mlx():
     """Not even through what they import. What they import inside a function, they import later."""
-    ways = {name: reached(graph(inside=False), name) for name in everything() if matches(name, WITHOUT_MLX)}
+    ways = {
+        name: reached(graph(inside=False), name)
+        for name in everything()
+        if matches(name, WITHOUT_MLX)
+    }
     assert {"sched", "tui", "parts/api/handle"} <= ways.keys()
     offenders = [" -> ".join(way["mlx"]) for way in ways.values() if "mlx" in way]
     assert not offenders, report(offenders)
 
 
 def test_no_import_is_for_types_alone():
-    """Where a file may not import another, not even for its types, a protocol says what it needs."""
+    """Where a file may not import another, not even for its types, a protocol says what it
+    needs."""
     offenders = [f"{name}.py" for name in everything() if "TYPE_" + "CHECKING" in source(name)]
     assert not offenders, report(offenders)
 
@@ -256,20 +293,26 @@ def test_what_stands_lowest_needs_the_standard_library_only():
     offenders = []
     for name in (name for name in everything() if name in STANDARD_LIBRARY):
         free = {*everything(), *sys.stdlib_module_names, *STANDARD_LIBRARY[name].split()}
-        offenders += [f"{name} imports {i.module}" for i in sorted(imports(name)) if i.module not in free]
+        offenders += [
+            f"{name} imports {i.module}" for i in sorted(imports(name)) if i.module not in free
+        ]
     assert not offenders, report(offenders)
 
 
 def test_ranks_compare_every_source_that_a_step_runs():
     """Ranks whose sources differ would add up nonsense (`check_alike` in `parts/model/fit.py`)."""
     compared = {path.relative_to(ROOT).as_posix() for path in sources()}
-    runs = {f"{name}.py" for name in ("nanobatch", *reached(graph(), "nanobatch")) if name in everything()}
+    runs = {
+        f"{name}.py"
+        for name in ("nanobatch", *reached(graph(), "nanobatch"))
+        if name in everything()
+    }
     assert {"nanobatch.py", "llama.py", "kv.py", "parts/model/load.py"} <= runs
     assert runs | {"parts/device/rows.c"} <= compared, runs - compared
     assert not any(path.startswith(("tests/", "screen/", "door/")) for path in compared)
 
 
-# --- the engine's own names --------------------------------------------------------------------------------------
+# --- the engine's own names ---------------------------------------------------------------------
 
 
 def test_only_the_class_engine_touches_its_underscored_names():
@@ -277,7 +320,7 @@ def test_only_the_class_engine_touches_its_underscored_names():
     assert not offenders, report(offenders)
 
 
-# --- the tests of these tests ------------------------------------------------------------------------------------
+# --- the tests of these tests -------------------------------------------------------------------
 
 
 def test_a_line_of_code_is_no_prose():
@@ -314,10 +357,17 @@ def test_an_import_against_the_plan_is_found():
     assert len(forbidden("screen/state", wrong | right)) == 3
     assert len(forbidden("kv", {Import("nanobatch", True), Import("parts/device/mlx", False)})) == 1
     assert len(forbidden("tui", {Import("nanobatch", True), Import("nanobatch", False)})) == 1
-    assert not forbidden("parts/model/load", {Import("parts/model/fit", False), Import("parts/ranks/ranks", False)})
+    assert not forbidden(
+        "parts/model/load", {Import("parts/model/fit", False), Import("parts/ranks/ranks", False)}
+    )
     assert len(forbidden("parts/ranks/ranks", {Import("parts/model/config", False)})) == 1
     edges = {"a": {"b"}, "b": {"c", "mlx"}, "c": {"a"}}
-    assert reached(edges, "a") == {"b": ["a", "b"], "c": ["a", "b", "c"], "a": list("abca"), "mlx": ["a", "b", "mlx"]}
+    assert reached(edges, "a") == {
+        "b": ["a", "b"],
+        "c": ["a", "b", "c"],
+        "a": list("abca"),
+        "mlx": ["a", "b", "mlx"],
+    }
 
 
 def test_a_touch_of_the_engines_own_names_is_found():

@@ -1,4 +1,5 @@
-"""The ladder of docs/learn runs as it is printed, gives the engine's tokens, and names places that exist."""
+"""The ladder of docs/learn runs as it is printed, gives the engine's tokens, and names places that
+exist."""
 
 import ast
 import os
@@ -31,7 +32,8 @@ def test_the_ladder_has_five_rungs():
 
 
 def check_that_the_cache_pays(said: str, prompts: list[int], results: list[Result]) -> None:
-    """The tokens that all steps compute: without a cache 1 + 2 + ... of them, and each but the last once with it."""
+    """The tokens that all steps compute: without a cache 1 + 2 + ... of them, and each but the last
+    once with it."""
     ((prompt,), (result,)) = prompts, results
     tokens = len(result.tokens)
     none, cached = sum(range(prompt, prompt + tokens)), prompt + tokens - 1
@@ -42,7 +44,9 @@ def check_that_the_cache_pays(said: str, prompts: list[int], results: list[Resul
 def test_a_rung_that_is_piped_into_head_ends_without_a_traceback():
     read, write = os.pipe()
     os.close(read)
-    run = subprocess.run([sys.executable, RUNGS[0]], stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, RUNGS[0]], stdout=write, stderr=subprocess.PIPE, text=True, timeout=300
+    )
     os.close(write)
     assert run.returncode and not run.stderr, run.stderr
 
@@ -62,8 +66,11 @@ def test_a_line_of_a_timeline_that_goes_on_says_from_where(monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
 def test_a_rung_gives_the_engines_answers_and_draws_its_timeline(path, engine, tmp_path):
-    """Run as a reader runs it, from another folder. A rung that drifts from the engine teaches something else."""
-    run = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    """Run as a reader runs it, from another folder. A rung that drifts from the engine teaches
+    something else."""
+    run = subprocess.run(
+        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert run.returncode == 0 and not run.stderr, run.stderr
     answers = re.findall(r"^ +\d+  (.+)\n     (.+)  \[(\d+) tokens\]$", run.stdout, re.MULTILINE)
     assert answers
@@ -73,9 +80,14 @@ def test_a_rung_gives_the_engines_answers_and_draws_its_timeline(path, engine, t
         assert (text, int(count)) == (result.text, len(result.tokens)), prompt
     assert re.search(r"^slot 0  ▒1[▒█]+", run.stdout, re.MULTILINE)
     pictures = re.findall(r"slot \d  (\S+)", ast.get_docstring(ast.parse(path.read_text())))
-    assert all(f"  {picture}\n" in run.stdout for picture in pictures), "the text shows another picture"
-    if path.stem in ("1_one_token", "2_cache"):  # so much is there to see on a machine that is busy, too
-        check_that_the_cache_pays(run.stdout, [len(engine.text.ask(p)) for p, _, _ in answers], results)
+    assert all(f"  {picture}\n" in run.stdout for picture in pictures), (
+        "the text shows another picture"
+    )
+    # So much is there to see on a machine that is busy, too
+    if path.stem in ("1_one_token", "2_cache"):
+        check_that_the_cache_pays(
+            run.stdout, [len(engine.text.ask(p)) for p, _, _ in answers], results
+        )
     assert re.search(r"\d+ tokens in [\d.]+ s: \d+ tokens/s", run.stdout)
 
 
@@ -86,19 +98,24 @@ def test_the_tokens_of_a_line_are_counted_without_its_prose():
 
 def test_the_ladder_has_air():
     """Bounded in lines alone, it once had several thoughts in one line."""
-    lines = [count for path in LEARN.glob("*.py") for count in tokens_by_line(path.read_text()).values()]
+    lines = [
+        count for path in LEARN.glob("*.py") for count in tokens_by_line(path.read_text()).values()
+    ]
     assert len(lines) > 300
     assert sum(lines) / len(lines) <= TOKENS_A_LINE
 
 
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
 def test_a_rung_is_short_and_ends_with_a_question_that_the_code_answers(path):
-    """A place that was renamed would send the reader into nothing; and what stands there need not stand here."""
+    """A place that was renamed would send the reader into nothing; and what stands there need not
+    stand here."""
     text = path.read_text()
     assert tokens_by_line(text).total() <= TOKENS
     assert f"    python docs/learn/{path.name}\n" in ast.get_docstring(ast.parse(text))
     question = text.index("\nQuestion: ")
-    (answer,) = re.findall(r"^The real code answers: ([\w/]+\.py), ([\w.]+)\.$", text[question:], re.MULTILINE)
+    (answer,) = re.findall(
+        r"^The real code answers: ([\w/]+\.py), ([\w.]+)\.$", text[question:], re.MULTILINE
+    )
     assert answer[1] in places(ROOT / answer[0]), answer
     (named,) = re.findall(r"^Next: (.*)", text[question:], re.MULTILINE)
     following = RUNGS[RUNGS.index(path) + 1 :]
@@ -106,15 +123,18 @@ def test_a_rung_is_short_and_ends_with_a_question_that_the_code_answers(path):
 
 
 def test_the_long_talk_of_the_last_rung_is_answered_as_the_engine_answers_it(engine, monkeypatch):
-    """The other test sees the talk's last message alone. The whole talk must be long, or there is nothing to cut."""
+    """The other test sees the talk's last message alone. The whole talk must be long, or there is
+    nothing to cut."""
     monkeypatch.syspath_prepend(LEARN)
     rung = runpy.run_path(str(RUNGS[-1]))
     question = rung["PROMPTS"][-1]
     talk = engine.text.encode_chat([*rung["TALK"], {"role": "user", "content": question}])
     assert len(talk) > 500
     alone, within = engine.generate([engine.text.ask(question), talk])
-    assert alone.tokens == within.tokens  # so what stands under the rung is the answer to the whole talk
-    for runs_ahead in (False, True):  # without neighbours, the steps before the prompt's end yield no token
+    # So what stands under the rung is the answer to the whole talk
+    assert alone.tokens == within.tokens
+    # Without neighbours, the steps before the prompt's end yield no token
+    for runs_ahead in (False, True):
         last = rung["Engine"](64, runs_ahead)
         request = last.submit(talk)
         while last.turn():
@@ -139,10 +159,18 @@ def test_the_last_rungs_engine_serves_all_even_where_all_slots_end_in_one_step(m
 def test_a_rung_without_mlx_says_in_one_line_what_to_install(tmp_path):
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").write_text("")
-    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')\n")
+    (tmp_path / "mlx" / "core.py").write_text(
+        "raise ImportError('libmlx.so: cannot open shared object file')\n"
+    )
     alone = {**os.environ, "PYTHONPATH": str(tmp_path), "NANOBATCH_BLAS": "off"}
-    run = subprocess.run([sys.executable, RUNGS[0]], env=alone, capture_output=True, text=True, timeout=100)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "pip install -e '.[cpu]'" in run.stderr, run.stderr
+    run = subprocess.run(
+        [sys.executable, RUNGS[0]], env=alone, capture_output=True, text=True, timeout=100
+    )
+    assert (
+        run.returncode == 2
+        and run.stderr.count("\n") == 1
+        and "pip install -e '.[cpu]'" in run.stderr
+    ), run.stderr
 
 
 def test_the_ladders_readme_names_every_rung_and_only_what_is_there():

@@ -39,7 +39,8 @@ def test_the_drawing_numbers_ten_stations_as_its_table_does():
 
 
 def test_a_request_goes_the_way_that_is_drawn(engine, monkeypatch):
-    """From submit to text, as tools/life.py traces it: the functions come in the order of the table."""
+    """From submit to text, as tools/life.py traces it: the functions come in the order of the
+    table."""
     monkeypatch.setattr(life, "ROOT", ROOT)  # it looks for a folder among the program's arguments
     entered = [name for _, _, name in life.trace(engine, "Count.")]
     stations = [name for _, name in STATIONS]

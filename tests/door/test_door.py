@@ -1,4 +1,5 @@
-"""The door in this process, on a small random model: what a server that cannot be paused or broken would not show."""
+"""The door in this process, on a small random model: what a server that cannot be paused or broken
+would not show."""
 
 import json
 import logging
@@ -52,7 +53,8 @@ def here(engine):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_in_a_long_silence_a_stream_gets_pings(here, monkeypatch, version):
-    """Proxies close a connection on which nothing moves; a full line or a pause may last minutes. nginx speaks 1.0."""
+    """Proxies close a connection on which nothing moves; a full line or a pause may last minutes.
+    nginx speaks 1.0."""
     monkeypatch.setattr(http, "PING_S", 0.3)
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": True}, version=version)
@@ -63,7 +65,8 @@ def test_in_a_long_silence_a_stream_gets_pings(here, monkeypatch, version):
 
 
 def test_a_stream_without_a_silence_has_no_pings(here):
-    """Simple clients take every line for data, and a first one would spoil what they measure until the first token."""
+    """Simple clients take every line for data, and a first one would spoil what they measure until
+    the first token."""
     assert b"ping" not in here.complete(stream=True).body
 
 
@@ -78,7 +81,8 @@ def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
 
 
 def test_slow_motion_ends_when_the_server_does(here):
-    """A client's answer would not have ended within the patience of a server that is told to end."""
+    """A client's answer would not have ended within the patience of a server that is told to
+    end."""
     here.loop.slow = 0.2
     line = here.line().post(COMPLETIONS, BODY)
     while not here.loop.engine.steps:
@@ -88,7 +92,9 @@ def test_slow_motion_ends_when_the_server_does(here):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(here, engine, monkeypatch, stream):
+def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(
+    here, engine, monkeypatch, stream
+):
     expected = here.complete(seed=1).json["choices"][0]["text"]
     run, calls = engine.runner.run, []
 
@@ -102,7 +108,9 @@ def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(here,
     reply = here.complete(stream=stream)
     error = reply.events[-2]["error"] if stream else reply.error
     assert reply.status == (200 if stream else 500)
-    assert (error["code"], error["type"]) == ("failed", "server_error") and "on fire" in error["message"]
+    assert (error["code"], error["type"]) == ("failed", "server_error") and "on fire" in error[
+        "message"
+    ]
     assert here.complete(seed=1).json["choices"][0]["text"] == expected
     assert here.door.look().ended[1].reason == "failed"
 
@@ -110,7 +118,8 @@ def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(here,
 def test_the_doors_thread_is_woken_once_for_all_tokens_of_a_step_and_without_streaming_once_for_all(
     here, engine, monkeypatch
 ):
-    """A wake-up is a system call of the thread that steps: eight pieces of one step need one, not eight."""
+    """A wake-up is a system call of the thread that steps: eight pieces of one step need one, not
+    eight."""
     woken, wake = [], bridge.Mailbox._open
 
     def counted(mailbox) -> None:
@@ -127,7 +136,8 @@ def test_the_doors_thread_is_woken_once_for_all_tokens_of_a_step_and_without_str
 
 
 def test_an_answer_that_is_ready_before_the_door_has_its_handle_is_told(here, engine):
-    """All of it was committed while the thread that had submitted it was still at work. No further commit comes."""
+    """All of it was committed while the thread that had submitted it was still at work. No further
+    commit comes."""
     submit = engine.submit
 
     def slow(*arguments, **options):
@@ -142,7 +152,9 @@ def test_an_answer_that_is_ready_before_the_door_has_its_handle_is_told(here, en
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyError])
-def test_a_fault_of_ours_at_the_door_has_a_traceback_and_its_client_a_500(here, monkeypatch, caplog, error):
+def test_a_fault_of_ours_at_the_door_has_a_traceback_and_its_client_a_500(
+    here, monkeypatch, caplog, error
+):
     def broken(*arguments):
         raise error("of ours")
 
@@ -174,13 +186,20 @@ def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, strea
         time.sleep(0.005)
     engine.cancel(engine._ledger.open[found[0].requests[0]])
     said = line.until(b'"code":"cancelled"') if stream else line.reply()
-    assert b"finish_reason" not in said if stream else (said.status, said.error["code"]) == (503, "cancelled")
+    assert (
+        b"finish_reason" not in said
+        if stream
+        else (said.status, said.error["code"]) == (503, "cancelled")
+    )
 
 
 def test_a_reader_that_takes_nothing_is_dropped(here, monkeypatch):
     monkeypatch.setattr(http, "STUCK_S", 0.3)
     line = Line(here.host, here.port, receive=4096)
-    line.post(COMPLETIONS, BODY | {"stream": True, "logprobs": 20, "n": 16, "max_tokens": 100, "temperature": 1})
+    line.post(
+        COMPLETIONS,
+        BODY | {"stream": True, "logprobs": 20, "n": 16, "max_tokens": 100, "temperature": 1},
+    )
     deadline = time.monotonic() + 20
     while not (ended := here.door.look().ended):
         assert time.monotonic() < deadline
@@ -198,7 +217,9 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
     line.until(b"\r\n\r\n")
     (connection,) = here.door._server.server_state.connections
     connection.transport.set_write_buffer_limits(0)
-    connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    connection.transport.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
+    )
     here.loop.resume()
     deadline = time.monotonic() + 20
     while not connection.is_blocked:  # a write waits
@@ -214,7 +235,9 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
 
 def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
     monkeypatch.setattr(http, "BODY_S", 0.2)
-    line = here.line().send(f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{")
+    line = here.line().send(
+        f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{"
+    )
     assert line.reply().status == 408
 
 
@@ -234,7 +257,9 @@ def fill(here, line: Line, requests: int) -> None:
     while not here.door._server.server_state.connections:
         time.sleep(0.01)
     (connection,) = here.door._server.server_state.connections
-    connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    connection.transport.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
+    )
     line.send("GET /metrics HTTP/1.1\nHost: localhost\n\n" * requests)
     deadline = time.monotonic() + 20
     while here.door.look().connections:
@@ -250,7 +275,8 @@ def test_whole_answers_that_are_never_read_end_their_connection(here, monkeypatc
 
 
 def test_an_answer_that_waits_to_be_read_keeps_no_idle_connection(engine, monkeypatch):
-    """A connection that has been idle for long is closed; but a close waits until all has been sent, for ever."""
+    """A connection that has been idle for long is closed; but a close waits until all has been
+    sent, for ever."""
     monkeypatch.setattr(http, "HEAD_S", 0.2)
     monkeypatch.setattr(http, "IDLE_S", 1)
     with Here(engine) as here:
@@ -258,7 +284,8 @@ def test_an_answer_that_waits_to_be_read_keeps_no_idle_connection(engine, monkey
 
 
 def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
-    """What came in advance had stopped the reading, and with it the news that the client was gone."""
+    """What came in advance had stopped the reading, and with it the news that the client was
+    gone."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
     deadline = time.monotonic() + 20
@@ -290,7 +317,8 @@ def test_a_flood_of_requests_before_their_turn_ends_its_connection(here):
 
 
 def test_a_page_may_ask_often_on_one_connection(here):
-    """What Starlette answers by itself, a preflight, was counted as a request whose turn never came."""
+    """What Starlette answers by itself, a preflight, was counted as a request whose turn never
+    came."""
     line = here.line()
     head = f"OPTIONS {COMPLETIONS} HTTP/1.1\nHost: localhost\nOrigin: http://localhost\n"
     for _ in range(http.REQUESTS + 10):
@@ -300,7 +328,9 @@ def test_a_page_may_ask_often_on_one_connection(here):
 
 def test_bytes_that_are_no_http_behind_an_answer_are_no_traceback(here, caplog):
     """A refusal does not wait for the rest of the body, which may turn out to be malformed."""
-    line = here.line().send("POST /nope HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n1\nx\n")
+    line = here.line().send(
+        "POST /nope HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n1\nx\n"
+    )
     assert line.reply().status == 404
     assert line.send("no number\n").everything() == b""
     assert here.ask("/health").status == 200 and not caplog.records
@@ -316,9 +346,10 @@ def test_the_health_of_a_server_whose_loop_has_ended_is_not_fine(here):
 def test_a_fault_of_ours_is_a_500_and_no_traceback(here, monkeypatch, capfd):
     monkeypatch.setattr(bridge.Answer, "_usage", lambda self: 1 / 0)
     reply = here.complete()
-    assert (reply.status, reply.error["code"]) == (500, "internal_error") and "ZeroDivisionError" in reply.error[
-        "message"
-    ]
+    assert (reply.status, reply.error["code"]) == (
+        500,
+        "internal_error",
+    ) and "ZeroDivisionError" in reply.error["message"]
     monkeypatch.undo()
     assert here.complete().status == 200 and "Traceback" not in capfd.readouterr().err
 
@@ -339,11 +370,23 @@ def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
 
 
 @pytest.mark.parametrize(
-    "text", ["fox", "", 'a "quote"\n\\', "\0", '"\0"', "\u0000", "日本 🦊", "half \ud83e", "data: [DONE]\n\n"]
+    "text",
+    [
+        "fox",
+        "",
+        'a "quote"\n\\',
+        "\0",
+        '"\0"',
+        "\u0000",
+        "日本 🦊",
+        "half \ud83e",
+        "data: [DONE]\n\n",
+    ],
 )
 @pytest.mark.parametrize("chat", [True, False])
 def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(chat, text):
-    """A stream's events are written around their texts. A text that looks like the pattern's hole would tear them."""
+    """A stream's events are written around their texts. A text that looks like the pattern's hole
+    would tear them."""
     shape = openai.Shape(chat, 7, "ab", 'a "model"', streamed_usage=True)
     for index in (0, 3, 0):
         (choice,) = json.loads(shape.piece(index, text, None).removeprefix(b"data: "))["choices"]
@@ -355,12 +398,17 @@ def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(cha
 
 
 def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
-    """Clients turn a 429 into a second try; a plain 503 without a word of when looks like a server that ends."""
+    """Clients turn a 429 into a second try; a plain 503 without a word of when looks like a server
+    that ends."""
     monkeypatch.setattr(http, "CONNECTIONS", 2)
     kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
     assert [line.reply().status for line in kept] == [200, 200]
     reply = here.ask("/v1/models")
-    assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (429, "1", "close")
+    assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (
+        429,
+        "1",
+        "close",
+    )
     assert reply.error["type"] == "rate_limit_error"
     for line in kept:
         line.hang_up()
@@ -370,7 +418,8 @@ def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
 
 
 def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine, monkeypatch):
-    """`Thread.join` forgot the living thread, the socket was closed under it, and a clean end had a traceback."""
+    """`Thread.join` forgot the living thread, the socket was closed under it, and a clean end had a
+    traceback."""
 
     def interrupt(*signal) -> None:
         raise KeyboardInterrupt
@@ -423,7 +472,8 @@ def test_a_long_prompt_stops_no_other_thread(engine):
     """Turning megabytes into tokens keeps Python's lock, if it is asked to in the wrong way."""
     looks, done = Counter(), threading.Event()
 
-    def watch() -> None:  # by count, since how long it is kept from looking is the machine's affair, too
+    # By count, since how long it is kept from looking is the machine's affair, too
+    def watch() -> None:
         while not done.wait(0.002):
             looks["meanwhile"] += 1
 
@@ -457,7 +507,9 @@ def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
             looked.append(len(self))
             return list.__iter__(self)
 
-    text = SimpleNamespace(stream=lambda stops: SimpleNamespace(push=lambda token: "a", open=0), after=None)
+    text = SimpleNamespace(
+        stream=lambda stops: SimpleNamespace(push=lambda token: "a", open=0), after=None
+    )
     words, tokens, logprobs = Words(text), Watched(), Watched()
     for token in range(500):
         tokens.append(token)

@@ -1,5 +1,5 @@
-"""The door, with a real server process: the openai client for what it can do, plain requests and raw sockets for the
-rest. The model is the demo's: its answers can be checked."""
+"""The door, with a real server process: the openai client for what it can do, plain requests and
+raw sockets for the rest. The model is the demo's: its answers can be checked."""
 
 import asyncio
 import json
@@ -39,16 +39,20 @@ def say(text: str = "Count from 3 to 7.", **fields) -> dict:
     return {"messages": user(text), **fields}
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- answers ------------------------------------------------------------------------------------
 
 
 def test_the_openai_client_gets_a_whole_answer(client):
-    answer = client.chat.completions.create(model="default", messages=user("Count from 3 to 7."), temperature=0)
+    answer = client.chat.completions.create(
+        model="default", messages=user("Count from 3 to 7."), temperature=0
+    )
     (choice,) = answer.choices
     assert choice.message.content == COUNT and choice.message.role == "assistant"
     assert (choice.finish_reason, choice.index, choice.logprobs) == ("stop", 0, None)
     assert (answer.object, answer.model) == ("chat.completion", "demo")
-    assert abs(answer.created - time.time()) < 60 and re.fullmatch(r"chatcmpl-\d+-[0-9a-f]{4}", answer.id)
+    assert abs(answer.created - time.time()) < 60 and re.fullmatch(
+        r"chatcmpl-\d+-[0-9a-f]{4}", answer.id
+    )
     used = answer.usage
     assert used.total_tokens == used.prompt_tokens + used.completion_tokens
     assert used.prompt_tokens_details.cached_tokens >= 0
@@ -65,10 +69,14 @@ def test_the_openai_client_gets_the_same_answer_as_a_stream(client):
     chunks = list(stream)
     assert len({(chunk.id, chunk.object, chunk.created, chunk.model) for chunk in chunks}) == 1
     assert chunks[0].object == "chat.completion.chunk"
-    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
+    assert (
+        chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert text == COUNT and len(chunks) > 5
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (
+        len(chunks) - 2
+    ) + ["stop"]
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 5
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
@@ -76,7 +84,9 @@ def test_the_openai_client_gets_the_same_answer_as_a_stream(client):
 def test_completions_take_a_text_texts_and_token_ids(server, client):
     whole = client.completions.create(model="demo", prompt="Once upon", max_tokens=6, temperature=0)
     assert whole.object == "text_completion" and re.fullmatch(r"cmpl-\d+-[0-9a-f]{4}", whole.id)
-    both = client.completions.create(model="demo", prompt=["Once upon", "Two"], max_tokens=6, temperature=0)
+    both = client.completions.create(
+        model="demo", prompt=["Once upon", "Two"], max_tokens=6, temperature=0
+    )
     assert [choice.index for choice in both.choices] == [0, 1]
     assert both.choices[0].text == whole.choices[0].text
     from_ids = server.complete([[5, 6, 7], [8, 9]], temperature=0).json
@@ -88,9 +98,13 @@ def test_a_stream_of_completions_says_the_same_as_a_whole_one(server):
     whole = server.complete(temperature=0).json
     events = server.complete(temperature=0, stream=True).events
     assert events[-1] == "[DONE]"
-    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == whole["choices"][0]["text"]
+    assert (
+        "".join(event["choices"][0]["text"] for event in events[:-1]) == whole["choices"][0]["text"]
+    )
     assert events[-2]["choices"][0]["finish_reason"] == "length"
-    assert {event["object"] for event in events[:-1]} == {"text_completion"} and "usage" not in events[0]
+    assert {event["object"] for event in events[:-1]} == {
+        "text_completion"
+    } and "usage" not in events[0]
 
 
 def test_an_event_stream_is_one_and_ends_with_done(server):
@@ -105,7 +119,9 @@ def test_choices_with_a_seed_have_the_seeds_that_follow(server):
     fields = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}
     three = server.chat("Tell me a story.", n=3, seed=5, **fields).json
     assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
-    alone = [server.chat("Tell me a story.", seed=5 + i, **fields).json["choices"][0] for i in range(3)]
+    alone = [
+        server.chat("Tell me a story.", seed=5 + i, **fields).json["choices"][0] for i in range(3)
+    ]
     texts = [choice["message"]["content"] for choice in three["choices"]]
     assert texts == [choice["message"]["content"] for choice in alone] and len(set(texts)) == 3
     assert three["usage"]["completion_tokens"] == 36
@@ -129,20 +145,30 @@ def test_tokens_of_both_shapes_of_logprobs_join_to_the_answer(server):
     older = server.complete(logprobs=2, temperature=0).json["choices"][0]
     tokens = older["logprobs"]["tokens"]
     assert "".join(tokens) == older["text"]
-    assert len(tokens) == len(older["logprobs"]["token_logprobs"]) == len(older["logprobs"]["top_logprobs"]) == 8
+    assert (
+        len(tokens)
+        == len(older["logprobs"]["token_logprobs"])
+        == len(older["logprobs"]["top_logprobs"])
+        == 8
+    )
     assert older["logprobs"]["text_offset"] == [len("".join(tokens[:i])) for i in range(8)]
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_character_that_stays_incomplete_is_in_the_streamed_logprobs_too(server, count):
-    """The answer ends within a character, which is shown only then. Its token was told before, and without a text."""
-    asked = {"logit_bias": {"177": 1000}, "temperature": 0, "max_tokens": count}  # byte F0 begins one of four bytes
+    """The answer ends within a character, which is shown only then. Its token was told before, and
+    without a text."""
+    # Byte F0 begins one of four bytes
+    asked = {"logit_bias": {"177": 1000}, "temperature": 0, "max_tokens": count}
     whole = server.chat(logprobs=True, **asked).json["choices"][0]
     assert whole["message"]["content"] == "\ufffd" * count
     streamed = server.chat(logprobs=True, stream=True, **asked).events[:-1]
     parts = [event["choices"][0]["logprobs"] for event in streamed]
     entries = [entry for part in parts if part for entry in part["content"]]
-    assert entries == whole["logprobs"]["content"] and "".join(entry["token"] for entry in entries) == "\ufffd" * count
+    assert (
+        entries == whole["logprobs"]["content"]
+        and "".join(entry["token"] for entry in entries) == "\ufffd" * count
+    )
 
 
 def test_logprobs_of_0_are_those_of_the_answers_tokens_alone(server):
@@ -158,7 +184,9 @@ def test_tokens_behind_a_stop_text_are_in_no_logprobs(server):
     assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "3, 4, 5"
     events = server.chat(logprobs=True, temperature=0, stop=[", 6", "x"], stream=True).events[:-1]
     parts = [event["choices"][0]["logprobs"] for event in events]
-    assert "".join(entry["token"] for part in parts if part for entry in part["content"]) == "3, 4, 5"
+    assert (
+        "".join(entry["token"] for part in parts if part for entry in part["content"]) == "3, 4, 5"
+    )
 
 
 def test_a_logit_bias_has_strings_for_keys(server):
@@ -174,7 +202,9 @@ def test_a_prompt_that_comes_again_is_counted_as_cached(server):
     server.chat(text, max_tokens=2)
     details = server.chat(text, max_tokens=2).json["usage"]
     cached = details["prompt_tokens_details"]["cached_tokens"]
-    assert cached == details["prompt_tokens"] - 1 >= 64, "the answer's first token follows from the prompt's last"
+    assert cached == details["prompt_tokens"] - 1 >= 64, (
+        "the answer's first token follows from the prompt's last"
+    )
 
 
 def test_a_conversation_that_goes_on_is_cached_with_the_answer_in_it(server):
@@ -184,19 +214,28 @@ def test_a_conversation_that_goes_on_is_cached_with_the_answer_in_it(server):
     usage = server.ask(CHAT, {"messages": [*asked, answer, *user("Why batch?")]}).json["usage"]
     said = first["usage"]["completion_tokens"]
     assert said > 20 and usage["prompt_tokens"] > first["usage"]["prompt_tokens"] + said
-    assert usage["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] + said - 2
+    assert (
+        usage["prompt_tokens_details"]["cached_tokens"]
+        >= first["usage"]["prompt_tokens"] + said - 2
+    )
 
 
 def test_max_tokens_is_cut_to_the_room(server):
     reply = server.chat(max_tokens=10**9)
     assert reply.status == 200 and reply.json["choices"][0]["message"]["content"] == COUNT
-    assert server.chat(max_completion_tokens=3, temperature=0).json["choices"][0]["finish_reason"] == "length"
+    assert (
+        server.chat(max_completion_tokens=3, temperature=0).json["choices"][0]["finish_reason"]
+        == "length"
+    )
 
 
 def test_content_may_come_in_parts_and_a_developer_is_the_system(server):
     parts = [{"type": "text", "text": "Count from 3 "}, {"type": "text", "text": "to 7."}]
     assert (
-        server.ask(CHAT, {"messages": user(parts), "temperature": 0}).json["choices"][0]["message"]["content"] == COUNT
+        server.ask(CHAT, {"messages": user(parts), "temperature": 0}).json["choices"][0]["message"][
+            "content"
+        ]
+        == COUNT
     )
     for role in ("system", "developer"):
         said = [{"role": role, "content": "Be kind."}, *user("Count from 3 to 7.")]
@@ -206,12 +245,17 @@ def test_content_may_come_in_parts_and_a_developer_is_the_system(server):
 
 
 def test_an_answers_message_may_come_back_as_clients_keep_it(server):
-    """A chat's next turn begins so. litellm keeps our `"refusal": null` in an object, which asks for nothing either."""
+    """A chat's next turn begins so. litellm keeps our `"refusal": null` in an object, which asks
+    for nothing either."""
     for kept in (
         {"refusal": None, "tool_calls": None, "annotations": []},
         {"provider_specific_fields": {"refusal": None}},
     ):
-        turns = [*user("Hi."), {"role": "assistant", "content": "Hello.", **kept}, *user("Count from 3 to 7.")]
+        turns = [
+            *user("Hi."),
+            {"role": "assistant", "content": "Hello.", **kept},
+            *user("Count from 3 to 7."),
+        ]
         reply = server.ask(CHAT, {"messages": turns, "max_tokens": 1})
         assert reply.status == 200, reply
     turns[1] |= {"provider_specific_fields": {"refusal": "No."}}
@@ -228,12 +272,37 @@ def test_an_answers_message_may_come_back_as_clients_keep_it(server):
         {"response_format": {"type": "text"}},
         {"stream_options": {}},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
-        {"user": "me", "metadata": {"a": "b"}, "store": False, "best_of": 1, "service_tier": "auto"},
+        {
+            "user": "me",
+            "metadata": {"a": "b"},
+            "store": False,
+            "best_of": 1,
+            "service_tier": "auto",
+        },
         {"logit_bias": {}, "stop": [], "functions": [], "parallel_tool_calls": True},
-        {"length_penalty": 1.0, "reasoning_effort": "none", "verbosity": "medium", "add_generation_prompt": True},
+        {
+            "length_penalty": 1.0,
+            "reasoning_effort": "none",
+            "verbosity": "medium",
+            "add_generation_prompt": True,
+        },
         {"temperature": 2, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": -1},
-        dict.fromkeys(("model", "stream", "max_tokens", "temperature", "n", "stop", "seed", "tools", "logprobs")),
-        dict.fromkeys(("top_logprobs", "top_p", "logit_bias", "stream_options", "response_format", "whatever")),
+        dict.fromkeys(
+            (
+                "model",
+                "stream",
+                "max_tokens",
+                "temperature",
+                "n",
+                "stop",
+                "seed",
+                "tools",
+                "logprobs",
+            )
+        ),
+        dict.fromkeys(
+            ("top_logprobs", "top_p", "logit_bias", "stream_options", "response_format", "whatever")
+        ),
     ],
 )
 def test_what_asks_for_nothing_is_accepted(server, fields):
@@ -241,7 +310,7 @@ def test_what_asks_for_nothing_is_accepted(server, fields):
     assert reply.status == 200, reply.body
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------
 
 
 REFUSED = {  # field: values
@@ -282,7 +351,16 @@ REFUSED = {  # field: values
     "modalities": [["text", "audio"]],
     "audio": [{"voice": "x"}],
     "whatever": [1],
-    "messages": [None, [], {}, "x", [5], [{}], [{"role": "user"}], [{"role": "alien", "content": "x"}]],
+    "messages": [
+        None,
+        [],
+        {},
+        "x",
+        [5],
+        [{}],
+        [{"role": "user"}],
+        [{"role": "alien", "content": "x"}],
+    ],
 }
 MESSAGES = [
     {"role": "tool", "content": "x", "tool_call_id": "1"},
@@ -296,13 +374,17 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
+)
 def test_a_wish_that_cannot_be_kept_is_refused_by_its_name(server, name, value):
     """One wrong field must never be ignored, nor harm anybody else."""
     reply = server.chat(**{"max_tokens": 4, "stream": True, name: value})
     assert reply.status == 400, (name, value, reply)
     error = reply.error
-    assert error["type"] == "invalid_request_error" and error["code"] and error["param"] == name, error
+    assert error["type"] == "invalid_request_error" and error["code"] and error["param"] == name, (
+        error
+    )
     assert 0 < len(error["message"]) < 500 and "\n" not in error["message"]
 
 
@@ -377,7 +459,9 @@ def test_a_prompt_that_does_not_fit_is_refused_before_a_stream_begins(server):
 
 def test_a_body_over_the_limit_is_413_and_the_line_goes_on(server):
     assert server.ask(CHAT, b'{"a": "' + b"x" * 5_000_000 + b'"}').status == 413
-    line = server.line().send(f"POST {CHAT} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n")
+    line = server.line().send(
+        f"POST {CHAT} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
+    )
     chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
     for _ in range(70):
         line.send(chunk)
@@ -398,7 +482,16 @@ def test_errors_become_the_clients_own_exceptions(client):
 
 
 def test_unknown_paths_and_methods_say_what_there_is(server):
-    for path in ("/", "/v1", "/v1/embeddings", "/v1/responses", f"{CHAT}/", "/..%2f", "/%ff%00", "//"):
+    for path in (
+        "/",
+        "/v1",
+        "/v1/embeddings",
+        "/v1/responses",
+        f"{CHAT}/",
+        "/..%2f",
+        "/%ff%00",
+        "//",
+    ):
         reply = server.ask(path)
         assert reply.status == 404 and CHAT in reply.error["message"], path
     for path, allow in ((CHAT, "POST"), ("/v1/models", "GET, HEAD")):
@@ -410,7 +503,9 @@ def test_unknown_paths_and_methods_say_what_there_is(server):
 
 def test_models_are_listed_and_found_by_name(server, client):
     assert [model.id for model in client.models.list()] == ["demo"]
-    assert client.models.retrieve("demo").object == "model" == client.models.retrieve("default").object
+    assert (
+        client.models.retrieve("demo").object == "model" == client.models.retrieve("default").object
+    )
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other/model")
 
@@ -422,7 +517,7 @@ def test_a_body_of_another_type_is_refused(server):
     assert server.ask(CHAT, body, Content_Type="application/json; charset=utf-8").status == 200
 
 
-# --- manners -------------------------------------------------------------------------------------------------------
+# --- manners ------------------------------------------------------------------------------------
 
 
 def test_old_and_unusual_ways_of_http_work(server):
@@ -432,9 +527,12 @@ def test_old_and_unusual_ways_of_http_work(server):
     assert stream.endswith(b"data: [DONE]\n\n")
     data = json.dumps(say(temperature=0)).encode()
     chunks = b"".join(
-        f"{len(data[i : i + 7]):x}\r\n".encode() + data[i : i + 7] + b"\r\n" for i in range(0, len(data), 7)
+        f"{len(data[i : i + 7]):x}\r\n".encode() + data[i : i + 7] + b"\r\n"
+        for i in range(0, len(data), 7)
     )
-    line = server.line().send(f"POST {CHAT} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n")
+    line = server.line().send(
+        f"POST {CHAT} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
+    )
     assert COUNT in line.send(chunks + b"0\r\n\r\n").reply().body.decode()
     line = server.line().send(
         f"POST {CHAT} HTTP/1.1\nHost: localhost\nExpect: 100-continue\nContent-Length: {len(data)}\n\n"
@@ -444,8 +542,13 @@ def test_old_and_unusual_ways_of_http_work(server):
 
 
 def test_a_client_that_offers_http_2_is_answered_in_http_1(server):
-    """Java's own client offers it in its first request. The parser took the body for another protocol's."""
-    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAB")
+    """Java's own client offers it in its first request. The parser took the body for another
+    protocol's."""
+    offer = (
+        "Connection: Upgrade, HTTP2-Settings",
+        "Upgrade: h2c",
+        "HTTP2-Settings: AAEAAEAAAAIAAAAB",
+    )
     line = server.line()
     for _ in range(2):
         assert COUNT in line.post(CHAT, say(temperature=0), *offer).reply().body.decode()
@@ -454,24 +557,42 @@ def test_a_client_that_offers_http_2_is_answered_in_http_1(server):
 def test_a_request_may_come_byte_by_byte(server):
     data = json.dumps(say(temperature=0)).encode()
     line = server.line()
-    for byte in f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data:
+    for byte in (
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        + data
+    ):
         line.send(bytes([byte]))
     assert COUNT in line.reply().body.decode()
 
 
 def test_a_target_may_be_a_whole_address_if_its_host_is_this_machine(server):
-    """A client with `http_proxy` sends it so. Its host takes the place of the header's, which it may contradict."""
+    """A client with `http_proxy` sends it so. Its host takes the place of the header's, which it
+    may contradict."""
 
     def ask(target: str, host: str = "localhost") -> tuple[int, str]:
         reply = server.line().send(f"GET {target} HTTP/1.1\nHost: {host}\n\n").reply()
         return reply.status, reply.json.get("error", {}).get("code", "")
 
-    for target in (f"{server.address}/v1/models", "HTTP://LOCALHOST/v1/models?x=1", "http://[::1]:80/v1/models/demo"):
+    for target in (
+        f"{server.address}/v1/models",
+        "HTTP://LOCALHOST/v1/models?x=1",
+        "http://[::1]:80/v1/models/demo",
+    ):
         assert ask(target) == ask(target, "evil.example") == (200, ""), target
-    for host in ("evil.example", "127.0.0.1@evil.example", "localhost.evil.example:8000", "127.0.0.1.evil"):
+    for host in (
+        "evil.example",
+        "127.0.0.1@evil.example",
+        "localhost.evil.example:8000",
+        "127.0.0.1.evil",
+    ):
         assert ask(f"http://{host}/v1/models") == (403, "host_not_allowed"), host
     assert ask("*") == (403, "host_not_allowed")
-    for target in ("http://[/v1/models", "http://@/v1/models", "http://localhost", "http:///v1/models"):
+    for target in (
+        "http://[/v1/models",
+        "http://@/v1/models",
+        "http://localhost",
+        "http:///v1/models",
+    ):
         said = server.line().send(f"GET {target} HTTP/1.1\nHost: localhost\n\n").everything()
         assert said.startswith(b"HTTP/1.1 400"), target
     chat = server.line().post(f"{server.address}{CHAT}", say(temperature=0)).reply()
@@ -497,7 +618,12 @@ def test_head_is_answered_without_a_body(server):
 
 
 def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
-    for text in ("hello\n\n", "GET\n\n", "POST / HTTP/1.1\nContent-Length: -5\n\n", "\x16\x03\x01" * 50 + "\n\n"):
+    for text in (
+        "hello\n\n",
+        "GET\n\n",
+        "POST / HTTP/1.1\nContent-Length: -5\n\n",
+        "\x16\x03\x01" * 50 + "\n\n",
+    ):
         assert server.line().send(text).everything().startswith(b"HTTP/1.1 400")
     for endless in (
         "GET /" + "x" * 70_000,
@@ -513,11 +639,15 @@ def test_bytes_that_are_no_http_get_400_and_harm_nobody(server):
     [
         ("GET /" + "x" * 70_000, 400),
         (f"POST {CHAT} HTTP/1.0\nContent-Length: 5000000\nContent-Type: application/json\n\n", 413),
-        (f"POST {CHAT} HTTP/1.1\nHost: elsewhere.example\nConnection: close\nContent-Length: 900000\n\n", 403),
+        (
+            f"POST {CHAT} HTTP/1.1\nHost: elsewhere.example\nConnection: close\nContent-Length: 900000\n\n",
+            403,
+        ),
     ],
 )
 def test_the_last_words_reach_a_client_that_is_still_sending(server, said, status):
-    """A system that closes a connection with bytes unread sends a reset, and a reset takes the answer back, too."""
+    """A system that closes a connection with bytes unread sends a reset, and a reset takes the
+    answer back, too."""
     line = server.line().send(said)
     line.until(b"HTTP/1.1 ")
     for _ in range(8):  # the door has answered, and the rest comes only now
@@ -532,7 +662,10 @@ def test_the_last_words_reach_a_client_that_is_still_sending(server, said, statu
 @pytest.mark.parametrize("abrupt", [False, True])
 def test_a_hang_up_frees_the_slot_within_a_second(server, stream, abrupt):
     """Eight times as many as there are slots: those in line must leave it, too."""
-    lines = [server.line().post(CHAT, say("Tell me a long story.", stream=stream, **LONG)) for _ in range(8)]
+    lines = [
+        server.line().post(CHAT, say("Tell me a long story.", stream=stream, **LONG))
+        for _ in range(8)
+    ]
     if stream:
         lines[0].until(b'"content":"')
     deadline = time.monotonic() + 20
@@ -540,7 +673,9 @@ def test_a_hang_up_frees_the_slot_within_a_second(server, stream, abrupt):
         assert time.monotonic() < deadline
     for line in lines:
         if abrupt:  # a reset instead of a farewell
-            line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+            line.socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
+            )
         line.hang_up()
     assert server.is_idle(1.0)
     server.says(r"hung_up=true")
@@ -548,7 +683,9 @@ def test_a_hang_up_frees_the_slot_within_a_second(server, stream, abrupt):
 
 def test_a_reader_that_does_not_read_stalls_nobody(server):
     stuck = [
-        server.line().post(CHAT, say("Tell me a long story.", stream=True, logprobs=True, top_logprobs=20, **LONG))
+        server.line().post(
+            CHAT, say("Tell me a long story.", stream=True, logprobs=True, top_logprobs=20, **LONG)
+        )
         for _ in range(3)
     ]
     time.sleep(0.3)
@@ -566,23 +703,31 @@ def test_64_streams_at_once_get_what_each_would_get_alone(server):
 
         async def one(n: int) -> str:
             stream = await client.chat.completions.create(
-                model="demo", messages=user(f"Count from {n} to {n + 9}."), temperature=0, stream=True, max_tokens=64
+                model="demo",
+                messages=user(f"Count from {n} to {n + 9}."),
+                temperature=0,
+                stream=True,
+                max_tokens=64,
             )
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
         return await asyncio.gather(*(one(n) for n in range(64)))
 
     texts = asyncio.run(all_of_them())
-    alone = [server.chat(f"Count from {n} to {n + 9}.", temperature=0, max_tokens=64) for n in range(0, 64, 9)]
+    alone = [
+        server.chat(f"Count from {n} to {n + 9}.", temperature=0, max_tokens=64)
+        for n in range(0, 64, 9)
+    ]
     assert [reply.json["choices"][0]["message"]["content"] for reply in alone] == texts[::9]
     assert all(texts) and server.is_idle(1)
 
 
-# --- who may come in ---------------------------------------------------------------------------------------------
+# --- who may come in ----------------------------------------------------------------------------
 
 
 def test_on_the_loopback_the_host_must_be_this_machine(server):
-    """A page may give its own name the address 127.0.0.1; then its requests are of the same origin."""
+    """A page may give its own name the address 127.0.0.1; then its requests are of the same
+    origin."""
     for host in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:8000"):
         assert server.ask("/v1/models", Host=host).status == 200, host
     for host in (
@@ -628,10 +773,22 @@ def test_pages_of_this_machine_alone_may_ask(server):
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """A server with keys and another name, one slot, and a line of two; its model is small and random."""
+    """A server with keys and another name, one slot, and a line of two; its model is small and
+    random."""
     folder = make_checkpoint(tmp_path_factory.mktemp("door"), seed=1)
-    arguments = ["--slots", "1", "--max-queue", "2", "--allow-host", "llm.example", "--max-len", "512"]
-    with Server("--model", str(folder), *arguments, "--watch-key", "eye", NANOBATCH_API_KEY="kéy") as server:
+    arguments = [
+        "--slots",
+        "1",
+        "--max-queue",
+        "2",
+        "--allow-host",
+        "llm.example",
+        "--max-len",
+        "512",
+    ]
+    with Server(
+        "--model", str(folder), *arguments, "--watch-key", "eye", NANOBATCH_API_KEY="kéy"
+    ) as server:
         yield server
 
 
@@ -642,7 +799,12 @@ def key(text: str) -> dict[str, str]:
 def test_with_a_key_only_health_is_free(guarded):
     assert guarded.ask("/health").status == 200
     for path in ("/v1/models", "/metrics", "/watch", "/nope", CHAT):
-        for headers in ({}, key("wrong"), {"Authorization": "kéy".encode().decode("latin-1")}, key("")):
+        for headers in (
+            {},
+            key("wrong"),
+            {"Authorization": "kéy".encode().decode("latin-1")},
+            key(""),
+        ):
             reply = guarded.ask(path, **headers)
             assert (reply.status, reply.error["code"]) == (401, "invalid_api_key"), path
             assert reply.headers["www-authenticate"] == "Bearer"
@@ -675,7 +837,7 @@ def test_a_model_without_a_template_refuses_chat_and_takes_text(guarded):
         assert guarded.ask(CHAT, say(), **key("kéy")).status == 400
 
 
-# --- figures, the log, and watching ----------------------------------------------------------------------------------
+# --- figures, the log, and watching -------------------------------------------------------------
 
 
 def test_metrics_count_what_came(server):
@@ -685,7 +847,10 @@ def test_metrics_count_what_came(server):
     after = server.ask("/metrics").body.decode()
 
     def value(text: str, name: str) -> float:
-        return next((float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + " ")), 0.0)
+        return next(
+            (float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + " ")),
+            0.0,
+        )
 
     def grew(name: str) -> float:
         return value(after, name) - value(before, name)
@@ -694,18 +859,36 @@ def test_metrics_count_what_came(server):
     assert grew('nanobatch_http_requests_total{reason="invalid_value",status="400"}') == 1
     assert grew("nanobatch_generated_tokens_total") == 3
     assert grew("nanobatch_time_to_first_token_seconds_count") == 1
-    assert grew("nanobatch_token_gap_seconds_count") == 2 and grew("nanobatch_step_seconds_count") >= 3
+    assert (
+        grew("nanobatch_token_gap_seconds_count") == 2 and grew("nanobatch_step_seconds_count") >= 3
+    )
     for line in after.splitlines():
-        told = r"# HELP \w+ .+|# TYPE \w+ (counter|gauge|histogram|summary)|\w+(\{[^}]*\})? [-+.\de]+"
+        told = (
+            r"# HELP \w+ .+|# TYPE \w+ (counter|gauge|histogram|summary)|\w+(\{[^}]*\})? [-+.\de]+"
+        )
         assert re.fullmatch(told, line), line
 
 
 def test_the_log_has_one_line_a_request_and_no_prompt(server):
     reply = server.chat("Tell me of a secretword.", max_tokens=3)
     line = server.says(rf"(?m)^.*{reply.json['id']}.*$")[0]
-    for field in ("client=127.0.0.1", f"route={CHAT}", "status=200", "finish_reason=length", " tokens=3 ", "ttft=0."):
+    for field in (
+        "client=127.0.0.1",
+        f"route={CHAT}",
+        "status=200",
+        "finish_reason=length",
+        " tokens=3 ",
+        "ttft=0.",
+    ):
         assert field in line
-    for field in ("prompt_tokens", "cached_tokens", "prompt_tps", "generation_tps", "total_tps", "latency"):
+    for field in (
+        "prompt_tokens",
+        "cached_tokens",
+        "prompt_tps",
+        "generation_tps",
+        "total_tps",
+        "latency",
+    ):
         assert f" {field}=" in line
     assert "secretword" not in server.log.read_text()
     server.ask("/a%0ab=%22c")
@@ -713,7 +896,8 @@ def test_the_log_has_one_line_a_request_and_no_prompt(server):
 
 
 def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
-    """Nobody reads the pipe that is our standard error: it holds 64 KiB, and a write to a full one waits for ever."""
+    """Nobody reads the pipe that is our standard error: it holds 64 KiB, and a write to a full one
+    waits for ever."""
     command = [sys.executable, str(ROOT / "serve.py"), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
@@ -730,20 +914,32 @@ def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
     assert process.returncode == 0
 
 
-# --- beginning and ending ------------------------------------------------------------------------------------------
+# --- beginning and ending -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--port", "70000"], ["--host", "256.1.1.1"], ["--model", "/no/such/folder"]])
+@pytest.mark.parametrize(
+    "arguments", [["--port", "70000"], ["--host", "256.1.1.1"], ["--model", "/no/such/folder"]]
+)
 def test_a_wrong_option_is_one_line_and_exit_code_2(arguments):
-    """Read by argparse, seen by the door, and by the loader. `test_cli.py` has more, without processes."""
-    done = subprocess.run([sys.executable, str(ROOT / "serve.py"), *arguments], capture_output=True, timeout=60)
+    """Read by argparse, seen by the door, and by the loader. `test_cli.py` has more, without
+    processes."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "serve.py"), *arguments], capture_output=True, timeout=60
+    )
     lines = done.stderr.decode().strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("nanobatch: "), done
 
 
 def test_a_taken_port_is_one_line_before_the_model_is_loaded(server):
     """There is no such model, but that is not what is said."""
-    command = [sys.executable, str(ROOT / "serve.py"), "--port", str(server.port), "--model", "no/such-model"]
+    command = [
+        sys.executable,
+        str(ROOT / "serve.py"),
+        "--port",
+        str(server.port),
+        "--model",
+        "no/such-model",
+    ]
     done = subprocess.run(command, capture_output=True, timeout=60)
     lines = done.stderr.decode().strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and str(server.port) in lines[0], done
@@ -770,7 +966,10 @@ def test_while_the_model_is_loading_all_is_503(tmp_path):
                 seen.append(server.ask("/health").status)
                 if seen == [503]:
                     reply = server.chat()
-                    assert (reply.status, reply.error["code"]) == (503, "loading") and reply.headers["retry-after"]
+                    assert (reply.status, reply.error["code"]) == (
+                        503,
+                        "loading",
+                    ) and reply.headers["retry-after"]
             except ConnectionRefusedError:
                 time.sleep(0.05)
         assert seen[0] == 503 and seen[-1] == 200
@@ -809,7 +1008,8 @@ def test_a_second_signal_ends_streams_with_an_error_and_not_with_a_reason():
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
 def test_a_hail_of_signals_ends_a_busy_server_like_one(by):
-    """A third one came out of `close` as an exception: a traceback, work left on the device, any exit code."""
+    """A third one came out of `close` as an exception: a traceback, work left on the device, any
+    exit code."""
     with Server() as server:
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
@@ -828,7 +1028,8 @@ def test_an_idle_server_ends_at_once():
 
 
 def test_nothing_of_all_this_has_left_a_slot_or_a_thread_behind(server):
-    """The last test of this server: after all that was sent to it, it answers as it did at first."""
+    """The last test of this server: after all that was sent to it, it answers as it did at
+    first."""
     assert server.is_idle(30)
     assert server.chat(temperature=0).json["choices"][0]["message"]["content"] == COUNT
     threads = [server.chat for _ in range(4)]

@@ -24,7 +24,9 @@ def over_the_wire(sender: wire.Sender, receiver: wire.Receiver, frame: wire.Fram
 
 def door(journal: Journal, since: int = 0) -> DoorView:
     opened, ended, count = journal.look(since)
-    return DoorView("http://127.0.0.1:8000", False, 3, 1, opened, ended, count - since - len(ended), count)
+    return DoorView(
+        "http://127.0.0.1:8000", False, 3, 1, opened, ended, count - since - len(ended), count
+    )
 
 
 def test_every_frame_is_the_same_at_the_other_end(engine):
@@ -53,9 +55,17 @@ def test_of_a_text_only_what_is_new_is_sent(engine):
     engine.submit("a prompt of some length " * 2, LONG)
     while engine.step() or not sizes:
         seen = engine.snapshot(seen)
-        sizes.append(len(json.dumps(json.loads(sender.pack(wire.Frame(False, 0, 0.0, seen, door(Journal()))))[3][7])))
+        sizes.append(
+            len(
+                json.dumps(
+                    json.loads(sender.pack(wire.Frame(False, 0, 0.0, seen, door(Journal()))))[3][7]
+                )
+            )
+        )
     assert sizes[0] > 50 and max(sizes[5:-2]) < sizes[0] + 200
-    assert "of some length" not in sender.pack(wire.Frame(False, 0, 0.0, engine.snapshot(seen), door(Journal())))
+    assert "of some length" not in sender.pack(
+        wire.Frame(False, 0, 0.0, engine.snapshot(seen), door(Journal()))
+    )
 
 
 def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
@@ -66,10 +76,14 @@ def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
     engine.step()
     told = wire.Sender(False).pack(wire.Frame(False, 0, 0.0, engine.snapshot(), door(journal)))
     assert "secret" not in told and "10.9.8.7" not in told
-    assert "secret" in wire.Sender(True).pack(wire.Frame(False, 0, 0.0, engine.snapshot(), door(journal)))
+    assert "secret" in wire.Sender(True).pack(
+        wire.Frame(False, 0, 0.0, engine.snapshot(), door(journal))
+    )
 
 
-@pytest.mark.parametrize("origin", [None, "10.0.0.1", 7, {("a", 1): {2}}, [{3}], object(), "half \ud83e"])
+@pytest.mark.parametrize(
+    "origin", [None, "10.0.0.1", 7, {("a", 1): {2}}, [{3}], object(), "half \ud83e"]
+)
 def test_an_origin_may_be_anything(engine, origin):
     engine.submit("a prompt", LONG, origin=origin)
     frame = wire.Frame(False, 0, 0.0, engine.snapshot(), door(Journal()))
@@ -79,7 +93,9 @@ def test_an_origin_may_be_anything(engine, origin):
 
 def test_another_version_is_noticed():
     """The fields are sent without their names: those of another version would be taken for ours."""
-    assert wire._shape(Snapshot) != wire._shape(RequestView) and "steps_s" in repr(wire._shape(Snapshot))
+    assert wire._shape(Snapshot) != wire._shape(RequestView) and "steps_s" in repr(
+        wire._shape(Snapshot)
+    )
     with pytest.raises(ValueError):
         wire.unpack(Call, [1, 2, 3])
 
@@ -113,7 +129,7 @@ def test_a_journal_may_be_looked_at_while_it_is_written():
     assert not faults
 
 
-# --- /watch ----------------------------------------------------------------------------------------------------------
+# --- /watch -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +152,9 @@ def frames(line, receiver: wire.Receiver):
 
 def test_a_watcher_sees_requests_refusals_and_their_texts(server):
     line, hello = watch(server, "Authorization: Bearer key")
-    assert hello["protocol"] == wire.PROTOCOL and hello["model"] == "demo" and hello["texts"] is True
+    assert (
+        hello["protocol"] == wire.PROTOCOL and hello["model"] == "demo" and hello["texts"] is True
+    )
     body = {"messages": [{"role": "user", "content": "Count from 3 to 7."}], "temperature": 0}
     assert server.ask(CHAT, body, Authorization="Bearer key").status == 200
     assert server.ask(CHAT, body | {"n": 0}, Authorization="Bearer key").status == 400
@@ -146,9 +164,16 @@ def test_a_watcher_sees_requests_refusals_and_their_texts(server):
         calls += frame.door.ended
         if len(calls) == 2 and requests:
             break
-    assert (requests[0].text, requests[0].origin, requests[0].reason) == ("3, 4, 5, 6, 7.", "127.0.0.1", "stop")
+    assert (requests[0].text, requests[0].origin, requests[0].reason) == (
+        "3, 4, 5, 6, 7.",
+        "127.0.0.1",
+        "stop",
+    )
     assert [call.status for call in calls] == [200, 400] and "n = 0" in calls[1].message
-    assert calls[0].requests == (requests[0].id,) and calls[0].tokens == requests[0].metrics.output_tokens
+    assert (
+        calls[0].requests == (requests[0].id,)
+        and calls[0].tokens == requests[0].metrics.output_tokens
+    )
     line.hang_up()
 
 
@@ -168,7 +193,8 @@ def test_texts_are_for_this_machine_or_for_the_watch_key(server, headers, host, 
 
 
 def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
-    """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is in this process."""
+    """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is
+    in this process."""
     monkeypatch.setattr(watch_module, "WATCH_STUCK_S", 0.3)
     door = Door(Options(port=0)).start()
     loop = engine.serving()
@@ -176,7 +202,9 @@ def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
         door.open(engine, loop, "small")
         try:
             host, port = door.address.removeprefix("http://").split(":")
-            line = Line(host, int(port), receive=4096).send("GET /watch HTTP/1.1\nHost: localhost\n\n")
+            line = Line(host, int(port), receive=4096).send(
+                "GET /watch HTTP/1.1\nHost: localhost\n\n"
+            )
             line.until(b"event: hello")
             deadline, most = time.monotonic() + 30, 0
             while time.monotonic() < deadline and not (most and door.look().watchers == 0):

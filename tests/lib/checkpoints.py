@@ -1,9 +1,11 @@
-"""Random checkpoints, written to disk as Hugging Face and mlx-lm write them, and mlx-lm's answers to them.
+"""Random checkpoints, written to disk as Hugging Face and mlx-lm write them, and mlx-lm's answers
+to them.
 
-Random weights are a sharper test than trained ones, if they are scaled with care. Logits must be *decided*: the best
-token ahead of the second by much more than rounding. And the answer must not be *stuck*: in a tied checkpoint whose
-embedding outweighs its blocks, each token predicts itself for ever, and every engine passes. So the blocks here write
-more into the stream than the embedding does, and the tests count distinct tokens.
+Random weights are a sharper test than trained ones, if they are scaled with care. Logits must be
+*decided*: the best token ahead of the second by much more than rounding. And the answer must not be
+*stuck*: in a tied checkpoint whose embedding outweighs its blocks, each token predicts itself for
+ever, and every engine passes. So the blocks here write more into the stream than the embedding
+does, and the tests count distinct tokens.
 """
 
 import json
@@ -24,13 +26,18 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def make_tokenizer() -> Tokenizer:
-    """Every byte is a token: any text survives, and most characters beyond ASCII span several tokens."""
+    """Every byte is a token: any text survives, and most characters beyond ASCII span several
+    tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>", "<|user|>", "<|end|>")])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<s>", "</s>", "<|user|>", "<|end|>")]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BOS)]
+    )
     return tokenizer
 
 
@@ -72,7 +79,8 @@ def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
 
 
 def save(folder: Path, config: dict, weights: dict[str, mx.array], shards: int = 1) -> Path:
-    """Write a checkpoint folder: config, weights in one file or several with an index, and a tokenizer."""
+    """Write a checkpoint folder: config, weights in one file or several with an index, and a
+    tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     make_tokenizer().save(str(folder / "tokenizer.json"))
@@ -85,7 +93,9 @@ def save(folder: Path, config: dict, weights: dict[str, mx.array], shards: int =
         part = {name: weights[name] for name in names[n::shards]}
         mx.save_safetensors(str(folder / file), part)
         index.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     return folder
 
 
@@ -104,7 +114,11 @@ def apart(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     whole = {}
     for name, array in arrays.items():
         place, is_stack, rest = name.partition(".experts.")
-        each = {f"{place}.experts.{n}.{rest}": part for n, part in enumerate(array)} if is_stack else {name: array}
+        each = (
+            {f"{place}.experts.{n}.{rest}": part for n, part in enumerate(array)}
+            if is_stack
+            else {name: array}
+        )
         whole |= each
     return whole
 
@@ -118,9 +132,11 @@ def make_checkpoint(
     experts_apart=False,
     **changes,
 ) -> Path:
-    """A random checkpoint. `quantize(module)` answers with (bits, group) for the modules to quantize, else None.
+    """A random checkpoint. `quantize(module)` answers with (bits, group) for the modules to
+    quantize, else None.
 
-    A layer's experts stand in one stack, as mlx-lm writes them, or each by itself, as Hugging Face has them.
+    A layer's experts stand in one stack, as mlx-lm writes them, or each by itself, as Hugging Face
+    has them.
     """
     config = make_config(**changes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +147,9 @@ def make_checkpoint(
         arrays = fuse(arrays)
     if read.experts:
         arrays = (
-            apart(arrays) if experts_apart else {n.replace(".experts.", ".switch_mlp."): a for n, a in arrays.items()}
+            apart(arrays)
+            if experts_apart
+            else {n.replace(".experts.", ".switch_mlp."): a for n, a in arrays.items()}
         )
     packed = {}
     for name, array in arrays.items():
@@ -157,10 +175,15 @@ class Reference:
         """`config` respells fields of config.json that mlx-lm does not read."""
         self.model, _ = mlx_lm.utils.load_model(folder, model_config=config)
         self.model.set_dtype(mx.float32)
-        # mlx-lm takes longrope's long factors always. We take the short ones where slots are no longer than the
-        # original length: so for these the reference has them in place of the long ones.
+        # mlx-lm takes longrope's long factors always. We take the short ones where slots are no
+        # longer than the original length: so for these the reference has them in place of the long
+        # ones.
         given = json.loads((folder / "config.json").read_text()) | (config or {})
-        scaling, self.short, self.bound = given.get("rope_scaling") or {}, None, given.get(ORIGINAL, 0)
+        scaling, self.short, self.bound = (
+            given.get("rope_scaling") or {},
+            None,
+            given.get(ORIGINAL, 0),
+        )
         if "short_factor" in scaling and scaling["short_factor"] != scaling["long_factor"]:
             short = scaling | {"long_factor": scaling["short_factor"]}
             self.short = Reference(folder, (config or {}) | {"rope_scaling": short})

@@ -1,10 +1,11 @@
 """Random requests in company, and each of them alone: how many of their logits differ in a bit?
 
-A company is random in all that might show: the model's shape, how many slots there are, chunk, budget, policy, when the
-others come, how their prompts begin, which are cancelled, which conversations go on, what the slots held before. In
-most of them a neighbour whose prompt is long, up to 1,600 tokens, decodes beside all the others, since far is where
-attention adds up most. The engine in which a request is alone has other slots, other chunks and another budget, and
-reads each answer once more as a part of a prompt.
+A company is random in all that might show: the model's shape, how many slots there are, chunk,
+budget, policy, when the others come, how their prompts begin, which are cancelled, which
+conversations go on, what the slots held before. In most of them a neighbour whose prompt is long,
+up to 1,600 tokens, decodes beside all the others, since far is where attention adds up most. The
+engine in which a request is alone has other slots, other chunks and another budget, and reads each
+answer once more as a part of a prompt.
 
 A product belongs to a process and cannot be changed in it. So each form has a process of its own.
 """
@@ -38,17 +39,53 @@ LONGROPE = {
         "long_factor": [1.0 + n for n in range(16)],
     },
 }
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
 SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
     {"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 24, **EXPERTS},
     {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16},
-    {"model_type": "gemma2", "num_key_value_heads": 4, "hidden_size": 96, "head_dim": 24, "sliding_window": 50},
-    {"model_type": "phi3", "num_key_value_heads": 2, "head_dim": 64, "partial_rotary_factor": 0.5, **LONGROPE},
+    {
+        "model_type": "gemma2",
+        "num_key_value_heads": 4,
+        "hidden_size": 96,
+        "head_dim": 24,
+        "sliding_window": 50,
+    },
+    {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "partial_rotary_factor": 0.5,
+        **LONGROPE,
+    },
     {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 128},
-    {"model_type": "gemma3_text", "head_dim": 16, "hidden_size": 48, "sliding_window_pattern": 2, "sliding_window": 70},
-    {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 100, "intermediate_size": 1030},
-    # Widths that are no multiple of anything, where a BLAS treats the last rows and columns of a product differently.
-    {"num_key_value_heads": 1, "head_dim": 12, "hidden_size": 36, "intermediate_size": 33, "vocab_size": 275},
+    {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "hidden_size": 48,
+        "sliding_window_pattern": 2,
+        "sliding_window": 70,
+    },
+    {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "hidden_size": 100,
+        "intermediate_size": 1030,
+    },
+    # Widths that are no multiple of anything, where a BLAS treats the last rows and columns of a
+    # product differently.
+    {
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+        "hidden_size": 36,
+        "intermediate_size": 33,
+        "vocab_size": 275,
+    },
     {"model_type": "olmo2", "num_key_value_heads": 2, "head_dim": 20},
     {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [0, 1, 0]},
 ]
@@ -62,9 +99,14 @@ ELSEWHERE = SCHEDULES * 2 // 5
 class Count(NamedTuple):
     compared: int  # logit vectors
     differ: int
-    reused: int  # tokens whose rows were taken over from another request, or from the request before in a conversation
-    beside: int  # logit vectors that were compared while a neighbour read further than the request did
-    read: int  # logit vectors of the same answers, read as prompts: chunk rows beside rows that were decoded one by one
+    # Tokens whose rows were taken over from another request, or from the request before in a
+    # conversation
+    reused: int
+    # Logit vectors that were compared while a neighbour read further than the request did
+    beside: int
+    # Logit vectors of the same answers, read as prompts: chunk rows beside rows that were decoded
+    # one by one
+    read: int
 
     def __add__(self, other: "Count") -> "Count":
         return Count(*(a + b for a, b in zip(self, other, strict=True)))
@@ -88,7 +130,8 @@ def random_sizes(rng: np.random.Generator, is_long: bool, slots: int) -> dict:
 
 
 def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count:
-    """Random schedules in company, one after another on the same engine, and their requests alone in another engine.
+    """Random schedules in company, one after another on the same engine, and their requests alone
+    in another engine.
 
     The other engine has sizes of its own: other slots, other chunks, another budget.
     """
@@ -101,31 +144,48 @@ def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count
     crowded = random_sizes(rng, is_long, slots)
     lonely = random_sizes(rng, is_long, int(rng.choice([1, 1, 2, 7])))
     total = NONE
-    with Engine(model, text, policy=policy, run_ahead=bool(rng.random() < 0.7), **crowded) as engine:
-        for array in (*engine.runner.slab.k, *engine.runner.slab.v):  # what an earlier owner might have left
+    with Engine(
+        model, text, policy=policy, run_ahead=bool(rng.random() < 0.7), **crowded
+    ) as engine:
+        # What an earlier owner might have left
+        for array in (*engine.runner.slab.k, *engine.runner.slab.v):
             array[:] = mx.random.normal(array.shape, key=mx.random.key(seed)) * 3
         with Engine(model, text, reuse=False, **lonely) as alone:
             taps = Tap(engine), Tap(alone)
             for _ in range(rounds):
-                total += play(engine, alone, taps, long_prompt[: int(130 + 1470 * rng.random() ** 2)], rng)
+                total += play(
+                    engine, alone, taps, long_prompt[: int(130 + 1470 * rng.random() ** 2)], rng
+                )
     return total
 
 
 def play(
-    engine: Engine, other: Engine, taps: tuple[Tap, Tap], long_prompt: list[int], rng: np.random.Generator
+    engine: Engine,
+    other: Engine,
+    taps: tuple[Tap, Tap],
+    long_prompt: list[int],
+    rng: np.random.Generator,
 ) -> Count:
     """One schedule in one engine, and each of its requests alone in the other."""
     asks = random_asks(rng, 4, longest=120, tokens=8, cancels=0.2, alike=0.6)
-    far = engine.submit(long_prompt, Sampling(max_tokens=120, ignore_eos=True)) if long_prompt else None
+    far = (
+        engine.submit(long_prompt, Sampling(max_tokens=120, ignore_eos=True))
+        if long_prompt
+        else None
+    )
     while far and not far.tokens:
         engine.step()
         if far.finish_reason:
             raise RuntimeError(far.error)
     handles = run_schedule(engine, asks, rng, lambda: None)
     pairs = list(zip(handles, [ask.prompt for ask in asks], strict=True))
-    going_on = [conversation for handle, prompt in pairs if (conversation := next_turn(handle, prompt, rng))]
+    going_on = [
+        conversation for handle, prompt in pairs if (conversation := next_turn(handle, prompt, rng))
+    ]
     turns = [Ask(prompt, 6) for prompt in going_on]
-    pairs += zip(run_schedule(engine, turns, rng, lambda: far and far.cancel()), going_on, strict=True)
+    pairs += zip(
+        run_schedule(engine, turns, rng, lambda: far and far.cancel()), going_on, strict=True
+    )
     if far and rng.random() < 0.1:
         pairs.append((far, long_prompt))
     total = NONE
@@ -135,21 +195,28 @@ def play(
         assert alone.result().metrics.cached_tokens == 0
         assert handle.tokens[:many] == alone.tokens[:many]
         differ = sum(
-            taps[0].logits[handle.id, i].tobytes() != taps[1].logits[alone.id, i].tobytes() for i in range(many)
+            taps[0].logits[handle.id, i].tobytes() != taps[1].logits[alone.id, i].tobytes()
+            for i in range(many)
         )
         beside = many if far and handle is not far else 0
         total += Count(many, differ, handle.metrics.cached_tokens, beside, 0)
         if many > 1:
             # The same answer read as a prompt: its rows come from a chunk, and not one by one.
-            whole = other.submit([*prompt, *handle.tokens[: many - 1]], Sampling(max_tokens=1, ignore_eos=True))
+            whole = other.submit(
+                [*prompt, *handle.tokens[: many - 1]], Sampling(max_tokens=1, ignore_eos=True)
+            )
             whole.result()
-            differs = taps[0].logits[handle.id, many - 1].tobytes() != taps[1].logits[whole.id, 0].tobytes()
+            differs = (
+                taps[0].logits[handle.id, many - 1].tobytes()
+                != taps[1].logits[whole.id, 0].tobytes()
+            )
             total += Count(1, differs, 0, 0, 1)
     return total
 
 
 def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> list[int]:
-    """What a conversation says next: all that was said, perhaps but for the last tokens, and something new."""
+    """What a conversation says next: all that was said, perhaps but for the last tokens, and
+    something new."""
     if rng.random() < 0.4 or handle.finish_reason != "length":
         return []
     said = [*prompt, *handle.tokens]
@@ -171,7 +238,9 @@ def run_everywhere(schedules: int, elsewhere: int, at_once: int) -> list[str]:
             count = schedules if choice == everywhere()[0] else elsewhere
             command = [sys.executable, PROGRAM, "--schedules", str(count)]
             environment = os.environ | {"NANOBATCH_BLAS": choice}
-            running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+            running.append(
+                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+            )
         out, _ = running.pop(0).communicate()
         lines.append(out.strip() or "a process has died")
         print(lines[-1], flush=True)
@@ -179,10 +248,13 @@ def run_everywhere(schedules: int, elsewhere: int, at_once: int) -> list[str]:
 
 
 def start() -> subprocess.Popen:
-    """All of it in the background, one form after another, where it leaves the processor to others."""
+    """All of it in the background, one form after another, where it leaves the processor to
+    others."""
     counts = "--everywhere", str(SCHEDULES), "--elsewhere", str(ELSEWHERE)
     command = [sys.executable, PROGRAM, *counts, "--at-once", "1"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=leave_first)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=leave_first
+    )
 
 
 def leave_first() -> None:

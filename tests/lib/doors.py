@@ -1,7 +1,7 @@
 """A server as a user starts it, and clients that speak to it: what the tests of the door share.
 
-`Server` is `serve.py` in a process of its own. `ask` is a plain request, `Line` a raw socket for what no client library
-would send.
+`Server` is `serve.py` in a process of its own. `ask` is a plain request, `Line` a raw socket for
+what no client library would send.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Server:
         self.log = Path(tempfile.mkstemp(suffix=".log")[1])
         command = [sys.executable, str(ROOT / "serve.py"), "--port", "0", *arguments]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stderr=log, stdout=log, env=os.environ | environment, cwd="/")
+            self.process = subprocess.Popen(
+                command, stderr=log, stdout=log, env=os.environ | environment, cwd="/"
+            )
         self.host, self.port = "127.0.0.1", 0
         if wait:
             self.wait()
@@ -76,9 +78,13 @@ class Server:
         data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         try:
-            connection.request(method or ("GET" if body is None else "POST"), path, data, JSON | headers)
+            connection.request(
+                method or ("GET" if body is None else "POST"), path, data, JSON | headers
+            )
             answer = connection.getresponse()
-            return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+            return Reply(
+                answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+            )
         finally:
             connection.close()
 
@@ -86,10 +92,16 @@ class Server:
         return self.ask(CHAT, {"messages": [{"role": "user", "content": text}], **fields})
 
     def complete(self, prompt: object = "Once upon a time", **fields) -> Reply:
-        return self.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, **fields})
+        return self.ask(
+            COMPLETIONS, {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, **fields}
+        )
 
     def gauge(self, name: str) -> float:
-        return float(re.search(rf"^nanobatch_{name}(?:{{.*}})? (\S+)$", self.ask("/metrics").body.decode(), re.M)[1])
+        return float(
+            re.search(
+                rf"^nanobatch_{name}(?:{{.*}})? (\S+)$", self.ask("/metrics").body.decode(), re.M
+            )[1]
+        )
 
     def is_idle(self, within: float) -> bool:
         """Do all slots become free within so many seconds, and does nothing wait?"""
@@ -128,7 +140,11 @@ class Reply(NamedTuple):
     @property
     def events(self) -> list:
         """Of a stream: the data of each event, parsed."""
-        lines = [part.removeprefix("data: ") for part in self.body.decode().split("\n\n") if part.startswith("data: ")]
+        lines = [
+            part.removeprefix("data: ")
+            for part in self.body.decode().split("\n\n")
+            if part.startswith("data: ")
+        ]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
@@ -145,12 +161,21 @@ class Line:
         self.rest = b""
 
     def send(self, text: str | bytes) -> Line:
-        self.socket.sendall(text if isinstance(text, bytes) else text.replace("\n", "\r\n").encode())
+        self.socket.sendall(
+            text if isinstance(text, bytes) else text.replace("\n", "\r\n").encode()
+        )
         return self
 
-    def post(self, path: str, body: object, *headers: str, host: str = "localhost", version: str = "1.1") -> Line:
+    def post(
+        self, path: str, body: object, *headers: str, host: str = "localhost", version: str = "1.1"
+    ) -> Line:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        lines = [f"POST {path} HTTP/{version}", f"Host: {host}", "Content-Type: application/json", *headers]
+        lines = [
+            f"POST {path} HTTP/{version}",
+            f"Host: {host}",
+            "Content-Type: application/json",
+            *headers,
+        ]
         return self.send("\n".join([*lines, f"Content-Length: {len(data)}", "", ""])).send(data)
 
     def until(self, mark: bytes) -> bytes:

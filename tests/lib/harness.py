@@ -1,4 +1,5 @@
-"""What the engine tests share: a tap on the logits, random schedules for an engine, and Ctrl-C at any line."""
+"""What the engine tests share: a tap on the logits, random schedules for an engine, and Ctrl-C at
+any line."""
 
 import signal
 import sys
@@ -17,7 +18,8 @@ from parts.api import handle as handle_file
 
 
 class Tap:
-    """Records the logits that each token of each request was chosen from: `logits[request id, index]`, (V,)."""
+    """Records the logits that each token of each request was chosen from: `logits[request id,
+    index]`, (V,)."""
 
     def __init__(self, engine: Engine):
         self.logits: dict[tuple[int, int], np.ndarray] = {}
@@ -52,7 +54,8 @@ class Tap:
 
 @dataclass
 class Ask:
-    """A request to come: what it says, how long its answer is, and after how many steps it is cancelled."""
+    """A request to come: what it says, how long its answer is, and after how many steps it is
+    cancelled."""
 
     prompt: list[int]
     max_tokens: int
@@ -63,7 +66,12 @@ class Ask:
 
 
 def random_asks(
-    rng: np.random.Generator, count: int, longest: int, tokens: int, cancels: float = 0.0, alike: float = 0.0
+    rng: np.random.Generator,
+    count: int,
+    longest: int,
+    tokens: int,
+    cancels: float = 0.0,
+    alike: float = 0.0,
 ) -> list[Ask]:
     """Prompts of 1 to `longest` tokens, half of them short, with answers of 1 to `tokens`.
 
@@ -71,7 +79,9 @@ def random_asks(
     """
     asks, opening = [], rng.integers(0, 256, longest).tolist()
     for _ in range(count):
-        length = int(rng.integers(1, longest if rng.random() < 0.5 else min(longest, 12), endpoint=True))
+        length = int(
+            rng.integers(1, longest if rng.random() < 0.5 else min(longest, 12), endpoint=True)
+        )
         prompt = rng.integers(0, 256, length).tolist()
         if rng.random() < alike:
             common = int(rng.integers(1, longest, endpoint=True))
@@ -82,9 +92,13 @@ def random_asks(
 
 
 def run_schedule(
-    engine: Engine, asks: list[Ask], rng: np.random.Generator, at_last: Callable[[], object] = lambda: None
+    engine: Engine,
+    asks: list[Ask],
+    rng: np.random.Generator,
+    at_last: Callable[[], object] = lambda: None,
 ) -> list[Handle]:
-    """Submit the asks at random moments and step until all have ended, with every invariant checked in every step.
+    """Submit the asks at random moments and step until all have ended, with every invariant checked
+    in every step.
 
     `at_last` is called when they have.
     """
@@ -112,10 +126,11 @@ WATCHED = {module.__file__ for module in MODULES}
 
 
 def interrupt(function: Callable[[], object], at: int) -> bool:
-    """Send Ctrl-C at the `at`-th line of ours that a function runs; False if the function ends before that.
+    """Send Ctrl-C at the `at`-th line of ours that a function runs; False if the function ends
+    before that.
 
-    It is the signal itself, so what the engine does about it holds. The lines of Python's own `threading` count, too:
-    there a condition lets go of its lock.
+    It is the signal itself, so what the engine does about it holds. The lines of Python's own
+    `threading` count, too: there a condition lets go of its lock.
     """
     lines = iter(range(10**9))
 

@@ -1,4 +1,5 @@
-"""Configurations of each family, and how an engine's answers are compared with mlx-lm's, token by token."""
+"""Configurations of each family, and how an engine's answers are compared with mlx-lm's, token by
+token."""
 
 import os
 from dataclasses import replace
@@ -13,13 +14,24 @@ from nanobatch import Engine, Model
 from parts.device.mlx import mx
 
 PROMPTS, TOKENS = 16, 32  # of each configuration
-FEWER = int(os.environ.get("NANOBATCH_PARITY_PROMPTS", 9))  # prompts where a family differs little from a Llama
-CLOSE = 1e-4  # logits may differ by this much, and where the best two are nearer than this, either may win
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+# Prompts where a family differs little from a Llama
+FEWER = int(os.environ.get("NANOBATCH_PARITY_PROMPTS", 9))
+# Logits may differ by this much, and where the best two are nearer than this, either may win
+CLOSE = 1e-4
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LONGROPE = {  # half of a head of 16 is four planes
     "max_position_embeddings": 512,
     "original_max_position_embeddings": 60,
-    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.2, 3.0, 9.0, 20.0]},
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.5, 2.0],
+        "long_factor": [1.2, 3.0, 9.0, 20.0],
+    },
 }
 GRANITE = {
     "embedding_multiplier": 0.6,
@@ -52,7 +64,11 @@ CONFIGS = {
     "multi-query attention": {"num_key_value_heads": 1},
     "kv heads not named": {"num_key_value_heads": None},
     "head_dim larger than hidden / heads": {"head_dim": 32},
-    "head_dim smaller than hidden / heads": {"head_dim": 8, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "head_dim smaller than hidden / heads": {
+        "head_dim": 8,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    },
     "tied head": {"tie_word_embeddings": True},
     "attention bias": {"attention_bias": True},
     "mlp bias": {"mlp_bias": True},
@@ -68,7 +84,9 @@ CONFIGS = {
         "reference": {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     },
     "rope dynamic, within the trained length": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-    "rope yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "rope yarn": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    },
     "qwen3, yarn, its gain a quotient": {
         "model_type": "qwen3",
         "head_dim": 32,
@@ -110,13 +128,24 @@ CONFIGS = {
     "some layers quantized, each in its way": {
         "num_hidden_layers": 3,
         "quantize": lambda module: {"q_proj": (4, 32), "v_proj": (6, 32), "down_proj": (8, 32)}.get(
-            module.split(".")[-1], (4, 64) if "embed" in module or "layers.1.mlp" in module else None
+            module.split(".")[-1],
+            (4, 64) if "embed" in module or "layers.1.mlp" in module else None,
         ),
         "hidden_size": 64,
         "intermediate_size": 128,
     },
-    "deep and narrow": {"num_hidden_layers": 6, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 64},
-    "qwen3_moe, experts apart": {**EXPERTS, "experts_apart": True, "norm_topk_prob": False, "shards": 2},
+    "deep and narrow": {
+        "num_hidden_layers": 6,
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "intermediate_size": 64,
+    },
+    "qwen3_moe, experts apart": {
+        **EXPERTS,
+        "experts_apart": True,
+        "norm_topk_prob": False,
+        "shards": 2,
+    },
     "qwen3_moe, 4 bits": {
         **EXPERTS,
         "num_experts_per_tok": 3,
@@ -156,7 +185,11 @@ CONFIGS = {
         **LONGROPE,
     },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "rope_theta": 500000.0},
-    "olmo2, 8 bits": {"model_type": "olmo2", "num_hidden_layers": 4, "quantize": lambda module: (8, 32)},
+    "olmo2, 8 bits": {
+        "model_type": "olmo2",
+        "num_hidden_layers": 4,
+        "quantize": lambda module: (8, 32),
+    },
     "llama, layers with a window": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "num_hidden_layers": 3,
@@ -193,7 +226,12 @@ CONFIGS = {
         "rope_theta": 5000000.0,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
-    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_bias": True, "attention_out_bias": False},
+    "seed_oss": {
+        "model_type": "seed_oss",
+        "head_dim": 16,
+        "attention_bias": True,
+        "attention_out_bias": False,
+    },
     "seed_oss, bias of the output": {
         "model_type": "seed_oss",
         "head_dim": 24,
@@ -214,10 +252,13 @@ def prompts_of(name: str) -> int:
 
 
 def compare(engine: Engine, reference: Reference, seed: int, prompts: int) -> dict:
-    """Drive the engine through a random schedule and hold every token and every logit against the reference."""
+    """Drive the engine through a random schedule and hold every token and every logit against the
+    reference."""
     rng = np.random.default_rng(seed)
     tap = Tap(engine)
-    asks = [replace(ask, max_tokens=TOKENS) for ask in random_asks(rng, prompts, longest=140, tokens=1)]
+    asks = [
+        replace(ask, max_tokens=TOKENS) for ask in random_asks(rng, prompts, longest=140, tokens=1)
+    ]
     handles = run_schedule(engine, asks, rng)
     assert len(handles) == prompts
     tokens, ties, furthest, distinct = 0, 0, 0.0, []
@@ -229,7 +270,9 @@ def compare(engine: Engine, reference: Reference, seed: int, prompts: int) -> di
         ours = tap.of(handle)
         for index, token in enumerate(handle.tokens):
             behind = expected[index].max() - expected[index][token]
-            assert behind < CLOSE, f"request {handle.id}, token {index}: {token} is {behind:.2g} behind mlx-lm's choice"
+            assert behind < CLOSE, (
+                f"request {handle.id}, token {index}: {token} is {behind:.2g} behind mlx-lm's choice"
+            )
             ties += behind > 0
         furthest = max(furthest, float(np.abs(ours - expected).max()))
         tokens += len(handle.tokens)
@@ -242,7 +285,9 @@ def compare(engine: Engine, reference: Reference, seed: int, prompts: int) -> di
 def count() -> tuple[int, int]:
     """Prompts in all, and prompts of the families that differ most."""
     each = [prompts_of(name) for name in CONFIGS]
-    return sum(each), sum(many for name, many in zip(CONFIGS, each, strict=True) if is_of_its_own(name))
+    return sum(each), sum(
+        many for name, many in zip(CONFIGS, each, strict=True) if is_of_its_own(name)
+    )
 
 
 def whole(model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Faults that tests plant: bugs that would let the company show, and weights that make a number which is not finite."""
+"""Faults that tests plant: bugs that would let the company show, and weights that make a number
+which is not finite."""
 
 from dataclasses import replace
 
@@ -45,7 +46,9 @@ def plant(monkeypatch, bug: str) -> None:
 
         def near(self, *form):
             return [
-                look._replace(T=min(look.T, self.L), mask=look.mask[..., : self.L]) if self.L > 1 else look
+                look._replace(T=min(look.T, self.L), mask=look.mask[..., : self.L])
+                if self.L > 1
+                else look
                 for look in looks(self, *form)
             ]
 
@@ -53,11 +56,15 @@ def plant(monkeypatch, bug: str) -> None:
     elif bug == "a prefix is matched one token too long":
         common = Prefixes._common
         monkeypatch.setattr(
-            Prefixes, "_common", lambda self, prompt, *rest: min(common(self, prompt, *rest) + 1, len(prompt) - 1)
+            Prefixes,
+            "_common",
+            lambda self, prompt, *rest: min(common(self, prompt, *rest) + 1, len(prompt) - 1),
         )
     elif bug == "a prefix is copied before it is written":
         monkeypatch.setattr(
-            kv.Slab, "prefix", lambda self, slot, rows: [slab[-1:, :, :rows] * 0 for slab in (*self.k, *self.v)]
+            kv.Slab,
+            "prefix",
+            lambda self, slot, rows: [slab[-1:, :, :rows] * 0 for slab in (*self.k, *self.v)],
         )
     elif bug == "the newest token is a step old":
         run = Runner.run
@@ -73,7 +80,8 @@ def plant(monkeypatch, bug: str) -> None:
 
 
 def poisoned(model: Model, token: int) -> Model:
-    """The same model with an embedding of NaN for one token: whoever says it gets a number that is not finite."""
+    """The same model with an embedding of NaN for one token: whoever says it gets a number that is
+    not finite."""
     weight = np.array(model.table.weight)
     weight[token] = np.nan
     return replace(model, table=model.table._replace(weight=mx.array(weight)))

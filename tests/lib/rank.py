@@ -1,4 +1,5 @@
-"""What a rank of the tests does in a process of its own: `python rank.py answers FOLDER ...` or `python rank.py FAULT`.
+"""What a rank of the tests does in a process of its own: `python rank.py answers FOLDER ...` or
+`python rank.py FAULT`.
 
 Rank 0 prints what came of it as JSON.
 """
@@ -28,7 +29,8 @@ SETTINGS = [
 
 
 def live(engine: Engine) -> list[list[int]]:
-    """A short life under each policy: bursts, prompts that begin alike, and a cancel in line, in prefill, in decode."""
+    """A short life under each policy: bursts, prompts that begin alike, and a cancel in line, in
+    prefill, in decode."""
     answers = []
     for policy in POLICIES:
         engine.drain(policy)
@@ -51,7 +53,8 @@ def live(engine: Engine) -> list[list[int]]:
 
 
 def fail(fault: str) -> None:
-    """Clients wait for long answers, and in the sixth step something goes wrong on one of the ranks."""
+    """Clients wait for long answers, and in the sixth step something goes wrong on one of the
+    ranks."""
     engine = Engine.load("demo", slots=2, max_len=1024)
     is_there = engine.ranks.rank == (0 if fault == "raises at rank 0" else 1)
     run, calls = engine.runner.run, []
@@ -78,7 +81,10 @@ def fail(fault: str) -> None:
             print(json.dumps([[r.finish_reason, r.error] for r in results]), flush=True)
 
     with engine.serving():
-        handles = [engine.submit("Tell me a story.", Sampling(max_tokens=900, ignore_eos=True)) for _ in range(4)]
+        handles = [
+            engine.submit("Tell me a story.", Sampling(max_tokens=900, ignore_eos=True))
+            for _ in range(4)
+        ]
         for handle in handles:
             threading.Thread(target=wait, args=(handle,), daemon=True).start()
         time.sleep(120)

@@ -22,7 +22,10 @@ def places(file: Path) -> set[str]:
     found = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, (*functions, ast.ClassDef)):
-            found |= {node.name, *(f"{node.name}.{part.name}" for part in node.body if isinstance(part, functions))}
+            found |= {
+                node.name,
+                *(f"{node.name}.{part.name}" for part in node.body if isinstance(part, functions)),
+            }
     return found
 
 

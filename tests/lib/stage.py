@@ -103,7 +103,9 @@ class Show:
         return "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
 
 
-def show(scenario, stage: Stage | None = None, size: tuple[int, int] = (80, 24), load: bool = True) -> Stage:
+def show(
+    scenario, stage: Stage | None = None, size: tuple[int, int] = (80, 24), load: bool = True
+) -> Stage:
     """Run `scenario(show)` on a screen of this size."""
     stage = stage or Stage()
 
@@ -136,7 +138,8 @@ def like_golden(name: str, text: str) -> None:
 
 
 def disturb(stage: Stage, seconds: float) -> None:
-    """From now on other programs take the processor away: in two of five steps, for as long as this on average."""
+    """From now on other programs take the processor away: in two of five steps, for as long as this
+    on average."""
     dice, run = random.Random(0), stage.engine.runner.run
 
     def disturbed(order):

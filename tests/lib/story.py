@@ -1,13 +1,16 @@
-"""A scheduler's story, step by step: requests come and end at given steps, and every plan is checked and drawn."""
+"""A scheduler's story, step by step: requests come and end at given steps, and every plan is
+checked and drawn."""
 
 from sched import Plan, Request, Scheduler
 
 
 class Story:
-    """Runs a scheduler and writes down what happens: P prefill, p the chunk that ends a prompt, d decode.
+    """Runs a scheduler and writes down what happens: P prefill, p the chunk that ends a prompt, d
+    decode.
 
-    `lag` is how many steps are started before the oldest one is committed: 0 is the plain loop, 1 is run-ahead.
-    `rows` is a slab of tokens instead of keys: what the device would have written in each slot.
+    `lag` is how many steps are started before the oldest one is committed: 0 is the plain loop, 1
+    is run-ahead. `rows` is a slab of tokens instead of keys: what the device would have written in
+    each slot.
     """
 
     def __init__(self, slots=2, max_len=100, lag=0, chunk=4, budget=8, **options):
@@ -20,7 +23,11 @@ class Story:
         self.rows: list[list[int | None]] = [[None] * max_len for _ in range(slots)]
 
     def submit(
-        self, prompt: int | tuple[int, ...], max_tokens: int, eos: int | None = None, shares: bool = True
+        self,
+        prompt: int | tuple[int, ...],
+        max_tokens: int,
+        eos: int | None = None,
+        shares: bool = True,
     ) -> Request:
         prompt = tuple(range(prompt)) if isinstance(prompt, int) else prompt
         request = Request(self.ids, prompt, max_tokens, self.now, shares)
@@ -36,7 +43,8 @@ class Story:
         return 1_000 * (request.id + 1) + index
 
     def write(self, plan: Plan) -> None:
-        """What the device would do. All that a sequence looks back on must have been written for its own tokens."""
+        """What the device would do. All that a sequence looks back on must have been written for
+        its own tokens."""
         for slot, start, stop in plan.scrubs:
             self.rows[slot][start:stop] = [None] * len(self.rows[slot][start:stop])
         for chunk in plan.chunks:
@@ -52,7 +60,9 @@ class Story:
             assert rows[: position + 1] == seen, (request, rows)
 
     def accept(self, request: Request, token: int) -> str | None:
-        assert token == self.says(request, len(self.tokens[request.id])), "a token went to the wrong request"
+        assert token == self.says(request, len(self.tokens[request.id])), (
+            "a token went to the wrong request"
+        )
         self.tokens[request.id].append(token)
         return "stop" if len(self.tokens[request.id]) == self.eos.get(request.id) else None
 
@@ -60,13 +70,22 @@ class Story:
         plan = self.sched.plan(self.now)
         if plan:
             self.write(plan)
-            self.flights.append((plan, [self.says(m.request, m.request.planned - 1) for m in plan.emitters]))
+            self.flights.append(
+                (plan, [self.says(m.request, m.request.planned - 1) for m in plan.emitters])
+            )
             self.plans.append(plan)
             cost = len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks)
             assert cost <= max(self.sched.budget, self.sched.chunk + len(plan.decodes))
-            assert all(0 < chunk.stop - chunk.start <= chunk.cost <= self.sched.chunk for chunk in plan.chunks)
+            assert all(
+                0 < chunk.stop - chunk.start <= chunk.cost <= self.sched.chunk
+                for chunk in plan.chunks
+            )
             assert plan.waiting or not plan.blocked, "a slot is kept shut from nobody"
-        done = self.flights.pop(0) if self.flights and (len(self.flights) > self.lag or not plan) else None
+        done = (
+            self.flights.pop(0)
+            if self.flights and (len(self.flights) > self.lag or not plan)
+            else None
+        )
         if done:
             self.sched.commit(*done, self.accept, self.now)
         self.sched.check()
@@ -75,7 +94,10 @@ class Story:
 
     def cuts(self) -> list[dict[str, tuple[int, int]]]:
         """For each step, where the chunks begin and end."""
-        return [{name(chunk.request): (chunk.start, chunk.stop) for chunk in plan.chunks} for plan in self.plans]
+        return [
+            {name(chunk.request): (chunk.start, chunk.stop) for chunk in plan.chunks}
+            for plan in self.plans
+        ]
 
     def run(self) -> list[str]:
         while self.step():

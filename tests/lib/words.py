@@ -1,6 +1,6 @@
-"""An engine made of words, for the tests of the screen: the real engine and scheduler, no model, a clock that ticks as
-told. A decode step takes 10 ms there and a chunk of a prompt 5, and every prompt is answered with as many words as it
-may be."""
+"""An engine made of words, for the tests of the screen: the real engine and scheduler, no model, a
+clock that ticks as told. A decode step takes 10 ms there and a chunk of a prompt 5, and every
+prompt is answered with as many words as it may be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from parts.model.rope import Rope
 from parts.ranks.ranks import ALONE
 from sched import Scheduler
 
-STORY = ("once upon a time there was a fox who looked for the moon", "in every pond that she could find")
+STORY = (
+    "once upon a time there was a fox who looked for the moon",
+    "in every pond that she could find",
+)
 STORY = " ".join(STORY).split()
 BEYOND = sys.maxunicode + 1  # an answer's tokens begin where the characters end
 
@@ -32,16 +35,19 @@ class Clock:
 
 
 def speak(prompt: str, count: int) -> str:
-    """Echoes what stands between quotes, so that a test can put anything on the screen; else tells a story."""
+    """Echoes what stands between quotes, so that a test can put anything on the screen; else tells
+    a story."""
     if '"' in prompt:
         return prompt.split('"')[1][: 4 * count]
     return " ".join(STORY[i % len(STORY)] for i in range(count))
 
 
 class WordText:
-    """A prompt has one token for each of its characters; an answer's token is a number in `pieces`, beyond them all.
+    """A prompt has one token for each of its characters; an answer's token is a number in `pieces`,
+    beyond them all.
 
-    So no prompt goes on as an answer did, and what a slot remembers of an answer is taken over by none.
+    So no prompt goes on as an answer did, and what a slot remembers of an answer is taken over by
+    none.
     """
 
     has_template, end_tokens = False, frozenset()
@@ -63,7 +69,9 @@ class WordText:
         pass
 
     def stream(self, stops: Sequence[str]) -> SimpleNamespace:
-        return SimpleNamespace(push=lambda token: self.pieces[token - BEYOND], finish=lambda tokens: "", stopped=False)
+        return SimpleNamespace(
+            push=lambda token: self.pieces[token - BEYOND], finish=lambda tokens: "", stopped=False
+        )
 
 
 @dataclass
@@ -85,7 +93,8 @@ class WordFlight:
 
 
 class WordRunner:
-    """The device half. It is busy with one step at a time: a step that is started waits for the one before it."""
+    """The device half. It is busy with one step at a time: a step that is started waits for the one
+    before it."""
 
     def __init__(self, time: Clock, clock: Callable[[], float], slots: int, text: WordText):
         self.time, self.clock, self.text, self.slots = time, clock, text, slots
@@ -110,18 +119,26 @@ class WordRunner:
             self.prompts[chunk.slot] = held[: chunk.start] + "".join(map(chr, chunk.ids))
         tokens = [-1] * self.slots
         for slot, pick in order.picks.items():
-            before, after = (speak(self.prompts[slot], count) for count in (pick.index, pick.index + 1))
+            before, after = (
+                speak(self.prompts[slot], count) for count in (pick.index, pick.index + 1)
+            )
             tokens[slot] = self.text.token(after[len(before) :])
         cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)
-        self.flight = WordFlight(self, tokens, began, cost, device_s=max(0.0, self.clock() - began - 0.001))
+        self.flight = WordFlight(
+            self, tokens, began, cost, device_s=max(0.0, self.clock() - began - 0.001)
+        )
         return self.flight
 
 
 NO = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": "", "window": None}
-CONFIG = Config("words", 1, 8, 1, 1, 8, 8, 2**21, 1e-6, 4096, tied=True, rope=Rope("default", 1e4), **NO)
+CONFIG = Config(
+    "words", 1, 8, 1, 1, 8, 8, 2**21, 1e-6, 4096, tied=True, rope=Rope("default", 1e4), **NO
+)
 
 
-def word_engine(clock: Clock, time: Clock, slots: int = 8, max_len: int = 512, policy: str = "continuous") -> Engine:
+def word_engine(
+    clock: Clock, time: Clock, slots: int = 8, max_len: int = 512, policy: str = "continuous"
+) -> Engine:
     text = WordText()
     model = SimpleNamespace(config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE)
     runner = WordRunner(time, clock, slots, text)

@@ -1,4 +1,5 @@
-"""The benchmark: its figures on times made by hand, its loop on a clock made by hand, and each part once, tiny."""
+"""The benchmark: its figures on times made by hand, its loop on a clock made by hand, and each part
+once, tiny."""
 
 import json
 import os
@@ -17,7 +18,15 @@ from checkpoints import make_checkpoint
 import bench
 from measure import report
 from measure import sample as samples
-from measure.figures import Answer, closed_figures, decode_figures, long_figures, plan_figures, rank, step_figures
+from measure.figures import (
+    Answer,
+    closed_figures,
+    decode_figures,
+    long_figures,
+    plan_figures,
+    rank,
+    step_figures,
+)
 from measure.peers import PEERS, News, cores, obstacle
 from measure.plan import (
     CROWD,
@@ -49,10 +58,12 @@ def spec(tmp_path_factory) -> Spec:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(BENCH), *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, str(BENCH), *arguments], capture_output=True, text=True, timeout=60
+    )
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------
 
 
 def test_a_rank_is_a_value_that_was_measured():
@@ -62,7 +73,8 @@ def test_a_rank_is_a_value_that_was_measured():
 
 
 def test_decoding_is_measured_while_all_rows_decode():
-    """A begins at 1 and B at 3: what A did before 3 is not counted, nor what B does after A's second one more.
+    """A begins at 1 and B at 3: what A did before 3 is not counted, nor what B does after A's
+    second one more.
 
     A  1 2 3 4 5        after 3: A at 4 and 5, B at 4 and 5: four tokens in two seconds
     B      3 4 5 6 7
@@ -78,7 +90,8 @@ def test_rows_that_never_decode_together_are_refused():
 
 
 def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
-    """Two users, ten tokens: five within 5 s, then five within 5 s, of which the first is waited for 1 s each time."""
+    """Two users, ten tokens: five within 5 s, then five within 5 s, of which the first is waited
+    for 1 s each time."""
     answers = [Answer(0, [1, 2, 3, 4, 5]), Answer(5, [6, 7, 8, 9, 10])]
     figures = closed_figures(answers, users=1)
     assert figures["decode tokens/s"] == 1 and figures["total tokens/s"] == 1
@@ -86,7 +99,8 @@ def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
 
 
 def test_the_gaps_of_others_are_told_apart_by_the_moment_when_the_long_prompt_came():
-    """It comes at 4.5 and has its first token at 8.5. The row's gaps are 1 s before, and 1, 3 and 1 s until then."""
+    """It comes at 4.5 and has its first token at 8.5. The row's gaps are 1 s before, and 1, 3 and 1
+    s until then."""
     row = Answer(0, [1, 2, 3, 4, 5, 8, 9, 10])
     figures = long_figures([row], late=Answer(4.5, [8.5]), alone=Answer(0, [2]))
     assert figures["gap undisturbed ms"] == 1000 and figures["gap p95 ms"] == 3000
@@ -96,7 +110,23 @@ def test_the_gaps_of_others_are_told_apart_by_the_moment_when_the_long_prompt_ca
 def test_a_steps_own_time_is_its_period_and_not_the_sum_of_its_stages():
     def step(number: int) -> StepView:
         stages = {"plan_s": 0.1, "build_s": 0.4, "device_s": 0.6, "wait_s": 0.8, "commit_s": 0.2}
-        return StepView(number, (), (), (), (), (), (), (), 0, "", 0, 0, began=number - 0.5, ended=number, **stages)
+        return StepView(
+            number,
+            (),
+            (),
+            (),
+            (),
+            (),
+            (),
+            (),
+            0,
+            "",
+            0,
+            0,
+            began=number - 0.5,
+            ended=number,
+            **stages,
+        )
 
     figures = step_figures([step(1), step(2), step(3)])
     assert figures["step ms"] == 1000 and figures["wait ms"] == 800 and figures["device ms"] == 600
@@ -104,11 +134,12 @@ def test_a_steps_own_time_is_its_period_and_not_the_sum_of_its_stages():
     assert figures["plan + commit ms"] == pytest.approx(300)
 
 
-# --- the loop --------------------------------------------------------------------------------------------------------
+# --- the loop -----------------------------------------------------------------------------------
 
 
 class Clockwork:
-    """A contestant, and its clock: each step takes a second and gives one token to each of the oldest `rows`."""
+    """A contestant, and its clock: each step takes a second and gives one token to each of the
+    oldest `rows`."""
 
     def __init__(self, rows: int):
         self.rows, self.now, self.left = rows, 0.0, {}
@@ -138,7 +169,8 @@ def test_a_user_sends_the_next_prompt_when_the_last_answer_has_ended():
 
 
 def test_in_an_open_loop_waiting_begins_when_the_prompt_was_due():
-    """The second is due at 0.5, in the middle of a step, and the row is taken till 2: it waits since 0.5."""
+    """The second is due at 0.5, in the middle of a step, and the row is taken till 2: it waits
+    since 0.5."""
     answers = Clockwork(rows=1).drive([Ask([1], 2), Ask([1], 1, at=0.5), Ask([1], 1, at=9)])
     assert [a.sent for a in answers] == [0, 0.5, 9]
     assert [a.times for a in answers] == [[1, 2], [3], [10]], "nobody is sent before he is due"
@@ -150,18 +182,26 @@ def test_a_prompt_can_come_when_the_others_have_got_so_far():
     assert (late.sent, late.times) == (3, [4])
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- what is shown ------------------------------------------------------------------------------
 
 
 def records(part: str, x: str, **rates: float) -> list[dict]:
     return [
-        {"part": part, "x": x, "contestant": who.replace("_", " "), "sample": 0, "figures": {"decode tokens/s": rate}}
+        {
+            "part": part,
+            "x": x,
+            "contestant": who.replace("_", " "),
+            "sample": 0,
+            "figures": {"decode tokens/s": rate},
+        }
         for who, rate in rates.items()
     ]
 
 
 def test_a_cell_holds_the_median_the_spread_and_the_ratio_to_ours():
-    samples = [r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)]
+    samples = [
+        r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)
+    ]
     peers = records("decode", "rows 8", **{"mlx-lm": 100, "llama.cpp": 220})
     table = summarise([*samples, *peers])
     key = "decode", "rows 8", "decode tokens/s"
@@ -179,7 +219,8 @@ def test_growth_is_compared_with_the_first_of_its_kind():
 
 
 @pytest.mark.parametrize(
-    "value, text", [(1234.5, "1,234"), (12.345, "12.3"), (0.012345, "0.0123"), (0, "0"), (99.96, "100.0")]
+    "value, text",
+    [(1234.5, "1,234"), (12.345, "12.3"), (0.012345, "0.0123"), (0, "0"), (99.96, "100.0")],
 )
 def test_numbers_have_three_digits_that_count(value, text):
     assert report.number(value) == text
@@ -223,11 +264,13 @@ def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
     monkeypatch.setattr(samples, "measure", measure)
     list(take_all(plan_of(spec, "open", vs="mlx-lm"), 1, tell=lambda stage: None))
     mean = sum(crowd_lengths(256)) / CROWD
-    assert list(rates) == pytest.approx([float("inf"), *(load * capacity / mean for load in (0.4, 0.6, 0.8, 1.0, 1.2))])
+    assert list(rates) == pytest.approx(
+        [float("inf"), *(load * capacity / mean for load in (0.4, 0.6, 0.8, 1.0, 1.2))]
+    )
     assert all(len(set(who)) == 4 for who in rates.values()), "everybody meets the same arrivals"
 
 
-# --- who is measured, and where --------------------------------------------------------------------------------------
+# --- who is measured, and where -----------------------------------------------------------------
 
 
 ANOTHER_VERSION = """
@@ -249,7 +292,9 @@ def checkout(tmp_path) -> Path:
     return folder
 
 
-def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(spec, checkout, monkeypatch):
+def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(
+    spec, checkout, monkeypatch
+):
     """The fields of a spec are those that older versions know."""
     monkeypatch.setenv("NANOBATCH_BLAS", "mine")
     plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@openblas:Haswell")
@@ -276,21 +321,30 @@ def test_mlx_lm_runs_on_openblas_unless_another_is_named():
     assert read_rival("mlx-lm", "continuous").environment == {"NANOBATCH_BLAS": "openblas"}
     assert read_rival("mlx-lm@off", "continuous").environment == {"NANOBATCH_BLAS": "off"}
     assert read_rival("llama.cpp", "continuous").environment == {}
-    assert our_column("continuous").environment == {}, "ours is the one that the user's environment asks for"
+    assert our_column("continuous").environment == {}, (
+        "ours is the one that the user's environment asks for"
+    )
 
 
 def test_a_peer_is_measured_where_it_can_be_and_another_checkout_everywhere(spec, checkout):
     columns = {part: plan_of(spec, part, vs=f"mlx-lm,{checkout}")[0].columns for part in PARTS}
-    names = {part: [column.name.replace(str(checkout), "before") for column in columns[part]] for part in columns}
+    names = {
+        part: [column.name.replace(str(checkout), "before") for column in columns[part]]
+        for part in columns
+    }
     assert names["decode"] == ["nanobatch continuous", "mlx-lm", "before"]
     assert names["steps"] == ["nanobatch continuous", "before"]
-    assert names["open"] == [*(f"nanobatch {policy}" for policy in bench.POLICIES), "mlx-lm", "before"]
+    assert names["open"] == [
+        *(f"nanobatch {policy}" for policy in bench.POLICIES),
+        "mlx-lm",
+        "before",
+    ]
     assert names["busy"] == ["nanobatch continuous", "nanobatch continuous, one thread", "before"]
     assert names["newcomer"] == ["nanobatch continuous", "mlx-lm as installed"]
     assert names["same"] == ["mlx-lm"]
 
 
-# --- each part, in small ---------------------------------------------------------------------------------------------
+# --- each part, in small ------------------------------------------------------------------------
 
 SMALL = {
     "decode": {},
@@ -309,9 +363,13 @@ SMALL = {
 
 
 def test_every_part_is_tried_here():
-    """`far` and `newcomer` are tables of their own, and their samples are those of `steps` and `decode`."""
+    """`far` and `newcomer` are tables of their own, and their samples are those of `steps` and
+    `decode`."""
     assert SMALL.keys() == PARTS.keys() - {"far", "newcomer"}
-    assert [lines_of(part, [8])["rows 8"]["part"] for part in ("far", "newcomer")] == ["steps", "decode"]
+    assert [lines_of(part, [8])["rows 8"]["part"] for part in ("far", "newcomer")] == [
+        "steps",
+        "decode",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +394,8 @@ def test_a_small_sample_of_a_part_has_figures_above_zero(spec, part, who):
 
 
 def test_a_chats_turn_is_compared_with_a_chunk_of_exactly_its_new_tokens(spec):
-    """Turns of 40 new tokens, answers of 4: the fifth prompt has 216 tokens. A chunk at row 128 has 41 new ones."""
+    """Turns of 40 new tokens, answers of 4: the fifth prompt has 216 tokens. A chunk at row 128 has
+    41 new ones."""
     sample = Sample(spec._replace(part="chat", **SMALL["chat"]))
     with closing(sample.contestant):
         turn = sample.last_turn()
@@ -366,14 +425,29 @@ def test_planning_is_measured_without_a_model():
 
 def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
     data, picture = tmp_path / "run.json", tmp_path / "run.svg"
-    small = ("--model", spec.folder, "--rows", "2", "--prompt", "8", "--output", "4", "--samples", "1")
+    small = (
+        "--model",
+        spec.folder,
+        "--rows",
+        "2",
+        "--prompt",
+        "8",
+        "--output",
+        "4",
+        "--samples",
+        "1",
+    )
     measured = run(*small, "--parts", "decode", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
     assert measured.returncode == 0, measured.stderr
     shown = run("--from", str(data), "--plot", str(picture))
     assert (shown.returncode, shown.stdout) == (0, measured.stdout)
     written = json.loads(data.read_text())
     assert {"processor", "cores", "mlx", "mlx-lm", "BLAS", "commit"} <= written["machine"].keys()
-    assert {r["contestant"] for r in written["records"]} == {"nanobatch continuous", "mlx-lm", "mlx-lm@off"}
+    assert {r["contestant"] for r in written["records"]} == {
+        "nanobatch continuous",
+        "mlx-lm",
+        "mlx-lm@off",
+    }
     if sys.platform == "linux":  # elsewhere MLX has a fast BLAS of its own
         assert re.search(r"BLAS openblas( \(\w+\))? +┃ BLAS mlx +┃", shown.stdout), shown.stdout
     texts = [element.text for element in ElementTree.parse(picture).findall(".//{*}text")]
@@ -381,13 +455,29 @@ def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
 
 
 def test_whoever_reads_the_progress_from_a_pipe_has_a_line_before_each_sample(spec):
-    """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as if it hung."""
-    small = ("--model", spec.folder, "--rows", "1,2", "--prompt", "8", "--output", "4", "--samples", "1")
+    """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as
+    if it hung."""
+    small = (
+        "--model",
+        spec.folder,
+        "--rows",
+        "1,2",
+        "--prompt",
+        "8",
+        "--output",
+        "4",
+        "--samples",
+        "1",
+    )
     done = run(*small, "--parts", "decode")
     assert done.returncode == 0
     first, second = done.stderr.splitlines()
-    assert re.fullmatch(r"nanobatch: 1 of 2 after \d+ s: decode, rows 1, nanobatch continuous", first)
-    assert re.fullmatch(r"nanobatch: 2 of 2 after \d+ s: decode, rows 2, nanobatch continuous", second)
+    assert re.fullmatch(
+        r"nanobatch: 1 of 2 after \d+ s: decode, rows 1, nanobatch continuous", first
+    )
+    assert re.fullmatch(
+        r"nanobatch: 2 of 2 after \d+ s: decode, rows 2, nanobatch continuous", second
+    )
 
 
 def test_on_a_terminal_the_progress_is_a_bar(monkeypatch, capsys):
@@ -408,7 +498,7 @@ def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
         sample.contestant.close()
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- what goes wrong ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -459,7 +549,8 @@ def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):
 
 
 def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
-    """Late in a prompt chunks are narrow, so the first answer had ended before the last prompt was read."""
+    """Late in a prompt chunks are narrow, so the first answer had ended before the last prompt was
+    read."""
     sample = Sample(spec._replace(part="steps", rows=4, prompt=900, output=2))
     with closing(sample.contestant):
         steps = sample.decode_steps()
@@ -467,27 +558,42 @@ def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
 
 
 def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_job):
-    """The signal goes to the benchmark alone, as from another program: its child must not be left behind."""
-    command = [sys.executable, str(BENCH), "--model", spec.folder, "--parts", "decode", "--output", "100000"]
+    """The signal goes to the benchmark alone, as from another program: its child must not be left
+    behind."""
+    command = [
+        sys.executable,
+        str(BENCH),
+        "--model",
+        spec.folder,
+        "--parts",
+        "decode",
+        "--output",
+        "100000",
+    ]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"NANOBATCH_BLAS": "off"},  # where there is no fast BLAS, a line would say so
+        # Where there is no fast BLAS, a line would say so
+        env=os.environ | {"NANOBATCH_BLAS": "off"},
         preexec_fn=background_job,
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.parent.exists():
         process.kill()
         pytest.skip("no /proc here")
-    while not (samples := [pid for pid in children.read_text().split() if "--sample" in line_of(pid)]):
+    while not (
+        samples := [pid for pid in children.read_text().split() if "--sample" in line_of(pid)]
+    ):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=30)
     assert (stdout, process.returncode) == ("", 130)
-    assert re.fullmatch(r"nanobatch: 1 of \d+ after \d+ s: decode, rows 1, nanobatch continuous\n", stderr), stderr
+    assert re.fullmatch(
+        r"nanobatch: 1 of \d+ after \d+ s: decode, rows 1, nanobatch continuous\n", stderr
+    ), stderr
     deadline = time.monotonic() + 30  # it may still be importing what it needs to notice
     while line_of(samples[0]):
         assert time.monotonic() < deadline
@@ -495,7 +601,8 @@ def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_jo
 
 
 def line_of(pid: str) -> str:
-    """A process's command line; empty if it has gone, or is dead and waits for somebody to take note of it."""
+    """A process's command line; empty if it has gone, or is dead and waits for somebody to take
+    note of it."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:

@@ -1,4 +1,5 @@
-"""The peers: llama.cpp's files as it reads them, and its batches as a stand-in for its library sees them."""
+"""The peers: llama.cpp's files as it reads them, and its batches as a stand-in for its library sees
+them."""
 
 import sys
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from parts.model.load import read_model
 V = 272
 
 
-# --- the file ----------------------------------------------------------------------------------------------------
+# --- the file -----------------------------------------------------------------------------------
 
 
 def written(folder, tmp_path) -> tuple[GGUFReader, dict[str, np.ndarray]]:
@@ -56,8 +57,9 @@ def test_a_gguf_file_says_what_the_config_says(tmp_path, tied):
 
 
 def test_a_gguf_file_has_every_weight_and_queries_and_keys_in_the_order_of_llama_cpp(tmp_path):
-    """Rotary positions turn pairs. Ours are number i of a head's first half with number i of its second half;
-    llama.cpp's stand next to each other. A file in the wrong order loads, runs, and answers something else."""
+    """Rotary positions turn pairs. Ours are number i of a head's first half with number i of its
+    second half; llama.cpp's stand next to each other. A file in the wrong order loads, runs, and
+    answers something else."""
     folder = make_checkpoint(tmp_path / "model", seed=3)
     _, tensors = written(folder, tmp_path)
     ours = peers.ModelReader(folder, "float32")
@@ -68,7 +70,12 @@ def test_a_gguf_file_has_every_weight_and_queries_and_keys_in_the_order_of_llama
     for name, theirs in names.items():
         weight, written_one = np.array(ours.part(name)[0]), tensors[f"{theirs}.weight"]
         if theirs.endswith(("attn_q", "attn_k")):
-            rows = [head * 16 + half * 8 + i for head in range(len(weight) // 16) for i in range(8) for half in (0, 1)]
+            rows = [
+                head * 16 + half * 8 + i
+                for head in range(len(weight) // 16)
+                for i in range(8)
+                for half in (0, 1)
+            ]
             weight = weight[rows]
         assert np.array_equal(weight, written_one), name
 
@@ -81,7 +88,12 @@ def test_a_quantized_model_is_written_in_float32(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model_type": "qwen2"}, {"attention_bias": True}, {"rope_scaling": {"type": "linear", "factor": 2.0}}]
+    "changes",
+    [
+        {"model_type": "qwen2"},
+        {"attention_bias": True},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    ],
 )
 def test_what_a_plain_llama_is_not_gets_one_line(tmp_path, changes):
     folder = make_checkpoint(tmp_path / "model", **changes)
@@ -90,13 +102,15 @@ def test_what_a_plain_llama_is_not_gets_one_line(tmp_path, changes):
     assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
 
 
-# --- the batches -------------------------------------------------------------------------------------------------
+# --- the batches --------------------------------------------------------------------------------
 
 
 class Library:
-    """Stands in for llama-cpp-python. Its model is simple: the next token is the sum of all before, and their number.
+    """Stands in for llama-cpp-python. Its model is simple: the next token is the sum of all before,
+    and their number.
 
-    A sequence's tokens must come in order, and a new request must not find another one's tokens in its sequence.
+    A sequence's tokens must come in order, and a new request must not find another one's tokens in
+    its sequence.
     """
 
     GGML_TYPE_F32, LLAMA_FLASH_ATTN_TYPE_DISABLED = 0, 0
@@ -127,7 +141,10 @@ class Library:
         rows = []
         for i in range(batch.n_tokens):
             tokens = self.sequences.setdefault(batch.seq_id[i][0], [])
-            assert batch.n_seq_id[i] == 1 and batch.pos[i] == len(tokens) < self.options.n_ctx // self.options.n_seq_max
+            assert (
+                batch.n_seq_id[i] == 1
+                and batch.pos[i] == len(tokens) < self.options.n_ctx // self.options.n_seq_max
+            )
             tokens.append(batch.token[i])
             if batch.logits[i]:
                 rows.append(np.eye(V)[(sum(tokens) + len(tokens)) % V])
@@ -165,18 +182,26 @@ def library(monkeypatch) -> Library:
     return library
 
 
-def test_llama_cpp_decodes_all_rows_and_prefills_as_many_prompts_as_fit_in_one_call(library, tmp_path, monkeypatch):
-    """Three sequences for seven requests: 10 + 10 tokens fit a call of 24, a third prompt waits for the next one."""
+def test_llama_cpp_decodes_all_rows_and_prefills_as_many_prompts_as_fit_in_one_call(
+    library, tmp_path, monkeypatch
+):
+    """Three sequences for seven requests: 10 + 10 tokens fit a call of 24, a third prompt waits for
+    the next one."""
     monkeypatch.setattr(peers.LlamaCpp, "BATCH", 24)
     peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=3, length=20)
     asks = [Ask([7 * n] * 10, 3 + n) for n in range(7)]
     answers = drive(peer, asks)
     peer.close()
-    assert [answer.tokens for answer in answers] == [sums(ask.prompt, ask.max_tokens) for ask in asks]
+    assert [answer.tokens for answer in answers] == [
+        sums(ask.prompt, ask.max_tokens) for ask in asks
+    ]
     assert library.calls[:3] == [20, 12, 3] and library.sequences == {} and len(library.freed) == 3
     options = library.options
     assert (options.n_seq_max, options.n_ctx, options.n_batch) == (3, 3 * 256, 24)
-    assert options.n_threads == options.n_threads_batch == peers.cores() and options.type_k == options.type_v == 0
+    assert (
+        options.n_threads == options.n_threads_batch == peers.cores()
+        and options.type_k == options.type_v == 0
+    )
 
 
 def test_a_prompt_longer_than_a_usual_call_goes_in_at_once(library, tmp_path, monkeypatch):
@@ -186,7 +211,7 @@ def test_a_prompt_longer_than_a_usual_call_goes_in_at_once(library, tmp_path, mo
     assert answer.tokens == sums([5] * 30, 4) and library.calls == [30, 1, 1, 1]
 
 
-# --- the same weights give the same tokens -------------------------------------------------------------------------
+# --- the same weights give the same tokens ------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", peers.PEERS)
@@ -197,7 +222,9 @@ def test_a_peer_answers_with_our_tokens(parts, tmp_path, who):
     rng = np.random.default_rng(0)
     asks = [Ask(rng.integers(0, V, n).tolist(), 24) for n in (1, 5, 40, 90, 17, 64)]
     with Engine(read_model(folder), Text(folder, V), slots=4, max_len=128) as engine:
-        handles = [engine.submit(ask.prompt, Sampling(max_tokens=24, ignore_eos=True)) for ask in asks]
+        handles = [
+            engine.submit(ask.prompt, Sampling(max_tokens=24, ignore_eos=True)) for ask in asks
+        ]
         ours = [handle.result().tokens for handle in handles]
     peer = peers.PEERS[who][0](str(folder), 4, 128)
     theirs = [answer.tokens for answer in drive(peer, asks)]
@@ -219,29 +246,44 @@ def test_what_is_the_same_is_counted_up_to_the_first_difference(monkeypatch, tmp
     assert sample.same()["equal tokens %"] == 100
     monkeypatch.setattr("measure.sample.drive", with_a_slip)
     figures = sample.same()
-    assert figures["equal tokens %"] == 100 * (8 + 2) / 16 and figures["tokens"] == 16 > figures["distinct tokens"] > 4
+    assert (
+        figures["equal tokens %"] == 100 * (8 + 2) / 16
+        and figures["tokens"] == 16 > figures["distinct tokens"] > 4
+    )
     sample.contestant.close()
 
 
-# --- what goes wrong ---------------------------------------------------------------------------------------------
+# --- what goes wrong ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "arguments, missing, words",
     [
-        (["--vs", "llama.cpp"], ["llama_cpp"], ["llama.cpp is not installed", "pip install llama-cpp-python", "--vs"]),
+        (
+            ["--vs", "llama.cpp"],
+            ["llama_cpp"],
+            ["llama.cpp is not installed", "pip install llama-cpp-python", "--vs"],
+        ),
         (["--vs", "llama.cpp"], ["gguf"], ["gguf missing", "pip install llama-cpp-python gguf"]),
-        (["--vs", "mlx-lm"], ["mlx_lm"], ["mlx-lm is not installed", "pip install mlx-lm", "leave out --vs"]),
+        (
+            ["--vs", "mlx-lm"],
+            ["mlx_lm"],
+            ["mlx-lm is not installed", "pip install mlx-lm", "leave out --vs"],
+        ),
         (["--parts", "newcomer"], ["mlx_lm"], ["mlx-lm is not installed", "leave out newcomer"]),
     ],
 )
-def test_a_peer_that_is_not_installed_gets_one_line_with_the_remedy(arguments, missing, words, monkeypatch, capsys):
+def test_a_peer_that_is_not_installed_gets_one_line_with_the_remedy(
+    arguments, missing, words, monkeypatch, capsys
+):
     there = {"llama_cpp", "gguf", "mlx_lm"} - set(missing)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name in there or None)
     with pytest.raises(SystemExit) as exit:
         bench.main(arguments)
     line = capsys.readouterr().err
-    assert exit.value.code == 2 and line.count("\n") == 1 and all(word in line for word in words), line
+    assert exit.value.code == 2 and line.count("\n") == 1 and all(word in line for word in words), (
+        line
+    )
 
 
 def test_llama_cpp_is_not_measured_beside_a_gpu(monkeypatch):

@@ -1,4 +1,5 @@
-"""A model that is here is found without the network, and what cannot be served is listed with the reason."""
+"""A model that is here is found without the network, and what cannot be served is listed with the
+reason."""
 
 import json
 import shutil
@@ -44,15 +45,20 @@ def refused(model: str, *words: str) -> None:
 def test_a_whole_model_in_the_cache_is_used_without_asking_the_network(home, monkeypatch):
     """Without a network each start waited for it to time out."""
     folder = cached(home, "someone/tiny")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: pytest.fail("asked"))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *args, **options: pytest.fail("asked")
+    )
     assert models.find("someone/tiny") == folder
     with Engine.load("someone/tiny", slots=1, max_len=64):
         pass
 
 
-@pytest.mark.parametrize("gone", ["tokenizer.json", "model-00002-of-00003.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "gone", ["tokenizer.json", "model-00002-of-00003.safetensors", "model.safetensors.index.json"]
+)
 def test_a_download_that_was_interrupted_goes_on(home, monkeypatch, gone):
-    """A folder in the cache holds what had come so far: taken for the model, it would be refused for ever."""
+    """A folder in the cache holds what had come so far: taken for the model, it would be refused
+    for ever."""
     folder = cached(home, "someone/tiny", shards=3)
     (folder / gone).unlink()
     if "index" in gone:
@@ -98,11 +104,15 @@ def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monk
     assert ask.main(["--list"]) == 0
     said = capsys.readouterr().out
     lines = {line.split()[0]: line for line in said.splitlines()}
-    assert list(lines) == ["model", "demo", *(f"{n}" for n in lines if "/" in n)] and len(lines) == 11
+    assert (
+        list(lines) == ["model", "demo", *(f"{n}" for n in lines if "/" in n)] and len(lines) == 11
+    )
     assert lines["demo"].endswith("yes") and " 16 " in lines["demo"] and " 3M " in lines["demo"]
     assert lines["a/four"].endswith("yes") and " 4 " in lines["a/four"]
     assert lines["b/other"].endswith("yes") and " 32 " in lines["b/other"]
-    assert "gpt_oss" in lines["c/unknown"] and lines["c/unknown"].endswith("this family is not supported")
+    assert "gpt_oss" in lines["c/unknown"] and lines["c/unknown"].endswith(
+        "this family is not supported"
+    )
     assert lines["d/mrope"].endswith("rope type 'mrope' not supported")
     assert lines["e/strange"].endswith("not supported") and "\x1b" not in said
     assert lines["f/half"].endswith("not all of it downloaded")

@@ -1,4 +1,5 @@
-"""Every way a checkpoint may be written is read, and every way it may be broken is said in one line."""
+"""Every way a checkpoint may be written is read, and every way it may be broken is said in one
+line."""
 
 import json
 import math
@@ -69,7 +70,7 @@ def change_weights(folder, change) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
 
 
-# --- what is read ------------------------------------------------------------------------------------------------
+# --- what is read -------------------------------------------------------------------------------
 
 
 def test_one_file_and_many_with_an_index_are_the_same_model(whole, sharded):
@@ -100,7 +101,9 @@ def test_where_the_config_leaves_tying_open_the_weights_decide(folder):
 
 
 def test_rope_tables_that_old_checkpoints_carry_are_ignored(folder):
-    change_weights(folder, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(8)}))
+    change_weights(
+        folder, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(8)})
+    )
     read_model(folder)
 
 
@@ -139,7 +142,7 @@ def test_a_hub_id_loads_from_the_cache_with_the_network_down(whole, tmp_path, mo
         assert len(engine.submit([1, 2], Sampling(max_tokens=3)).result().tokens) == 3
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------
 
 
 def test_a_name_that_is_neither_a_folder_nor_a_hub_id(tmp_path):
@@ -207,7 +210,9 @@ def test_what_lies_where_weights_should_be(folder, content, word):
     refused(folder, "model.safetensors", word)
 
 
-@pytest.mark.parametrize("content", ["<html>", "version https://git-lfs.github.com/spec/v1", "{", "[]", "\xff"])
+@pytest.mark.parametrize(
+    "content", ["<html>", "version https://git-lfs.github.com/spec/v1", "{", "[]", "\xff"]
+)
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
 def test_what_lies_where_a_json_file_should_be(folder, file, content):
     (folder / file).write_bytes(content.encode("latin-1"))
@@ -252,18 +257,33 @@ def test_a_matrix_of_zeros_and_a_missing_and_a_foreign_and_a_misshapen_tensor(wh
     refused(broken("zeros", lambda w: w.update({name: mx.zeros_like(w[name])})), name, "zeros")
     refused(broken("missing", lambda w: w.pop(name)), name, "lacks")
     refused(
-        broken("foreign", lambda w: w.update({"model.layers.9.x.weight": mx.ones(3)})), "model.layers.9", "no place"
+        broken("foreign", lambda w: w.update({"model.layers.9.x.weight": mx.ones(3)})),
+        "model.layers.9",
+        "no place",
     )
-    refused(broken("transposed", lambda w: w.update({name: w[name][:10]})), name, "(10, 64)", "(64, 64)")
-    refused(broken("integers", lambda w: w.update({name: mx.ones((64, 64), mx.int32)})), name, "I32", "BF16")
-    refused(broken("packed", lambda w: w.update({name: mx.ones((64, 64), mx.uint32)})), name, "scales")
+    refused(
+        broken("transposed", lambda w: w.update({name: w[name][:10]})), name, "(10, 64)", "(64, 64)"
+    )
+    refused(
+        broken("integers", lambda w: w.update({name: mx.ones((64, 64), mx.int32)})),
+        name,
+        "I32",
+        "BF16",
+    )
+    refused(
+        broken("packed", lambda w: w.update({name: mx.ones((64, 64), mx.uint32)})), name, "scales"
+    )
     scales = name.replace("weight", "scales")
     refused(broken("half", lambda w: w.update({scales: mx.ones((64, 2))})), "biases", "missing")
 
 
 def test_a_fused_matrix_of_another_height_or_in_a_family_that_has_none(tmp_path):
-    """Phi-3's q, k and v are cut out of one matrix. From one of another height they would be cut at wrong rows."""
-    folder, name = make_checkpoint(tmp_path, model_type="phi3"), "model.layers.1.self_attn.qkv_proj.weight"
+    """Phi-3's q, k and v are cut out of one matrix. From one of another height they would be cut at
+    wrong rows."""
+    folder, name = (
+        make_checkpoint(tmp_path, model_type="phi3"),
+        "model.layers.1.self_attn.qkv_proj.weight",
+    )
     change_weights(folder, lambda w: w.update({name: w[name][:100]}))
     refused(folder, name, "(100, 64)", "128 rows")
     change_config(folder, num_hidden_layers=1)
@@ -273,7 +293,8 @@ def test_a_fused_matrix_of_another_height_or_in_a_family_that_has_none(tmp_path)
 
 
 def test_experts_that_are_missing_too_many_or_of_another_shape(tmp_path):
-    """Each expert may be a tensor by itself. A gap among them would shift all that come after it."""
+    """Each expert may be a tensor by itself. A gap among them would shift all that come after
+    it."""
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     folder = make_checkpoint(tmp_path, model_type="qwen3_moe", experts_apart=True, **settings)
     read_model(folder)
@@ -294,14 +315,20 @@ def test_experts_that_are_missing_too_many_or_of_another_shape(tmp_path):
 
 
 def test_a_missing_fused_matrix_is_called_what_the_family_calls_it(tmp_path):
-    """The list of what is missing said q_proj, which no Phi-3 file has, so nobody could look for it."""
-    folder, name = make_checkpoint(tmp_path, model_type="phi3"), "model.layers.1.self_attn.qkv_proj.weight"
+    """The list of what is missing said q_proj, which no Phi-3 file has, so nobody could look for
+    it."""
+    folder, name = (
+        make_checkpoint(tmp_path, model_type="phi3"),
+        "model.layers.1.self_attn.qkv_proj.weight",
+    )
     change_weights(folder, lambda w: w.pop(name))
     refused(folder, "lacks", name)
 
 
 def test_quantized_shapes_that_no_quantization_has(tmp_path):
-    folder = make_checkpoint(tmp_path, quantize=lambda module: (4, 32) if "down" in module else None)
+    folder = make_checkpoint(
+        tmp_path, quantize=lambda module: (4, 32) if "down" in module else None
+    )
     name = "model.layers.0.mlp.down_proj.weight"
     change_weights(folder, lambda w: w.update({name: mx.ones((64, 7), mx.uint32)}))
     refused(folder, name.removesuffix(".weight"), "Supported bits: 2, 3, 4, 5, 6, 8")
@@ -312,16 +339,31 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
     [
         (
             {"model_type": "gpt2"},
-            ["gpt2", "llama, mistral, qwen2, qwen3, granite, phi3, olmo2, smollm3, seed_oss, gemma2"],
+            [
+                "gpt2",
+                "llama, mistral, qwen2, qwen3, granite, phi3, olmo2, smollm3, seed_oss, gemma2",
+            ],
         ),
         ({"model_type": ...}, ["model_type", "llama"]),
-        ({"rope_scaling": {"rope_type": "mrope"}}, ["mrope", "default, linear, dynamic, llama3, yarn, longrope"]),
+        (
+            {"rope_scaling": {"rope_type": "mrope"}},
+            ["mrope", "default, linear, dynamic, llama3, yarn, longrope"],
+        ),
         ({"rope_scaling": {"type": "longrope"}}, ["short_factor", "8 planes"]),
-        ({"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [2]}}, ["long_factor", "8"]),
-        ({"rope_scaling": {"type": "longrope", "short_factor": [0] * 8, "long_factor": [2] * 8}}, ["short_factor"]),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [2]}},
+            ["long_factor", "8"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [0] * 8, "long_factor": [2] * 8}},
+            ["short_factor"],
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, ["truncate"]),
         ({"rope_scaling": {"type": "yarn", "factor": 2}, "rope_theta": 1}, ["rope_theta", "yarn"]),
-        ({"model_type": "phi3", "partial_rotary_factor": 0.2}, ["partial_rotary_factor", "0.2", "even"]),
+        (
+            {"model_type": "phi3", "partial_rotary_factor": 0.2},
+            ["partial_rotary_factor", "0.2", "even"],
+        ),
         ({"rope_scaling": {"type": "linear"}}, ["factor"]),
         ({"rope_scaling": "linear"}, ["rope scaling", "linear"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope scaling", "flat"]),
@@ -333,8 +375,14 @@ def test_quantized_shapes_that_no_quantization_has(tmp_path):
         ({"head_dim": 2}, ["head_dim", "2"]),
         ({"partial_rotary_factor": 0.5}, ["partial"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
-        ({"model_type": "gemma2", "hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        (
+            {"model_type": "gemma2", "hidden_activation": "gelu"},
+            ["hidden_activation", "gelu_pytorch_tanh"],
+        ),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            ["use_bidirectional_attention"],
+        ),
         ({"model_type": "smollm3", "use_sliding_window": True}, ["use_sliding_window"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "affine"]),
@@ -368,16 +416,26 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
     [
         ({"model_type": "llama", "sliding_window": 64}, None, []),
         (
-            {"model_type": "llama", "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
+            {
+                "model_type": "llama",
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
             64,
             [0],
         ),
         ({"model_type": "mistral"}, 4096, []),
         ({"model_type": "mistral", "sliding_window": None}, 4096, []),  # None leaves the field out
         ({"model_type": "qwen2", "sliding_window": 64}, None, []),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None, []),  # from layer 28 on
+        # From layer 28 on
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None, []),
         (
-            {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+            {
+                "model_type": "qwen2",
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
             64,
             [0],
         ),
@@ -386,19 +444,27 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
         ({"model_type": "phi3", "sliding_window": 64}, 64, []),
         ({"model_type": "gemma2", "sliding_window": 64, "num_hidden_layers": 4}, 64, [1, 3]),
         ({"model_type": "gemma3_text", "sliding_window": 64, "num_hidden_layers": 7}, 64, [5]),
-        ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 1}, None, []),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 1},
+            None,
+            [],
+        ),
     ],
 )
-def test_each_familys_way_to_say_in_which_layers_attention_slides(tmp_path, settings, window, whole):
+def test_each_familys_way_to_say_in_which_layers_attention_slides(
+    tmp_path, settings, window, whole
+):
     config = configs.read_config(make_checkpoint(tmp_path, **settings), True)
     assert config.window == window and [*config.whole] == whole
 
 
-KNOWN_TO_TRANSFORMERS = [family for family in FAMILIES if family in CONFIG_MAPPING]  # others are code on the hub
+# Others are code on the hub
+KNOWN_TO_TRANSFORMERS = [family for family in FAMILIES if family in CONFIG_MAPPING]
 
 
 def test_what_a_familys_config_leaves_unsaid_is_what_transformers_takes_for_it(tmp_path):
-    """mlx-lm takes SeedOss for a model without biases if its config does not say, and SmolLM3 for another theta."""
+    """mlx-lm takes SeedOss for a model without biases if its config does not say, and SmolLM3 for
+    another theta."""
     assert len(KNOWN_TO_TRANSFORMERS) >= 12
     for family in KNOWN_TO_TRANSFORMERS:
         unsaid = {"head_dim": None, "rope_theta": None, "rms_norm_eps": None}
@@ -429,8 +495,11 @@ OTHERS = """
 
 
 @pytest.mark.parametrize("family", [*KNOWN_TO_TRANSFORMERS, *OTHERS.split()])
-def test_a_config_as_transformers_writes_it_is_accepted_or_refused_with_all_that_is_supported(tmp_path, family):
-    """Its spelling changes with its releases: since the fifth, rope's theta stands in `rope_parameters`."""
+def test_a_config_as_transformers_writes_it_is_accepted_or_refused_with_all_that_is_supported(
+    tmp_path, family
+):
+    """Its spelling changes with its releases: since the fifth, rope's theta stands in
+    `rope_parameters`."""
     config = AutoConfig.for_model(family).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
     if family in FAMILIES:
@@ -487,14 +556,21 @@ def test_an_unknown_dtype_is_refused(whole):
         Engine.load(whole, dtype="float8")
 
 
-# --- attacks: what is not a file, and what is not a number ---------------------------------------------------------
+# --- attacks: what is not a file, and what is not a number --------------------------------------
 
-FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 FILES += ("model.safetensors", "model.safetensors.index.json", "chat_template.jinja")
 
 
 def tried(folder) -> str:
-    """ "loaded", or the one line of a ModelError. Everything that a folder holds is read; no other error may come."""
+    """ "loaded", or the one line of a ModelError. Everything that a folder holds is read; no other
+    error may come."""
     try:
         with Engine.load(folder, slots=1, max_len=64) as engine:
             engine.text.ask("a question")
@@ -524,21 +600,56 @@ def test_what_is_no_plain_file_is_refused_and_never_waited_for(folder, file, kin
     thread.start()
     thread.join(20)
     if thread.is_alive() and kind == "pipe":
-        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # else the thread would hold the device's lock for ever
-    is_missing = kind == "loop" and file not in ("config.json", "tokenizer.json", "model.safetensors")
+        # Else the thread would hold the device's lock for ever
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    is_missing = kind == "loop" and file not in (
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    )
     assert said and (said[0] == "loaded" if is_missing else str(path) in said[0]), said
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"]
+)
 def test_a_file_that_must_not_be_read_is_refused(folder, file):
     (folder / file).touch()
     (folder / file).chmod(0)
     assert str(folder / file) in tried(folder)
 
 
-STRANGE = [10**400, 10**30, 2**63, 2**62, 2**31, 10**9, 0, -1, -(2**62), 1e308, -1e308, 5e-324, 1.5, True, None]
-STRANGE += [math.nan, math.inf, -math.inf, "x" * 5000, "NaN", "\ud800", "", [], {}, [1] * 5000, {"a": {"b": 1}}]
+STRANGE = [
+    10**400,
+    10**30,
+    2**63,
+    2**62,
+    2**31,
+    10**9,
+    0,
+    -1,
+    -(2**62),
+    1e308,
+    -1e308,
+    5e-324,
+    1.5,
+    True,
+    None,
+]
+STRANGE += [
+    math.nan,
+    math.inf,
+    -math.inf,
+    "x" * 5000,
+    "NaN",
+    "\ud800",
+    "",
+    [],
+    {},
+    [1] * 5000,
+    {"a": {"b": 1}},
+]
 FIELDS = """
     head_dim rope_scaling rope_parameters sliding_window layer_types attention_bias mlp_bias quantization hidden_act
     quantization_config max_window_layers partial_rotary_factor rope_traditional use_sliding_window hidden_activation
@@ -565,8 +676,13 @@ def strange(rng: random.Random, config: dict) -> dict:
 
 
 def test_of_hundreds_of_strange_configs_each_loads_or_is_refused_in_one_line(folder):
-    """A value of 5,000 characters was said again whole; a number of 5,000 digits raised another error."""
-    rng, config, count = random.Random(11), json.loads((folder / "config.json").read_text()), Counter()
+    """A value of 5,000 characters was said again whole; a number of 5,000 digits raised another
+    error."""
+    rng, config, count = (
+        random.Random(11),
+        json.loads((folder / "config.json").read_text()),
+        Counter(),
+    )
     for _ in range(300):
         (folder / "config.json").write_text(json.dumps(strange(rng, config)))
         count[tried(folder) == "loaded"] += 1
@@ -575,7 +691,12 @@ def test_of_hundreds_of_strange_configs_each_loads_or_is_refused_in_one_line(fol
 
 @pytest.mark.parametrize(
     "text",
-    ['{"a": ' * 100_000, "[" * 100_000, '{"vocab_size": 1' + "0" * 5000 + "}", '{"model_type": "' + "x" * 5000 + '"}'],
+    [
+        '{"a": ' * 100_000,
+        "[" * 100_000,
+        '{"vocab_size": 1' + "0" * 5000 + "}",
+        '{"model_type": "' + "x" * 5000 + '"}',
+    ],
     ids=["nested objects", "nested lists", "5,000 digits", "5,000 characters"],
 )
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
@@ -591,7 +712,10 @@ def test_json_that_python_cannot_read_is_refused(folder, file, text):
         ("generation_config.json", {"eos_token_id": "x" * 5000}),
         ("tokenizer_config.json", {"eos_token": "\ud800"}),
         ("tokenizer_config.json", {"bos_token": "\ud800"}),
-        ("tokenizer_config.json", {"chat_template": [{"name": [], "template": "x"}, {"name": {}}, 5]}),
+        (
+            "tokenizer_config.json",
+            {"chat_template": [{"name": [], "template": "x"}, {"name": {}}, 5]},
+        ),
         ("tokenizer_config.json", {"chat_template": "{{ 1"}),
         ("model.safetensors.index.json", {"weight_map": {"x" * 5000: "model.safetensors"}}),
         ("model.safetensors.index.json", {"weight_map": {"x": "x" * 5000}}),
@@ -606,11 +730,16 @@ def test_json_that_python_cannot_read_is_refused(folder, file, text):
 def test_strange_values_beside_the_config_are_harmless_or_refused(folder, file, content):
     (folder / file).write_text(json.dumps(content))
     line = tried(folder)
-    assert line == "loaded" if file == "tokenizer_config.json" and "{{ 1" not in str(content) else str(folder) in line
+    assert (
+        line == "loaded"
+        if file == "tokenizer_config.json" and "{{ 1" not in str(content)
+        else str(folder) in line
+    )
 
 
 def spoilt(rng: random.Random, data: bytes) -> bytes:
-    """A file with weights that has been cut off, or has other bytes, in its header or behind, or strange values."""
+    """A file with weights that has been cut off, or has other bytes, in its header or behind, or
+    strange values."""
     data, end = bytearray(data), 8 + struct.unpack("<Q", data[:8])[0]
     how = rng.choice(("cut", "length", "header", "header", "values", "values", "numbers"))
     if how == "cut":
@@ -618,7 +747,17 @@ def spoilt(rng: random.Random, data: bytes) -> bytes:
     if how == "values":
         header = json.loads(data[8:end])
         entry = header[rng.choice([name for name in header if name != "__metadata__"])]
-        others = [["F64"], ["a", "b"], [0, 2**62], [-5, 0], [True, 4], [[0], [1]], [math.nan, 0], "BF16", "U32"]
+        others = [
+            ["F64"],
+            ["a", "b"],
+            [0, 2**62],
+            [-5, 0],
+            [True, 4],
+            [[0], [1]],
+            [math.nan, 0],
+            "BF16",
+            "U32",
+        ]
         entry[rng.choice([*entry])] = rng.choice(STRANGE + others)
         text = json.dumps(header).encode()
         return struct.pack("<Q", len(text)) + text + data[end:]
@@ -647,8 +786,11 @@ def test_of_hundreds_of_spoilt_weight_files_each_loads_or_is_refused_in_one_line
         (mx, "load", "model.safetensors"),
     ],
 )
-def test_an_error_that_says_nothing_is_called_by_its_name(folder, monkeypatch, owner, function, file):
-    """`str(MemoryError())` is empty, and so was what stood between the brackets; or nothing caught it at all."""
+def test_an_error_that_says_nothing_is_called_by_its_name(
+    folder, monkeypatch, owner, function, file
+):
+    """`str(MemoryError())` is empty, and so was what stood between the brackets; or nothing caught
+    it at all."""
 
     def full(*arguments, **options):
         raise MemoryError

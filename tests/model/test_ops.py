@@ -1,4 +1,5 @@
-"""Each operation, in the form that this device runs fastest, against its formula: in float64, or as MLX has it."""
+"""Each operation, in the form that this device runs fastest, against its formula: in float64, or as
+MLX has it."""
 
 import math
 from types import SimpleNamespace
@@ -32,15 +33,23 @@ def wide(x: mx.array) -> np.ndarray:
     return np.array(x.astype(mx.float32), dtype=np.float64)
 
 
-# --- one number at a time ----------------------------------------------------------------------------------------
+# --- one number at a time -----------------------------------------------------------------------
 
 
 def test_rms_norm_is_its_formula():
     x, weight = normal(3, 5, 64, scale=4.0), normal(64, seed=1)
-    wanted = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
+    wanted = (
+        x.astype(np.float64)
+        / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+        * weight
+    )
     assert np.abs(wide(Norm(mx.array(weight), 1e-5)(mx.array(x))) - wanted).max() < 2e-5
     small = x * 1e-4  # where eps counts
-    wanted = small.astype(np.float64) / np.sqrt((small.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
+    wanted = (
+        small.astype(np.float64)
+        / np.sqrt((small.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+        * weight
+    )
     assert np.abs(wide(Norm(mx.array(weight), 1e-5)(mx.array(small))) - wanted).max() < 2e-6
 
 
@@ -48,7 +57,8 @@ def test_silu_is_its_formula_from_far_below_zero_to_far_above():
     x = np.concatenate([np.linspace(-80, 80, 20_001), [0.0, -1e-6, 1e-6]]).astype(np.float32)
     wanted = x / (1 + np.exp(-x.astype(np.float64)))
     assert (np.abs(wide(silu(mx.array(x))) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
-    assert wide(silu(mx.array([-200.0, -1e4, 200.0, 1e4]))).tolist() == [0.0, 0.0, 200.0, 1e4]  # no inf, no NaN
+    # No inf, no NaN
+    assert wide(silu(mx.array([-200.0, -1e4, 200.0, 1e4]))).tolist() == [0.0, 0.0, 200.0, 1e4]
 
 
 def test_gelu_is_its_formula_from_far_below_zero_to_far_above():
@@ -56,16 +66,21 @@ def test_gelu_is_its_formula_from_far_below_zero_to_far_above():
     wide_x = x.astype(np.float64)
     wanted = wide_x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide_x + 0.044715 * wide_x**3)))
     assert (np.abs(wide(ops.gelu(mx.array(x))) - wanted) <= 3e-6 * np.abs(wanted) + 1e-7).all()
-    assert wide(ops.gelu(mx.array([-200.0, -1e4, 200.0, 1e4]))).tolist() == [0.0, 0.0, 200.0, 1e4]  # no inf, no NaN
+    # No inf, no NaN
+    assert wide(ops.gelu(mx.array([-200.0, -1e4, 200.0, 1e4]))).tolist() == [0.0, 0.0, 200.0, 1e4]
     half = mx.array(x[::100]).astype(mx.float16)
-    assert ops.gelu(half).dtype == mx.float16 and np.abs(wide(ops.gelu(half)) - wanted[::100]).max() < 0.02
+    assert (
+        ops.gelu(half).dtype == mx.float16
+        and np.abs(wide(ops.gelu(half)) - wanted[::100]).max() < 0.02
+    )
 
 
 @pytest.mark.parametrize("V", [100, 128, 384, 32_000])  # 100 has no whole blocks
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_argmax_is_the_first_of_the_largest_wherever_it_stands(V, dtype):
     random = np.random.default_rng(V)
-    x = random.integers(-5, 5, (400, V)).astype(np.float32)  # full of ties, within a block and among blocks
+    # Full of ties, within a block and among blocks
+    x = random.integers(-5, 5, (400, V)).astype(np.float32)
     x[:100, :] = random.standard_normal((100, V))
     x[100] = -np.inf
     x[101] = 3.0
@@ -88,12 +103,15 @@ def test_a_number_that_is_none_shows_in_what_argmax_calls_the_largest(place):
 
 @pytest.mark.parametrize("L", [1, 5])
 def test_a_window_hides_the_rows_before_it_and_no_other(L):
-    """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot hides nothing."""
+    """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot
+    hides nothing."""
     window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L)
     (look,) = window.looks(10)
     assert look.slots == slice(1, 2) and look.mask.shape == (1, 1, L, look.T)
     seen = wide(look.mask).reshape(L, look.T) == 0
-    assert [np.flatnonzero(row).tolist() for row in seen] == [list(range(31 + n, 41 + n)) for n in range(L)]
+    assert [np.flatnonzero(row).tolist() for row in seen] == [
+        list(range(31 + n, 41 + n)) for n in range(L)
+    ]
     (whole,), (longer,) = window.looks(), window.looks(96)
     assert mx.array_equal(whole.mask, longer.mask)
 
@@ -109,11 +127,15 @@ def test_each_sequence_of_a_look_has_a_mask_of_its_own():
 
 @pytest.mark.parametrize(("dtype", "close"), HALF)
 def test_silu_in_half_precision_is_as_close_as_half_precision_is(dtype, close):
-    """e^-x as a power of a number that is held to three digits only would be far off where x is large."""
+    """e^-x as a power of a number that is held to three digits only would be far off where x is
+    large."""
     x = mx.array(np.linspace(-10, 10, 2_001).astype(np.float32)).astype(dtype)
     y = silu(x)
     wanted = wide(x) / (1 + np.exp(-wide(x)))
-    assert y.dtype == dtype and (np.abs(wide(y) - wanted) <= close * np.abs(wanted) + close * 0.1).all()
+    assert (
+        y.dtype == dtype
+        and (np.abs(wide(y) - wanted) <= close * np.abs(wanted) + close * 0.1).all()
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3, 15, 16, 40])
@@ -144,7 +166,10 @@ def test_more_masked_numbers_change_no_bit_of_a_softmax():
         for T in (96, 256, 1_024):
             padded = np.full((rows, T), -np.inf, np.float32)
             padded[:, :64] = x
-            assert np.array(ours_softmax(mx.array(padded)))[:, :64].tobytes() == short.tobytes(), (rows, T)
+            assert np.array(ours_softmax(mx.array(padded)))[:, :64].tobytes() == short.tobytes(), (
+                rows,
+                T,
+            )
 
 
 @pytest.mark.parametrize(("dtype", "close"), HALF)
@@ -152,10 +177,13 @@ def test_softmax_in_half_precision_is_as_close_as_half_precision_is(dtype, close
     x = mx.array(normal(40, 64, scale=3.0)).astype(dtype)
     powers = np.exp(wide(x) - wide(x).max(-1, keepdims=True))
     y = ours_softmax(x)
-    assert y.dtype == dtype and np.abs(wide(y) - powers / powers.sum(-1, keepdims=True)).max() < 2 * close
+    assert (
+        y.dtype == dtype
+        and np.abs(wide(y) - powers / powers.sum(-1, keepdims=True)).max() < 2 * close
+    )
 
 
-# --- positions ---------------------------------------------------------------------------------------------------
+# --- positions ----------------------------------------------------------------------------------
 
 
 def test_rotate_is_mx_fast_rope_at_every_position(tmp_path):
@@ -164,7 +192,9 @@ def test_rotate_is_mx_fast_rope_at_every_position(tmp_path):
     x = mx.array(normal(5, 6, 24))
     ours = np.array(turning(model.kinds[0], mx.array(positions))(x))
     for row, position in enumerate(positions):
-        each = mx.fast.rope(x[row][None, :, None], 24, traditional=False, base=10000.0, scale=1.0, offset=position)
+        each = mx.fast.rope(
+            x[row][None, :, None], 24, traditional=False, base=10000.0, scale=1.0, offset=position
+        )
         assert np.abs(ours[row] - np.array(each[0, :, 0])).max() < 2e-6, f"row {row} at {position}"
 
 
@@ -178,7 +208,12 @@ def test_frequencies_are_theta_to_the_minus_two_i_over_dh():
 
 
 def test_llama3_slows_what_turns_slowly_and_leaves_what_turns_fast():
-    settings = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_length": 8192}
+    settings = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_length": 8192,
+    }
     ours = wide(rope_frequencies(rope(type="llama3", theta=500_000.0, **settings), 128))
     plain = 500_000.0 ** (-2 * np.arange(64) / 128)
     turns = 8192 * plain / (2 * math.pi)
@@ -192,17 +227,26 @@ def test_dynamic_raises_theta_beyond_the_trained_length_only():
     plain = wide(rope_frequencies(rope(), 32))
     assert np.array_equal(wide(rope_frequencies(settings, 32, 100)), plain)
     theta = 10_000.0 * (2 * 250 / 100 - 1) ** (32 / 30)
-    assert np.abs(wide(rope_frequencies(settings, 32, 250)) / theta ** (-2 * np.arange(16) / 32) - 1).max() < 5e-6
+    assert (
+        np.abs(
+            wide(rope_frequencies(settings, 32, 250)) / theta ** (-2 * np.arange(16) / 32) - 1
+        ).max()
+        < 5e-6
+    )
 
 
 @pytest.mark.parametrize("part", [None, 48])
 def test_yarn_slows_by_the_number_of_the_plane_between_two_bounds(part):
-    """transformers' definition, written anew: a ramp from the plane that turns 32 times in the trained length to the
-    one that turns once, both taken to a whole plane outwards."""
-    settings = rope(type="yarn", theta=1e6, factor=4.0, high_freq_factor=32.0, original_length=4096, turned=part)
+    """transformers' definition, written anew: a ramp from the plane that turns 32 times in the
+    trained length to the one that turns once, both taken to a whole plane outwards."""
+    settings = rope(
+        type="yarn", theta=1e6, factor=4.0, high_freq_factor=32.0, original_length=4096, turned=part
+    )
     ours, R = wide(rope_frequencies(settings, 64)), part or 64
     plain, i = 1e6 ** (-2 * np.arange(R // 2) / R), np.arange(R // 2)
-    first, last = (R * math.log(4096 / (2 * math.pi * turns)) / (2 * math.log(1e6)) for turns in (32, 1))
+    first, last = (
+        R * math.log(4096 / (2 * math.pi * turns)) / (2 * math.log(1e6)) for turns in (32, 1)
+    )
     ramp = np.clip((i - math.floor(first)) / (math.ceil(last) - math.floor(first)), 0, 1)
     assert (ramp == 0).any() and (ramp == 1).any() and ((ramp > 0) & (ramp < 1)).sum() > 3
     assert np.abs(ours[: R // 2] / (plain * ramp / 4 + plain * (1 - ramp)) - 1).max() < 5e-6
@@ -215,14 +259,19 @@ def test_longrope_has_other_factors_for_sequences_beyond_the_trained_length():
     assert np.allclose(wide(rope_frequencies(settings, 4, 101)), [0.25, 0.01 / 8])
 
 
-@pytest.mark.parametrize(("turned", "interleaved"), [(None, True), (6, False), (6, True), (10, False)])
+@pytest.mark.parametrize(
+    ("turned", "interleaved"), [(None, True), (6, False), (6, True), (10, False)]
+)
 def test_numbers_in_another_order_turn_as_mlx_turns_them_in_theirs(turned, interleaved):
-    """A part of each head that turns, and neighbours that are a plane, are made the usual case by order alone."""
+    """A part of each head that turns, and neighbours that are a plane, are made the usual case by
+    order alone."""
     settings, Dh = rope(turned=turned, interleaved=interleaved), 10
     x, order = mx.array(normal(1, 3, 5, Dh)), mx.array(settings.order(Dh))
     angles = (mx.arange(5)[:, None] + 7) * rope_frequencies(settings, Dh)
     ours = rotate(x[..., order], *both_of_a_plane(mx.cos(angles), mx.sin(angles)))
-    theirs = mx.fast.rope(x, turned or Dh, traditional=interleaved, base=10_000.0, scale=1.0, offset=7)
+    theirs = mx.fast.rope(
+        x, turned or Dh, traditional=interleaved, base=10_000.0, scale=1.0, offset=7
+    )
     assert sorted(settings.order(Dh)) == list(range(Dh))
     assert np.abs(wide(ours) - wide(theirs[..., order])).max() < 2e-6
 
@@ -233,22 +282,34 @@ def test_numbers_in_another_order_turn_as_mlx_turns_them_in_theirs(turned, inter
         ({"rope_type": "yarn", "factor": 4.0}, 0.1 * math.log(4) + 1),
         ({"rope_type": "yarn", "factor": 0.5}, 1.0),
         ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.75}, 0.75),
-        ({"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}, 0.1 * math.log(4) + 1),  # one alone says nothing
-        ({"rope_type": "yarn", "original_max_position_embeddings": 512}, 0.1 * math.log(2048 / 512) + 1),
-        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, math.sqrt(1 + math.log(32) / math.log(64))),
+        # One alone says nothing
+        ({"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}, 0.1 * math.log(4) + 1),
+        (
+            {"rope_type": "yarn", "original_max_position_embeddings": 512},
+            0.1 * math.log(2048 / 512) + 1,
+        ),
+        (
+            {"rope_type": "longrope", "original_max_position_embeddings": 64},
+            math.sqrt(1 + math.log(32) / math.log(64)),
+        ),
         ({"rope_type": "longrope", "factor": 8.0}, math.sqrt(1 + math.log(8) / math.log(2048))),
         ({"rope_type": "longrope", "factor": 8.0, "attention_factor": 1.25}, 1.25),
         ({"rope_type": "longrope"}, 1.0),
     ],
 )
 def test_the_gain_of_what_is_turned_is_transformers(tmp_path, scaling, gain):
-    """mlx-lm ignores an attention_factor, and takes one mscale alone; there transformers is right."""
-    planes = {f"{name}_factor": [1.0] * 8 for name in ("short", "long")} if scaling["rope_type"] == "longrope" else {}
+    """mlx-lm ignores an attention_factor, and takes one mscale alone; there transformers is
+    right."""
+    planes = (
+        {f"{name}_factor": [1.0] * 8 for name in ("short", "long")}
+        if scaling["rope_type"] == "longrope"
+        else {}
+    )
     config = read_config(make_checkpoint(tmp_path, rope_scaling=scaling | planes), True)
     assert config.rope.gain == pytest.approx(gain)
 
 
-# --- attention ---------------------------------------------------------------------------------------------------
+# --- attention ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("H", "Hkv", "L"), [(4, 4, 1), (4, 2, 1), (6, 1, 7), (8, 2, 5)])
@@ -257,16 +318,21 @@ def test_attention_is_mx_fast_scaled_dot_product_attention(H, Hkv, L):
         mx.array(normal(*shape, seed=seed))
         for seed, shape in enumerate(((2, L, H, 16), (2, Hkv, 32, 16), (2, Hkv, 32, 16)))
     )
-    visible = mx.arange(32) <= mx.array([[9], [20]])[:, :, None] + mx.arange(L)[None, :, None]  # (2, L, 32)
+    # (2, L, 32)
+    visible = mx.arange(32) <= mx.array([[9], [20]])[:, :, None] + mx.arange(L)[None, :, None]
     mask = mx.where(visible, 0.0, -mx.inf)[:, None]  # (2, 1, L, 32)
     ours = attention(q.flatten(0, 1), k, v, mask, PLAIN)
-    fast = mx.fast.scaled_dot_product_attention(q.swapaxes(1, 2), k, v, scale=16**-0.5, mask=mask)  # (2, H, L, 16)
+    # (2, H, L, 16)
+    fast = mx.fast.scaled_dot_product_attention(q.swapaxes(1, 2), k, v, scale=16**-0.5, mask=mask)
     assert ours.shape == (2 * L, H * 16)
-    assert np.abs(np.array(ours) - np.array(fast.swapaxes(1, 2).reshape(2 * L, H * 16))).max() < 1e-5
+    assert (
+        np.abs(np.array(ours) - np.array(fast.swapaxes(1, 2).reshape(2 * L, H * 16))).max() < 1e-5
+    )
 
 
 def test_heads_stand_where_the_fused_projection_puts_them():
-    """(N, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a turn."""
+    """(N, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a
+    turn."""
     model = SimpleNamespace(config=SimpleNamespace(H=4, Hkv=2, Dh=6))
     layer = SimpleNamespace(qkv=lambda x: x, qk_norm=lambda x: x)
     x = normal(3, 8 * 6)
@@ -276,7 +342,7 @@ def test_heads_stand_where_the_fused_projection_puts_them():
         assert np.array_equal(np.array(ours), wanted)
 
 
-# --- products ----------------------------------------------------------------------------------------------------
+# --- products -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("out", [1, 16, 33, 1024, 2048])
@@ -284,7 +350,10 @@ def test_heads_stand_where_the_fused_projection_puts_them():
 def test_a_dense_matrix_is_x_w_t_plus_b(out, biases):
     """One part as the checkpoint has it, or several side by side."""
     weights = [normal(out + 5 * n, 24, seed=n) for n in range(len(biases))]
-    offsets = [normal(len(weight), seed=9) if has else None for weight, has in zip(weights, biases, strict=True)]
+    offsets = [
+        normal(len(weight), seed=9) if has else None
+        for weight, has in zip(weights, biases, strict=True)
+    ]
     dense = Dense.of(
         [
             (mx.array(weight), None if offset is None else mx.array(offset))
@@ -317,4 +386,7 @@ def test_quantized_matrices_are_what_they_unpack_to_alone_and_side_by_side():
     assert np.array_equal(wide(quantized.embed(mx.array([3, 47]))), plain[[3, 47]])
     dense = Dense.of([(mx.array(weight), None)])
     both = wide(SideBySide((quantized, dense))(mx.array(x)))
-    assert np.abs(both - np.concatenate([wanted, x.astype(np.float64) @ weight.T], axis=-1)).max() < 1e-4
+    assert (
+        np.abs(both - np.concatenate([wanted, x.astype(np.float64) @ weight.T], axis=-1)).max()
+        < 1e-4
+    )

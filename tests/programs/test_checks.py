@@ -32,14 +32,22 @@ def test_what_is_no_number_within_the_limits_is_refused(value):
 @pytest.mark.parametrize("text", ["", "many", "1.5.0", "0", "11", "nan", "9" * 5000])
 def test_a_text_that_holds_no_such_number_is_quoted(text):
     for read in (read_whole, read_real):
-        with pytest.raises(ValueError, match=f"^--n = '{text[:39]}.*, but it must be .*from 1 to 10$"):
+        with pytest.raises(
+            ValueError, match=f"^--n = '{text[:39]}.*, but it must be .*from 1 to 10$"
+        ):
             read("--n", text, 1, 10)
 
 
 @pytest.mark.parametrize(
     ("check", "value", "least", "most", "line"),
     [
-        (whole, 0, 1, 2**31 - 1, "n = 0, but it must be a whole number of at least 1 and below 2^31"),
+        (
+            whole,
+            0,
+            1,
+            2**31 - 1,
+            "n = 0, but it must be a whole number of at least 1 and below 2^31",
+        ),
         (whole, 0, 1, math.inf, "n = 0, but it must be a whole number of at least 1"),
         (read_whole, "0", 1, 1000, "n = '0', but it must be a whole number from 1 to 1,000"),
         (real, math.nan, 0, 1_000_000, "n = nan, but it must be a number from 0 to 1,000,000"),
@@ -56,11 +64,14 @@ def test_a_refusal_names_the_setting_the_value_and_the_limits(check, value, leas
 def test_a_value_as_long_as_a_book_is_cut_short(check):
     with pytest.raises(ValueError) as caught:
         check("n", "a word\n" * 5000, 1, 10)
-    assert len(str(caught.value)) < 120 and "…" in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        len(str(caught.value)) < 120 and "…" in str(caught.value) and "\n" not in str(caught.value)
+    )
 
 
 def test_a_message_is_one_line_that_keeps_its_beginning_and_its_end():
-    """The file stands at the beginning, the remedy at the end, and what was read from the file between them."""
+    """The file stands at the beginning, the remedy at the end, and what was read from the file
+    between them."""
     line = one_line("config.json:\n\tkind = " + "x\x1b[31m\u202e " * 5000 + "; download it again.")
     assert line.startswith("config.json: kind = x") and line.endswith("; download it again.")
     assert len(line) < 410 and "…" in line and line == printable(line) and "\n" not in line

@@ -1,7 +1,8 @@
 """The command line, as a user runs it: a process, its two streams, and its exit code.
 
-To import MLX and all the rest takes a process ten times as long as to answer. So what does not need a process of its
-own runs `main` in this one (`here`), with the same two streams and the same exit code.
+To import MLX and all the rest takes a process ten times as long as to answer. So what does not need
+a process of its own runs `main` in this one (`here`), with the same two streams and the same exit
+code.
 """
 
 import io
@@ -60,19 +61,28 @@ def here(model, capfd, monkeypatch):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return subprocess.CompletedProcess(arguments, ended.value.code, *(said.encode() for said in capfd.readouterr()))
+        return subprocess.CompletedProcess(
+            arguments, ended.value.code, *(said.encode() for said in capfd.readouterr())
+        )
 
     return run_here
 
 
 def lines(stream: bytes) -> list[str]:
-    """What was said, without what is said in any case: advice about a missing BLAS, slots and memory, the template."""
+    """What was said, without what is said in any case: advice about a missing BLAS, slots and
+    memory, the template."""
     always = ("reference BLAS", " of memory are free", "no chat template")
-    return [line for line in stream.decode(errors="replace").splitlines() if not any(a in line for a in always)]
+    return [
+        line
+        for line in stream.decode(errors="replace").splitlines()
+        if not any(a in line for a in always)
+    ]
 
 
 def test_prompts_run_at_once_and_each_answer_comes_with_its_figures(model):
-    done = run("--model", model, "--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos")
+    done = run(
+        "--model", model, "--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos"
+    )
     text = done.stdout.decode(errors="replace")
     assert done.returncode == 0, done.stderr
     assert text.index("--- 1: one") < text.index("--- 2: two")
@@ -81,12 +91,18 @@ def test_prompts_run_at_once_and_each_answer_comes_with_its_figures(model):
 
 def test_a_dash_reads_the_prompt_from_standard_input(model):
     given = run("--model", model, "--prompt", "a question", "--max-tokens", "8", "--ignore-eos")
-    piped = run("--model", model, "--prompt", "-", "--max-tokens", "8", "--ignore-eos", stdin="a question")
+    piped = run(
+        "--model", model, "--prompt", "-", "--max-tokens", "8", "--ignore-eos", stdin="a question"
+    )
     assert answer(piped) == answer(given) != []
 
 
 def headings(done: subprocess.CompletedProcess) -> list[str]:
-    return [line.partition(": ")[2] for line in done.stdout.decode(errors="replace").splitlines() if line[:4] == "--- "]
+    return [
+        line.partition(": ")[2]
+        for line in done.stdout.decode(errors="replace").splitlines()
+        if line[:4] == "--- "
+    ]
 
 
 @pytest.mark.parametrize(
@@ -109,12 +125,25 @@ def test_prompts_are_plain_arguments_wherever_they_stand_among_the_options(here,
 
 
 @pytest.mark.parametrize(
-    "arguments", [["-"], [], ["--prompt", "-"], ["first", "-"], ["-", "first"], ["first", "--prompt", "-"], ["-", "-"]]
+    "arguments",
+    [
+        ["-"],
+        [],
+        ["--prompt", "-"],
+        ["first", "-"],
+        ["-", "first"],
+        ["first", "--prompt", "-"],
+        ["-", "-"],
+    ],
 )
 def test_a_dash_among_the_prompts_or_no_prompt_at_all_stands_for_standard_input(here, arguments):
     settings = ["--max-tokens", "8", "--ignore-eos"]
     done = here(*settings, *arguments, stdin="a question")
-    prompts = ["a question" if argument == "-" else argument for argument in arguments if argument != "--prompt"]
+    prompts = [
+        "a question" if argument == "-" else argument
+        for argument in arguments
+        if argument != "--prompt"
+    ]
     expected = here(*settings, *(prompts or ["a question"]))
     assert done.returncode == 0 and headings(done) == (prompts or ["a question"])
     assert answer(done) == answer(expected) != []
@@ -129,7 +158,8 @@ def test_a_prompt_that_looks_like_an_option_is_named_as_a_prompt(model):
 
 @pytest.mark.parametrize("before", [[], ["one"]])
 def test_what_follows_two_dashes_is_a_prompt_whatever_it_looks_like(here, before):
-    """`-- --odd` was refused, unless a plain prompt stood before it: argparse forgot the two dashes half way."""
+    """`-- --odd` was refused, unless a plain prompt stood before it: argparse forgot the two dashes
+    half way."""
     odd = ["--odd", "two", "--max-tokens", "--"]
     done = here(*before, "--max-tokens", "4", "--", *odd)
     assert done.returncode == 0, done.stderr
@@ -137,16 +167,32 @@ def test_what_follows_two_dashes_is_a_prompt_whatever_it_looks_like(here, before
 
 
 def test_a_seed_makes_an_answer_repeat_in_another_process_too_and_a_stop_text_ends_it(here, model):
-    arguments = ["--model", model, "--prompt", "one", "--max-tokens", "30", "--ignore-eos", "--temperature", "1"]
+    arguments = [
+        "--model",
+        model,
+        "--prompt",
+        "one",
+        "--max-tokens",
+        "30",
+        "--ignore-eos",
+        "--temperature",
+        "1",
+    ]
     first = run(*arguments, "--seed", "1")
-    assert answer(here(*arguments, "--seed", "1")) == answer(first) != answer(here(*arguments, "--seed", "2"))
+    assert (
+        answer(here(*arguments, "--seed", "1"))
+        == answer(first)
+        != answer(here(*arguments, "--seed", "2"))
+    )
     text = "\n".join(answer(first))
     stop = next(char for char in text[5:] if char.isalnum())
     ended = here(*arguments, "--seed", "1", "--stop", stop)
     assert "\n".join(answer(ended)) == text[: text.index(stop)] and b"[stop: " in ended.stdout
 
 
-def test_a_chat_model_gets_its_prompts_through_its_template_unless_told_not_to(here, model, tmp_path):
+def test_a_chat_model_gets_its_prompts_through_its_template_unless_told_not_to(
+    here, model, tmp_path
+):
     folder = shutil.copytree(model, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text("<|user|>{{ messages[0].content }}<|end|>")
     arguments = ["--prompt", "one", "--max-tokens", "8", "--ignore-eos"]
@@ -158,11 +204,22 @@ def test_a_chat_model_gets_its_prompts_through_its_template_unless_told_not_to(h
 
 def test_the_chosen_slots_and_memory_are_said(here):
     done = here("--prompt", "x", "--max-tokens", "1")
-    assert "nanobatch: llama, 2 layers; 1 slot of 1,024 tokens in a slab of 512 KiB; " in done.stderr.decode()
+    assert (
+        "nanobatch: llama, 2 layers; 1 slot of 1,024 tokens in a slab of 512 KiB; "
+        in done.stderr.decode()
+    )
 
 
 def test_a_reader_who_has_seen_enough_is_no_error(model):
-    command = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--prompt", "x", "--ignore-eos"]
+    command = [
+        sys.executable,
+        str(ROOT / "ask.py"),
+        "--model",
+        model,
+        "--prompt",
+        "x",
+        "--ignore-eos",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.read(20)
     process.stdout.close()
@@ -174,7 +231,9 @@ def answer(done: subprocess.CompletedProcess) -> list[str]:
     return [line for line in lines(done.stdout) if not line.startswith(("---", "    ["))]
 
 
-@pytest.mark.parametrize("option", [["--policy", "static"], ["--policy", "serial"], ["--slots", "1"], ["--slots", "7"]])
+@pytest.mark.parametrize(
+    "option", [["--policy", "static"], ["--policy", "serial"], ["--slots", "1"], ["--slots", "7"]]
+)
 def test_no_option_changes_the_answer(here, option):
     prompts = ["--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos"]
     assert answer(here(*prompts, *option)) == answer(here(*prompts)) != []
@@ -231,7 +290,8 @@ def test_a_mistake_gets_its_line_and_exit_code_2(here, arguments, words):
         ["--log-file", "/no/such/folder/log"],
         ["--nonsense"],
         ["--api-key", ""],  # as "$KEY" is where KEY is not set: it would let everybody in
-        ["--api-key", "key\n"],  # a header's value has no spaces around it, so this would let no client in
+        # A header's value has no spaces around it, so this would let no client in
+        ["--api-key", "key\n"],
         ["--watch-key", " "],
     ],
 )
@@ -255,13 +315,25 @@ LATE = Tokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]")).to_str().enc
         ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         ("model.safetensors", b"<!DOCTYPE html>", "HTML"),
         ("config.json", b"[" * 100_000, "config.json"),
-        ("config.json", b'{"model_type": "llama", "hidden_size": 1' + b"0" * 400 + b"}", "hidden_size"),
+        (
+            "config.json",
+            b'{"model_type": "llama", "hidden_size": 1' + b"0" * 400 + b"}",
+            "hidden_size",
+        ),
         ("model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "no tensors"),
         ("tokenizer.json", None, "tokenizer.json is missing"),
         ("tokenizer.json", b"[]", "not a tokenizer"),
         ("tokenizer.json", LATE, "cannot read this prompt (WordLevel error: Missing [UNK] token"),
-        ("chat_template.jinja", b"{{ 'a' * 10 ** 9 }}", "makes more than 100,000,000 characters; give plain text"),
-        ("chat_template.jinja", b"{{ " + b"(" * 3000 + b"1" + b")" * 3000 + b" }}", "recursion depth"),
+        (
+            "chat_template.jinja",
+            b"{{ 'a' * 10 ** 9 }}",
+            "makes more than 100,000,000 characters; give plain text",
+        ),
+        (
+            "chat_template.jinja",
+            b"{{ " + b"(" * 3000 + b"1" + b")" * 3000 + b" }}",
+            "recursion depth",
+        ),
     ],
 )
 def test_a_broken_model_gets_its_line_and_exit_code_2(here, model, tmp_path, file, content, words):
@@ -272,8 +344,11 @@ def test_a_broken_model_gets_its_line_and_exit_code_2(here, model, tmp_path, fil
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_process_whose_model_is_broken_ends_with_its_line_and_nothing_behind_it(model, tmp_path, file):
-    """What `main` says and what a user sees are the same only if nothing is said at the process's end."""
+def test_a_process_whose_model_is_broken_ends_with_its_line_and_nothing_behind_it(
+    model, tmp_path, file
+):
+    """What `main` says and what a user sees are the same only if nothing is said at the process's
+    end."""
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / file).write_bytes(b"[]")
     done = run("--model", str(folder), "--prompt", "x")
@@ -285,13 +360,26 @@ def test_no_standard_input_and_a_full_disk_get_their_line(model):
     done = subprocess.run(f"{command} <&-", shell=True, capture_output=True, timeout=60)
     assert done.returncode == 2 and "empty" in lines(done.stderr)[-1]
     if Path("/dev/full").exists():
-        done = subprocess.run(f"{command} --prompt x >/dev/full", shell=True, capture_output=True, timeout=60)
+        done = subprocess.run(
+            f"{command} --prompt x >/dev/full", shell=True, capture_output=True, timeout=60
+        )
         assert done.returncode == 1 and "cannot be written" in lines(done.stderr)[-1]
 
 
 def test_a_hub_id_that_is_not_here_while_the_network_is_down(tmp_path):
-    done = run("--model", "some/one", "--prompt", "x", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
-    assert done.returncode == 2 and len(lines(done.stderr)) == 1 and "check the network" in lines(done.stderr)[0]
+    done = run(
+        "--model",
+        "some/one",
+        "--prompt",
+        "x",
+        HF_ENDPOINT="http://127.0.0.1:9",
+        HF_HOME=str(tmp_path),
+    )
+    assert (
+        done.returncode == 2
+        and len(lines(done.stderr)) == 1
+        and "check the network" in lines(done.stderr)[0]
+    )
 
 
 def test_a_prompt_that_is_no_text_gets_its_line(model):
@@ -300,9 +388,23 @@ def test_a_prompt_that_is_no_text_gets_its_line(model):
     assert done.returncode == 2 and len(lines(done.stderr)) == 1
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_signal_while_it_answers_ends_it_at_once_also_in_a_background_job(model, sent, code, background_job):
-    endless = ["--model", model, "--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--ignore-eos"]
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
+)
+def test_a_signal_while_it_answers_ends_it_at_once_also_in_a_background_job(
+    model, sent, code, background_job
+):
+    endless = [
+        "--model",
+        model,
+        "--prompt",
+        "x",
+        "--max-tokens",
+        "100000",
+        "--max-len",
+        "100100",
+        "--ignore-eos",
+    ]
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "ask.py"), *endless],
         stdout=subprocess.PIPE,
@@ -313,7 +415,8 @@ def test_a_signal_while_it_answers_ends_it_at_once_also_in_a_background_job(mode
     process.send_signal(sent)
     began = time.monotonic()
     _, stderr = process.communicate(timeout=30)
-    assert process.returncode == code and time.monotonic() - began < 10  # its answer would have taken minutes
+    # Its answer would have taken minutes
+    assert process.returncode == code and time.monotonic() - began < 10
     assert b"Traceback" not in stderr
 
 
@@ -339,14 +442,19 @@ def test_every_program_says_its_version_on_standard_output_and_ends(here, asked)
 def test_ctrl_c_during_the_imports_is_quiet_in_every_program(tmp_path, program, module):
     """A signal came while the imports ran, outside of any `try`: a traceback, and no exit code 130.
 
-    Here the signal comes from within an import: of the first module that a program needs, of the last, and between.
+    Here the signal comes from within an import: of the first module that a program needs, of the
+    last, and between.
     """
     reached = tmp_path / "reached"
     (tmp_path / f"{module}.py").write_text(
         f"import signal, time\nopen({str(reached)!r}, 'w').close()\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(5)\n"
     )
     done = subprocess.run(
-        [sys.executable, str(ROOT / program), *(["--script", "burst1"] if program == "tui.py" else [])],
+        [
+            sys.executable,
+            str(ROOT / program),
+            *(["--script", "burst1"] if program == "tui.py" else []),
+        ],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=60,
@@ -359,10 +467,19 @@ def test_ctrl_c_during_the_imports_is_quiet_in_every_program(tmp_path, program, 
 
 
 def test_closed_standard_streams_leave_their_numbers_to_no_other_file(tmp_path):
-    """A service may be started without them. The weights were opened as file 0, which MLX takes for a failure."""
+    """A service may be started without them. The weights were opened as file 0, which MLX takes for
+    a failure."""
     trace = tmp_path / "trace"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tui.py"), "--plain", "--script", "burst1", "--trace", str(trace)],
+        [
+            sys.executable,
+            str(ROOT / "tui.py"),
+            "--plain",
+            "--script",
+            "burst1",
+            "--trace",
+            str(trace),
+        ],
         preexec_fn=lambda: [os.close(number) for number in range(3)],
         timeout=120,
     )
@@ -371,7 +488,9 @@ def test_closed_standard_streams_leave_their_numbers_to_no_other_file(tmp_path):
 
 @pytest.mark.parametrize("program", ["ask.py", "bench.py", "tui.py"])
 def test_in_a_background_job_that_ignores_ctrl_c_a_program_ignores_it_too(tmp_path, program):
-    (tmp_path / "argparse.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nraise SystemExit(7)\n")
+    (tmp_path / "argparse.py").write_text(
+        "import signal\nsignal.raise_signal(signal.SIGINT)\nraise SystemExit(7)\n"
+    )
     done = subprocess.run(
         [sys.executable, str(ROOT / program)],
         timeout=60,
@@ -405,7 +524,9 @@ def test_importing_a_program_changes_nothing_about_ctrl_c():
         (bench, ["--from"]),
     ],
 )
-def test_a_value_as_long_as_a_book_is_quoted_in_a_short_line_with_the_remedy(here, program, arguments):
+def test_a_value_as_long_as_a_book_is_quoted_in_a_short_line_with_the_remedy(
+    here, program, arguments
+):
     """5,000 characters were said again, whole."""
     *others, option = arguments
     done = here(*others, f"{option}={BOOK}", main=program.main)
@@ -414,9 +535,12 @@ def test_a_value_as_long_as_a_book_is_quoted_in_a_short_line_with_the_remedy(her
 
 @pytest.mark.parametrize("program", ["ask.py", "tui.py", "bench.py"])
 def test_a_process_quotes_a_book_in_a_short_line_too(program):
-    """The model is looked for by a thread of the screen, and by another process of the benchmark."""
+    """The model is looked for by a thread of the screen, and by another process of the
+    benchmark."""
     command = [sys.executable, str(ROOT / program), f"--model={BOOK}"]
-    check_that_it_is_short(subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60))
+    check_that_it_is_short(
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    )
 
 
 BOOK = "x" * 4000 + "\x1b[31m\n" + "y" * 1000
@@ -424,27 +548,39 @@ BOOK = "x" * 4000 + "\x1b[31m\n" + "y" * 1000
 
 def check_that_it_is_short(done: subprocess.CompletedProcess) -> None:
     (line,) = lines(done.stderr)
-    assert done.returncode == 2 and line.startswith("nanobatch: ") and len(line) < 500 and "\x1b" not in line
+    assert (
+        done.returncode == 2
+        and line.startswith("nanobatch: ")
+        and len(line) < 500
+        and "\x1b" not in line
+    )
     assert "x" * 10 in line and "y" * 1000 not in line
 
 
-# --- what lies under MLX -----------------------------------------------------------------------------------------
+# --- what lies under MLX ------------------------------------------------------------------------
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=environment, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, env=environment, text=True
+    )
 
 
 def test_the_blas_can_be_turned_off_and_then_nothing_is_said():
-    done = python("import nanobatch; from parts.device import mlx as device; print(device.blas)", NANOBATCH_BLAS="off")
+    done = python(
+        "import nanobatch; from parts.device import mlx as device; print(device.blas)",
+        NANOBATCH_BLAS="off",
+    )
     assert (done.stdout, done.stderr, done.returncode) == ("mlx\n", "", 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
 def test_a_blas_that_cannot_be_loaded_is_named(model):
     done = run("--model", model, "--prompt", "x", NANOBATCH_BLAS="/no/such/lib.so")
-    assert done.returncode == 2 and lines(done.stderr)[0].startswith("nanobatch: NANOBATCH_BLAS=/no/such/lib.so")
+    assert done.returncode == 2 and lines(done.stderr)[0].startswith(
+        "nanobatch: NANOBATCH_BLAS=/no/such/lib.so"
+    )
     assert len(lines(done.stderr)) == 1
 
 
@@ -457,12 +593,16 @@ def test_a_library_that_is_no_blas_is_refused(model):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
 def test_openblas_is_put_under_mlx_and_said_to_be(model):
-    """A library was loaded, and MLX went on with its own. Another order of adding up shows in the bits."""
+    """A library was loaded, and MLX went on with its own. Another order of adding up shows in the
+    bits."""
     code = (
         "from parts.device.mlx import blas, mx\na = mx.random.normal((384, 384), key=mx.random.key(0))\n"
         "print(mx.sum((a @ a).view(mx.int32)).item(), blas)"
     )
-    bits, named = zip(*(python(code, NANOBATCH_BLAS=b).stdout.split(" ", 1) for b in ("off", "openblas")), strict=True)
+    bits, named = zip(
+        *(python(code, NANOBATCH_BLAS=b).stdout.split(" ", 1) for b in ("off", "openblas")),
+        strict=True,
+    )
     assert named[0] == "mlx\n" and named[1].startswith("openblas (") and bits[0] != bits[1]
     done = run("--model", model, "--prompt", "x", "--max-tokens", "2", NANOBATCH_BLAS="openblas")
     assert done.returncode == 0 and named[1].strip().encode() in done.stderr
@@ -470,7 +610,8 @@ def test_openblas_is_put_under_mlx_and_said_to_be(model):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
 def test_without_a_fast_blas_one_line_says_why_and_what_to_install(tmp_path):
-    """A ctypes that finds no library, as on a machine that has none. The line stands in every engine's summary."""
+    """A ctypes that finds no library, as on a machine that has none. The line stands in every
+    engine's summary."""
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\ndef none(*args, **options): raise OSError('not found')\nctypes.CDLL = none\n"
     )
@@ -490,15 +631,19 @@ def test_a_missing_backend_says_which_extra_to_install(model, tmp_path):
     """An mlx package without its library, as `pip install mlx` leaves it on Linux."""
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").write_text("")
-    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')\n")
+    (tmp_path / "mlx" / "core.py").write_text(
+        "raise ImportError('libmlx.so: cannot open shared object file')\n"
+    )
     done = run("--model", model, "--prompt", "x", PYTHONPATH=str(tmp_path), NANOBATCH_BLAS="off")
     assert done.returncode == 2
     assert len(lines(done.stderr)) == 1 and "pip install -e '.[cpu]'" in lines(done.stderr)[0]
-    imported = python("import nanobatch", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", NANOBATCH_BLAS="off")
+    imported = python(
+        "import nanobatch", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", NANOBATCH_BLAS="off"
+    )
     assert imported.returncode == 1 and "ImportError: MLX has no backend here" in imported.stderr
 
 
-# --- environments ------------------------------------------------------------------------------------------------
+# --- environments -------------------------------------------------------------------------------
 
 
 def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(model, tmp_path):
@@ -510,7 +655,12 @@ def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(mod
         (broken / name).write_text("#!/bin/sh\nexit 1\n")
         (broken / name).chmod(0o755)
     empty = {"XDG_CACHE_HOME": str(tmp_path / "cache")}  # here our own product is not kept yet
-    environments = [{"PATH": "/nowhere"}, {"PATH": str(broken)}, {"TMPDIR": "/proc"}, {"HOME": "/proc/nowhere"}]
+    environments = [
+        {"PATH": "/nowhere"},
+        {"PATH": str(broken)},
+        {"TMPDIR": "/proc"},
+        {"HOME": "/proc/nowhere"},
+    ]
     environments += [environment | empty for environment in environments]
     for environment in environments:
         done = run(*arguments, **environment)
@@ -521,6 +671,8 @@ def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, mon
     """`--model .` served a model without a name, which no request could ask for."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small").mkdir()
-    assert {program.name_of(text) for text in ("small", "small/", "./small", "small/../small")} == {"small"}
+    assert {program.name_of(text) for text in ("small", "small/", "./small", "small/../small")} == {
+        "small"
+    }
     assert program.name_of(".") == tmp_path.name
     assert (program.name_of("owner/name"), program.name_of("demo")) == ("owner/name", "demo")

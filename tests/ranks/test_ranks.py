@@ -1,8 +1,8 @@
-"""One model over several processes: shares add up, orders survive the wire, two processes answer like one, and a rank
-that is lost is told of and not waited for.
+"""One model over several processes: shares add up, orders survive the wire, two processes answer
+like one, and a rank that is lost is told of and not waited for.
 
-The processes speak over MLX's ring, on loopback. With 3 and 4 ranks, by MPI, the same is run by hand: `python
-tools/crowd.py`.
+The processes speak over MLX's ring, on loopback. With 3 and 4 ranks, by MPI, the same is run by
+hand: `python tools/crowd.py`.
 """
 
 import json
@@ -47,13 +47,21 @@ from parts.ranks.ranks import LOST, Ranks
 ROOT = Path(__file__).parents[2]
 
 
-# --- shares ------------------------------------------------------------------------------------------------------
+# --- shares -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("H", "Hkv", "hidden"), [(8, 8, 96), (8, 4, 640), (9, 3, 1536), (8, 1, 100), (12, 2, 512)])
+@pytest.mark.parametrize(
+    ("H", "Hkv", "hidden"), [(8, 8, 96), (8, 4, 640), (9, 3, 1536), (8, 1, 100), (12, 2, 512)]
+)
 def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
-    """A head or a hidden number that two ranks have counts twice; one that no rank has is missing."""
-    changes = {"num_attention_heads": H, "num_key_value_heads": Hkv, "intermediate_size": hidden, "head_dim": 16}
+    """A head or a hidden number that two ranks have counts twice; one that no rank has is
+    missing."""
+    changes = {
+        "num_attention_heads": H,
+        "num_key_value_heads": Hkv,
+        "intermediate_size": hidden,
+        "head_dim": 16,
+    }
     c = read_config(make_checkpoint(tmp_path / "model", **changes), True)
     for size in range(1, 9):
         shares = [Share.of(c, rank, size) for rank in range(size)]
@@ -61,19 +69,23 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
         assert [number for share in shares for number in share.hidden] == list(range(hidden))
         for share in shares:
             assert share.queries and share.hidden
-            own = [head * Hkv // H for head in share.queries]  # the key heads that its query heads look at
+            # The key heads that its query heads look at
+            own = [head * Hkv // H for head in share.queries]
             assert sorted(set(own)) == list(share.keys)
-            assert len(set(Counter(own).values())) == 1, "attention shares a key head among equally many query heads"
+            assert len(set(Counter(own).values())) == 1, (
+                "attention shares a key head among equally many query heads"
+            )
         spread = Counter(len(share.hidden) for share in shares)
         assert max(spread) - min(spread) <= 64, "a rank has much more to do than another"
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("olmo2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})]
+    ("family", "changes"),
+    [("olmo2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})],
 )
 def test_a_family_that_cannot_be_cut_up_is_refused_on_ranks_by_name(tmp_path, family, changes):
-    """Each rank would norm by what it has of q and k, or might choose other experts; MLX adds up what does not belong
-    together without complaint."""
+    """Each rank would norm by what it has of q and k, or might choose other experts; MLX adds up
+    what does not belong together without complaint."""
     folder = make_checkpoint(tmp_path / "model", model_type=family, **changes)
     with pytest.raises(ModelError, match=rf"{family}.*one process"):
         ModelReader(folder, "float32", Ranks(1, 2))
@@ -110,7 +122,8 @@ def own(branch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
-    """A bias that every rank adds counts several times; columns where rows belong still have fitting shapes."""
+    """A bias that every rank adds counts several times; columns where rows belong still have
+    fitting shapes."""
     changes = {"num_hidden_layers": 1, "intermediate_size": 192, **KINDS[kind]}
     folder = make_checkpoint(tmp_path / "model", seed=3, **changes)
     whole = ModelReader(folder, "float32").read()
@@ -123,34 +136,58 @@ def test_what_the_ranks_have_read_makes_up_the_whole_layer(tmp_path, kind):
         models = [ModelReader(folder, "float32", Ranks(rank, size)).read() for rank in range(size)]
         shares = [Share.of(c, rank, size) for rank in range(size)]
         for model, share in zip(models, shares, strict=True):
-            queries, keys = (slice(heads.start * c.Dh, heads.stop * c.Dh) for heads in (share.queries, share.keys))
+            queries, keys = (
+                slice(heads.start * c.Dh, heads.stop * c.Dh)
+                for heads in (share.queries, share.keys)
+            )
             expected = np.concatenate([q[:, queries], k[:, keys], v[:, keys]], axis=1)
             np.testing.assert_allclose(np.array(model.layers[0].qkv(x)), expected, atol=1e-4)
         parts = [
-            own(model.layers[0].out)(heads[:, share.queries.start : share.queries.stop].reshape(5, -1))
+            own(model.layers[0].out)(
+                heads[:, share.queries.start : share.queries.stop].reshape(5, -1)
+            )
             for model, share in zip(models, shares, strict=True)
         ]
-        np.testing.assert_allclose(np.array(sum(parts)), np.array(own(layer.out)(heads.reshape(5, -1))), atol=1e-4)
+        np.testing.assert_allclose(
+            np.array(sum(parts)), np.array(own(layer.out)(heads.reshape(5, -1))), atol=1e-4
+        )
         sums = sum(down(model.layers[0]) for model in models)
         np.testing.assert_allclose(np.array(sums), np.array(down(layer)), atol=1e-3)
         assert [model.head(x) is x for model in models] == [False] + [True] * (size - 1)
 
 
 def test_packed_numbers_are_cut_where_their_scales_are(tmp_path):
-    """On a GPU a quantized matrix stays packed. A cut inside of a group would leave numbers without their scale."""
+    """On a GPU a quantized matrix stays packed. A cut inside of a group would leave numbers without
+    their scale."""
     folder = make_checkpoint(
-        tmp_path / "model", dtype=mx.float16, hidden_size=128, intermediate_size=256, quantize=lambda module: (4, 64)
+        tmp_path / "model",
+        dtype=mx.float16,
+        hidden_size=128,
+        intermediate_size=256,
+        quantize=lambda module: (4, 64),
     )
     whole = ModelReader(folder, "checkpoint").read().layers[0]
     x = mx.random.normal((3, 128), key=mx.random.key(1)).astype(mx.float16)
     down = lambda layer: own(layer.mlp)(x)  # noqa: E731
     for size in (2, 4):
-        layers = [ModelReader(folder, "checkpoint", Ranks(rank, size)).read().layers[0] for rank in range(size)]
-        np.testing.assert_allclose(np.array(sum(map(down, layers))), np.array(down(whole)), rtol=0.02, atol=0.5)
-        parts = [own(layer.out)(heads) for layer, heads in zip(layers, mx.split(x, size, axis=-1), strict=True)]
-        np.testing.assert_allclose(np.array(sum(parts)), np.array(own(whole.out)(x)), rtol=0.02, atol=0.1)
+        layers = [
+            ModelReader(folder, "checkpoint", Ranks(rank, size)).read().layers[0]
+            for rank in range(size)
+        ]
+        np.testing.assert_allclose(
+            np.array(sum(map(down, layers))), np.array(down(whole)), rtol=0.02, atol=0.5
+        )
+        parts = [
+            own(layer.out)(heads)
+            for layer, heads in zip(layers, mx.split(x, size, axis=-1), strict=True)
+        ]
+        np.testing.assert_allclose(
+            np.array(sum(parts)), np.array(own(whole.out)(x)), rtol=0.02, atol=0.1
+        )
         # One head of 32 numbers is half a group: its part of `o` is unpacked.
-        assert [type(own(layer.out)) for layer in layers] == [Quantized if size == 2 else Dense] * size
+        assert [type(own(layer.out)) for layer in layers] == [
+            Quantized if size == 2 else Dense
+        ] * size
         assert all(
             isinstance(part, Quantized)
             for layer in layers
@@ -160,7 +197,9 @@ def test_packed_numbers_are_cut_where_their_scales_are(tmp_path):
 
 def test_a_rank_takes_the_memory_of_its_share(tmp_path):
     """Counted whole, a model that fits two machines would be refused on both."""
-    folder = make_checkpoint(tmp_path / "model", hidden_size=128, intermediate_size=1024, num_key_value_heads=4)
+    folder = make_checkpoint(
+        tmp_path / "model", hidden_size=128, intermediate_size=1024, num_key_value_heads=4
+    )
     whole = ModelReader(folder, "float32").nbytes
     for size in (2, 4):
         readers = [ModelReader(folder, "float32", Ranks(rank, size)) for rank in range(size)]
@@ -174,16 +213,19 @@ def test_a_rank_takes_the_memory_of_its_share(tmp_path):
 def test_more_ranks_than_heads_are_refused(tmp_path):
     """A rank without a head would multiply empty matrices."""
     c = read_config(make_checkpoint(tmp_path / "model"), True)
-    with pytest.raises(ModelError, match="5 ranks cannot share a model with 4 attention heads; start 4 or less"):
+    with pytest.raises(
+        ModelError, match="5 ranks cannot share a model with 4 attention heads; start 4 or less"
+    ):
         Share.of(c, 0, 5)
 
 
-# --- orders ------------------------------------------------------------------------------------------------------
+# --- orders -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [32, 100, 1000])
 def test_orders_survive_the_wire(parts, budget):
-    """What a rank that follows hears is what the leader ran, but for how tokens are chosen; and it fits the room."""
+    """What a rank that follows hears is what the leader ran, but for how tokens are chosen; and it
+    fits the room."""
     orders, rng = [], np.random.default_rng(budget)
     with Engine(*parts, slots=4, max_len=128, chunk=32, budget=budget) as engine:
         run = engine.runner.run
@@ -200,7 +242,7 @@ def test_orders_survive_the_wire(parts, budget):
         assert len(numbers) <= most and all(-1 <= number < 2**31 for number in numbers)
 
 
-# --- how they find each other --------------------------------------------------------------------------------------
+# --- how they find each other -------------------------------------------------------------------
 
 
 def test_a_process_that_was_started_alone_is_alone(monkeypatch):
@@ -218,7 +260,11 @@ def test_a_process_that_was_started_alone_is_alone(monkeypatch):
     [
         ("0", None, "MLX_RANK is set, but not MLX_HOSTFILE"),
         ("x", '[["127.0.0.1:1"], ["127.0.0.1:2"]]', "MLX_RANK"),
-        ("2", '[["127.0.0.1:1"], ["127.0.0.1:2"]]', "MLX_RANK = 2, but .* lists 2 ranks, from 0 to 1"),
+        (
+            "2",
+            '[["127.0.0.1:1"], ["127.0.0.1:2"]]',
+            "MLX_RANK = 2, but .* lists 2 ranks, from 0 to 1",
+        ),
         ("0", '[["127.0.0.1:1"]]', "is no hostfile"),
         ("0", "{", "is no hostfile"),
         ("0", '{"a": 1, "b": 2}', "is no hostfile"),
@@ -230,7 +276,8 @@ def test_a_process_that_was_started_alone_is_alone(monkeypatch):
     ],
 )
 def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, text, says):
-    """MLX answers with an abort, or waits for ever; port 65537 is 1 for it, and then no connection is looked after."""
+    """MLX answers with an abort, or waits for ever; port 65537 is 1 for it, and then no connection
+    is looked after."""
     monkeypatch.setenv("MLX_RANK", rank)
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     if text:
@@ -243,7 +290,8 @@ def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, te
 
 
 def test_a_port_that_is_taken_is_said_before_anything_waits(monkeypatch, tmp_path):
-    """Two processes with one MLX_RANK listened at one port, since MLX lets them: either might get the neighbour."""
+    """Two processes with one MLX_RANK listened at one port, since MLX lets them: either might get
+    the neighbour."""
     with socket.socket() as other:
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as MLX does it
             other.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -254,7 +302,9 @@ def test_a_port_that_is_taken_is_said_before_anything_waits(monkeypatch, tmp_pat
         monkeypatch.setenv("MLX_RANK", "1")
         monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
         join.cache_clear()
-        with pytest.raises(ModelError, match=rf"rank 1 \({here}\) cannot listen: Address already in use"):
+        with pytest.raises(
+            ModelError, match=rf"rank 1 \({here}\) cannot listen: Address already in use"
+        ):
             join()
 
 
@@ -271,8 +321,12 @@ class Beside(Ranks):
 
 
 def test_ranks_with_other_weights_of_the_same_shapes_are_refused(tmp_path):
-    """A model and its tuned version have one config. Half of each answered nonsense, and nothing said so."""
-    models = [ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read() for seed in (1, 2)]
+    """A model and its tuned version have one config. Half of each answered nonsense, and nothing
+    said so."""
+    models = [
+        ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read()
+        for seed in (1, 2)
+    ]
     said = []
     for model in models:
         check_alike(replace(model, ranks=(beside := Beside([]))))  # the other says the same
@@ -286,7 +340,8 @@ def test_ranks_with_other_weights_of_the_same_shapes_are_refused(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the line is looked at by Linux's TCP_INFO")
 def test_a_rank_that_is_slow_to_read_is_not_taken_for_lost(monkeypatch):
-    """The numbers of a wide chunk fill all room between two ranks. The system gave up one that did not read for 4 s."""
+    """The numbers of a wide chunk fill all room between two ranks. The system gave up one that did
+    not read for 4 s."""
     monkeypatch.setattr("parts.ranks.line.SILENCE_MS", 2000)
     with ExitStack() as lines:
         server = lines.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -304,7 +359,8 @@ def test_a_rank_that_is_slow_to_read_is_not_taken_for_lost(monkeypatch):
 
 
 def test_a_rank_that_is_lost_during_the_goodbye_does_not_hold_it_up(monkeypatch):
-    """Where one signal ended both ranks at once, rank 0 waited for ever until rank 1 would hear of the end."""
+    """Where one signal ended both ranks at once, rank 0 waited for ever until rank 1 would hear of
+    the end."""
     is_gone, ended = threading.Event(), threading.Event()
     monkeypatch.setattr(ranks, "GOODBYE_S", 0.1)
     monkeypatch.setattr(Ranks, "_end", lambda self, why, code: ended.set())
@@ -316,11 +372,12 @@ def test_a_rank_that_is_lost_during_the_goodbye_does_not_hold_it_up(monkeypatch)
     assert ended.is_set()
 
 
-# --- two processes -------------------------------------------------------------------------------------------------
+# --- two processes ------------------------------------------------------------------------------
 
 
 def test_a_rank_whose_messages_nobody_reads_any_more_ends_all_the_same():
-    """Once `mlx.launch` was killed, the word about a lost rank broke its pipe, and rank 0 waited for ever."""
+    """Once `mlx.launch` was killed, the word about a lost rank broke its pipe, and rank 0 waited
+    for ever."""
     code = "from parts.ranks.ranks import Ranks; Ranks(0, 2)._end('rank 1 is gone', 3)"
     reader, writer = os.pipe()
     os.close(reader)
@@ -330,8 +387,9 @@ def test_a_rank_whose_messages_nobody_reads_any_more_ends_all_the_same():
 
 
 class Pair(ExitStack):
-    """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are never started.
-    `inside` comes before each command. `forms`: of our own matrix product, one for each rank."""
+    """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are
+    never started. `inside` comes before each command. `forms`: of our own matrix product, one for
+    each rank."""
 
     def __init__(
         self,
@@ -343,20 +401,33 @@ class Pair(ExitStack):
         forms: Sequence[str] = (),
     ):
         super().__init__()
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as one,
+            socket.create_server(("127.0.0.1", 0)) as other,
+        ):
             self.hosts = [f"{host}:{each.getsockname()[1]}" for each in (one, other)]
         (tmp_path / "hosts.json").write_text(json.dumps([[host] for host in self.hosts]))
         self.logs = [tmp_path / f"rank{rank}.log" for rank in (0, 1)]
         self.processes = {}
         for rank in only:
-            environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(tmp_path / "hosts.json")}
+            environment = os.environ | {
+                "MLX_RANK": str(rank),
+                "MLX_HOSTFILE": str(tmp_path / "hosts.json"),
+            }
             if forms:
                 environment["NANOBATCH_BLAS"] = f"rows:{forms[rank]}"
             log = self.enter_context(self.logs[rank].open("wb"))
             # A test may run in a background job, which ignores Ctrl-C, and so would its children.
             reset = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-            options = {"stdout": log, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, "env": environment}
-            self.processes[rank] = subprocess.Popen([*inside, sys.executable, *command], preexec_fn=reset, **options)
+            options = {
+                "stdout": log,
+                "stderr": subprocess.STDOUT,
+                "stdin": subprocess.DEVNULL,
+                "env": environment,
+            }
+            self.processes[rank] = subprocess.Popen(
+                [*inside, sys.executable, *command], preexec_fn=reset, **options
+            )
             self.callback(self.end, self.processes[rank])
 
     @staticmethod
@@ -366,7 +437,10 @@ class Pair(ExitStack):
 
     def codes(self, seconds: float = 60) -> list[int]:
         deadline = time.monotonic() + seconds
-        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes.values()]
+        return [
+            process.wait(max(0.1, deadline - time.monotonic()))
+            for process in self.processes.values()
+        ]
 
     def said(self, rank: int) -> str:
         return self.logs[rank].read_text()
@@ -374,14 +448,22 @@ class Pair(ExitStack):
     def says(self, rank: int, pattern: str, seconds: float = 60) -> re.Match:
         deadline = time.monotonic() + seconds
         while not (found := re.search(pattern, self.said(rank))):
-            assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.said(rank)
+            assert time.monotonic() < deadline and self.processes[rank].poll() is None, self.said(
+                rank
+            )
             time.sleep(0.02)
         return found
 
 
 def test_two_processes_answer_like_one(tmp_path):
-    """The demo; and a model of its own kinds: more query heads than key heads, biases, an untied head, 4 bit."""
-    kinds = {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16, "attention_bias": True}
+    """The demo; and a model of its own kinds: more query heads than key heads, biases, an untied
+    head, 4 bit."""
+    kinds = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "attention_bias": True,
+    }
     packed = lambda module: (4, 32) if "mlp" in module else None  # noqa: E731
     folders = ["demo", str(make_checkpoint(tmp_path / "other", seed=2, quantize=packed, **kinds))]
     with Pair(tmp_path, str(ROOT / "tests" / "lib" / "rank.py"), "answers", *folders) as pair:
@@ -393,20 +475,37 @@ def test_two_processes_answer_like_one(tmp_path):
         together = [json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[[")]
         assert together == alone and min(map(len, alone)) >= 8
         assert len({token for answers in alone for answer in answers for token in answer}) > 20
-        assert len(re.findall(r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0", pair.said(1))) == 2
+        assert (
+            len(
+                re.findall(
+                    r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0",
+                    pair.said(1),
+                )
+            )
+            == 2
+        )
 
 
 def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
-    """Each request in company, with prefixes taken over, and then alone. The two have other forms of the product."""
-    folder = str(make_checkpoint(tmp_path / "model", seed=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16))
-    with Pair(tmp_path, str(ROOT / "tools" / "crowd.py"), folder, forms=(rows.forms_here() * 2)[:2]) as pair:
+    """Each request in company, with prefixes taken over, and then alone. The two have other forms
+    of the product."""
+    folder = str(
+        make_checkpoint(
+            tmp_path / "model", seed=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16
+        )
+    )
+    with Pair(
+        tmp_path, str(ROOT / "tools" / "crowd.py"), folder, forms=(rows.forms_here() * 2)[:2]
+    ) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         (line,) = [line for line in pair.said(0).splitlines() if line.startswith("[[")]
     _, exact, compared, different = json.loads(line)
     assert exact and compared > 200 and different == 0
 
 
-@pytest.mark.parametrize(("own", "says", "exact"), [(True, 1, True), (True, 0, False), (False, 1, False)])
+@pytest.mark.parametrize(
+    ("own", "says", "exact"), [(True, 1, True), (True, 0, False), (False, 1, False)]
+)
 def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
     """Once it had to be the same product, down to the number of its threads."""
     monkeypatch.setattr("parts.device.mlx.is_exact", lambda: own)
@@ -414,9 +513,23 @@ def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own,
 
 
 def test_the_benchmark_measures_ranks_one_engine_after_another(tmp_path):
-    """Over MPI a sample's process could not join the others, so all samples are taken by the ranks themselves."""
-    small = ("--parts", "decode", "--rows", "1", "--samples", "2", "--prompt", "16", "--output", "8")
-    with Pair(tmp_path, str(ROOT / "bench.py"), *small, "--json", str(tmp_path / "run.json")) as pair:
+    """Over MPI a sample's process could not join the others, so all samples are taken by the ranks
+    themselves."""
+    small = (
+        "--parts",
+        "decode",
+        "--rows",
+        "1",
+        "--samples",
+        "2",
+        "--prompt",
+        "16",
+        "--output",
+        "8",
+    )
+    with Pair(
+        tmp_path, str(ROOT / "bench.py"), *small, "--json", str(tmp_path / "run.json")
+    ) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
     records = json.loads((tmp_path / "run.json").read_text())["records"]
     assert len(records) == 2 and all(record["figures"]["decode tokens/s"] > 0 for record in records)
@@ -434,12 +547,17 @@ def test_a_lost_rank_is_told_to_every_client_and_ends_every_process(tmp_path, fa
     """MLX may wait for a lost rank for ever, and with it the thread that steps."""
     with Pair(tmp_path, str(ROOT / "tests" / "lib" / "rank.py"), fault) as pair:
         assert pair.codes() == codes, pair.said(0) + pair.said(1)
-        results = next(json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[["))
+        results = next(
+            json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[[")
+        )
         assert len(results) == 4
         for reason, error in results:
             assert reason == "error" and re.search(says, error), error
         raised = {"raises at rank 1": 1, "raises at rank 0": 0}.get(fault)
-        assert raised is None or f"nanobatch: rank {raised} of 2: OverflowError: planted" in pair.said(raised)
+        assert (
+            raised is None
+            or f"nanobatch: rank {raised} of 2: OverflowError: planted" in pair.said(raised)
+        )
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["once", "again and again"])
@@ -450,12 +568,16 @@ def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by, many):
         address = pair.says(0, r"at http://(\S+)/v1; .*rank 0 of 2 by ring")[1]
         pair.says(1, "follows rank 0")
         host, port = address.split(":")
-        body = json.dumps({"prompt": "Count from 3 to 9.", "max_tokens": 8, "temperature": 0}).encode()
+        body = json.dumps(
+            {"prompt": "Count from 3 to 9.", "max_tokens": 8, "temperature": 0}
+        ).encode()
         with socket.create_connection((host, int(port)), 30) as line:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
             line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             assert line.recv(4096).startswith(b"HTTP/1.1 200")
-        for process in reversed(pair.processes.values()) if by == signal.SIGINT else [pair.processes[0]]:
+        for process in (
+            reversed(pair.processes.values()) if by == signal.SIGINT else [pair.processes[0]]
+        ):
             process.send_signal(by)  # in a terminal, Ctrl-C reaches all
         if many:
             hail(pair.processes[0], by)
@@ -464,26 +586,35 @@ def test_the_door_of_rank_0_closes_and_all_ranks_leave(tmp_path, by, many):
 
 
 def test_a_rank_is_missed_even_while_nothing_is_asked(tmp_path):
-    """Nothing is sent then, so MLX notices nothing: the next client would be the first to learn of it. Where the
-    hostfile writes the address in another way, such as by name, a rank was never missed."""
+    """Nothing is sent then, so MLX notices nothing: the next client would be the first to learn of
+    it. Where the hostfile writes the address in another way, such as by name, a rank was never
+    missed."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0", host="127.1") as pair:
         pair.says(0, r"at http://(\S+)/v1;")
         pair.says(1, "follows rank 0")
         pair.processes[1].kill()
         assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
-        assert "rank 1" in pair.said(0).splitlines()[-1] and "is gone" in pair.said(0).splitlines()[-1]
+        assert (
+            "rank 1" in pair.said(0).splitlines()[-1] and "is gone" in pair.said(0).splitlines()[-1]
+        )
 
 
 @pytest.fixture
 def inside():
-    """What to write before a command that shall run in a network of its own, without any other machine."""
+    """What to write before a command that shall run in a network of its own, without any other
+    machine."""
     if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         pytest.skip("no network of its own without unshare, nsenter and ip")
     script = "ip link set lo up && echo up && exec sleep 600"
-    with subprocess.Popen(["unshare", "-rn", "sh", "-c", script], stdout=subprocess.PIPE) as network:
+    with subprocess.Popen(
+        ["unshare", "-rn", "sh", "-c", script], stdout=subprocess.PIPE
+    ) as network:
         try:
             enter = ("nsenter", "-t", str(network.pid), "-U", "-n", "--preserve-credentials")
-            if not network.stdout.readline() or subprocess.run([*enter, "true"], stderr=subprocess.DEVNULL).returncode:
+            if (
+                not network.stdout.readline()
+                or subprocess.run([*enter, "true"], stderr=subprocess.DEVNULL).returncode
+            ):
                 pytest.skip("this user may have no network of its own")
             yield enter
         finally:
@@ -494,10 +625,14 @@ def test_a_cut_line_is_told_to_every_client_and_ends_every_process(tmp_path, ins
     """No word comes of it, and MLX would wait for ever."""
     with Pair(tmp_path, str(ROOT / "tests" / "lib" / "rank.py"), "cut", inside=inside) as pair:
         assert pair.codes() == [LOST, LOST], pair.said(0) + pair.said(1)
-        results = next(json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[["))
+        results = next(
+            json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[[")
+        )
         assert len(results) == 4
         for reason, error in results:
-            assert reason == "error" and re.search(r"rank 1 \(127.0.0.1:\d+\) is gone", error), error
+            assert reason == "error" and re.search(r"rank 1 \(127.0.0.1:\d+\) is gone", error), (
+                error
+            )
         assert re.search(r"rank 1 of 2: rank 0 \(.*\) is gone", pair.said(1))
 
 
@@ -519,14 +654,18 @@ while not line.is_mute():
 
 
 def test_a_line_that_was_cut_while_numbers_were_on_their_way_is_noticed(inside):
-    """The system then does not ask whether the other machine is there. It tries again for a quarter of an hour."""
+    """The system then does not ask whether the other machine is there. It tries again for a quarter
+    of an hour."""
     subprocess.run([*inside, sys.executable, "-c", CUT], cwd=ROOT, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_does_not_come_is_named(tmp_path, rank):
-    """MLX waits for it without a word, and lets no other thread of Python run: so Ctrl-C would not end it."""
+    """MLX waits for it without a word, and lets no other thread of Python run: so Ctrl-C would not
+    end it."""
     with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(rank,)) as pair:
-        pair.says(rank, re.escape(f"rank {rank} waits for rank {1 - rank} ({pair.hosts[1 - rank]})"))
+        pair.says(
+            rank, re.escape(f"rank {rank} waits for rank {1 - rank} ({pair.hosts[1 - rank]})")
+        )
         pair.processes[rank].send_signal(signal.SIGINT)
         assert pair.codes(20) == [-signal.SIGINT] and "Traceback" not in pair.said(rank)

@@ -7,7 +7,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def fast_keys(monkeypatch):
-    """Textual waits 50 ms after each key of several, until nothing moves. Here it waits once, after the last."""
+    """Textual waits 50 ms after each key of several, until nothing moves. Here it waits once, after
+    the last."""
 
     async def go_on(*times: float) -> None:
         await asyncio.sleep(0.002)

@@ -10,10 +10,13 @@ from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL
 
 
 def contrast(a: Color, b: Color) -> float:
-    """As the web's accessibility guidelines define it: 1 is none, 21 is black on white, 4.5 is easy to read."""
+    """As the web's accessibility guidelines define it: 1 is none, 21 is black on white, 4.5 is easy
+    to read."""
 
     def light(color: Color) -> float:
-        parts = [x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in color.normalized]
+        parts = [
+            x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in color.normalized
+        ]
         return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
     return (max(light(a), light(b)) + 0.05) / (min(light(a), light(b)) + 0.05)
@@ -22,7 +25,12 @@ def contrast(a: Color, b: Color) -> float:
 @pytest.mark.parametrize("name", sorted(BUILTIN_THEMES))
 def test_words_can_be_read_in_every_theme(name):
     p = ink.Palette.of(BUILTIN_THEMES[name])
-    for words, back, least in ((p.text, p.back, 5), (p.text, p.bar, 5), (p.muted, p.back, 3.5), (p.accent, p.bar, 3.5)):
+    for words, back, least in (
+        (p.text, p.back, 5),
+        (p.text, p.bar, 5),
+        (p.muted, p.back, 3.5),
+        (p.accent, p.bar, 3.5),
+    ):
         assert contrast(Color.parse(words), Color.parse(back)) >= least - 0.1, (name, words, back)
     assert contrast(Color.parse(p.bad), Color.parse(p.back)) >= 3.4
     for hue in ink.HUES:
@@ -34,8 +42,13 @@ def test_prefill_can_be_seen_on_light_and_on_dark():
     for p in (ink.LIGHT, ink.DARK):
         for request in range(1, 20):
             cell = p.cell(PREFILL, request)
-            hue, back = (Color.parse(color.get_truecolor().hex) for color in (cell.color, cell.bgcolor))
-            assert contrast(hue, Color.parse(p.back)) > 1.8 and contrast(hue, back) > 1.25, (p.back, request)
+            hue, back = (
+                Color.parse(color.get_truecolor().hex) for color in (cell.color, cell.bgcolor)
+            )
+            assert contrast(hue, Color.parse(p.back)) > 1.8 and contrast(hue, back) > 1.25, (
+                p.back,
+                request,
+            )
 
 
 def test_d_changes_between_dark_and_light_and_everything_follows():
@@ -59,7 +72,9 @@ def test_without_colour_textures_tell_the_phases_apart(monkeypatch):
         for line in it.app.screen._compositor.render_strips():
             for segment in line:
                 for color in (segment.style.color, segment.style.bgcolor):
-                    assert color is None or color.triplet is None or len(set(color.triplet)) == 1, segment
+                    assert color is None or color.triplet is None or len(set(color.triplet)) == 1, (
+                        segment
+                    )
         assert {"▒", "█", "╳"} <= set(it.text())
         assert len({ink.GLYPHS[kind] for kind in (PREFILL, DECODE, HELD, BLOCKED, EMPTY)}) == 5
 

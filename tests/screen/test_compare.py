@@ -18,13 +18,15 @@ from screen import charts, ink, keys, panes, runs, state, timeline
 @pytest.mark.parametrize("hurry", [False, True])
 @pytest.mark.parametrize("policy", ["continuous", "static", "serial"])
 def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
-    """A decode step takes 10 ms here, a chunk 5: on that clock the replay is the run, cell for cell.
+    """A decode step takes 10 ms here, a chunk 5: on that clock the replay is the run, cell for
+    cell.
 
     The replay knows no text, only how much of each prompt was taken over.
     """
     stage = Stage(policy=policy).load()
     stage.engine.reuse = reuse
-    limits = {"chunk": 32, "budget": 64, "far": 20, "hurry": hurry}  # long prompts have narrow chunks
+    # Long prompts have narrow chunks
+    limits = {"chunk": 32, "budget": 64, "far": 20, "hurry": hurry}
     for name, value in limits.items():
         setattr(stage.engine.sched, name, value)
     stage.session.obey("/burst 20")
@@ -36,20 +38,30 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
     requests = sorted(stage.state.requests.values(), key=lambda r: r.id)
     costs = SimpleNamespace(of=lambda rows, chunks: 0.01 * bool(rows) + 0.005 * chunks)
     run = runs.replay(limits, requests, policy, lambda at: at - requests[0].arrived, costs)
-    assert [column.cells for column in run.columns] == [column.cells for column in stage.state.history]
+    assert [column.cells for column in run.columns] == [
+        column.cells for column in stage.state.history
+    ]
     assert run.makespan == pytest.approx(stage.state.history[-1].ended - requests[0].arrived)
     assert run.ttfts == pytest.approx([r.metrics.ttft_s for r in requests])
 
 
 def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
-    """A verdict that divided a measured time by a simulated one would tell of the simulation's faults."""
+    """A verdict that divided a measured time by a simulated one would tell of the simulation's
+    faults."""
     stage = Stage().load()
     stage.session.obey("/burst 20")
     stage.finish()
     assert stage.session.obey("/compare") == ""
     ran, rival = stage.state.contest.runs
-    assert (ran.policy, ran.how, rival.policy, rival.how) == ("continuous", "simulated", "static", "simulated")
-    assert rival.makespan > 1.2 * ran.makespan and timeline.useful_of(rival.columns) < timeline.useful_of(ran.columns)
+    assert (ran.policy, ran.how, rival.policy, rival.how) == (
+        "continuous",
+        "simulated",
+        "static",
+        "simulated",
+    )
+    assert rival.makespan > 1.2 * ran.makespan and timeline.useful_of(
+        rival.columns
+    ) < timeline.useful_of(ran.columns)
     assert rival.ttft_mean > ran.ttft_mean
     assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in ran.columns) > 500
     text = " ".join(" ".join(plain(panes.draw_contest(stage.state, ink.DARK, 100, 30))).split())
@@ -76,10 +88,13 @@ def test_a_comparison_in_mid_burst_says_how_far_it_counts():
     wait = engine.submitted - engine.finished - run
     said = f"Not over: {run} of them still run, and count as far as they are; {wait} more have no token yet. Simulated"
     assert stage.state.contest.note.startswith(said)
-    while stage.state.view.engine.waiting or any(r.metrics.ttft_s is None for r in stage.state.requests.values()):
+    while stage.state.view.engine.waiting or any(
+        r.metrics.ttft_s is None for r in stage.state.requests.values()
+    ):
         stage.turns()
     stage.session.obey("/compare")
-    said = r"Not over: \d of them still run, and count as far as they are\. Simulated"  # "0 more have no token yet"
+    # "0 more have no token yet"
+    said = r"Not over: \d of them still run, and count as far as they are\. Simulated"
     assert re.match(said, stage.state.contest.note)
 
 
@@ -142,12 +157,15 @@ def test_a_race_runs_the_same_burst_under_both_policies_and_restores_everything(
     assert {cell.request for column in slow.columns for cell in column.cells} >= set(range(1, 21))
     assert stage.engine.sched.policy == stage.state.view.engine.policy == "serial"
     assert all(
-        c.view.policy == "static" for c in stage.state.history if static.first_step <= c.step <= static.last_step
+        c.view.policy == "static"
+        for c in stage.state.history
+        if static.first_step <= c.step <= static.last_step
     )
 
 
 def test_the_film_of_a_race_counts_an_answer_when_the_cover_leaves_its_last_token():
-    """Two clocks in one picture: the counter's keyframes, and the cover, which moves over cells drawn to scale."""
+    """Two clocks in one picture: the counter's keyframes, and the cover, which moves over cells
+    drawn to scale."""
     stage = Stage(slots=3).load()
     stage.session.obey("/race 7")
     contest = stage.finish().state.raced
@@ -155,17 +173,29 @@ def test_the_film_of_a_race_counts_an_answer_when_the_cover_leaves_its_last_toke
     style = "".join(part.text for part in root.iter("{http://www.w3.org/2000/svg}style"))
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     boxes = [
-        box for box in root.iter("{http://www.w3.org/2000/svg}rect") if re.fullmatch(r"r\d+", box.get("class", ""))
+        box
+        for box in root.iter("{http://www.w3.org/2000/svg}rect")
+        if re.fullmatch(r"r\d+", box.get("class", ""))
     ]
     tops = sorted({float(box.get("y")) for box in boxes})
-    assert len(tops) == 6 and "7 requests, 3 slots" in texts[0] and texts.count("7 of 7 answered") == 2
+    assert (
+        len(tops) == 6 and "7 requests, 3 slots" in texts[0] and texts.count("7 of 7 answered") == 2
+    )
     assert f"{len(contest.runs[1].columns):,} steps" in "".join(texts)
     for number, leg in enumerate((tops[:3], tops[3:])):
-        edges = [float(box.get("x")) + float(box.get("width")) for box in boxes if float(box.get("y")) in leg]
+        edges = [
+            float(box.get("x")) + float(box.get("width"))
+            for box in boxes
+            if float(box.get("y")) in leg
+        ]
         (moments,) = re.findall(rf"@keyframes c{number}{{(.*?}})}}", "".join(style))
         percents = [float(percent) for percent in re.findall(r"([\d.]+)%", moments)][1:]
-        covers = [film.LEFT + percent / 100 * film.WHOLE / film.PLAYS * film.WIDE for percent in percents]
-        assert len(covers) == 7 and all(min(abs(cover - edge) for edge in edges) < 1 for cover in covers)
+        covers = [
+            film.LEFT + percent / 100 * film.WHOLE / film.PLAYS * film.WIDE for percent in percents
+        ]
+        assert len(covers) == 7 and all(
+            min(abs(cover - edge) for edge in edges) < 1 for cover in covers
+        )
 
 
 def test_a_race_ends_a_pause_even_while_the_slots_are_drained():
@@ -195,11 +225,14 @@ def test_cancelling_everything_ends_a_race_and_nobody_has_won_it():
     stage.finish()
     assert not stage.state.view.racing and stage.engine.sched.policy == "continuous"
     assert {r.reason for r in stage.state.requests.values()} == {"cancelled", "length"}
-    assert [run.how for run in stage.state.raced.runs] == ["cut short"] and not state.verdict(stage.state.raced.runs)
+    assert [run.how for run in stage.state.raced.runs] == ["cut short"] and not state.verdict(
+        stage.state.raced.runs
+    )
 
 
 def test_races_in_a_row_agree_however_busy_the_machine_is_and_interruptions_are_named():
-    """The same race came out as 1.03 to 3.85 times as fast, because other programs had the processor meanwhile."""
+    """The same race came out as 1.03 to 3.85 times as fast, because other programs had the
+    processor meanwhile."""
     stage = Stage().load()
     stage.session.obey("/set max=90")
     stage.session.obey("/race 12")
@@ -212,14 +245,18 @@ def test_races_in_a_row_agree_however_busy_the_machine_is_and_interruptions_are_
         races.append(stage.finish().state.raced)
     for leg in (0, 1):
         steps, spans, walls = zip(
-            *((r.columns, r.makespan, r.took) for r in (race.runs[leg] for race in races)), strict=True
+            *((r.columns, r.makespan, r.took) for r in (race.runs[leg] for race in races)),
+            strict=True,
         )
         assert len({len(columns) for columns in steps}) == 1
         assert max(spans) < 1.15 * min(spans) and spans[0] == pytest.approx(quiet[leg], rel=0.15)
         assert min(walls) > 2 * max(spans)
     assert all(race.note.count(", of it interruptions: ") == 2 for race in races)
     words = state.verdict(races[0].runs)
-    assert f"takes {len(races[0].runs[1].columns)} steps instead of {len(races[0].runs[0].columns)}" in words
+    assert (
+        f"takes {len(races[0].runs[1].columns)} steps instead of {len(races[0].runs[0].columns)}"
+        in words
+    )
 
 
 @pytest.mark.parametrize("policy", ["continuous", "static"])
@@ -235,25 +272,47 @@ def test_on_a_busy_machine_the_replay_of_what_ran_takes_as_long_as_that_did(poli
     stage.session.obey("/compare")
     own, _ = stage.state.contest.runs
     columns = stage.state.history
-    real = runs.measured(policy, columns, list(stage.state.requests.values()), state.prices(stage.state))
+    real = runs.measured(
+        policy, columns, list(stage.state.requests.values()), state.prices(stage.state)
+    )
     assert own.makespan == pytest.approx(real.makespan, rel=0.1) and real.took > 3 * real.makespan
     assert own.ttft_mean == pytest.approx(real.ttft_mean, rel=0.1)
-    assert f"{len(columns):,} steps, {ink.span(real.makespan)} on that clock" in stage.state.contest.note
+    assert (
+        f"{len(columns):,} steps, {ink.span(real.makespan)} on that clock"
+        in stage.state.contest.note
+    )
     assert "of it interruptions" in stage.state.contest.note
 
 
 def test_a_step_that_was_never_seen_has_a_price_on_the_line_of_those_that_were():
-    """A class of few steps had no price that could be trusted, and a policy that never ran had none at all."""
+    """A class of few steps had no price that could be trusted, and a policy that never ran had none
+    at all."""
 
     def step(rows: int, chunks: int, seconds: float) -> SimpleNamespace:
         return SimpleNamespace(decode=range(rows), prefill=range(chunks), seconds=seconds)
 
-    seen = [step(2, 0, 0.010)] * 9 + [step(6, 0, 0.018)] * 9 + [step(2, 1, 0.015)] * 2 + [step(6, 0, 9.0)] * 9
+    seen = (
+        [step(2, 0, 0.010)] * 9
+        + [step(6, 0, 0.018)] * 9
+        + [step(2, 1, 0.015)] * 2
+        + [step(6, 0, 9.0)] * 9
+    )
     prices = runs.Prices(seen)
-    wanted = {(2, 0): 0.010, (6, 0): 0.018, (4, 0): 0.014, (1, 0): 0.008, (8, 0): 0.022, (2, 2): 0.020, (0, 1): 0.005}
+    wanted = {
+        (2, 0): 0.010,
+        (6, 0): 0.018,
+        (4, 0): 0.014,
+        (1, 0): 0.008,
+        (8, 0): 0.022,
+        (2, 2): 0.020,
+        (0, 1): 0.005,
+    }
     assert {kind: prices.of(*kind) for kind in wanted} == pytest.approx(wanted)
-    assert runs.Prices([]).of(3, 1) > 0 and runs.Prices([step(0, 2, 0.01)]).of(0, 2) == pytest.approx(0.01)
-    odd = runs.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])  # the more rows, the quicker: that was chance
+    assert runs.Prices([]).of(3, 1) > 0 and runs.Prices([step(0, 2, 0.01)]).of(
+        0, 2
+    ) == pytest.approx(0.01)
+    # The more rows, the quicker: that was chance
+    odd = runs.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
     assert odd.row == 0 and 0.01 < odd.of(8, 0) < 0.02
 
 
@@ -286,7 +345,9 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
     room_for = Scheduler._room
     monkeypatch.setitem(POLICIES, "shy", "one newcomer a step.")
     monkeypatch.setattr(
-        Scheduler, "_room", lambda self, free: min(free, 1) if self.policy == "shy" else room_for(self, free)
+        Scheduler,
+        "_room",
+        lambda self, free: min(free, 1) if self.policy == "shy" else room_for(self, free),
     )
     stage = Stage().load()
     for _ in range(len(POLICIES) - 1):

@@ -1,4 +1,5 @@
-"""What fails is shown: tracebacks on a page of their own, and a pane that raises in its own place."""
+"""What fails is shown: tracebacks on a page of their own, and a pane that raises in its own
+place."""
 
 import pytest
 from rich.cells import cell_len
@@ -20,7 +21,11 @@ def test_a_failed_step_says_so_in_a_line_and_a_page_shows_where():
         await it.press("E")
         await it.sees("Traceback (most recent call last):")
         text = it.text()
-        assert "Errors" in text and 'words.py", line' in text and "RuntimeError: the device is on fire" in text
+        assert (
+            "Errors" in text
+            and 'words.py", line' in text
+            and "RuntimeError: the device is on fire" in text
+        )
         await it.press("escape")
         assert it.app.screen.name != "errors"
 
@@ -49,7 +54,10 @@ def test_a_pane_that_raises_says_so_in_its_place_and_the_others_go_on(size, monk
         assert len(it.stage.state.tracebacks) == 1, "once, however often it is painted"
         await it.press("E", turns=3)
         await it.sees("the pane 'slots' cannot be drawn")
-        assert "in broken" in it.stage.state.tracebacks[0] and "test_errors.py" in it.stage.state.tracebacks[0]
+        assert (
+            "in broken" in it.stage.state.tracebacks[0]
+            and "test_errors.py" in it.stage.state.tracebacks[0]
+        )
 
     stage = show(scenario, size=size)
     assert stage.engine.steps > 10
@@ -67,8 +75,19 @@ def test_tracebacks_go_to_the_terminal_again_when_the_screen_is_left(caplog):
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_a_traceback_of_any_width_fits_its_page(width):
-    block = "step 3 failed\nTraceback:\n" + " " * 90 + "deep = inside\n    " + "x" * 300 + "\n  " + "文" * 90
+    block = (
+        "step 3 failed\nTraceback:\n"
+        + " " * 90
+        + "deep = inside\n    "
+        + "x" * 300
+        + "\n  "
+        + "文" * 90
+    )
     lines = panes.draw_errors(State(tracebacks=[block, "another\nTraceback:"]), ink.DARK, width, 20)
     assert all(cell_len(line) <= width for line in plain(lines))
     text = "".join(plain(lines))
-    assert text.index("another") < text.index("step 3 failed") and text.count("x") >= 300 and text.count("文") == 90
+    assert (
+        text.index("another") < text.index("step 3 failed")
+        and text.count("x") >= 300
+        and text.count("文") == 90
+    )

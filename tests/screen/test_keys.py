@@ -36,14 +36,27 @@ def test_enter_fires_the_example_or_opens_the_prompt_and_a_draft_is_kept():
         await it.press("enter", *"again", "enter", turns=2)
         assert it.stage.prompt(2) == "again"
         await it.press("i", *"draft", "escape", "b", turns=2)
-        assert it.stage.engine.sched.submitted == 2 + 12 and it.app.query_one(tui.Prompt).value == "draft"
+        assert (
+            it.stage.engine.sched.submitted == 2 + 12
+            and it.app.query_one(tui.Prompt).value == "draft"
+        )
 
     show(scenario)
 
 
 def test_commands_are_obeyed_and_a_wrong_one_comes_back_with_a_message():
     async def scenario(it):
-        await it.press("slash", *"set", "space", *"temperature=0.5", "space", *"max=7", "space", *"seed=3", "enter")
+        await it.press(
+            "slash",
+            *"set",
+            "space",
+            *"temperature=0.5",
+            "space",
+            *"max=7",
+            "space",
+            *"seed=3",
+            "enter",
+        )
         assert it.stage.state.settings == Settings(0.5, 7, 3, burst=12)
         assert "set temperature=0.5 max=7 seed=3" in it.text() and "– tok/s" in it.text()
         it.app.hush(it.stage.state.said)
@@ -88,7 +101,8 @@ def test_space_pauses_and_s_steps(size):
         assert "paused" in it.text()
         await it.press("s", turns=3)
         assert len(it.stage.state.history) == steps + 1
-        await it.press("space", turns=5)  # the first of these starts a step and has none to read back
+        # The first of these starts a step and has none to read back
+        await it.press("space", turns=5)
         assert len(it.stage.state.history) == steps + 5 and "running" in it.text()
         await it.press("space")
         await it.press("left", "left", turns=0)
@@ -122,8 +136,14 @@ def test_the_cursor_goes_back_in_time_and_shows_that_step(size):
         await it.press("z", turns=0)  # one step a column
         newest = it.stage.state.history[-1].step
         await it.press("left", turns=0)
-        assert it.stage.state.cursor == it.stage.state.step.step == newest - 1 and f"step {newest - 1:,} " in it.text()
-        assert "End: follow" in it.text() and f"◀ back at step {newest - 1:,} of {newest:,}" in it.text()
+        assert (
+            it.stage.state.cursor == it.stage.state.step.step == newest - 1
+            and f"step {newest - 1:,} " in it.text()
+        )
+        assert (
+            "End: follow" in it.text()
+            and f"◀ back at step {newest - 1:,} of {newest:,}" in it.text()
+        )
         await it.press("pageup", "comma", turns=0)
         assert it.stage.state.step.step == newest - 42
         await it.press("home", turns=0)
@@ -139,8 +159,11 @@ def test_the_cursor_goes_back_in_time_and_shows_that_step(size):
             await it.press("end", "left", turns=0)
             wide = it.stage.state.zoom_for(it.app.query_one("#timeline").size.width - 4)
             wide = wide if it.app.query_one("#timeline").display else 1
-            assert (it.stage.state.step.step == newest - wide and wide == (zoom or wide)) or size[0] < 110, zoom
-            await it.press("end", "shift+left", "comma", "full_stop", turns=0)  # and no step can be passed over
+            assert (it.stage.state.step.step == newest - wide and wide == (zoom or wide)) or size[
+                0
+            ] < 110, zoom
+            # And no step can be passed over
+            await it.press("end", "shift+left", "comma", "full_stop", turns=0)
             assert it.stage.state.step.step == newest - 1
 
     show(scenario, size=size)
@@ -148,7 +171,8 @@ def test_the_cursor_goes_back_in_time_and_shows_that_step(size):
 
 @at_every_size
 def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of_that_step(size):
-    """Only Timeline and Step went back; beside them stood the slots, the queue and the answers of now."""
+    """Only Timeline and Step went back; beside them stood the slots, the queue and the answers of
+    now."""
 
     async def scenario(it):
         state, seen = it.stage.state, {}
@@ -156,13 +180,20 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         for _ in range(60):
             await it.turns()
             if state.history:
-                slots = [(s.slot, s.request, s.used, s.output_tokens) for s in state.view.engine.slots]
-                seen[state.view.engine.planned] = slots, [r for r, _ in state.view.engine.queue], dict(state.requests)
+                slots = [
+                    (s.slot, s.request, s.used, s.output_tokens) for s in state.view.engine.slots
+                ]
+                seen[state.view.engine.planned] = (
+                    slots,
+                    [r for r, _ in state.view.engine.queue],
+                    dict(state.requests),
+                )
         it.stage.finish()
         await it.turns()
         then = 31
         state.look_at(state.index_of(then))
-        # After the commit of a step, the engine has planned the next one: its slots are a step further.
+        # After the commit of a step, the engine has planned the next one: its slots are a step
+        # further.
         rows = {s.slot: s.used for s in state.slots()}
         for slot, request, used, said in seen[then + 1][0]:
             if request is not None and state.past.cells[slot] == (DECODE, request):
@@ -170,12 +201,16 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         assert sum(cell.kind == DECODE for cell in state.past.cells) >= 4
         waiting, line = state.line()
         assert [r for r, _ in line] == seen[then][1] and waiting == len(line) > 0
-        assert all(waited == pytest.approx(state.past.ended) for _, waited in line)  # as all else: at the step's end
+        # As all else: at the step's end
+        assert all(waited == pytest.approx(state.past.ended) for _, waited in line)
         for slot in range(8):
             owner = state.owner(slot)
             before = seen[then + 1][2][owner.id]
             if before.reason is None and before.metrics.output_tokens:
-                assert owner.reason is None and owner.metrics.output_tokens == before.metrics.output_tokens
+                assert (
+                    owner.reason is None
+                    and owner.metrics.output_tokens == before.metrics.output_tokens
+                )
                 assert owner.metrics.ttft_s == pytest.approx(before.metrics.ttft_s)
                 assert owner.text == before.text
         began, last = charts.stretch(state)
@@ -184,11 +219,16 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         ended = sum(r.arrived + r.metrics.ttft_s <= last for r in state.requests.values())
         assert f" of {ended}, {12 - ended} still wait" in ttfts[0] and 0 < ended < 12
         firsts = re.findall(r"█p50 (\S+ \S+)", plain(charts.draw_waits(state, ink.DARK, 60, 9))[0])
-        assert firsts == [ink.span(sorted(ttft for at, ttft in state.firsts if at <= last)[(ended - 1) // 2])]
+        assert firsts == [
+            ink.span(sorted(ttft for at, ttft in state.firsts if at <= last)[(ended - 1) // 2])
+        ]
         queue = plain(charts.draw_queue(state, ink.DARK, 60, 9))
         assert "queue at step 31" in queue[0] and queue[-1].split()[-1] == "31"
-        (figures,) = plain(panes.draw_status(state, ink.DARK, 200, 1))  # they stayed at now, beside "back at step"
-        assert "  now: ■ idle  " in figures, "beside a step in which 8 slots worked stood that the engine is idle"
+        # They stayed at now, beside "back at step"
+        (figures,) = plain(panes.draw_status(state, ink.DARK, 200, 1))
+        assert "  now: ■ idle  " in figures, (
+            "beside a step in which 8 slots worked stood that the engine is idle"
+        )
         tokens, over = state.past.total, sum(r.ended <= last for r in state.ended)
         newest = [column.view.seconds for column in state.history[then - 20 : then]]
         assert f"{tokens / (last - began):.0f} tok/s  {over} ended" in figures
@@ -207,9 +247,11 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
 
 
 def test_back_in_time_an_answer_shows_just_the_letters_that_had_come():
-    """At full speed its text was known of every look only, ten times a second: "Of al…", of what had been "Of all the".
+    """At full speed its text was known of every look only, ten times a second: "Of al…", of what
+    had been "Of all the".
 
-    The text of each step is had again from another engine, at which the screen looks after each of its steps."""
+    The text of each step is had again from another engine, at which the screen looks after each of
+    its steps."""
     story = "".join(f"{i:04}" for i in range(24))  # four letters a token
     then, stage = (Stage(prompts=[(f'"{story}"', 24)]).load() for _ in range(2))
     then.session.obey("/burst 1")
@@ -247,23 +289,35 @@ def test_the_step_pane_says_newest_only_if_it_is():
             it.stage.room.loop._next = 0.0
             await it.turns()
             newest = it.stage.state.history[-1].step
-            assert f" step {newest} " in it.text() and f"── Step {newest} " in it.text() and "newest" in it.text()
+            assert (
+                f" step {newest} " in it.text()
+                and f"── Step {newest} " in it.text()
+                and "newest" in it.text()
+            )
 
     show(scenario, size=(120, 40))
 
 
 def test_an_axis_of_time_has_one_unit():
-    assert charts.ends_of(1.0, 1.14) == ("−140 ms", "0 ms") and charts.ends_of(1.0, 3.5) == ("−2.50 s", "0 s")
+    assert charts.ends_of(1.0, 1.14) == ("−140 ms", "0 ms") and charts.ends_of(1.0, 3.5) == (
+        "−2.50 s",
+        "0 s",
+    )
 
 
 def test_the_charts_cover_the_same_time():
-    """The batch sizes covered as many steps as had room, the tokens a second the last ten seconds."""
+    """The batch sizes covered as many steps as had room, the tokens a second the last ten
+    seconds."""
     stage = Stage().load()
     stage.session.obey("/burst 20")
     stage.finish()
-    rate, batch = (plain(draw(stage.state, ink.DARK, 44, 8)) for draw in (charts.draw_rate, charts.draw_batch))
+    rate, batch = (
+        plain(draw(stage.state, ink.DARK, 44, 8)) for draw in (charts.draw_rate, charts.draw_batch)
+    )
     assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.33", "s", "0", "s"]
-    assert len({line.find("┤") for line in (rate[1], batch[1])}) == 1, "the same moment stood in other columns"
+    assert len({line.find("┤") for line in (rate[1], batch[1])}) == 1, (
+        "the same moment stood in other columns"
+    )
     work = sum(column.useful * (column.ended - column.began) for column in stage.state.history)
     assert f"mean {work / stage.state.history[-1].ended:.1f} of 8 slots" in batch[0]
 
@@ -273,14 +327,17 @@ def test_the_mean_of_first_tokens_says_how_many_still_wait():
     stage = Stage(slots=2, policy="serial").load()
     stage.session.obey("/burst 12")
     stage.turns(20)
-    titles = {width: plain(charts.draw_ttft(stage.state, ink.DARK, width, 8))[0] for width in (60, 34, 25)}
+    titles = {
+        width: plain(charts.draw_ttft(stage.state, ink.DARK, width, 8))[0] for width in (60, 34, 25)
+    }
     assert "mean 15.0 ms of 1, 11 still wait" in titles[60]
     assert "15.0 ms, 11 wait" in titles[34] and "11 wait" in titles[25]
 
 
 @at_every_size
 def test_from_a_step_to_the_request_and_from_a_request_to_its_steps(size):
-    """A step named a request that could not be opened from there, and a request did not say when it had run."""
+    """A step named a request that could not be opened from there, and a request did not say when it
+    had run."""
 
     async def scenario(it):
         state = it.stage.state
@@ -297,7 +354,11 @@ def test_from_a_step_to_the_request_and_from_a_request_to_its_steps(size):
         steps = [state.history[i].step for i in state.steps_of(last)]
         assert f"{steps[0]:,} to {steps[-1]:,}, in slot {last.slot}: " in it.text()
         await it.press("g", turns=0)
-        assert state.cursor == steps[0] and state.selected == last.slot and "Slots at step" in it.text()
+        assert (
+            state.cursor == steps[0]
+            and state.selected == last.slot
+            and "Slots at step" in it.text()
+        )
         assert (last.slot, last.id) in state.step.admitted
         await it.press("g", turns=0)
         assert state.open.id == last.id and f"r{last.id}," in it.text()
@@ -315,7 +376,9 @@ def test_a_step_pane_that_is_cut_says_so_and_can_be_opened():
     tall = plain(panes.draw_step(stage.state, ink.DARK, 60, 30))
     for height in range(3, len(tall)):
         lines = plain(panes.draw_step(stage.state, ink.DARK, 60, height))
-        assert len(lines) == height and lines[-1].strip() == f"↓ {len(tall) - height + 1} more lines"
+        assert (
+            len(lines) == height and lines[-1].strip() == f"↓ {len(tall) - height + 1} more lines"
+        )
 
     async def scenario(it):
         it.stage.session.obey("/burst 20")
@@ -359,12 +422,16 @@ def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
 
 
 def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
-    """The race before was shown until then; and where nothing ran, the new one was said to wait for what runs."""
+    """The race before was shown until then; and where nothing ran, the new one was said to wait for
+    what runs."""
     stage = Stage().load()
     drawn = lambda: plain(panes.draw_contest(stage.state, ink.DARK, 80, 24))  # noqa: E731
     for _ in range(2):
         stage.session.obey("/race 4 serial continuous")
-        assert drawn()[0].startswith("── Race: serial and continuous ") and drawn()[1].strip() == state.RACE_BEGINS
+        assert (
+            drawn()[0].startswith("── Race: serial and continuous ")
+            and drawn()[1].strip() == state.RACE_BEGINS
+        )
         stage.turns(5)
         assert "running …" in "".join(drawn())
         stage.finish()
@@ -378,13 +445,20 @@ def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
 
 
 def test_a_number_and_its_unit_stand_in_one_line():
-    assert ink.wrap("in all 3.48 s", 11) == ["in all", "3.48 s"] and ink.wrap("325 ms; more", 7) == ["325 ms;", "more"]
-    assert ink.wrap("interruptions: 5.94 s.", 21) == ["interruptions:", "5.94 s."]  # the point stood alone
-    assert ink.wrap("a small word", 8) == ["a small", "word"] and ink.wrap("1 second", 6) == ["1", "second"]
+    assert ink.wrap("in all 3.48 s", 11) == ["in all", "3.48 s"] and ink.wrap(
+        "325 ms; more", 7
+    ) == ["325 ms;", "more"]
+    # The point stood alone
+    assert ink.wrap("interruptions: 5.94 s.", 21) == ["interruptions:", "5.94 s."]
+    assert ink.wrap("a small word", 8) == ["a small", "word"] and ink.wrap("1 second", 6) == [
+        "1",
+        "second",
+    ]
 
 
 def test_the_parts_of_a_steps_time_add_up_as_they_are_printed():
-    """Each part was rounded by itself, and so was their sum: 0.00 + 0.00 + 0.00 would have been 0.01."""
+    """Each part was rounded by itself, and so was their sum: 0.00 + 0.00 + 0.00 would have been
+    0.01."""
     stage = Stage().load()
     stage.session.obey("one")
     stage.finish()
@@ -398,8 +472,13 @@ def test_the_parts_of_a_steps_time_add_up_as_they_are_printed():
     for width in range(30, 90):
         lines = plain(panes.draw_time(replace(step, **parts), ink.DARK, width))
         text = " ".join(" ".join(lines[:-1]).split())
-        total, *sums = [float(number.replace(",", "")) for number in re.findall(r"[\d,]+\.\d\d", text)]
-        assert sum(sums[:3]) == pytest.approx(total) and sum(sums[3:]) == pytest.approx(sums[0]) == 14.9
+        total, *sums = [
+            float(number.replace(",", "")) for number in re.findall(r"[\d,]+\.\d\d", text)
+        ]
+        assert (
+            sum(sums[:3]) == pytest.approx(total)
+            and sum(sums[3:]) == pytest.approx(sums[0]) == 14.9
+        )
         assert not any(line.endswith(("+", "device", "wait")) for line in lines), lines
 
 
@@ -459,7 +538,9 @@ def test_i_and_slash_lead_from_every_page_to_the_prompt_box(page):
     async def scenario(it):
         await it.press(page, "i", *"hi there", "enter", turns=2)
         assert it.app.screen is it.app.screen_stack[0] and it.app.focused is None
-        assert "hi there" in [state.prompt_of(request) for request in it.stage.state.requests.values()]
+        assert "hi there" in [
+            state.prompt_of(request) for request in it.stage.state.requests.values()
+        ]
         await it.press(page, "slash", turns=0)
         assert it.app.focused is it.app.prompt and it.app.prompt.value == "/"
         await it.press("escape", "question_mark", "escape", turns=0)
@@ -486,7 +567,11 @@ def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes
         await it.press("h", turns=0)
         assert len(it.app.screen_stack) == 1
         await it.press("question_mark", "r", turns=20)
-        assert it.app.screen.name == "contest" and it.stage.state.view.racing and "running …" in it.text()
+        assert (
+            it.app.screen.name == "contest"
+            and it.stage.state.view.racing
+            and "running …" in it.text()
+        )
         await it.press("c", turns=0)
         assert it.app.screen.name == "contest" and "simulated" in it.text()
 
@@ -503,7 +588,11 @@ def test_a_pause_behind_a_page_is_said_on_the_page():
         await it.press("space")
         assert not it.stage.state.view.paused
         await it.sees("done behind this page: /resume")
-        line = it.text().splitlines().index(next(line for line in it.text().splitlines() if line.startswith(" p ")))
+        line = (
+            it.text()
+            .splitlines()
+            .index(next(line for line in it.text().splitlines() if line.startswith(" p ")))
+        )
         await it.pilot.click("#sheet", offset=(2, line))
         await it.sees("done behind this page: /policy")
 
@@ -521,7 +610,8 @@ def test_every_key_of_the_footer_can_be_clicked_even_while_typing():
             await it.pilot.click("#keys", offset=(line.index("b Burst") + 2, 0))
             await it.turns()
             assert it.stage.engine.sched.submitted == before + 12
-            await it.pilot.click("#keys", offset=(line.index("? Help") + 1, 0))  # the blank takes clicks, too
+            # The blank takes clicks, too
+            await it.pilot.click("#keys", offset=(line.index("? Help") + 1, 0))
             await it.turns()
             assert "Help" in it.text().splitlines()[0]
             await it.press("escape")
@@ -572,11 +662,20 @@ STATES = ("idle", "busy", "paused", "help", "contest", "requests", "loading")
 
 @pytest.mark.parametrize(
     "key, state",
-    [*(("q", state) for state in STATES), *((f"ctrl+{key}", s) for key in "cq" for s in ("idle", "help", "loading"))],
+    [
+        *(("q", state) for state in STATES),
+        *((f"ctrl+{key}", s) for key in "cq" for s in ("idle", "help", "loading")),
+    ],
 )
 def test_the_screen_can_be_left_in_every_state(key, state):
     async def scenario(it):
-        keys = {"busy": ["b"], "paused": ["b", "space"], "help": ["question_mark"], "contest": ["r"], "requests": ["f"]}
+        keys = {
+            "busy": ["b"],
+            "paused": ["b", "space"],
+            "help": ["question_mark"],
+            "contest": ["r"],
+            "requests": ["f"],
+        }
         if state != "loading":
             await it.press(*keys.get(state, []), turns=3)
         await it.pilot.press(key)
@@ -598,7 +697,8 @@ def test_a_paste_of_several_lines_is_one_prompt_of_several_lines():
         await it.press("i", turns=0)
         it.app.query_one(tui.Prompt).value = "x" * 600 + "\ny"
         await it.press("enter", turns=2)
-        assert it.app.query_one(tui.Prompt).value == "x" * 600 + "␊y"  # it did not fit, and comes back whole
+        # It did not fit, and comes back whole
+        assert it.app.query_one(tui.Prompt).value == "x" * 600 + "␊y"
 
     show(scenario, size=(120, 40))
 
@@ -611,7 +711,8 @@ def test_help_and_quit_are_commands():
         await it.sees("Help: keys")
         await it.press("escape", "slash", *"helpp", "enter")
         await it.sees("/slow /step /quit")
-        await it.press("ctrl+u", *"/quit", "space", *"now", "enter")  # this was no command, said the list that has it
+        # This was no command, said the list that has it
+        await it.press("ctrl+u", *"/quit", "space", *"now", "enter")
         assert it.app._exit and it.app.return_code == 0
 
     show(scenario, size=(120, 40))
@@ -640,7 +741,8 @@ def test_set_alone_prints_the_settings():
 
 
 def test_a_longest_answer_beyond_a_slot_is_cut_to_it_and_that_is_said():
-    """The edge went on to promise 100,000 tokens in slots of 512. A temperature may be what sampling takes."""
+    """The edge went on to promise 100,000 tokens in slots of 512. A temperature may be what
+    sampling takes."""
     stage = Stage().load()
     assert stage.session.obey("/set max=100000") == "max=512: a slot holds no more"
     assert stage.state.settings.max_tokens == 512
@@ -695,20 +797,30 @@ def test_figures_have_commas_and_things_their_plural_everywhere():
     stage.session.obey("/set max=1500")
     stage.session.obey("x" * 2000)
     stage.finish()
-    texts = [plain(draw(stage.state, ink.DARK, 100, 30)) for draw in (panes.draw_requests, panes.draw_slots)]
+    texts = [
+        plain(draw(stage.state, ink.DARK, 100, 30))
+        for draw in (panes.draw_requests, panes.draw_slots)
+    ]
     stage.state.look_at(1)
-    texts += [plain(draw(stage.state, ink.DARK, 100, 30)) for draw in (panes.draw_slots, panes.draw_step)]
+    texts += [
+        plain(draw(stage.state, ink.DARK, 100, 30)) for draw in (panes.draw_slots, panes.draw_step)
+    ]
     texts += [plain(panes.draw_settings(stage.state, ink.DARK, 60, 1))]
     said = "\n".join(line for lines in texts for line in lines)
     assert {"2,000 prompt tokens", "1,500 new tokens", "max 1,500 tok"} <= set(
         re.findall(r"[\d,]+ \w+ ?\w+|max.*tok", said)
     )
     assert not re.search(r"(?<![.\d])\d{4}", said), said
-    assert (ink.count(0, "line"), ink.count(1, "line"), ink.count(1000, "line")) == ("0 lines", "1 line", "1,000 lines")
+    assert (ink.count(0, "line"), ink.count(1, "line"), ink.count(1000, "line")) == (
+        "0 lines",
+        "1 line",
+        "1,000 lines",
+    )
 
 
 def test_an_exported_picture_keeps_its_blanks_in_every_viewer():
-    """Runs of non-breaking spaces were misplaced by some viewers, and leading spaces lost by others."""
+    """Runs of non-breaking spaces were misplaced by some viewers, and leading spaces lost by
+    others."""
 
     async def scenario(it):
         await it.press("b", turns=20)

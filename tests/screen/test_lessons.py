@@ -1,4 +1,5 @@
-"""What the pictures teach: each figure on the screen is that of the engine, and what cannot be true is not said."""
+"""What the pictures teach: each figure on the screen is that of the engine, and what cannot be true
+is not said."""
 
 import re
 from functools import partial
@@ -19,14 +20,17 @@ def test_static_leaves_slots_blocked_while_requests_wait_and_continuous_never_do
         stage = Stage(policy=policy).load()
         stage.session.obey("/burst 20")
         history[policy] = stage.finish().state.history
-    blocked = {p: sum(c.kind == BLOCKED for column in h for c in column.cells) for p, h in history.items()}
+    blocked = {
+        p: sum(c.kind == BLOCKED for column in h for c in column.cells) for p, h in history.items()
+    }
     assert blocked["continuous"] == 0 < 100 < blocked["static"]
     assert timeline.useful_of(history["continuous"]) > timeline.useful_of(history["static"]) > 10
 
 
 def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
     stage = Stage(slots=3).load()
-    for letter, length in (("a", 64), ("b", 48), ("c", 10)):  # a chunk is 16 tokens, and a step's budget is 32
+    # A chunk is 16 tokens, and a step's budget is 32
+    for letter, length in (("a", 64), ("b", 48), ("c", 10)):
         stage.session.obey(letter * length)
     stage.turns(20)
     assert [stage.cells(slot)[:7] for slot in range(3)] == ["▒▒▒▒███", "▒▒▒████", "┈┈┈▒███"]
@@ -81,7 +85,8 @@ def test_a_slots_bar_tells_reused_prefill_decode_and_remembered_rows():
     stage.session.obey("/set max=60")
     stage.session.obey("a" * 64)
     stage.finish()
-    for width, words in ((80, "(123 remembered)"), (60, "(123)")):  # and 59 of the answer: its last token has no row
+    # And 59 of the answer: its last token has no row
+    for width, words in ((80, "(123 remembered)"), (60, "(123)")):
         (line,) = plain(panes.draw_slots(stage.state, ink.DARK, width, 4))[2:3]
         assert "░░░" in line and "free" in line and words in line and "/256" not in line
     stage.session.obey("a" * 64 + "b" * 60)
@@ -121,7 +126,9 @@ def test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words():
     stage.engine.runner.run = partial(dearer, stage.engine.runner)
     stage.session.obey("alone")
     stage.finish()
-    assert "All steps had 1 row so far" in " ".join(plain(charts.draw_cost(stage.state, ink.DARK, 120, 12)))
+    assert "All steps had 1 row so far" in " ".join(
+        plain(charts.draw_cost(stage.state, ink.DARK, 120, 12))
+    )
     stage.session.obey("/burst 12")
     stage.finish()
     for seconds in stage.state.costs.values():
@@ -138,9 +145,14 @@ def test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words():
 def test_what_cannot_be_true_is_not_said():
     """ "8 rows cost 0.90 × as much as 1 row, and yield 8.92 × the tokens", "0.00 ms more for each row"; and while a
     burst ran, a sentence said that one should be fired."""
-    assert charts.lesson({1: 0.010, 8: 0.009}, False) == "Too noisy to say: 8 rows took less time than 1 row."
+    assert (
+        charts.lesson({1: 0.010, 8: 0.009}, False)
+        == "Too noisy to say: 8 rows took less time than 1 row."
+    )
     assert "Too noisy" not in charts.lesson({1: 0.010, 8: 0.010}, False)
-    assert "fire a burst (b)" in charts.lesson({8: 0.01}, False) and "fire" not in charts.lesson({8: 0.01}, True)
+    assert "fire a burst (b)" in charts.lesson({8: 0.01}, False) and "fire" not in charts.lesson(
+        {8: 0.01}, True
+    )
     stage = Stage(slots=2, prompts=[("hello", 30), ("you", 20)]).load()
     stage.session.obey("/burst 4")
     stage.finish()
@@ -151,12 +163,17 @@ def test_what_cannot_be_true_is_not_said():
 
 
 def test_waits_and_queue_are_drawn_over_the_whole_busy_period():
-    """A request that came early in a crowd waited for less than one that came late: a mean tells neither."""
+    """A request that came early in a crowd waited for less than one that came late: a mean tells
+    neither."""
     stage = Stage().load()
     stage.session.obey("/burst 60")
     stage.finish()
     lines = plain(charts.draw_queue(stage.state, ink.DARK, 60, 8))
-    assert "peak 52" in lines[0] and "step 1" in lines[-1] and f"{stage.state.history[-1].step}" in lines[-1]
+    assert (
+        "peak 52" in lines[0]
+        and "step 1" in lines[-1]
+        and f"{stage.state.history[-1].step}" in lines[-1]
+    )
     columns = ["".join(line[x] for line in lines[1:-1]).strip() for x in range(8, 50)]
     heights = [len(column.replace("┤", "").replace("│", "")) for column in columns]
     assert heights == sorted(heights, reverse=True) and heights[0] >= 5 > heights[-1]
@@ -166,7 +183,8 @@ def test_waits_and_queue_are_drawn_over_the_whole_busy_period():
         column = "".join(line[x] for line in lines[1:-1])
         assert re.fullmatch(" *▒*█+", column), (x, column)
     waits = sorted(
-        r.metrics.ttft_s for r in sorted(stage.state.ended, key=lambda r: r.arrived + r.metrics.ttft_s)[-50:]
+        r.metrics.ttft_s
+        for r in sorted(stage.state.ended, key=lambda r: r.arrived + r.metrics.ttft_s)[-50:]
     )
     assert ink.span(waits[24]) in lines[0] and ink.span(waits[47]) in lines[0]
 
@@ -176,7 +194,11 @@ def test_the_rate_is_what_the_steps_delivered():
     stage.session.obey("/burst 8")
     stage.finish()
     history = stage.state.history
-    assert stage.state.delivered(history[-1].ended + 1e-9) == sum(c.tokens for c in history) == stage.state.delivered()
+    assert (
+        stage.state.delivered(history[-1].ended + 1e-9)
+        == sum(c.tokens for c in history)
+        == stage.state.delivered()
+    )
     assert stage.state.delivered(history[0].began) == 0
     middle = history[20]
     assert history[19].total <= stage.state.delivered(middle.ended - 1e-6) <= history[20].total
@@ -199,14 +221,18 @@ def test_a_screen_that_looked_away_for_too_long_says_how_many_steps_and_ends_it_
 
 
 def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted():
-    """The timeline went on as if nothing had been between, and tokens/s left out what had come meanwhile."""
+    """The timeline went on as if nothing had been between, and tokens/s left out what had come
+    meanwhile."""
     stage = Stage(slots=2).load()
     stage.engine.submit([1], Sampling(max_tokens=9, ignore_eos=True)).result()
     stage.turns()
     for _ in range(45):
         stage.engine.submit([1], Sampling(max_tokens=100, ignore_eos=True)).result()
     stage.turns()
-    history, missed = stage.state.history, stage.engine.steps - 4096 - stage.state.history[0].step - 8
+    history, missed = (
+        stage.state.history,
+        stage.engine.steps - 4096 - stage.state.history[0].step - 8,
+    )
     (at,) = [i for i, column in enumerate(history) if column.unseen]
     gap = history[at]
     assert gap.unseen == missed > 300 and {cell.kind for cell in gap.cells} == {ink.UNSEEN}
@@ -216,7 +242,10 @@ def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted(
     stage.state.zoom = 1
     lines = plain(panes.draw_timeline(stage.state, ink.DARK, 80, 4))
     assert "?" in lines[1] and "?" in lines[2] and "unseen" in lines[0]
-    assert f"{missed:,} steps up to this one went by" in plain(panes.draw_step(stage.state, ink.DARK, 80, 9))[1]
+    assert (
+        f"{missed:,} steps up to this one went by"
+        in plain(panes.draw_step(stage.state, ink.DARK, 80, 9))[1]
+    )
     for zoom in (2, 4, 8):
         merged = stage.state.columns(zoom)
         assert sum(column.unseen for column in merged) == missed
@@ -225,7 +254,8 @@ def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted(
 
 
 def test_every_step_reaches_the_screen_while_the_engine_takes_thousands_a_second():
-    """Three loops at once: the engine's, which steps as fast as it can, the screen's looks, and its painting."""
+    """Three loops at once: the engine's, which steps as fast as it can, the screen's looks, and its
+    painting."""
     stage = Stage()
 
     async def scenario(it):

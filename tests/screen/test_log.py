@@ -65,7 +65,11 @@ def test_a_script_of_wrong_words_is_refused_before_anything_is_loaded(script, wo
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--script", script, "--screenshot", "/dev/null/x.svg"])
     said = capsys.readouterr().err
-    assert left.value.code == 2 and said.startswith(f"nanobatch: --script: {words}") and said.count("\n") == 1
+    assert (
+        left.value.code == 2
+        and said.startswith(f"nanobatch: --script: {words}")
+        and said.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,10 @@ def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
     assert session.orders_of(script)
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--plain", "--script", script])
-    assert left.value.code == 2 and "is no command without a screen; there are " in capsys.readouterr().err
+    assert (
+        left.value.code == 2
+        and "is no command without a screen; there are " in capsys.readouterr().err
+    )
     assert tui.parse_arguments(["--plain", "--script", "static burst8 compare wait race12"])
 
 
@@ -91,14 +98,28 @@ def test_the_help_of_the_command_line_names_what_a_script_may_say(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompts", "/no/p.txt"], "--prompts '/no/p.txt': No such file or directory; name a text file"),
-        (["--trace", "/no/t.json"], "--trace '/no/t.json': No such file or directory; name a file in a folder"),
-        (["--screenshot", "/no/s.svg"], "--screenshot '/no/s.svg': No such file or directory; name a file"),
-        (["--screenshot", "foo.png"], "--screenshot 'foo.png' will be an SVG; give a name that ends in .svg"),
+        (
+            ["--prompts", "/no/p.txt"],
+            "--prompts '/no/p.txt': No such file or directory; name a text file",
+        ),
+        (
+            ["--trace", "/no/t.json"],
+            "--trace '/no/t.json': No such file or directory; name a file in a folder",
+        ),
+        (
+            ["--screenshot", "/no/s.svg"],
+            "--screenshot '/no/s.svg': No such file or directory; name a file",
+        ),
+        (
+            ["--screenshot", "foo.png"],
+            "--screenshot 'foo.png' will be an SVG; give a name that ends in .svg",
+        ),
     ],
     ids=range(4),
 )
-def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(arguments, words, capsys):
+def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(
+    arguments, words, capsys
+):
     """It said "[Errno 2] No such file or directory", and foo.png was no PNG."""
     with pytest.raises(SystemExit):
         tui.parse_arguments(arguments)
@@ -107,7 +128,9 @@ def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(argu
 
 def test_right_options_are_taken(tmp_path):
     (tmp_path / "p.txt").write_text("one\n\ntwo\n")
-    args = tui.parse_arguments(["--slots", "3", "--seed", "0", "--prompts", str(tmp_path / "p.txt"), "--size", "80x24"])
+    args = tui.parse_arguments(
+        ["--slots", "3", "--seed", "0", "--prompts", str(tmp_path / "p.txt"), "--size", "80x24"]
+    )
     assert (args.slots, args.seed, args.asks, args.size) == (3, 0, ["one", "two"], (80, 24))
 
 
@@ -143,11 +166,17 @@ def test_a_plain_log_has_a_line_for_each_event():
     ):
         assert part in text, part
     times = [float(line.split()[0]) for line in lines if re.match(r" +[\d.]+ s ", line)]
-    assert len(times) > 20 and times == sorted(times), "a step was told of when it had ended, behind what came later"
-    # The first leg was told of at its end, at other prices than the verdict; and nothing said why it took longer.
+    assert len(times) > 20 and times == sorted(times), (
+        "a step was told of when it had ended, behind what came later"
+    )
+    # The first leg was told of at its end, at other prices than the verdict; and nothing said why
+    # it took longer.
     *legs, verdict, note = lines[-4:]
     means = [re.search(r"TTFT mean ([\d.]+ m?s)", leg)[1] for leg in legs]
-    assert f"after {means[1]} instead of {means[0]} on average" in verdict and "On the engine's clock: static " in note
+    assert (
+        f"after {means[1]} instead of {means[0]} on average" in verdict
+        and "On the engine's clock: static " in note
+    )
 
 
 def test_a_plain_log_that_is_ended_in_mid_burst_keeps_no_line_back():
@@ -160,7 +189,9 @@ def test_a_plain_log_that_is_ended_in_mid_burst_keeps_no_line_back():
         log.look()
     before = len(lines)
     log.flush()
-    assert len(lines) > before > 0 and any("r2 has its first token" in line for line in lines[before:])
+    assert len(lines) > before > 0 and any(
+        "r2 has its first token" in line for line in lines[before:]
+    )
 
 
 def test_the_log_stamps_a_switch_with_the_moment_from_which_the_policy_held():
@@ -181,19 +212,32 @@ def test_the_log_stamps_a_switch_with_the_moment_from_which_the_policy_held():
 
 
 def check_trace(events: list[dict]) -> Counter:
-    """The rules of Chrome's trace format, as far as we use it. Answers with how many there are of each kind."""
-    processes = {e["pid"]: e["args"]["name"] for e in events if (e["ph"], e["name"]) == ("M", "process_name")}
+    """The rules of Chrome's trace format, as far as we use it. Answers with how many there are of
+    each kind."""
+    processes = {
+        e["pid"]: e["args"]["name"] for e in events if (e["ph"], e["name"]) == ("M", "process_name")
+    }
     tracks = {
-        (e["pid"], e["tid"]) for e in events if (e["ph"], e["name"]) == ("M", "thread_name") and e["args"]["name"]
+        (e["pid"], e["tid"])
+        for e in events
+        if (e["ph"], e["name"]) == ("M", "thread_name") and e["args"]["name"]
     }
     spans, counts = {}, {}
     for event in events:
         assert {"ph", "name", "pid", "tid", "args"} <= event.keys() and event["pid"] > 0, event
         assert processes[event["pid"]], event
         if event["ph"] == "X":
-            assert (event["pid"], event["tid"]) in tracks and event["tid"] > 0 and event["cat"], event
-            assert type(event["ts"]) is type(event["dur"]) is int and event["ts"] >= 0 and event["dur"] >= 0, event
-            spans.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            assert (event["pid"], event["tid"]) in tracks and event["tid"] > 0 and event["cat"], (
+                event
+            )
+            assert (
+                type(event["ts"]) is type(event["dur"]) is int
+                and event["ts"] >= 0
+                and event["dur"] >= 0
+            ), event
+            spans.setdefault((event["pid"], event["tid"]), []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
         elif event["ph"] == "C":
             (value,) = event["args"].values()
             assert value >= 0, event
@@ -208,7 +252,8 @@ def check_trace(events: list[dict]) -> Counter:
 
 
 def test_a_trace_keeps_the_rules_of_its_format_and_holds_every_request_and_every_step():
-    """Step k + 1 began before step k had ended, on the same track: Perfetto does not draw that. Tracks had no names."""
+    """Step k + 1 began before step k had ended, on the same track: Perfetto does not draw that.
+    Tracks had no names."""
     stage = Stage(policy="static").load()
     disturb(stage, 0.0123456789)
     stage.session.obey("/burst 12")
@@ -221,7 +266,8 @@ def test_a_trace_keeps_the_rules_of_its_format_and_holds_every_request_and_every
     events = json.loads(json.dumps(events, allow_nan=False))
     kinds = check_trace(events)
     steps = len(stage.state.history)
-    assert kinds["X"] > 5 * steps > 1000 and kinds["C"] == 3 * steps + 6  # after each busy period the counters are 0
+    # After each busy period the counters are 0
+    assert kinds["X"] > 5 * steps > 1000 and kinds["C"] == 3 * steps + 6
     spans = [event for event in events if event["ph"] == "X"]
     names = Counter(event["name"] for event in spans)
     assert all(names[f"r{i} decode"] for i in range(1, 21)) and names["blocked"]
@@ -256,6 +302,8 @@ def test_only_what_has_changed_is_painted():
         it.app.paint()
         assert painted == []
         await it.turns(1)
-        assert {"slots", "timeline"} <= {name for name, _ in painted} and "settings" not in dict(painted)
+        assert {"slots", "timeline"} <= {name for name, _ in painted} and "settings" not in dict(
+            painted
+        )
 
     show(scenario)

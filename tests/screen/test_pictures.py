@@ -52,7 +52,9 @@ def test_the_other_charts_are_as_drawn(lower, size):
     show(scenario, size=size)
 
 
-@pytest.mark.parametrize("lower", [name for name in tui.LOWER[:-1] if name not in ("lesson", "waits")])
+@pytest.mark.parametrize(
+    "lower", [name for name in tui.LOWER[:-1] if name not in ("lesson", "waits")]
+)
 def test_each_pane_of_a_small_screen_is_as_drawn(lower):
     async def scenario(it):
         it.stage.session.obey("/burst 12")
@@ -70,9 +72,15 @@ def test_loading_tells_its_stages_and_what_a_library_prints():
         assert "starting" in it.text()
         it.stage.room._report("finding owner/name")
         it.app.look()
-        it.app.post_message(events.Print("\rmodel: 41%|████ | 12.3M/30.1M [00:04<00:06, 2.9MB/s]", True))
+        it.app.post_message(
+            events.Print("\rmodel: 41%|████ | 12.3M/30.1M [00:04<00:06, 2.9MB/s]", True)
+        )
         await it.pilot.pause()
-        assert "… finding owner/name" in it.text() and "12.3M/30.1M" in it.text() and "2.9MB/s" in it.text()
+        assert (
+            "… finding owner/name" in it.text()
+            and "12.3M/30.1M" in it.text()
+            and "2.9MB/s" in it.text()
+        )
         assert "Slots" not in it.text()
         it.stage.room.load()
         it.app.look()
@@ -88,7 +96,9 @@ def test_an_engine_that_does_not_start_says_why_and_the_screen_can_be_left():
     stage.room._load = lambda report, clock: (report("finding x"), 1 / 0)
 
     async def scenario(it):
-        stage.room._load = lambda report, clock: exec("raise ValueError('x is cut off; download it again \\x1b[31m')")
+        stage.room._load = lambda report, clock: exec(
+            "raise ValueError('x is cut off; download it again \\x1b[31m')"
+        )
         stage.room.load()
         it.app.look()
         await it.pilot.pause()
@@ -108,9 +118,16 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
             places = tui.arrange(width, height, slots, lower, door)
             assert {"status", "slots", "prompt", "keys"} <= places.keys()
             drawn = tui.STACKS.get(lower, (lower,))
-            assert drawn[0] in places or lower in ("streams", "timeline") or width >= 110, (lower, places)
-            charted = [places[name].height for name in chain(*tui.STACKS.values()) if name in places]
-            assert min(charted, default=4) >= 4, "a chart of two lines was a title and an axis, with nothing in between"
+            assert drawn[0] in places or lower in ("streams", "timeline") or width >= 110, (
+                lower,
+                places,
+            )
+            charted = [
+                places[name].height for name in chain(*tui.STACKS.values()) if name in places
+            ]
+            assert min(charted, default=4) >= 4, (
+                "a chart of two lines was a title and an axis, with nothing in between"
+            )
             for name, region in places.items():
                 assert Region(0, 0, width, height).contains_region(region), (name, region)
                 assert region.width > 1 and region.height > 0, (name, region)
@@ -131,14 +148,26 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     drawn = Counter()
     for _ in range(5):
         stage.turns(40)
-        for lower, (width, height) in product(tui.LOWER, ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50))):
+        for lower, (width, height) in product(
+            tui.LOWER, ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50))
+        ):
             for name, region in tui.arrange(width, height, slots, lower, True).items():
                 if name != "prompt":
-                    check_lines(name, tui.PANES[name](stage.state, ink.DARK, region.width, region.height), region)
+                    check_lines(
+                        name,
+                        tui.PANES[name](stage.state, ink.DARK, region.width, region.height),
+                        region,
+                    )
                     drawn[name] += 1
             for name in ("help", "requests"):  # they can be scrolled
-                check_lines(name, tui.SHEETS[name](stage.state, ink.DARK, width, height), Region(0, 0, width, 10_000))
-        check_lines("request", panes.draw_request(stage.state, ink.DARK, 74, 12), Region(0, 0, 74, 12))
+                check_lines(
+                    name,
+                    tui.SHEETS[name](stage.state, ink.DARK, width, height),
+                    Region(0, 0, width, 10_000),
+                )
+        check_lines(
+            "request", panes.draw_request(stage.state, ink.DARK, 74, 12), Region(0, 0, 74, 12)
+        )
         drawn["request"] += 1  # with many slots it has no room of its own
         if sum(request.metrics.output_tokens > 0 for request in stage.state.requests.values()) < 2:
             continue  # with one slot, the first is still alone
@@ -158,7 +187,17 @@ def check_lines(name: str, lines: list[ink.Line], region: Region) -> None:
 def test_below_60x20_there_is_a_plain_line_and_every_size_survives():
     async def scenario(it):
         it.stage.session.obey("/burst 20")
-        for size in ((59, 24), (80, 19), (10, 3), (1, 1), (60, 20), (200, 60), (79, 24), (110, 34), (300, 20)):
+        for size in (
+            (59, 24),
+            (80, 19),
+            (10, 3),
+            (1, 1),
+            (60, 20),
+            (200, 60),
+            (79, 24),
+            (110, 34),
+            (300, 20),
+        ):
             await it.pilot.resize_terminal(*size)
             await it.turns(2)
             text = it.text()

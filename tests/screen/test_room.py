@@ -1,4 +1,5 @@
-"""The engine room: wishes are fulfilled between two steps, and the clock stands still while nothing runs."""
+"""The engine room: wishes are fulfilled between two steps, and the clock stands still while nothing
+runs."""
 
 import re
 from collections import Counter
@@ -18,7 +19,10 @@ def test_a_switch_of_policy_drains_the_slots_first():
     running = set(stage.engine.sched.running)
     stage.session.obey("/policy serial")
     stage.turns()
-    assert stage.state.view.engine.draining_to == "serial" and stage.state.view.engine.policy == "continuous"
+    assert (
+        stage.state.view.engine.draining_to == "serial"
+        and stage.state.view.engine.policy == "continuous"
+    )
     while stage.state.view.engine.draining_to:
         assert set(stage.engine.sched.running) <= running
         stage.turns()
@@ -36,7 +40,10 @@ def test_a_pause_stops_the_engine_and_the_clocks_and_a_step_is_one_step():
     before = stage.state.view, len(stage.state.history)
     stage.time.now += 100  # a user looks for a while
     stage.turns(5)
-    assert len(stage.state.history) == before[1] and stage.state.view.engine.now == before[0].engine.now
+    assert (
+        len(stage.state.history) == before[1]
+        and stage.state.view.engine.now == before[0].engine.now
+    )
     for i in range(1, 4):
         stage.session.obey("/step")
         stage.turns(2)
@@ -56,7 +63,8 @@ def test_the_first_step_by_hand_is_one_step_although_the_engine_runs_ahead():
 
 
 def test_while_paused_slots_timeline_and_step_agree_and_steps_by_hand_show_each_prefill():
-    """Slots were one step ahead of Step: a prompt of one chunk was never seen in its slot as prefill."""
+    """Slots were one step ahead of Step: a prompt of one chunk was never seen in its slot as
+    prefill."""
     stage = Stage().load()
     stage.engine.sched.budget = 16  # one chunk a step: many prompts are held
     stage.session.obey("/burst 20")
@@ -67,7 +75,9 @@ def test_while_paused_slots_timeline_and_step_agree_and_steps_by_hand_show_each_
     for _ in range(40):
         assert stage.engine.steps == stage.state.view.engine.planned == stage.state.history[-1].step
         step, slots = stage.state.step, stage.state.view.engine.slots
-        did = {slot: "prefill" for slot, *_ in step.prefill} | {slot: "decode" for slot, _ in step.decode}
+        did = {slot: "prefill" for slot, *_ in step.prefill} | {
+            slot: "decode" for slot, _ in step.decode
+        }
         did |= {slot: "held" for slot, _ in step.held}
         lines = plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))[2:-1]
         for slot, line in zip(slots, lines, strict=True):
@@ -88,12 +98,16 @@ def test_a_pause_reads_back_what_is_in_flight_before_the_clock_stands_still():
     stage.session.obey("/pause")
     stage.turns()
     newest, before = stage.state.history[-1], stage.state.history[-2]
-    assert newest.step == stage.state.view.engine.planned and newest.ended - before.ended >= 0.01 - 1e-9
+    assert (
+        newest.step == stage.state.view.engine.planned
+        and newest.ended - before.ended >= 0.01 - 1e-9
+    )
     assert stage.state.view.engine.now == newest.ended
 
 
 def test_slow_motion_takes_so_many_steps_a_second_and_all_figures_stay_the_engines_own():
-    """A burst is over in a second. TTFT and tokens/s must not tell how slowly somebody looked at it."""
+    """A burst is over in a second. TTFT and tokens/s must not tell how slowly somebody looked at
+    it."""
     figures = {}
     for rate in (0, 4):
         stage = Stage().load()
@@ -106,9 +120,14 @@ def test_slow_motion_takes_so_many_steps_a_second_and_all_figures_stay_the_engin
             stage.time.now += min(rest or 0, 0.25)
             stage.session.look()
             if rate and not stage.session.settled:
-                assert stage.state.view.slow == rate and stage.state.history[-1].step == stage.state.view.engine.planned
+                assert (
+                    stage.state.view.slow == rate
+                    and stage.state.history[-1].step == stage.state.view.engine.planned
+                )
         real, steps = stage.time.now - began, len(stage.state.history)
-        figures[rate] = [round(r.metrics.ttft_s, 2) for r in sorted(stage.state.ended, key=lambda r: r.id)]
+        figures[rate] = [
+            round(r.metrics.ttft_s, 2) for r in sorted(stage.state.ended, key=lambda r: r.id)
+        ]
         assert (real >= (steps - 1) / 4) == bool(rate), (real, steps)
         assert stage.state.history[-1].ended < 1.1 * steps * 0.02
     assert figures[4] == pytest.approx(figures[0], abs=0.03)
@@ -227,8 +246,10 @@ def test_what_cannot_be_fired_comes_back_into_the_prompt_box():
         assert it.app.query_one(tui.Prompt).value == "x" * 2600
         await it.sees("not fired: the prompt has 2,600")
         said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
-        assert it.stage.state.faults[-1].message.startswith(said)  # it told of a max_tokens that no user had set
-        await it.press("i", "ctrl+u", turns=0)  # the cursor stood at the beginning, so this took nothing away
+        # It told of a max_tokens that no user had set
+        assert it.stage.state.faults[-1].message.startswith(said)
+        # The cursor stood at the beginning, so this took nothing away
+        await it.press("i", "ctrl+u", turns=0)
         assert it.app.query_one(tui.Prompt).value == ""
 
     show(scenario, size=(120, 40))

@@ -1,4 +1,5 @@
-"""The whole program in a real terminal: a pseudo-terminal, what a user types, and what such a terminal would show."""
+"""The whole program in a real terminal: a pseudo-terminal, what a user types, and what such a
+terminal would show."""
 
 import fcntl
 import json
@@ -23,7 +24,8 @@ from rich.cells import cell_len
 from parts.device import mlx as device
 
 ROOT = Path(__file__).parents[2]
-# What the screen sends: cursor moves, colours, modes; then everything else that would be obeyed instead of shown.
+# What the screen sends: cursor moves, colours, modes; then everything else that would be obeyed
+# instead of shown.
 MOVE = re.compile(r"\x1b\[(\d*);?(\d*)H")
 OTHER = re.compile(
     r"\x1b\[[0-9;?<>=$!]*[a-zA-Z~]|\x1b[=>c78]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1bP[^\x1b]*\x1b\\|\x1b."
@@ -50,10 +52,14 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", self.height, self.width, 0, 0))
         self.before = termios.tcgetattr(slave)
         self.slave = slave
-        env = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | (environment or {})
+        env = (
+            os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | (environment or {})
+        )
         command = [sys.executable, str(ROOT / "tui.py"), *arguments]
         self.began = time.monotonic()
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd="/", **how)
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd="/", **how
+        )
         self.raw = b""
         self.rows = [[" "] * self.width for _ in range(self.height)]
         self.x = self.y = self._drawn = 0
@@ -78,7 +84,8 @@ class Terminal:
         return "\n".join("".join(row).rstrip() for row in self.rows)
 
     def _draw(self) -> None:
-        """Obey the moves, skip the colours, write the rest: all that Textual needs of a terminal."""
+        """Obey the moves, skip the colours, write the rest: all that Textual needs of a
+        terminal."""
         data = self.raw.decode(errors="replace")
         end = max(data.rfind("\x1b", 0, len(data)), 0) if "\x1b" in data[-40:] else len(data)
         i = self._drawn
@@ -114,10 +121,13 @@ class Terminal:
         waited = 0.0
         while not all(part in self.text() for part in parts):
             assert waited < timeout, f"{parts} not seen in {timeout} s:\n{self.text()}"
-            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode}:\n{self.text()}"
+            )
             began = time.monotonic()
             self.read(0.05)
-            waited += min(0.1, time.monotonic() - began)  # a machine that stood still meanwhile has not waited
+            # A machine that stood still meanwhile has not waited
+            waited += min(0.1, time.monotonic() - began)
 
     def ends(self, code: int, within: float = 10, saying: str = "") -> None:
         """It ends, in time, and leaves the terminal as it was."""
@@ -132,8 +142,12 @@ class Terminal:
         assert entered < left, "the alternate screen is still on"
         assert tail.rfind("\x1b[?25l") < tail.rfind("\x1b[?25h"), "the cursor is hidden"
         for mode in (1000, 1003, 1006, 2004):
-            assert tail.rfind(f"\x1b[?{mode}h") < tail.rfind(f"\x1b[?{mode}l"), f"mode {mode} is still on"
-        assert termios.tcgetattr(self.slave)[:4] == self.before[:4], "the terminal's settings have changed"
+            assert tail.rfind(f"\x1b[?{mode}h") < tail.rfind(f"\x1b[?{mode}l"), (
+                f"mode {mode} is still on"
+            )
+        assert termios.tcgetattr(self.slave)[:4] == self.before[:4], (
+            "the terminal's settings have changed"
+        )
         self.said = OTHER.sub("", tail[left:])
         table = r" (policy|continuous|static|serial|On the engine's|\d+ requests? not) "
         rest = [line for line in self.said.splitlines() if not re.match(table, line)]
@@ -141,7 +155,9 @@ class Terminal:
         assert saying in last if saying else not last, f"rubbish after the end: {tail[left:]!r}"
 
 
-def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and_quits(model, tmp_path):
+def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and_quits(
+    model, tmp_path
+):
     trace = tmp_path / "trace.json"
     with Terminal("--model", model, "--max-len", "512", "--trace", str(trace)) as terminal:
         terminal.sees("Slots", "Timeline", "idle", "Tell me a story about a fox an")
@@ -170,12 +186,22 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         terminal.type("q")
         terminal.ends(0, within=3)
         titles, *totals = [line.split() for line in terminal.said.strip().splitlines()]
-        assert titles[:2] == ["policy", "requests"] and len(totals) >= 4, "what ran stays to be read after the end"
+        assert titles[:2] == ["policy", "requests"] and len(totals) >= 4, (
+            "what ran stays to be read after the end"
+        )
         assert totals[0][:2] == ["continuous", "12"] and totals[1][:2] == ["static", "12"]
     events = json.loads(trace.read_text())["traceEvents"]
-    assert {"r2 decode", "blocked", "plan", "build", "device", "wait", "commit", "in line", "tokens/s"} <= {
-        event["name"] for event in events
-    }
+    assert {
+        "r2 decode",
+        "blocked",
+        "plan",
+        "build",
+        "device",
+        "wait",
+        "commit",
+        "in line",
+        "tokens/s",
+    } <= {event["name"] for event in events}
 
 
 def test_the_first_frame_comes_before_mlx_and_q_leaves_at_once_even_then(model):
@@ -190,7 +216,8 @@ def test_the_first_frame_comes_before_mlx_and_q_leaves_at_once_even_then(model):
 @pytest.mark.skipif(not device.blas.library, reason=f"nothing is compiled here: {device.blas}")
 @pytest.mark.parametrize("serves", [(), ("--serve", "0")], ids=["screen", "screen of a server"])
 def test_a_first_start_shows_among_its_stages_that_it_compiles(model, tmp_path, serves):
-    """Printed, the line would stand in the middle of the picture, and two seconds would pass without a word."""
+    """Printed, the line would stand in the middle of the picture, and two seconds would pass
+    without a word."""
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     with Terminal("--model", model, *serves, size=(80, 24), environment=cache) as terminal:
         terminal.sees("✓ starting MLX", "… compiling rows.c", "once, in two seconds", "q quits")
@@ -198,16 +225,35 @@ def test_a_first_start_shows_among_its_stages_that_it_compiles(model, tmp_path, 
         assert "compiling" not in terminal.text() and list(tmp_path.glob("nanobatch/rows-*.so"))
         terminal.type("q")
         terminal.ends(0)
-    command = [sys.executable, str(ROOT / "tui.py"), "--model", model, "--max-len", "128", "--plain"]
+    command = [
+        sys.executable,
+        str(ROOT / "tui.py"),
+        "--model",
+        model,
+        "--max-len",
+        "128",
+        "--plain",
+    ]
     done = subprocess.run(
-        command, input=b"hello\n", env=os.environ | cache, capture_output=True, timeout=60, cwd="/", check=True
+        command,
+        input=b"hello\n",
+        env=os.environ | cache,
+        capture_output=True,
+        timeout=60,
+        cwd="/",
+        check=True,
     )
     stages = [line for line in done.stdout.decode().splitlines() if line.startswith("loading: ")]
-    assert stages[0] == "loading: starting MLX" and stages[-1] == f"loading: warming up with {device.blas}"
+    assert (
+        stages[0] == "loading: starting MLX"
+        and stages[-1] == f"loading: warming up with {device.blas}"
+    )
     assert not any("compiling" in line for line in stages), "it was compiled a second time"
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)]
+)
 def test_a_signal_restores_the_terminal(model, number, code):
     with Terminal("--model", model, "--script", "burst24") as terminal:
         terminal.sees("Slots")
@@ -216,7 +262,8 @@ def test_a_signal_restores_the_terminal(model, number, code):
 
 
 def test_ctrl_z_gives_the_terminal_back_and_the_screen_comes_again(model):
-    """Ctrl-Z did nothing. The engine's clock stands still meanwhile: a person may be away for an hour."""
+    """Ctrl-Z did nothing. The engine's clock stands still meanwhile: a person may be away for an
+    hour."""
 
     def state() -> str:
         return Path(f"/proc/{terminal.process.pid}/stat").read_text().rpartition(") ")[2][0]
@@ -252,8 +299,19 @@ def test_a_broken_model_says_what_helps_and_the_screen_can_be_left(tmp_path):
 def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("first prompt\nsecond prompt\n")
-    command = [sys.executable, str(ROOT / "tui.py"), "--model", model, "--max-len", "128", "--slots", "2"]
-    done = subprocess.run([*command, "--prompts", str(prompts)], input=b"", capture_output=True, timeout=60, cwd="/")
+    command = [
+        sys.executable,
+        str(ROOT / "tui.py"),
+        "--model",
+        model,
+        "--max-len",
+        "128",
+        "--slots",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, "--prompts", str(prompts)], input=b"", capture_output=True, timeout=60, cwd="/"
+    )
     lines = done.stdout.decode().splitlines()
     assert done.returncode == 0, done.stderr
     assert any("r1 waits: first prompt" in line for line in lines)
@@ -263,18 +321,25 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
     typed = b"hello\n/set max=5\nyou\n/race 4\n"
     done = subprocess.run([*command], input=typed, capture_output=True, timeout=60, cwd="/")
     text = done.stdout.decode()
-    assert done.returncode == 0 and "r1 waits: hello" in text and "r2 ends (length): 5 tokens" in text
+    assert (
+        done.returncode == 0 and "r1 waits: hello" in text and "r2 ends (length): 5 tokens" in text
+    )
     assert "static, measured: steps " in text and "continuous, measured: steps " in text
 
 
 @pytest.mark.parametrize("given", ["< /dev/null", "<&-"])
 def test_without_a_terminal_and_without_a_prompt_one_line_says_what_to_give(model, given):
-    """Eight prompts of its own were answered, on any model, however slow; a closed input was a traceback."""
+    """Eight prompts of its own were answered, on any model, however slow; a closed input was a
+    traceback."""
     command = f"exec {sys.executable} {ROOT / 'tui.py'} --plain --model {model} {given}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, cwd="/")
     assert done.returncode == 2 and b" waits: " not in done.stdout
     (line,) = done.stderr.decode().splitlines()
-    assert "standard input has no prompt" in line and "--prompts FILE" in line and "--script burst8" in line
+    assert (
+        "standard input has no prompt" in line
+        and "--prompts FILE" in line
+        and "--script burst8" in line
+    )
 
 
 def test_a_plain_log_on_a_terminal_says_what_can_be_typed(model):
@@ -289,9 +354,18 @@ def test_a_plain_log_on_a_terminal_says_what_can_be_typed(model):
 
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
     picture = tmp_path / "picture.svg"
-    command = [sys.executable, str(ROOT / "tui.py"), "--model", model, "--script", "light static pause burst24 step60"]
+    command = [
+        sys.executable,
+        str(ROOT / "tui.py"),
+        "--model",
+        model,
+        "--script",
+        "light static pause burst24 step60",
+    ]
     options = ["--screenshot", str(picture), "--size", "120x40"]
-    done = subprocess.run([*command, *options], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, cwd="/")
+    done = subprocess.run(
+        [*command, *options], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, cwd="/"
+    )
     assert done.returncode == 0, done.stderr
     text = re.sub("<[^>]*>", "", picture.read_text()).replace("&#160;", " ").replace("\xa0", " ")
     assert "step 60" in text and "paused" in text and "blocked" in text
@@ -299,7 +373,16 @@ def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
 
 def test_the_command_line_of_the_engine_shows_no_escape_sequence_either(model):
     evil = "\x1b]0;title\x07 \x9b31m red \u202e"
-    command = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--prompt", evil, "--max-tokens", "200"]
+    command = [
+        sys.executable,
+        str(ROOT / "ask.py"),
+        "--model",
+        model,
+        "--prompt",
+        evil,
+        "--max-tokens",
+        "200",
+    ]
     done = subprocess.run([*command, "--ignore-eos"], capture_output=True, timeout=60, cwd="/")
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0 and "red" in said and len(said) > 200
@@ -307,14 +390,32 @@ def test_the_command_line_of_the_engine_shows_no_escape_sequence_either(model):
 
 
 def test_behind_textual_serve_the_screen_is_drawn_through_pipes_and_leaves_with_its_page(model):
-    """It wrote the plain log there, since pipes are no terminal; and totals behind the end are no packets."""
-    env = os.environ | {"TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver", "COLUMNS": "100", "ROWS": "30"}
-    command = [sys.executable, str(ROOT / "tui.py"), "--model", model, "--max-len", "128", "--script", "burst2"]
+    """It wrote the plain log there, since pipes are no terminal; and totals behind the end are no
+    packets."""
+    env = os.environ | {
+        "TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver",
+        "COLUMNS": "100",
+        "ROWS": "30",
+    }
+    command = [
+        sys.executable,
+        str(ROOT / "tui.py"),
+        "--model",
+        model,
+        "--max-len",
+        "128",
+        "--script",
+        "burst2",
+    ]
     quit_ = b'{"type": "quit"}'
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd="/") as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd="/"
+    ) as process:
         late = threading.Timer(60, process.kill)
         late.start()
-        assert b"__GANGLION__\n" in iter(process.stdout.readline, b""), "what textual-serve waits for"
+        assert b"__GANGLION__\n" in iter(process.stdout.readline, b""), (
+            "what textual-serve waits for"
+        )
         seen, asked = "", False
         for head in iter(lambda: process.stdout.read(5), b""):
             assert head[:1] in (b"D", b"M"), head

@@ -1,4 +1,5 @@
-"""What stays of a busy period: its totals, its steps, and counts that go on beyond what is remembered."""
+"""What stays of a busy period: its totals, its steps, and counts that go on beyond what is
+remembered."""
 
 import random
 import re
@@ -31,20 +32,30 @@ def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
         assert (period.requests, period.lost) == (20, 0)
         assert period.tokens == sum(r.metrics.output_tokens for r in ended)
         assert period.began == min(r.arrived for r in ended)
-        assert period.ended - period.began == pytest.approx(max(r.ended for r in ended) - period.began, abs=0.03)
+        assert period.ended - period.began == pytest.approx(
+            max(r.ended for r in ended) - period.began, abs=0.03
+        )
         assert sorted(period.ttfts) == sorted(r.metrics.ttft_s for r in ended)
         gaps = sum(r.metrics.output_tokens - 1 for r in ended)
         assert len(period.gaps) == gaps and 0.01 <= totals.percentile(period.gaps, 0.95) <= 0.03
-    split = next(i for i, column in enumerate(stage.state.history) if column.view.policy == "static")
+    split = next(
+        i for i, column in enumerate(stage.state.history) if column.view.policy == "static"
+    )
     parts = stage.state.history[:split], stage.state.history[split:]
-    assert [p.figures[-1] for p in (first, second)] == [f"{timeline.useful_of(part):.0f} %" for part in parts]
+    assert [p.figures[-1] for p in (first, second)] == [
+        f"{timeline.useful_of(part):.0f} %" for part in parts
+    ]
     assert second.ended - second.began < 20, "the pause is no part of it"
 
 
 def test_a_percentile_is_a_value_that_was_there():
     assert totals.percentile([], 0.5) is None and totals.percentile([7.0], 0.95) == 7.0
     values = [float(n) for n in range(1, 101)]
-    assert (totals.percentile(values, 0.5), totals.percentile(values, 0.95), totals.percentile(values, 1)) == (
+    assert (
+        totals.percentile(values, 0.5),
+        totals.percentile(values, 0.95),
+        totals.percentile(values, 1),
+    ) == (
         50,
         95,
         100,
@@ -55,7 +66,10 @@ def test_each_leg_of_a_race_is_a_period_and_what_was_cancelled_is_counted_as_los
     stage = Stage().load()
     stage.session.obey("/race 10")
     stage.finish()
-    assert [(list(p.policies), p.requests) for p in stage.state.periods] == [(["static"], 10), (["continuous"], 10)]
+    assert [(list(p.policies), p.requests) for p in stage.state.periods] == [
+        (["static"], 10),
+        (["continuous"], 10),
+    ]
     stage.session.obey("/burst 10")
     stage.turns(30)
     stage.session.obey("/cancel all")
@@ -70,13 +84,15 @@ def test_each_leg_of_a_race_is_a_period_and_what_was_cancelled_is_counted_as_los
 
 
 def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
-    """The race leaves interruptions out and the totals counted them: 2.1 times as fast there, 1.2 times here. Each
-    leg's time without them stands beside the other now, and is the race's own."""
+    """The race leaves interruptions out and the totals counted them: 2.1 times as fast there, 1.2
+    times here. Each leg's time without them stands beside the other now, and is the race's own."""
     stage = Stage(slots=3).load()
     run = stage.engine.runner.run
 
     def disturbed(order):
-        stage.time.now += 0.3 * (random.random() < 0.2 and stage.engine.sched.policy == "continuous")
+        stage.time.now += 0.3 * (
+            random.random() < 0.2 and stage.engine.sched.policy == "continuous"
+        )
         return run(order)
 
     monkeypatch.setattr(stage.engine.runner, "run", disturbed)
@@ -84,11 +100,24 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
     stage.session.obey("/race 10")
     stage.finish()
     titles, *rows = (re.split("  +", line.strip()) for line in panes.farewell(stage.state, 120)[:3])
-    took, makespan = ([row[titles.index(name)] for row in rows[::-1]] for name in ("took", "makespan"))
-    assert makespan == [run.figures[1] for run in stage.state.raced.runs] and makespan[0] != makespan[1]
-    assert stage.state.periods[1].ended - stage.state.periods[1].began > 2 * stage.state.raced.runs[1].makespan
-    said = (panes.farewell(stage.state, 120), plain(panes.draw_totals(stage.state, ink.DARK, 120, 9)))
-    assert took != makespan and all("makespan: without interruptions, as in a race" in "".join(text) for text in said)
+    took, makespan = (
+        [row[titles.index(name)] for row in rows[::-1]] for name in ("took", "makespan")
+    )
+    assert (
+        makespan == [run.figures[1] for run in stage.state.raced.runs]
+        and makespan[0] != makespan[1]
+    )
+    assert (
+        stage.state.periods[1].ended - stage.state.periods[1].began
+        > 2 * stage.state.raced.runs[1].makespan
+    )
+    said = (
+        panes.farewell(stage.state, 120),
+        plain(panes.draw_totals(stage.state, ink.DARK, 120, 9)),
+    )
+    assert took != makespan and all(
+        "makespan: without interruptions, as in a race" in "".join(text) for text in said
+    )
 
 
 @at_every_size
@@ -104,7 +133,9 @@ def test_after_a_burst_its_totals_are_on_the_screen_and_t_compares_it_with_other
         it.stage.finish()
         await it.turns()
         period = it.stage.state.periods[-1]
-        assert f" last: 30 requests, {period.tokens:,} tokens, " in it.text() and " tok/s" in it.text()
+        assert (
+            f" last: 30 requests, {period.tokens:,} tokens, " in it.text() and " tok/s" in it.text()
+        )
         await it.press("t")
         like_golden(f"totals-{size[0]}x{size[1]}", it.text())
         await it.press("escape", turns=0)
@@ -114,7 +145,8 @@ def test_after_a_burst_its_totals_are_on_the_screen_and_t_compares_it_with_other
 
 
 def test_what_stays_in_the_terminal_says_how_many_requests_had_not_ended():
-    """After a burst of 24 that was left: "13 requests, lost 0". Narrow totals explained columns that they had not."""
+    """After a burst of 24 that was left: "13 requests, lost 0". Narrow totals explained columns
+    that they had not."""
     stage = Stage().load()
     stage.session.obey("/burst 20")
     stage.turns(100)
@@ -124,20 +156,26 @@ def test_what_stays_in_the_terminal_says_how_many_requests_had_not_ended():
         said = " ".join(panes.farewell(stage.state, width))
         assert f"{left} requests not finished." in said and "On the engine's clock" in said
         said = " ".join(plain(panes.draw_totals(stage.state, ink.DARK, width, 20)))
-        assert ("Lost:" in said) == (" lost " in said) and ("Useful:" in said) == (" useful " in said) == (width == 120)
+        assert ("Lost:" in said) == (" lost " in said) and ("Useful:" in said) == (
+            " useful " in said
+        ) == (width == 120)
     assert "not finished" not in " ".join(panes.farewell(stage.finish().state, 60))
 
 
 def test_requests_whose_ends_were_missed_are_forgotten():
     """They stood among the open ones for ever: memory grew, and each chart went through them."""
     stage = Stage(slots=2).load()
-    handles = [stage.engine.submit([1], Sampling(max_tokens=400, ignore_eos=True)) for _ in range(1500)]
+    handles = [
+        stage.engine.submit([1], Sampling(max_tokens=400, ignore_eos=True)) for _ in range(1500)
+    ]
     stage.turns(3)
     assert len(stage.state.requests) == 1500
     for handle in handles[:1400]:
         handle.cancel()
     stage.turns()
-    assert len(stage.state.requests) <= 600 and set(range(1401, 1501)) <= stage.state.requests.keys()
+    assert (
+        len(stage.state.requests) <= 600 and set(range(1401, 1501)) <= stage.state.requests.keys()
+    )
 
 
 def test_counts_go_on_beyond_what_is_remembered():
@@ -149,17 +187,25 @@ def test_counts_go_on_beyond_what_is_remembered():
             stage.engine.submit([1], Sampling(max_tokens=1, ignore_eos=True))
         stage.finish()
     assert "600 ended" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
-    assert sum(period.requests for period in stage.state.periods) == 600 and len(stage.state.ended) == 50
-    assert "1 of 600 that have ended" in plain(panes.draw_requests(stage.state, ink.DARK, 80, 20))[0]
+    assert (
+        sum(period.requests for period in stage.state.periods) == 600
+        and len(stage.state.ended) == 50
+    )
+    assert (
+        "1 of 600 that have ended" in plain(panes.draw_requests(stage.state, ink.DARK, 80, 20))[0]
+    )
 
 
 def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     stage = Stage(slots=4).load()
-    for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 5)):  # c gets the 7 that are left of the budget
+    # C gets the 7 that are left of the budget
+    for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 5)):
         stage.session.obey(letter * length)
     stage.turns(2)
     text = "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 70, 14)))
-    admitted = "r1 → slot 0, r2 → slot 1, r3 → slot 2: unused for longest; r4 → slot 3: the only free slot"
+    admitted = (
+        "r1 → slot 0, r2 → slot 1, r3 → slot 2: unused for longest; r4 → slot 3: the only free slot"
+    )
     assert admitted in " ".join(text.split())
     assert "r1 0–16 → slot 0, r2 0–9 → slot 1, r3 0–7 → slot 2" in text
     assert "32 prefill + 0 decode = 32 in one step" in text
@@ -186,7 +232,9 @@ def test_the_screen_tells_of_the_ranks_that_share_the_model():
     stage.turns(2)
     assert "rank" not in "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 90, 14)))
     ranks = RanksView("ring", (300 * 2**20, 200 * 2**20))
-    stage.state.view = stage.state.view._replace(engine=replace(stage.state.view.engine, ranks=ranks))
+    stage.state.view = stage.state.view._replace(
+        engine=replace(stage.state.view.engine, ranks=ranks)
+    )
     text = "\n".join(plain(panes.draw_step(stage.state, ink.DARK, 90, 14)))
     assert "ranks    2 by ring, of 300, 200 MiB" in text
     assert "2 ranks" in plain(panes.draw_status(stage.state, ink.DARK, 120, 1))[0]

@@ -1,4 +1,5 @@
-"""The screen on real traffic: with a door of its own (`--serve`), and on a server in another process (`--watch`)."""
+"""The screen on real traffic: with a door of its own (`--serve`), and on a server in another
+process (`--watch`)."""
 
 import re
 import signal
@@ -87,12 +88,14 @@ def server():
 @pytest.fixture(params=["--serve", "--watch"])
 def watched(request):
     how = serving if request.param == "--serve" else watching
-    with how(request.getfixturevalue("engine" if request.param == "--serve" else "server")) as watched:
+    with how(
+        request.getfixturevalue("engine" if request.param == "--serve" else "server")
+    ) as watched:
         watched.sees(lambda state: state.view.stage == "ready")
         yield watched
 
 
-# --- what both show --------------------------------------------------------------------------------------------------
+# --- what both show -----------------------------------------------------------------------------
 
 
 def test_a_refusal_is_seen_although_it_never_reaches_the_engine(watched):
@@ -104,7 +107,9 @@ def test_a_refusal_is_seen_although_it_never_reaches_the_engine(watched):
     assert [call.status for call in calls] == [400, 404] and "n = 0" in calls[0].message
     assert re.search(r"127.0.0.1 +/completions +400 +\w+: n = 0", watched.drawn())
     lines = clients.draw_clients(watched.state, ink.DARK, 120, 30)
-    assert {segment.style.color.name for segment in lines[-1] if segment.text.strip()} == {ink.DARK.bad}
+    assert {segment.style.color.name for segment in lines[-1] if segment.text.strip()} == {
+        ink.DARK.bad
+    }
 
 
 def test_a_clients_request_is_seen_like_ones_own_with_where_it_came_from(watched):
@@ -121,7 +126,9 @@ def test_a_clients_request_is_seen_like_ones_own_with_where_it_came_from(watched
 
 
 def test_a_client_that_hangs_up_is_marked(watched):
-    line = Line(watched.host, watched.port).post(COMPLETIONS, LONG | {"max_tokens": 900, "stream": True})
+    line = Line(watched.host, watched.port).post(
+        COMPLETIONS, LONG | {"max_tokens": 900, "stream": True}
+    )
     line.until(b"data: ")
     watched.sees(lambda state: any(call.stream for call in state.view.door.open))
     assert " open" in watched.drawn()
@@ -131,12 +138,16 @@ def test_a_client_that_hangs_up_is_marked(watched):
 
 
 def test_cancelling_all_ends_ones_own_requests_alone(watched):
-    line = Line(watched.host, watched.port).post(COMPLETIONS, LONG | {"prompt": "Stay", "stream": True})
+    line = Line(watched.host, watched.port).post(
+        COMPLETIONS, LONG | {"prompt": "Stay", "stream": True}
+    )
     line.until(b"data: ")
     for _ in range(6):
         watched.session.obey("/set max=900")
         watched.session.obey("Tell me a long story about a fox.")
-    number = watched.sees(lambda state: next((r for r in state.requests.values() if r.prompt == "Stay"), None)).id
+    number = watched.sees(
+        lambda state: next((r for r in state.requests.values() if r.prompt == "Stay"), None)
+    ).id
     if not watched.state.requests[number].reason:
         with pytest.raises(ValueError, match=f"r{number} is a client's"):
             watched.session.obey(f"/cancel {number}")
@@ -154,7 +165,7 @@ def test_a_race_is_refused_in_one_line(watched):
         watched.session.obey("/race")
 
 
-# --- a door of one's own --------------------------------------------------------------------------------------------
+# --- a door of one's own ------------------------------------------------------------------------
 
 
 def test_a_pause_stops_clients_and_leaving_ends_it_with_their_answers(engine):
@@ -188,8 +199,15 @@ def test_while_the_model_is_loaded_the_screen_says_what_clients_get():
 
 
 def tui_process(*arguments: str, **options) -> subprocess.Popen:
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, str(ROOT / "tui.py"), *arguments], cwd="/", **pipes | options)
+    pipes = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "tui.py"), *arguments], cwd="/", **pipes | options
+    )
 
 
 def test_without_a_terminal_the_door_stays_open_until_a_signal_and_drains():
@@ -200,7 +218,9 @@ def test_without_a_terminal_the_door_stays_open_until_a_signal_and_drains():
     try:
         while "policy" not in process.stdout.readline():
             assert process.poll() is None
-        line = Line("127.0.0.1", port).post(CHAT, {"messages": [{"role": "user", "content": "Count from 3 to 7."}]})
+        line = Line("127.0.0.1", port).post(
+            CHAT, {"messages": [{"role": "user", "content": "Count from 3 to 7."}]}
+        )
         refused = tui.main(["--serve", str(port)])
         assert line.reply().status == 200
         line = Line("127.0.0.1", port).post(COMPLETIONS, LONG | {"stream": True})
@@ -225,13 +245,18 @@ def test_a_taken_port_is_one_line_and_exit_code_2(capsys):
 
 @pytest.mark.parametrize(
     ("text", "address"),
-    [("8000", ("127.0.0.1", 8000)), ("0.0.0.0:80", ("0.0.0.0", 80)), ("[::1]:9", ("::1", 9)), ("box:1", ("box", 1))],
+    [
+        ("8000", ("127.0.0.1", 8000)),
+        ("0.0.0.0:80", ("0.0.0.0", 80)),
+        ("[::1]:9", ("::1", 9)),
+        ("box:1", ("box", 1)),
+    ],
 )
 def test_where_the_door_is(text, address):
     assert tui.parse_arguments(["--serve", text]).serve == address
 
 
-# --- a server elsewhere ---------------------------------------------------------------------------------------------
+# --- a server elsewhere -------------------------------------------------------------------------
 
 
 def test_a_prompt_is_fired_through_the_ordinary_route_and_its_text_comes_back(server):
@@ -243,13 +268,20 @@ def test_a_prompt_is_fired_through_the_ordinary_route_and_its_text_comes_back(se
         assert it.answer("Count from 3 to 7.") == "3, 4, 5, 6, 7." and it.state.calls[-1].stream
         it.session.obey("word " * 2000)
         fault = it.sees(lambda state: state.faults and state.faults[-1])
-        assert "not fired" in fault.message and "context length" in fault.message and fault.prompt.startswith("word")
+        assert (
+            "not fired" in fault.message
+            and "context length" in fault.message
+            and fault.prompt.startswith("word")
+        )
 
 
 def test_a_prompt_is_not_settled_before_its_answer_has_come(server, monkeypatch):
-    """The stream of a prompt could end before the frame that tells of it: a script then left without the answer."""
+    """The stream of a prompt could end before the frame that tells of it: a script then left
+    without the answer."""
     take = RemoteRoom._take
-    monkeypatch.setattr(RemoteRoom, "_take", lambda self, frame: (time.sleep(0.5), take(self, frame)))
+    monkeypatch.setattr(
+        RemoteRoom, "_take", lambda self, frame: (time.sleep(0.5), take(self, frame))
+    )
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
         it.session.obey("Count from 5 to 9.")
@@ -290,10 +322,19 @@ def test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with
             it.sees(lambda state: state.ended and state.history)
             first.process.kill()
             it.sees(lambda state: (state.view.gone_s or 0) > 1)
-            assert re.search(r"✗ gone for \d+ s", plain(panes.draw_status(it.state, ink.DARK, 80, 1))[0])
-            assert "is gone" in it.state.faults[-1].message and len(it.state.faults) == 1 and it.state.ended
+            assert re.search(
+                r"✗ gone for \d+ s", plain(panes.draw_status(it.state, ink.DARK, 80, 1))[0]
+            )
+            assert (
+                "is gone" in it.state.faults[-1].message
+                and len(it.state.faults) == 1
+                and it.state.ended
+            )
             it.session.obey("Nobody hears this.")
-            assert "not fired" in it.sees(lambda state: len(state.faults) > 1 and state.faults[-1]).message
+            assert (
+                "not fired"
+                in it.sees(lambda state: len(state.faults) > 1 and state.faults[-1]).message
+            )
             with Server("--port", port):
                 it.sees(lambda state: state.view.gone_s is None, 60)
                 assert (it.state.ended, it.state.history) == ([], [])
@@ -323,7 +364,17 @@ def test_keys_decide_what_is_seen():
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://x", "http://", "http://h:99999", "http://user:pw@h", "http://h/?a=1", "", ":", "http://h:0"]
+    "url",
+    [
+        "ftp://x",
+        "http://",
+        "http://h:99999",
+        "http://user:pw@h",
+        "http://h/?a=1",
+        "",
+        ":",
+        "http://h:0",
+    ],
 )
 def test_a_wrong_address_is_one_line_and_exit_code_2(url, capsys):
     with pytest.raises(SystemExit) as left:
@@ -339,7 +390,9 @@ def test_where_there_is_no_server_or_another_one_it_is_one_line_and_exit_code_2(
     said = capsys.readouterr().err
     assert "refused" in said and "is a server there?" in said and said.count("\n") == 1
     other = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"]
-    with subprocess.Popen(other, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        other, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         port = re.search(r"port (\d+)", process.stdout.readline())[1]
         assert tui.main(["--watch", f"127.0.0.1:{port}"]) == 2
         process.kill()
@@ -358,25 +411,51 @@ def test_watching_needs_no_mlx(server, tmp_path):
     code = "import sys, tui; code = tui.main(sys.argv[1:]); print(code, [m for m in sys.modules if m[:3] == 'mlx'])"
     picture = tmp_path / "picture.svg"
     command = [sys.executable, "-c", code, "--watch", server.address, "--screenshot", str(picture)]
-    done = subprocess.run([*command, "--script", "wait"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(
+        [*command, "--script", "wait"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
     assert done.stdout.split("\n")[0] == "0 []", done.stdout + done.stderr
     text = re.sub("<[^>]*>", "", picture.read_text()).replace("&#160;", " ").replace("\xa0", " ")
     assert "demo @ 127.0.0.1" in text and "Clients of" in text
 
 
-# --- the pane --------------------------------------------------------------------------------------------------------
+# --- the pane -----------------------------------------------------------------------------------
 
 
 def canned_door() -> tuple[DoorView, list[Call]]:
-    asked = Call(7, 0.0, "10.1.2.3", "POST /v1/chat/completions", "chatcmpl-7-7f3a", (7,), True, 200)
-    wrong = Call(3, 0.0, "192.168.100.200", "POST /v1/completions", status=400, reason="invalid_value")
-    figures = {"prompt_tokens": 1204, "cached_tokens": 1088, "tokens": 64, "ttft_s": 0.0312, "generation_tps": 58.2}
-    done = Call(2, 0.0, "127.0.0.1", "POST /v1/completions", "cmpl-2-7f3a", (2, 3), False, 200, "stop", **figures)
+    asked = Call(
+        7, 0.0, "10.1.2.3", "POST /v1/chat/completions", "chatcmpl-7-7f3a", (7,), True, 200
+    )
+    wrong = Call(
+        3, 0.0, "192.168.100.200", "POST /v1/completions", status=400, reason="invalid_value"
+    )
+    figures = {
+        "prompt_tokens": 1204,
+        "cached_tokens": 1088,
+        "tokens": 64,
+        "ttft_s": 0.0312,
+        "generation_tps": 58.2,
+    }
+    done = Call(
+        2,
+        0.0,
+        "127.0.0.1",
+        "POST /v1/completions",
+        "cmpl-2-7f3a",
+        (2, 3),
+        False,
+        200,
+        "stop",
+        **figures,
+    )
     message = "temperature = 'hot', but it must be a number from 0 to 1,000,000; \x1b[31m[/foo]"
     ended = [
         done.__class__(**vars(done) | {"latency_s": 1.13}),
         Call(**vars(wrong) | {"message": message, "latency_s": 0.002}),
-        Call(**vars(asked) | {"number": 4, "hung_up": True, "reason": "cancelled", "latency_s": 0.5, **figures}),
+        Call(
+            **vars(asked)
+            | {"number": 4, "hung_up": True, "reason": "cancelled", "latency_s": 0.5, **figures}
+        ),
     ]
     calls = (asked, Call(8, 0.0, "2001:db8::1234:5678:9abc", "POST /v1/chat/completions"))
     return DoorView("http://127.0.0.1:8000", False, 3, 1, calls, tuple(ended), 0, 3), ended
@@ -431,7 +510,10 @@ def test_clients_are_counted_beyond_those_that_are_kept():
     heading = plain(clients.draw_clients(state, ink.DARK, 120, 12))[0]
     assert "2 open · 3,000 ended · 1,000 refused · 1,000 hung up" in heading
     state.absorb(View(door=replace(door, ended=(), seen=0), life=1))  # another process
-    assert "0 ended · 0 refused · 0 hung up" in plain(clients.draw_clients(state, ink.DARK, 120, 12))[0]
+    assert (
+        "0 ended · 0 refused · 0 hung up"
+        in plain(clients.draw_clients(state, ink.DARK, 120, 12))[0]
+    )
 
 
 def test_without_a_door_the_sheet_says_how_to_open_one():

@@ -1,8 +1,10 @@
-"""Conversations through a model's own template: the prompt that `transformers` would make of them, and no way out.
+"""Conversations through a model's own template: the prompt that `transformers` would make of them,
+and no way out.
 
-The templates here are written in the manner of those that models are published with, down to their whitespace control.
-A prompt that differs by one space from the training is answered worse, and nothing says why. So texts and ids are held
-against `transformers`, and none of it may touch the network.
+The templates here are written in the manner of those that models are published with, down to their
+whitespace control. A prompt that differs by one space from the training is answered worse, and
+nothing says why. So texts and ids are held against `transformers`, and none of it may touch the
+network.
 """
 
 import datetime
@@ -126,7 +128,8 @@ EVERYTHING = """\
 {{- '\\n<|im_start|>assistant\\n' if add_generation_prompt }}
 """
 
-# What the newer families' templates use beyond that: modes, thoughts that are left out of old turns, tools.
+# What the newer families' templates use beyond that: modes, thoughts that are left out of old
+# turns, tools.
 NEWER = r"""
 {%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
 {%- set budgets = {'0': 'none', 512: 'little', 'more': 'much'} -%}
@@ -178,13 +181,16 @@ TEMPLATES = {
     "everything": EVERYTHING,
     "newer": NEWER,
 }
-WRITES_BOS = ("llama 3", "mistral", "everything", "newer")  # llama 2 writes one for each turn of the user
+# Llama 2 writes one for each turn of the user
+WRITES_BOS = ("llama 3", "mistral", "everything", "newer")
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict]:
     """A conversation: user and assistant in turn."""
     head = [] if system is None else [{"role": "system", "content": system}]
-    return head + [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+    return head + [
+        {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)
+    ]
 
 
 CONVERSATIONS = {
@@ -192,13 +198,21 @@ CONVERSATIONS = {
     "with a system prompt": turns("Hello!", system="You answer in one word."),
     "three turns": turns("What is 1 + 1?", "2", "And 2 + 2?"),
     "five turns and a system prompt": turns("a", "b", "c", "d", "e", system="Be terse."),
-    "unicode": turns("Grüße 👩‍👩‍👧, 中文？", "🇩🇪 e\u0301 \u2028", "क्षि\u00a0\ufffd", system="ÄÖÜ \U0001d518"),
-    "spaces at both ends": turns("  two before, one after ", "\n\tan answer \n", " ", system="  \n system \n "),
+    "unicode": turns(
+        "Grüße 👩‍👩‍👧, 中文？", "🇩🇪 e\u0301 \u2028", "क्षि\u00a0\ufffd", system="ÄÖÜ \U0001d518"
+    ),
+    "spaces at both ends": turns(
+        "  two before, one after ", "\n\tan answer \n", " ", system="  \n system \n "
+    ),
     "empty": turns("", "", "", system=""),
-    "quotes, braces and markup": turns("{{ 1 + 1 }} {% raw %} \"'\\ <b>&amp;</b>", "{# #}", "</script>\r\n\r"),
+    "quotes, braces and markup": turns(
+        "{{ 1 + 1 }} {% raw %} \"'\\ <b>&amp;</b>", "{# #}", "</script>\r\n\r"
+    ),
     "special tokens that the user types": turns("<s> </s> <|im_end|> [INST]", "<|eot_id|>", "<s>"),
     "ends with the assistant": turns("Hello!", "Hi."),
-    "other fields": [{"role": "user", "content": "Hi", "name": "Ann", "n": 1.5, "tags": ["x", {"y": None}]}],
+    "other fields": [
+        {"role": "user", "content": "Hi", "name": "Ann", "n": 1.5, "tags": ["x", {"y": None}]}
+    ],
 }
 PLACES = ("a file", "the config", "the config's list")
 every_template = pytest.mark.parametrize("name", TEMPLATES)
@@ -207,7 +221,8 @@ every_conversation = pytest.mark.parametrize("messages", CONVERSATIONS.values(),
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """A template is on the disk, with the model. Neither we nor the reference may look for it elsewhere."""
+    """A template is on the disk, with the model. Neither we nor the reference may look for it
+    elsewhere."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("a test touched the network")
@@ -217,12 +232,26 @@ def no_network(monkeypatch):
 
 
 def make_model(
-    folder: Path, template=None, place: str = "the config", adds_bos: bool = True, as_dict: bool = False, **config
+    folder: Path,
+    template=None,
+    place: str = "the config",
+    adds_bos: bool = True,
+    as_dict: bool = False,
+    **config,
 ) -> Text:
-    """What of a model folder concerns its text. `as_dict` spells the special tokens as older configs do."""
+    """What of a model folder concerns its text. `as_dict` spells the special tokens as older
+    configs do."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
-    more = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]")
+    more = (
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "[INST]",
+        "[/INST]",
+    )
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in more])
     if not adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
@@ -230,14 +259,19 @@ def make_model(
     config |= {"unk_token": None, "add_bos_token": adds_bos}
     for name, token in (("bos_token", "<s>"), ("eos_token", "</s>"), ("pad_token", "</s>")):
         config[name] = (
-            {"__type": "AddedToken", "content": token, "lstrip": False, "special": True} if as_dict else token
+            {"__type": "AddedToken", "content": token, "lstrip": False, "special": True}
+            if as_dict
+            else token
         )
     if place == "a file" and template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     elif place == "the config" and template is not None:
         config["chat_template"] = template
     elif template is not None:
-        others = [{"name": "rag", "template": "documents"}, {"name": "tool_use", "template": "tools"}]
+        others = [
+            {"name": "rag", "template": "documents"},
+            {"name": "tool_use", "template": "tools"},
+        ]
         config["chat_template"] = [others[0], {"name": "default", "template": template}, others[1]]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return Text(folder, tokenizer.get_vocab_size())
@@ -269,13 +303,16 @@ def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
     return text, list(ids if isinstance(ids, list) else ids["input_ids"])
 
 
-# --- against transformers ----------------------------------------------------------------------------------------
+# --- against transformers -----------------------------------------------------------------------
 
 
 @every_conversation
 @every_template
-def test_a_conversation_is_the_text_and_the_ids_that_transformers_makes_of_it(published, name, messages):
-    """Whitespace control, filters that escape HTML, variables that are missing: each differs by a character or two."""
+def test_a_conversation_is_the_text_and_the_ids_that_transformers_makes_of_it(
+    published, name, messages
+):
+    """Whitespace control, filters that escape HTML, variables that are missing: each differs by a
+    character or two."""
     text = published(name)
     before = json.dumps(messages)
     assert (text.render(messages), text.encode_chat(messages)) == reference(text.folder, messages)
@@ -287,7 +324,8 @@ def test_a_conversation_is_the_text_and_the_ids_that_transformers_makes_of_it(pu
 @pytest.mark.parametrize("place", PLACES)
 @every_template
 def test_a_template_is_found_in_each_of_its_three_places(tmp_path, name, place, as_dict, adds_bos):
-    """Models are published with the template in a file, in the config, or there as one of several with names."""
+    """Models are published with the template in a file, in the config, or there as one of several
+    with names."""
     text = make_model(tmp_path, TEMPLATES[name], place, adds_bos, as_dict)
     messages = CONVERSATIONS["five turns and a system prompt"]
     rendered = text.render(messages)
@@ -312,7 +350,9 @@ def test_special_tokens_are_found_in_the_file_that_older_models_have_for_them(tm
         json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
     )
     text = Text(tmp_path, 300)
-    assert (text.render(turns("x")), text.encode_chat(turns("x"))) == reference(tmp_path, turns("x"))
+    assert (text.render(turns("x")), text.encode_chat(turns("x"))) == reference(
+        tmp_path, turns("x")
+    )
     assert text.encode_chat(turns("x")).count(BOS) == 1
 
 
@@ -323,16 +363,24 @@ def test_the_date_is_that_of_today(tmp_path):
 
 
 def test_a_field_that_is_null_is_one_that_is_missing(tmp_path):
-    """OpenAI's clients send `content: null` along with tool calls. The word "None" is not what the assistant said."""
+    """OpenAI's clients send `content: null` along with tool calls. The word "None" is not what the
+    assistant said."""
     messages = [*turns("Hi"), {"role": "assistant", "content": None}, *turns("And?")]
     text = make_model(tmp_path, CHATML.replace("message.content", "(message.content or '')"))
     assert text.render(messages) == reference(tmp_path, messages)[0]
-    text = make_model(tmp_path / "2", "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
-    assert text.render(messages) == reference(tmp_path / "2", messages)[0] == "user:Hi;assistant:;user:And?;"
+    text = make_model(
+        tmp_path / "2", "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
+    assert (
+        text.render(messages)
+        == reference(tmp_path / "2", messages)[0]
+        == "user:Hi;assistant:;user:And?;"
+    )
 
 
 def test_the_tag_that_marks_the_assistants_part_is_understood(tmp_path):
-    """`{% generation %}` is a tag of Hugging Face's own: it marks what is trained on, and writes nothing itself."""
+    """`{% generation %}` is a tag of Hugging Face's own: it marks what is trained on, and writes
+    nothing itself."""
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' %}\n  {% generation %}\n{{ m.content }}{% endgeneration %}"
         "\n{% else %}{{ m.content }}|{% endif %}{% endfor %}"
@@ -341,14 +389,17 @@ def test_the_tag_that_marks_the_assistants_part_is_understood(tmp_path):
     assert text.render(turns("a", "b", "c")) == reference(tmp_path, turns("a", "b", "c"))[0]
 
 
-# --- BOS ---------------------------------------------------------------------------------------------------------
+# --- BOS ----------------------------------------------------------------------------------------
 
 
 @every_conversation
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("name", WRITES_BOS)
-def test_a_template_that_writes_bos_gives_one_even_if_the_tokenizer_adds_one(published, name, adds_bos, messages):
-    """A template's BOS and the tokenizer's make two, which is how a good model turns into a worse one in silence."""
+def test_a_template_that_writes_bos_gives_one_even_if_the_tokenizer_adds_one(
+    published, name, adds_bos, messages
+):
+    """A template's BOS and the tokenizer's make two, which is how a good model turns into a worse
+    one in silence."""
     ids = published(name, adds_bos).encode_chat(messages)
     typed = sum(message["content"].count("<s>") for message in messages)
     assert ids[0] == BOS and (ids.count(BOS) == 1 or typed)
@@ -371,7 +422,7 @@ def test_llama_2_writes_one_bos_for_each_turn_of_the_user(tmp_path, adds_bos):
         assert text.encode_chat(messages).count(BOS) == text.render(messages).count("<s>") == count
 
 
-# --- prompts as a person types them ------------------------------------------------------------------------------
+# --- prompts as a person types them -------------------------------------------------------------
 
 
 def test_a_typed_prompt_is_one_message_of_a_user(tmp_path):
@@ -390,11 +441,12 @@ def test_a_raw_prompt_and_one_for_a_model_without_a_template_are_plain_text(tmp_
 @pytest.mark.parametrize("template", [CHATML, None])
 @pytest.mark.parametrize("raw", [True, False])
 def test_an_empty_prompt_has_no_tokens(tmp_path, template, raw):
-    """A template would make a conversation of nothing, and a tokenizer a BOS: the engine shall refuse it as empty."""
+    """A template would make a conversation of nothing, and a tokenizer a BOS: the engine shall
+    refuse it as empty."""
     assert make_model(tmp_path, template).ask("", raw) == []
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------
 
 
 def refusal(text: Text, messages, kind: type = ValueError) -> str:
@@ -422,7 +474,11 @@ def test_a_model_without_a_template_refuses_a_conversation(tmp_path, template):
         ("llama 2", turns("a", "b")[::-1], "Roles must alternate"),
         ("llama 2", turns("a") * 2, "Roles must alternate"),
         ("mistral", turns("a", "b")[::-1], "conversation roles must alternate"),
-        ("mistral", [*turns("a", "b"), *turns("c", system="late")], "conversation roles must alternate"),
+        (
+            "mistral",
+            [*turns("a", "b"), *turns("c", system="late")],
+            "conversation roles must alternate",
+        ),
     ],
 )
 def test_what_a_template_raises_is_what_the_caller_reads(tmp_path, name, messages, words):
@@ -430,11 +486,21 @@ def test_what_a_template_raises_is_what_the_caller_reads(tmp_path, name, message
 
 
 @pytest.mark.parametrize(
-    "source", ["{% if %}", "{{ messages", "{% for m in messages %}", "x\n\n{% nonsense %}\ny", "{{ x | nonsense }}"]
+    "source",
+    [
+        "{% if %}",
+        "{{ messages",
+        "{% for m in messages %}",
+        "x\n\n{% nonsense %}\ny",
+        "{{ x | nonsense }}",
+    ],
 )
 @pytest.mark.parametrize("place", PLACES)
-def test_a_template_with_a_syntax_error_is_a_broken_model_and_names_its_folder(tmp_path, place, source):
-    """The model is wrong and not the conversation: who asked cannot mend it, and must learn which model it is."""
+def test_a_template_with_a_syntax_error_is_a_broken_model_and_names_its_folder(
+    tmp_path, place, source
+):
+    """The model is wrong and not the conversation: who asked cannot mend it, and must learn which
+    model it is."""
     text = make_model(tmp_path / "the-model", source, place)
     message = refusal(text, turns("Hi"), ModelError)
     assert "the-model" in message
@@ -481,7 +547,8 @@ def test_a_message_without_content_is_refused_where_the_template_needs_it(tmp_pa
     ],
 )
 def test_whatever_goes_wrong_in_a_template_is_a_refusal(tmp_path, source):
-    """A caller catches ValueError. Anything else from a template that came with the weights would end a server."""
+    """A caller catches ValueError. Anything else from a template that came with the weights would
+    end a server."""
     refusal(make_model(tmp_path, source), turns("Hi"))
 
 
@@ -511,7 +578,8 @@ def test_whatever_goes_wrong_in_a_template_is_a_refusal(tmp_path, source):
     ],
 )
 def test_a_template_cannot_get_out_of_its_sandbox(tmp_path, source):
-    """Templates come with weights, from anywhere: rendering one must not be running its author's program."""
+    """Templates come with weights, from anywhere: rendering one must not be running its author's
+    program."""
     messages = turns("Hi")
     message = refusal(make_model(tmp_path, source), messages)
     assert "<class" not in message and "/" not in message.replace(str(tmp_path), "")
@@ -561,14 +629,17 @@ HUGE = [
     GROWS.replace("START", "'a'").replace("STEP", "s.x ~ s.x"),
     GROWS.replace("START", "[1]").replace("STEP", "s.x + s.x"),
     GROWS.replace("START", "7").replace("STEP", "s.x * s.x"),
-    GROWS.replace("START", "'a'").replace("{% set s.x = STEP %}", "{% set s.x %}{{ s.x }}{{ s.x }}{% endset %}"),
+    GROWS.replace("START", "'a'").replace(
+        "{% set s.x = STEP %}", "{% set s.x %}{{ s.x }}{{ s.x }}{% endset %}"
+    ),
     "{{ 10 ** (10 ** 9) }}",
 ]
 
 
 @pytest.mark.parametrize("source", ENDLESS)
 def test_a_template_that_does_not_end_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
-    """A server would have waited for it for ever. A signal, which comes to the main thread alone, would not do."""
+    """A server would have waited for it for ever. A signal, which comes to the main thread alone,
+    would not do."""
     monkeypatch.setattr("parts.text.template.SECONDS", 0.1)
     text, said, began = make_model(tmp_path, source), [], time.process_time()
 
@@ -595,8 +666,11 @@ def test_a_template_that_wants_gigabytes_is_refused_before_it_has_them(tmp_path,
         tracemalloc.stop()
 
 
-def test_a_machine_that_is_busy_with_something_else_is_not_the_templates_fault(tmp_path, monkeypatch):
-    """Beside other programs an honest template was called one that does not end: its seconds were those of the wall."""
+def test_a_machine_that_is_busy_with_something_else_is_not_the_templates_fault(
+    tmp_path, monkeypatch
+):
+    """Beside other programs an honest template was called one that does not end: its seconds were
+    those of the wall."""
     text, wall = make_model(tmp_path, EVERYTHING), itertools.count(0, 10)
     with monkeypatch.context() as patch:
         patch.setattr("parts.text.template.time.monotonic", lambda: next(wall))
@@ -606,7 +680,10 @@ def test_a_machine_that_is_busy_with_something_else_is_not_the_templates_fault(t
 def test_a_template_that_is_stopped_takes_nothing_from_another(tmp_path, monkeypatch):
     """Each thread, and each rendering, has its own time and its own characters."""
     monkeypatch.setattr("parts.text.template.SECONDS", 0.2)
-    endless, good = make_model(tmp_path / "endless", ENDLESS[0]), make_model(tmp_path / "good", LLAMA3)
+    endless, good = (
+        make_model(tmp_path / "endless", ENDLESS[0]),
+        make_model(tmp_path / "good", LLAMA3),
+    )
     expected = good.render(turns("Hi"))
     thread = threading.Thread(target=lambda: refusal(endless, turns("Hi")), daemon=True)
     thread.start()
@@ -647,8 +724,12 @@ def test_a_template_nested_too_deep_or_too_long_is_a_broken_model(tmp_path, sour
     assert str(tmp_path) in refusal(make_model(tmp_path, source), turns("Hi"), ModelError)
 
 
-@pytest.mark.parametrize("attribute", ["__class__", "__init__", "__dict__", "__globals__", "__subclasses__", "_x"])
-@pytest.mark.parametrize("what", ["''", "messages", "raise_exception", "strftime_now", "range", "self"])
+@pytest.mark.parametrize(
+    "attribute", ["__class__", "__init__", "__dict__", "__globals__", "__subclasses__", "_x"]
+)
+@pytest.mark.parametrize(
+    "what", ["''", "messages", "raise_exception", "strftime_now", "range", "self"]
+)
 def test_an_attribute_of_pythons_own_is_nothing_in_a_template(tmp_path, what, attribute):
     text = make_model(tmp_path, f"[{{{{ {what}.{attribute} }}}}{{{{ {what}['{attribute}'] }}}}]")
     try:

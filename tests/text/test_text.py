@@ -1,4 +1,5 @@
-"""Tokens to text: the stream joins to the whole, shows no half character, keeps stop strings in, and stays cheap."""
+"""Tokens to text: the stream joins to the whole, shows no half character, keeps stop strings in,
+and stays cheap."""
 
 import json
 import random
@@ -11,7 +12,17 @@ from pathlib import Path
 
 import pytest
 from checkpoints import BOS, V, make_tokenizer
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from nanobatch import Engine, Sampling, Text
 from parts.text.tokens import TextStream, calmly
@@ -42,7 +53,8 @@ def corpus() -> list[str]:
 
 
 def byte_bpe() -> Tokenizer:
-    """Byte-level BPE with merges, as Llama 3 and Qwen have it: a token may end in the middle of a character."""
+    """Byte-level BPE with merges, as Llama 3 and Qwen have it: a token may end in the middle of a
+    character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -56,7 +68,8 @@ def byte_bpe() -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """BPE over characters as Llama 2 has it: '▁' for a space, and characters it does not know as one token a byte."""
+    """BPE over characters as Llama 2 has it: '▁' for a space, and characters it does not know as
+    one token a byte."""
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizer
@@ -65,21 +78,36 @@ def sentencepiece() -> Tokenizer:
         :110
     ]  # the trainer's own limit breaks ties by chance
     trainer = trainers.BpeTrainer(vocab_size=250, max_token_length=8, show_progress=False)
-    trained.train_from_iterator(["".join(char for char in text if char in known) for text in corpus()], trainer)
+    trained.train_from_iterator(
+        ["".join(char for char in text if char in known) for text in corpus()], trainer
+    )
     model = json.loads(trained.to_str())["model"]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
     vocab = {piece: n for n, piece in enumerate(dict.fromkeys(pieces))}
     merges = [tuple(merge) for merge in model["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")]
+    )
     return tokenizer
 
 
-TOKENIZERS = {"bytes": cache(make_tokenizer), "byte BPE": cache(byte_bpe), "sentencepiece": cache(sentencepiece)}
+TOKENIZERS = {
+    "bytes": cache(make_tokenizer),
+    "byte BPE": cache(byte_bpe),
+    "sentencepiece": cache(sentencepiece),
+}
 every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
@@ -90,31 +118,48 @@ def stream(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[str], str]:
     return pieces, text.finish(ids)
 
 
-# --- pieces and the whole ----------------------------------------------------------------------------------------
+# --- pieces and the whole -----------------------------------------------------------------------
 
 
 def test_the_tokenizers_here_are_the_sharp_ones():
-    """With tokens that end within a character, and tokens of several: else the tests below would show nothing."""
+    """With tokens that end within a character, and tokens of several: else the tests below would
+    show nothing."""
     rng = random.Random(1)
     texts = [random_text(rng) for _ in range(300)]
     for name, make in TOKENIZERS.items():
         tokenizer = make()
-        ids = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False).ids]
+        ids = [
+            token
+            for text in texts
+            for token in tokenizer.encode(text, add_special_tokens=False).ids
+        ]
         singles = [tokenizer.decode([token]) for token in ids]
         assert sum(BROKEN in single for single in singles) > 1000, name
-        assert name == "bytes" or sum(len(single) > 1 and BROKEN not in single for single in singles) > 300, name
-        assert name != "byte BPE" or sum(len(single) > 1 and BROKEN in single for single in singles) > 100
+        assert (
+            name == "bytes"
+            or sum(len(single) > 1 and BROKEN not in single for single in singles) > 300
+        ), name
+        assert (
+            name != "byte BPE"
+            or sum(len(single) > 1 and BROKEN in single for single in singles) > 100
+        )
 
 
-@pytest.mark.parametrize(("name", "count"), [("bytes", 3000), ("byte BPE", 3500), ("sentencepiece", 3500)])
-def test_over_ten_thousand_random_texts_pieces_join_to_the_whole_and_none_ends_within_a_character(name, count):
-    """Decoding token by token shows U+FFFD for each half of a character, and loses the spaces of SentencePiece."""
+@pytest.mark.parametrize(
+    ("name", "count"), [("bytes", 3000), ("byte BPE", 3500), ("sentencepiece", 3500)]
+)
+def test_over_ten_thousand_random_texts_pieces_join_to_the_whole_and_none_ends_within_a_character(
+    name, count
+):
+    """Decoding token by token shows U+FFFD for each half of a character, and loses the spaces of
+    SentencePiece."""
     tokenizer, rng, done = TOKENIZERS[name](), random.Random(2), 0
     for _ in range(count):
         text = random_text(rng)
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         whole = tokenizer.decode(ids, skip_special_tokens=True)
-        assert whole == text.replace("▁", " " if name == "sentencepiece" else "▁")  # what we are compared with is sound
+        # What we are compared with is sound
+        assert whole == text.replace("▁", " " if name == "sentencepiece" else "▁")
         pieces, rest = stream(tokenizer, ids)
         assert "".join(pieces) + rest == whole, (text, pieces, rest)
         assert BROKEN in text or not any(BROKEN in piece for piece in pieces), (text, pieces)
@@ -127,7 +172,10 @@ def test_text_is_shown_with_the_token_that_completes_it(name):
     """Holding all back to the end would join to the whole, too."""
     tokenizer, rng, shown = TOKENIZERS[name](), random.Random(3), 0
     for _ in range(300):
-        text = "".join(rng.choice("etaoinshrd" if name == "sentencepiece" else "etaé中😀\n ") for _ in range(30))
+        text = "".join(
+            rng.choice("etaoinshrd" if name == "sentencepiece" else "etaé中😀\n ")
+            for _ in range(30)
+        )
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         whole = TextStream(tokenizer)
         joined = ""
@@ -142,13 +190,18 @@ def test_text_is_shown_with_the_token_that_completes_it(name):
 
 @every_tokenizer
 def test_tokens_drawn_at_random_join_to_the_whole_decode_wherever_they_are_cut(name):
-    """A model may say anything, at high temperature: bytes that are no UTF-8 may neither raise nor get lost."""
+    """A model may say anything, at high temperature: bytes that are no UTF-8 may neither raise nor
+    get lost."""
     tokenizer, rng = TOKENIZERS[name](), random.Random(4)
-    size = tokenizer.get_vocab_size() + 8  # an embedding is often padded beyond the ids that mean something
+    # An embedding is often padded beyond the ids that mean something
+    size = tokenizer.get_vocab_size() + 8
     byte_ids = range(3, 259) if name == "sentencepiece" else range(256)
     wrong, broken = [], 0
     for _ in range(2000):
-        ids = [rng.choice(byte_ids) if rng.random() < 0.7 else rng.randrange(size) for _ in range(rng.randint(1, 12))]
+        ids = [
+            rng.choice(byte_ids) if rng.random() < 0.7 else rng.randrange(size)
+            for _ in range(rng.randint(1, 12))
+        ]
         whole = tokenizer.decode(ids, skip_special_tokens=True)
         broken += BROKEN in whole
         try:
@@ -159,11 +212,14 @@ def test_tokens_drawn_at_random_join_to_the_whole_decode_wherever_they_are_cut(n
         if "".join(pieces) + rest != whole:
             wrong.append((ids, pieces, rest, whole))
     assert broken > 1000
-    assert not wrong, f"{len(wrong)} of 2000; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
+    assert not wrong, (
+        f"{len(wrong)} of 2000; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
+    )
 
 
 def pieces_of(texts: list[str], count: int = 400) -> list[str]:
-    """Parts of texts, some of one character, some of several: a vocabulary that took no training."""
+    """Parts of texts, some of one character, some of several: a vocabulary that took no
+    training."""
     rng, pieces = random.Random(9), {" ", "a", "e"}
     while len(pieces) < count:
         text = rng.choice(texts)
@@ -177,28 +233,45 @@ def by_number(pieces: list[str]) -> dict[str, int]:
 
 
 def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
-    """Beside the three above: what else is published, with the decoder that puts its pieces together."""
+    """Beside the three above: what else is published, with the decoder that puts its pieces
+    together."""
     texts = corpus()
     plain = pieces_of(texts)
     marked = [piece.replace(" ", "▁") for piece in plain]
     words = [*(word for text in texts[:300] for word in text.split()), *plain]
     parts = [f"##{piece}" for piece in plain[::2]]
     bytewise = [f"<0x{byte:02X}>" for byte in range(256)]
-    unigram = models.Unigram([("<unk>", 0.0), *((piece, -1.0 - len(piece)) for piece in dict.fromkeys(marked))], 0)
-    fallback = models.Unigram([(piece, -2.0) for piece in by_number([*bytewise, *marked])], 0, byte_fallback=True)
+    unigram = models.Unigram(
+        [("<unk>", 0.0), *((piece, -1.0 - len(piece)) for piece in dict.fromkeys(marked))], 0
+    )
+    fallback = models.Unigram(
+        [(piece, -2.0) for piece in by_number([*bytewise, *marked])], 0, byte_fallback=True
+    )
     spaced = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return {
         "Unigram": (unigram, decoders.Metaspace()),
         "Unigram that never prepends": (unigram, decoders.Metaspace(prepend_scheme="never")),
-        "Unigram with bytes": (fallback, decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
-        "WordPiece": (models.WordPiece(by_number(plain + parts), unk_token="<unk>"), decoders.WordPiece()),
+        "Unigram with bytes": (
+            fallback,
+            decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+        ),
+        "WordPiece": (
+            models.WordPiece(by_number(plain + parts), unk_token="<unk>"),
+            decoders.WordPiece(),
+        ),
         "WordPiece, not tidied": (
             models.WordPiece(by_number(plain + parts), unk_token="<unk>"),
             decoders.WordPiece(cleanup=False),
         ),
         "WordLevel": (models.WordLevel(by_number(words), unk_token="<unk>"), None),
-        "WordLevel that is fused": (models.WordLevel(by_number(words), unk_token="<unk>"), decoders.Fuse()),
-        "BPE with metaspace": (models.BPE(by_number(marked), []), decoders.Metaspace(prepend_scheme="first")),
+        "WordLevel that is fused": (
+            models.WordLevel(by_number(words), unk_token="<unk>"),
+            decoders.Fuse(),
+        ),
+        "BPE with metaspace": (
+            models.BPE(by_number(marked), []),
+            decoders.Metaspace(prepend_scheme="first"),
+        ),
         "BPE with bytes": (
             models.BPE(by_number([*bytewise, *marked]), [], byte_fallback=True),
             decoders.Sequence(spaced),
@@ -212,7 +285,8 @@ def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
 
 @pytest.mark.parametrize("kind", [*TOKENIZERS, *other_kinds()])
 def test_random_tokens_of_every_kind_of_tokenizer_stream_as_they_decode(kind):
-    """Each kind has its own way with spaces, bytes and ends of words, and all have tokens that were added later."""
+    """Each kind has its own way with spaces, bytes and ends of words, and all have tokens that were
+    added later."""
     if kind in TOKENIZERS:
         tokenizer = Tokenizer.from_str(TOKENIZERS[kind]().to_str())
     else:
@@ -220,19 +294,28 @@ def test_random_tokens_of_every_kind_of_tokenizer_stream_as_they_decode(kind):
         tokenizer = Tokenizer(model)
         if decoder:
             tokenizer.decoder = decoder
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "<|end|>")])
-    tokenizer.add_tokens([AddedToken("<tool>"), AddedToken(" é ", normalized=False), AddedToken("中😀")])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in ("<s>", "</s>", "<|end|>")]
+    )
+    tokenizer.add_tokens(
+        [AddedToken("<tool>"), AddedToken(" é ", normalized=False), AddedToken("中😀")]
+    )
     rng, size, wrong, long = random.Random(10), tokenizer.get_vocab_size() + 5, [], 0
     for _ in range(300):
         some = [rng.randrange(size) for _ in range(4)]  # so that tokens come again, too
-        ids = [rng.choice(some) if rng.random() < 0.2 else rng.randrange(size) for _ in range(rng.randint(1, 60))]
+        ids = [
+            rng.choice(some) if rng.random() < 0.2 else rng.randrange(size)
+            for _ in range(rng.randint(1, 60))
+        ]
         whole = tokenizer.decode(ids, skip_special_tokens=True)
         pieces, rest = stream(tokenizer, ids)
         if "".join(pieces) + rest != whole:
             wrong.append((ids, pieces, rest, whole))
         long += len(whole) > 20
     assert long > 150, "there was hardly any text"
-    assert not wrong, f"{len(wrong)} of 300; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
+    assert not wrong, (
+        f"{len(wrong)} of 300; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
+    )
 
 
 @every_tokenizer
@@ -248,7 +331,9 @@ def test_a_text_cut_off_within_a_character_joins_to_the_whole_decode(name):
             if "".join(pieces) + rest != whole:
                 wrong.append((ids[:end], pieces, rest, whole))
     assert cuts > 1500
-    assert not wrong, f"{len(wrong)} of {cuts}; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
+    assert not wrong, (
+        f"{len(wrong)} of {cuts}; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
+    )
 
 
 @every_tokenizer
@@ -267,13 +352,15 @@ def test_special_tokens_stay_out_of_the_text_even_within_a_character(name):
     assert put > 1000
 
 
-# --- stop strings ------------------------------------------------------------------------------------------------
+# --- stop strings -------------------------------------------------------------------------------
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool, int]:
-    """What is to be shown, whether a stop string came, and how many characters it took to see it. By brute force."""
+    """What is to be shown, whether a stop string came, and how many characters it took to see it.
+    By brute force."""
     for end in range(1, len(text) + 1):
-        for stop in sorted(stops, key=len, reverse=True):  # of those that are complete here, the one that begins first
+        # Of those that are complete here, the one that begins first
+        for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
                 return text[: end - len(stop)], True, end
     return text, False, len(text)
@@ -287,13 +374,20 @@ def byte_names() -> list[str]:
 
 
 class Pieces:
-    """A tokenizer in which every stretch of the bytes of one text is a token, so that it can be cut anywhere."""
+    """A tokenizer in which every stretch of the bytes of one text is a token, so that it can be cut
+    anywhere."""
 
     def __init__(self, text: str):
         names = "".join(byte_names()[byte] for byte in text.encode())
         self.length = len(names)
-        spans = [(start, end) for start in range(self.length) for end in range(start + 1, self.length + 1)]
-        vocab = {piece: n for n, piece in enumerate(sorted({names[start:end] for start, end in spans}))}
+        spans = [
+            (start, end)
+            for start in range(self.length)
+            for end in range(start + 1, self.length + 1)
+        ]
+        vocab = {
+            piece: n for n, piece in enumerate(sorted({names[start:end] for start, end in spans}))
+        }
         self.ids = {(start, end): vocab[names[start:end]] for start, end in spans}
         self.tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=names[0]))
         self.tokenizer.decoder = decoders.ByteLevel()
@@ -303,18 +397,22 @@ class Pieces:
 
 
 def random_stops(rng: random.Random, text: str, alphabet: str) -> list[str]:
-    """One to four stop strings: parts of the text, parts with an end that does not come, and others."""
+    """One to four stop strings: parts of the text, parts with an end that does not come, and
+    others."""
     stops = []
     for _ in range(rng.randint(1, 4)):
         start, length = rng.randrange(len(text)), rng.randint(1, 5)
         part = text[start : start + length]
         other = "".join(rng.choice(alphabet) for _ in range(length))
-        stops.append(rng.choice((part, part + rng.choice(alphabet), other + rng.choice(alphabet) * 2)))
+        stops.append(
+            rng.choice((part, part + rng.choice(alphabet), other + rng.choice(alphabet) * 2))
+        )
     return stops
 
 
 def all_cuts(rng: random.Random, length: int) -> list[tuple[int, ...]]:
-    """Every way to cut a short text into tokens; for a longer one, every place alone, all together, and some more."""
+    """Every way to cut a short text into tokens; for a longer one, every place alone, all together,
+    and some more."""
     places = range(1, length)
     if length <= 7:
         return [cut for count in range(length) for cut in combinations(places, count)]
@@ -323,7 +421,8 @@ def all_cuts(rng: random.Random, length: int) -> list[tuple[int, ...]]:
 
 
 def test_a_stop_string_cut_into_tokens_at_every_place_ends_the_text_before_it_and_never_leaks():
-    """One looked for in each piece alone is missed if it spans two; one that is waited for too late has been shown."""
+    """One looked for in each piece alone is missed if it spans two; one that is waited for too late
+    has been shown."""
     rng, wrong = random.Random(7), []
     cases = stopped_cases = cut_stops = 0
     for _ in range(400):
@@ -341,7 +440,11 @@ def test_a_stop_string_cut_into_tokens_at_every_place_ends_the_text_before_it_an
                 seen = place
                 if stream.stopped:
                     break
-            in_time = next(place for place in (*cut, pieces.length) if place >= end and place in whole_characters)
+            in_time = next(
+                place
+                for place in (*cut, pieces.length)
+                if place >= end and place in whole_characters
+            )
             late = stops_here and not (stream.stopped and seen <= in_time)
             out.append(stream.finish(ids))
             if late or "".join(out) != shown or stream.stopped != stops_here:
@@ -349,7 +452,12 @@ def test_a_stop_string_cut_into_tokens_at_every_place_ends_the_text_before_it_an
             cases += 1
             stopped_cases += stops_here
             cut_stops += stops_here and any(begin < place < end for place in cut)
-    assert cases > 10_000 and stopped_cases > 8_000 and cases - stopped_cases > 2_000 and cut_stops > 5_000
+    assert (
+        cases > 10_000
+        and stopped_cases > 8_000
+        and cases - stopped_cases > 2_000
+        and cut_stops > 5_000
+    )
     assert not wrong, f"{len(wrong)} of {cases}; the first: {wrong[0]}"
 
 
@@ -380,7 +488,8 @@ def test_stop_strings_in_the_tokens_of_a_real_tokenizer_end_the_text_before_them
     ("text", "stops", "shown"),
     [
         ("say END now", ["END"], "say "),
-        ("ababac", ["abac"], "ab"),  # what looked like the stop string was one character of it too early
+        # What looked like the stop string was one character of it too early
+        ("ababac", ["abac"], "ab"),
         ("xabcx", ["abcx", "bc"], "xa"),  # the one that is complete first, though it begins later
         ("xabcx", ["bc", "abc"], "x"),  # complete at once: the one that begins first
         ("aaaa", ["aaa"], ""),
@@ -402,7 +511,7 @@ def test_stop_strings_worked_out_by_hand(text, stops, shown):
     assert "".join(out) + stream.finish(ids) == shown and stream.stopped == (text != shown)
 
 
-# --- cost --------------------------------------------------------------------------------------------------------
+# --- cost ---------------------------------------------------------------------------------------
 
 ENDLESS = {
     "text": "The quick brown fox, 中文 and 😀.\n",
@@ -416,14 +525,17 @@ ENDLESS = {
 def endless_ids(name: str, kind: str) -> list[int]:
     tokenizer, text = TOKENIZERS[name](), ENDLESS[kind]
     if isinstance(text, bytes):
-        return [tokenizer.token_to_id("<0xFF>" if name == "sentencepiece" else byte_names()[text[0]])]
+        return [
+            tokenizer.token_to_id("<0xFF>" if name == "sentencepiece" else byte_names()[text[0]])
+        ]
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
 @every_tokenizer
 def test_a_token_costs_the_same_late_in_an_answer_as_at_its_start(name, kind):
-    """A stream that decodes all again for each token makes long answers quadratic. Old and new are timed in turn."""
+    """A stream that decodes all again for each token makes long answers quadratic. Old and new are
+    timed in turn."""
     tokenizer, ids = TOKENIZERS[name](), endless_ids(name, kind)
     stops = ["a" * 40 + "b"]
     many = 1_500 if kind in ("special tokens", "broken characters") else 20_000
@@ -440,7 +552,7 @@ def test_a_token_costs_the_same_late_in_an_answer_as_at_its_start(name, kind):
     assert statistics.median(times["old"]) < 8 * statistics.median(times["new"])
 
 
-# --- BOS ---------------------------------------------------------------------------------------------------------
+# --- BOS ----------------------------------------------------------------------------------------
 
 
 def make_text(folder: Path, adds_bos: bool, **config) -> Text:
@@ -452,11 +564,16 @@ def make_text(folder: Path, adds_bos: bool, **config) -> Text:
     return Text(folder, tokenizer.get_vocab_size())
 
 
-@pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "lstrip": False, "__type": "AddedToken"}])
+@pytest.mark.parametrize(
+    "bos", ["<s>", {"content": "<s>", "lstrip": False, "__type": "AddedToken"}]
+)
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("begins_with_bos", [True, False])
-def test_a_prompt_has_bos_once_if_the_tokenizer_adds_it_or_the_text_has_it(tmp_path, begins_with_bos, adds_bos, bos):
-    """A text copied from a rendered template begins with `<s>`. Two of them are a prompt that no model was trained on.
+def test_a_prompt_has_bos_once_if_the_tokenizer_adds_it_or_the_text_has_it(
+    tmp_path, begins_with_bos, adds_bos, bos
+):
+    """A text copied from a rendered template begins with `<s>`. Two of them are a prompt that no
+    model was trained on.
 
     Where neither adds it, there is none: a model such as Qwen was trained without.
     """
@@ -469,13 +586,15 @@ def test_a_prompt_has_bos_once_if_the_tokenizer_adds_it_or_the_text_has_it(tmp_p
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_only_a_bos_at_the_start_is_one_too_many(tmp_path, adds_bos):
-    """What stands within a text is its author's: a few-shot prompt may begin each example with `<s>`."""
+    """What stands within a text is its author's: a few-shot prompt may begin each example with
+    `<s>`."""
     text = make_text(tmp_path, adds_bos, bos_token="<s>")
     assert text.encode("a<s>b<s><s>").count(BOS) == 3 + adds_bos
-    assert make_text(tmp_path, adds_bos).encode("<s><s>a").count(BOS) == 2 + adds_bos  # none named, none removed
+    # None named, none removed
+    assert make_text(tmp_path, adds_bos).encode("<s><s>a").count(BOS) == 2 + adds_bos
 
 
-# --- tokenizers that fail late -----------------------------------------------------------------------------------
+# --- tokenizers that fail late ------------------------------------------------------------------
 
 WORDS = {"hello": 0, "world": 1}
 FAIL_AT_ENCODE = {
@@ -499,13 +618,16 @@ def late_failure(folder: Path, name: str) -> Text:
 def test_a_tokenizer_that_cannot_read_a_prompt_refuses_it_in_one_line_and_its_neighbours_go_on(
     parts, tmp_path, name, capfd
 ):
-    """The library raises a bare Exception, which no caller catches, or panics, which is not even an Exception."""
+    """The library raises a bare Exception, which no caller catches, or panics, which is not even an
+    Exception."""
     text = late_failure(tmp_path, name)
     with Engine(parts[0], text, slots=2, max_len=64) as engine:
         alone = engine.submit([5, 6, 7], Sampling(max_tokens=8, ignore_eos=True)).result().tokens
         neighbour = engine.submit([5, 6, 7], Sampling(max_tokens=8, ignore_eos=True))
         engine.step()
-        with pytest.raises(ValueError, match=r"cannot read this prompt \(.+\); give other words") as caught:
+        with pytest.raises(
+            ValueError, match=r"cannot read this prompt \(.+\); give other words"
+        ) as caught:
             engine.submit("a" * 30 + "b")
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
         assert neighbour.result().tokens == alone
@@ -516,10 +638,13 @@ def test_a_tokenizer_that_cannot_read_a_prompt_refuses_it_in_one_line_and_its_ne
 
 
 def panicking() -> Tokenizer:
-    """Its decoder panics at an empty token: at token 1 at once, and at token 2, which waits as a byte, at the end."""
+    """Its decoder panics at an empty token: at token 1 at once, and at token 2, which waits as a
+    byte, at the end."""
     vocabulary = {"hello": 0, "": 1, "<0x41>": 2, "<0x00>": 3}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="hello"))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("<0x41>", ""), decoders.Strip("w", 3, 3)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("<0x41>", ""), decoders.Strip("w", 3, 3)]
+    )
     return tokenizer
 
 
@@ -532,7 +657,8 @@ def test_the_decoder_here_really_panics(token):
 
 @pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])
 def test_what_ends_the_program_is_not_taken_for_a_panic(ending):
-    """SIGTERM came while the tokenizer ran; its handler's SystemExit became an error of one request, and was lost."""
+    """SIGTERM came while the tokenizer ran; its handler's SystemExit became an error of one
+    request, and was lost."""
 
     def interrupted(*arguments, **options):
         raise ending(143)
@@ -542,7 +668,8 @@ def test_what_ends_the_program_is_not_taken_for_a_panic(ending):
 
 
 def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts, tmp_path):
-    """A panic is no Exception: where the end of a request decodes what is left, it came out of `cancel`."""
+    """A panic is no Exception: where the end of a request decodes what is left, it came out of
+    `cancel`."""
     panicking().save(str(tmp_path / "tokenizer.json"))
     with Engine(parts[0], Text(tmp_path, V), slots=2, max_len=128) as engine:
 
@@ -550,11 +677,17 @@ def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts,
             return Sampling(max_tokens=count, logit_bias={token: 1e6}, ignore_eos=True)
 
         for token, count in ((1, 1), (2, 4)):  # how many tokens it takes to notice
-            failing, neighbour = engine.submit([5, 6], says(token, 4)), engine.submit([5, 6], says(0, 4))
+            failing, neighbour = (
+                engine.submit([5, 6], says(token, 4)),
+                engine.submit([5, 6], says(0, 4)),
+            )
             result = failing.result()
             assert (result.finish_reason, result.tokens) == ("error", [token] * count)
             assert "index out of bounds" in result.error and "\n" not in result.error
-            assert neighbour.result().text == "hellohellohellohello" and neighbour.finish_reason == "length"
+            assert (
+                neighbour.result().text == "hellohellohellohello"
+                and neighbour.finish_reason == "length"
+            )
             engine.check()
         cancelled = engine.submit([5, 6], says(2, 50))
         while not cancelled.tokens:
