@@ -16,8 +16,8 @@ Read first: docs/models.md, then what `parts/model/families.py` does about grani
 (There mlx-lm's minicpm does not divide at all. The published model does. For greedy answers it
 makes no difference; for scores and for sampling it does.)
 
-Where: `parts/model/families.py`. A name in `FAMILIES`, and in `OWN` a function like granite's: it
-gets the config's fields, and returns what the family has of its own.
+Where: `parts/model/families.py`. A record in `FAMILIES`, and for its `own` a function like
+granite's: it gets the config's fields, and returns what the family has of its own.
 
 How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of
 `tests/lib/parity.py` and a line in docs/models.md, too; `python -m pytest` says so.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from parts.checks import real, shown
 from parts.files import ModelError, read_json
-from parts.model.families import FAMILIES, GEMMAS, NORMS, OWN, sliding_window
+from parts.model.families import FAMILIES, NORMS, Family
 from parts.model.fields import Fields
 from parts.model.rope import Rope
 
@@ -129,13 +129,16 @@ def read_config(folder: Path, has_head: bool) -> Config:
     config does not."""
     path = folder / "config.json"
     raw = read_json(path)
-    family = raw.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise Fields(path, raw).refuse("model_type", family, FAMILIES)
-    raw |= {key: usual for key, usual in FAMILIES[family].items() if raw.get(key) is None}
-    get, fields = raw.get, Fields(path, raw)
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise Fields(path, raw).refuse("model_type", name, FAMILIES)
+    family = FAMILIES[name]
+    raw |= {key: usual for key, usual in family.unsaid.items() if raw.get(key) is None}
+    fields = Fields(path, raw)
+    get = raw.get
     _refuse(fields, family)
-    D, H = fields.number("hidden_size"), fields.number("num_attention_heads")
+    D = fields.number("hidden_size")
+    H = fields.number("num_attention_heads")
     Hkv = fields.number("num_key_value_heads", H)
     if H % Hkv:
         raise ModelError(f"{path}: {H} attention heads cannot share {Hkv} key-value heads evenly.")
@@ -151,49 +154,37 @@ def read_config(folder: Path, has_head: bool) -> Config:
     attention_bias = bool(get("attention_bias", False))
     max_positions = fields.number("max_position_embeddings", 2048)
     tied = bool(get("tie_word_embeddings", not has_head))
-    window, whole = sliding_window(fields, family)
-    own = OWN[family](fields, D, Dh, tied) if family in OWN else {}
-    return Config(
-        model_type=family,
-        layers=fields.number("num_hidden_layers"),
-        D=D,
-        H=H,
-        Hkv=Hkv,
-        Dh=Dh,
-        hidden=fields.number(
-            "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
-        ),
-        V=fields.number("vocab_size"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6, real, 0),
-        max_positions=max_positions,
-        tied=tied,
-        qkv_bias=attention_bias or family == "qwen2",
-        o_bias=bool(get("attention_out_bias"))
-        if family == "seed_oss"
-        else attention_bias and family != "qwen2",
-        mlp_bias=bool(get("mlp_bias", False)),
-        window=window,
-        whole=whole,
-        rope=_rope(fields, family, Dh, max_positions),
-        **{"qk_norm": "", **own},
-    )
+    window, whole = _window(fields, family)
+    shared = {
+        "model_type": name,
+        "layers": fields.number("num_hidden_layers"),
+        "D": D,
+        "H": H,
+        "Hkv": Hkv,
+        "Dh": Dh,
+        "hidden": fields.number(family.width),
+        "V": fields.number("vocab_size"),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6, real, 0),
+        "max_positions": max_positions,
+        "tied": tied,
+        "qkv_bias": attention_bias,
+        "o_bias": attention_bias,
+        "mlp_bias": bool(get("mlp_bias", False)),
+        "qk_norm": "",
+        "window": window,
+        "whole": whole,
+        "rope": _rope(fields, family, Dh, max_positions),
+    }
+    return Config(**shared | family.own(fields, D, Dh, tied))
 
 
-def _refuse(fields: Fields, family: str) -> None:
+def _refuse(fields: Fields, family: Family) -> None:
     """Refuse what a field says if there is no place for it in a `Config`."""
     get = fields.values.get
-    act, known = (
-        ("hidden_activation", ["gelu_pytorch_tanh"])
-        if family in GEMMAS
-        else ("hidden_act", ["silu", "swish"])
-    )
-    if get(act, known[0]) not in known:
+    act, *known = family.activation
+    if (get(act) or known[0]) not in known:
         raise fields.refuse(act, get(act), known[:1])
-    flags = {
-        "smollm3": ["use_sliding_window"],
-        "qwen3_moe": ["use_sliding_window", "mlp_only_layers"],
-    }
-    for flag in ("use_bidirectional_attention", *flags.get(family, ())):
+    for flag in ("use_bidirectional_attention", *family.refused):
         if get(flag):
             raise fields.refuse(flag, get(flag), ("false, or nothing",))
     for key in ("quantization", "quantization_config"):
@@ -209,24 +200,40 @@ def _refuse(fields: Fields, family: str) -> None:
         raise fields.refuse("quantization mode", mode, ("affine",))
 
 
-def _rope(fields: Fields, family: str, Dh: int, max_positions: int) -> Rope:
+def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]]:
+    """The length of the sliding window, if any layer has one, and the layers that have none."""
+    layers = fields.number("num_hidden_layers")
+    kinds = fields.values.get("layer_types")
+    if kinds is not None:
+        known = {"full_attention", "sliding_attention"}
+        if not isinstance(kinds, list) or len(kinds) < layers or not set(map(str, kinds)) <= known:
+            choice = f"for each of {layers} layers {' or '.join(sorted(known))}"
+            raise fields.refuse("layer_types", kinds, (choice,))
+        whole = frozenset(i for i in range(layers) if kinds[i] == "full_attention")
+    elif family.whole is not None:
+        whole = family.whole(fields, layers)
+    else:
+        return None, ()
+    if len(whole) == layers or fields.values.get("sliding_window", 4096) is None:
+        return None, ()
+    return fields.number("sliding_window", 4096), whole
+
+
+def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
     """There are three spellings: `rope_scaling` with `type` or with `rope_type`, and
     `rope_parameters` with all."""
     raw = fields.values
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if (
-        family == "gemma3_text"
-        and isinstance(scaling, dict)
-        and isinstance(scaling.get("full_attention"), dict)
-    ):
-        scaling = scaling["full_attention"]
+    if family.two_ropes and isinstance(scaling, dict):
+        full = scaling.get("full_attention")
+        scaling = full if isinstance(full, dict) else scaling
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise ModelError(
             f"{fields.path}: rope scaling is {shown(scaling)} where one flat object belongs."
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if family == "phi3" and kind in ("su", "yarn"):  # what its first configs call it
-        kind = "longrope"
+    if isinstance(kind, str):
+        kind = family.rope_types.get(kind, kind)
     if kind not in ROPE_TYPES:
         raise fields.refuse("rope type", kind, ROPE_TYPES)
     inner = Fields(fields.path, scaling)
@@ -235,9 +242,11 @@ def _rope(fields: Fields, family: str, Dh: int, max_positions: int) -> Rope:
         "partial_rotary_factor", fields.number("partial_rotary_factor", 1.0, real, 0), real, 0
     )
     turned = int(Dh * part)
-    if part != 1 and (family != "phi3" or turned % 2 or not 4 <= turned <= Dh):
-        ways = "1" if family != "phi3" else f"1, or what turns an even number, at least 4, of {Dh}"
-        raise fields.refuse("partial_rotary_factor", part, (ways,))
+    if part != 1 and not family.turns_a_part:
+        raise fields.refuse("partial_rotary_factor", part, ("1",))
+    if turned % 2 or not 4 <= turned <= Dh:
+        choice = f"1, or what turns an even number, at least 4, of {Dh}"
+        raise fields.refuse("partial_rotary_factor", part, (choice,))
     common = {
         "turned": turned if turned < Dh else None,
         "interleaved": bool(raw.get("rope_traditional")),
