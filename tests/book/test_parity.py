@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
 from harness import Tap, random_asks, run_schedule
-from parity import CLOSE, CONFIGS, LLAMA3, TOKENS, compare, count, prompts_of, whole
+from parity import CLOSE, CONFIGS, LLAMA3, TOKENS, compare, count, prompts_of, seed_of, whole
 
 import nanobatch
 from nanobatch import Engine
@@ -23,7 +23,7 @@ from parts.model.load import read_model
 def test_every_token_and_logit_is_mlx_lms_in_random_company(name, tmp_path):
     settings = dict(CONFIGS[name])
     respelled = settings.pop("reference", None)
-    seed = list(CONFIGS).index(name)
+    seed = seed_of(name)
     folder = make_checkpoint(tmp_path, seed=seed, **settings)
     # Where requests run one at a time there is no company, and many steps. A tenth of the
     # configurations shows that.

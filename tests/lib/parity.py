@@ -2,6 +2,7 @@
 token."""
 
 import os
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -245,6 +246,11 @@ CONFIGS = {
 def is_of_its_own(name: str) -> bool:
     """Is this of a family that differs from a Llama by more than biases or a norm of heads?"""
     return CONFIGS[name].get("model_type", "llama") not in ("llama", "mistral", "qwen2", "qwen3")
+
+
+def seed_of(name: str) -> int:
+    """Of the name alone, so that a new configuration leaves all the others as they are."""
+    return zlib.crc32(name.encode())
 
 
 def prompts_of(name: str) -> int:
