@@ -6,10 +6,8 @@ from parts.device import mlx as device
 
 # isort: on
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 
-import company
 import pytest
 from checkpoints import make_checkpoint
 
@@ -25,33 +23,6 @@ def pytest_configure() -> None:
     """A shell's background job ignores Ctrl-C, which many tests raise."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-BESIDE = pytest.StashKey[subprocess.Popen]()
-
-
-@pytest.hookimpl(trylast=True)  # what is deselected has gone by then
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest test asks processes of its own. They run beside all the other tests, which go
-    first."""
-    items.sort(key=lambda item: "everywhere" in getattr(item, "fixturenames", ()))
-    if (
-        items
-        and "everywhere" in getattr(items[-1], "fixturenames", ())
-        and not config.option.collectonly
-    ):
-        config.stash[BESIDE] = company.start()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if process := config.stash.get(BESIDE, None):
-        company.stop(process)
-
-
-@pytest.fixture
-def everywhere(pytestconfig: pytest.Config) -> subprocess.Popen:
-    """Schedules on each BLAS and each set of its kernels, begun with the first test."""
-    return pytestconfig.stash[BESIDE]
 
 
 @pytest.fixture(scope="session")

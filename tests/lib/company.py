@@ -11,7 +11,6 @@ A product belongs to a process and cannot be changed in it. So each form has a p
 """
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -98,7 +97,7 @@ ELSEWHERE = SCHEDULES * 2 // 5
 
 class Count(NamedTuple):
     compared: int  # logit vectors
-    differ: int
+    differ: tuple[str, ...]  # a sentence for each of them that is not the same
     # Tokens whose rows were taken over from another request, or from the request before in a
     # conversation
     reused: int
@@ -112,7 +111,7 @@ class Count(NamedTuple):
         return Count(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-NONE = Count(0, 0, 0, 0, 0)
+NONE = Count(0, (), 0, 0, 0)
 
 
 def make_models(folder: Path) -> list[tuple[Model, Text]]:
@@ -152,10 +151,16 @@ def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count
             array[:] = mx.random.normal(array.shape, key=mx.random.key(seed)) * 3
         with Engine(model, text, reuse=False, **lonely) as alone:
             taps = Tap(engine), Tap(alone)
-            for _ in range(rounds):
-                total += play(
-                    engine, alone, taps, long_prompt[: int(130 + 1470 * rng.random() ** 2)], rng
-                )
+            for turn in range(rounds):
+                where = f"schedule {seed}, round {turn}, model {seed % len(models)}, {policy}"
+                far = int(130 + 1470 * rng.random() ** 2)
+                try:
+                    played = play(engine, alone, taps, long_prompt[:far], rng)
+                except BaseException as error:
+                    error.add_note(f"It was {where}.")
+                    raise
+                told = tuple(f"{where}, {each}" for each in played.differ)
+                total += played._replace(differ=told)
     return total
 
 
@@ -190,28 +195,48 @@ def play(
         pairs.append((far, long_prompt))
     total = NONE
     for handle, prompt in pairs:
-        many = min(len(handle.tokens), 10)
-        alone = other.submit(prompt, Sampling(max_tokens=max(1, many), ignore_eos=True))
-        assert alone.result().metrics.cached_tokens == 0
-        assert handle.tokens[:many] == alone.tokens[:many]
-        differ = sum(
-            taps[0].logits[handle.id, i].tobytes() != taps[1].logits[alone.id, i].tobytes()
-            for i in range(many)
-        )
-        beside = many if far and handle is not far else 0
-        total += Count(many, differ, handle.metrics.cached_tokens, beside, 0)
-        if many > 1:
-            # The same answer read as a prompt: its rows come from a chunk, and not one by one.
-            whole = other.submit(
-                [*prompt, *handle.tokens[: many - 1]], Sampling(max_tokens=1, ignore_eos=True)
-            )
-            whole.result()
-            differs = (
-                taps[0].logits[handle.id, many - 1].tobytes()
-                != taps[1].logits[whole.id, 0].tobytes()
-            )
-            total += Count(1, differs, 0, 0, 1)
+        total += compare(handle, prompt, other, taps, is_beside=far and handle is not far)
     return total
+
+
+def compare(
+    handle: Handle, prompt: list[int], other: Engine, taps: tuple[Tap, Tap], is_beside: bool
+) -> Count:
+    """A request that had company, and the same request alone in the other engine. Then the same
+    answer, read as a prompt there."""
+    crowded, lonely = taps
+    many = min(len(handle.tokens), 10)
+    alone = other.submit(prompt, Sampling(max_tokens=max(1, many), ignore_eos=True))
+    assert alone.result().metrics.cached_tokens == 0, "the other engine reuses rows"
+    name = f"request {handle.id} ({len(prompt)} tokens, {handle.metrics.cached_tokens} reused)"
+    found = []
+    for index in range(many):
+        ours, right = crowded.logits[handle.id, index], lonely.logits[alone.id, index]
+        found += difference(f"{name}, token {index}", ours, right)
+        if handle.tokens[index] != alone.tokens[index]:
+            many = index + 1  # from here on they are two different answers
+            break
+    beside = many if is_beside else 0
+    total = Count(many, tuple(found), handle.metrics.cached_tokens, beside, 0)
+    if many > 1:
+        # The same answer read as a prompt: its rows come from a chunk, and not one by one.
+        said = [*prompt, *handle.tokens[: many - 1]]
+        whole = other.submit(said, Sampling(max_tokens=1, ignore_eos=True))
+        whole.result()
+        ours, right = crowded.logits[handle.id, many - 1], lonely.logits[whole.id, 0]
+        told = difference(f"{name}, token {many - 1}, read as a prompt", ours, right)
+        total += Count(1, tuple(told), 0, 0, 1)
+    return total
+
+
+def difference(name: str, ours: np.ndarray, right: np.ndarray) -> list[str]:
+    """Nothing if all bits are the same, else one sentence. Both: (V,)."""
+    if ours.tobytes() == right.tobytes():
+        return []
+    unlike = int((ours != right).sum())
+    furthest = float(np.abs(ours - right).max())
+    best = f"the best is {ours.argmax()}, alone {right.argmax()}"
+    return [f"{name}: {unlike} of {len(ours)} logits differ, by up to {furthest:.2g}; {best}"]
 
 
 def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> list[int]:
@@ -229,39 +254,23 @@ def everywhere() -> list[str]:
     return [f"rows:{form}" for form in rows.forms_here()]
 
 
-def run_everywhere(schedules: int, elsewhere: int, at_once: int) -> list[str]:
-    """A line for each. `elsewhere`: how many on those that this machine has, but does not take."""
-    waiting, running, lines = everywhere(), [], []
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            choice = waiting.pop(0)
-            count = schedules if choice == everywhere()[0] else elsewhere
-            command = [sys.executable, PROGRAM, "--schedules", str(count)]
-            environment = os.environ | {"NANOBATCH_BLAS": choice}
-            running.append(
-                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-            )
-        out, _ = running.pop(0).communicate()
-        lines.append(out.strip() or "a process has died")
-        print(lines[-1], flush=True)
-    return lines
-
-
-def start() -> subprocess.Popen:
-    """All of it in the background, one form after another, where it leaves the processor to
-    others."""
-    counts = "--everywhere", str(SCHEDULES), "--elsewhere", str(ELSEWHERE)
-    command = [sys.executable, PROGRAM, *counts, "--at-once", "1"]
+def run(form: str, schedules: int) -> subprocess.Popen:
+    """A process that takes one form of the product. Its last line holds the figures."""
+    command = [sys.executable, PROGRAM, "--schedules", str(schedules)]
+    environment = os.environ | {"NANOBATCH_BLAS": form}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=leave_first
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def leave_first() -> None:
-    os.nice(15)
-
-
-def stop(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.stdout.close()
+def run_everywhere(schedules: int, at_once: int) -> bool:
+    """Each form in turn, so many of them at a time. Do all bits agree?"""
+    waiting, running, agree = everywhere(), [], True
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            running.append(run(waiting.pop(0), schedules))
+        process = running.pop(0)
+        said, _ = process.communicate()
+        print(said.strip() or "a process has died", flush=True)
+        agree = agree and process.returncode == 0
+    return agree
