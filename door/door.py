@@ -131,9 +131,11 @@ class Door:
             self._mailbox.post()
 
     def wait(self) -> None:
-        """Until the door's thread has ended. subtle: `join` would forget a thread if Ctrl-C came
-        out of it (3.11)."""
-        self._ended.wait()
+        """Until the door's thread has ended, or a signal comes. subtle: `join` would forget a thread
+        if Ctrl-C came out of it (3.11). And Python handles a signal when the main thread runs: one
+        that comes just before the main thread goes to sleep is handled when it wakes up."""
+        while not self._ended.wait(0.5):
+            pass
 
     def drain(self, patience: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Refuse what comes, and let what runs go on to its end: for so many seconds, or until

@@ -135,6 +135,26 @@ def test_the_doors_thread_is_woken_once_for_all_tokens_of_a_step_and_without_str
     assert len(events) > 50 and len(woken) <= engine.steps - before + 1
 
 
+def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here):
+    """Python handles a signal when its main thread runs. A signal that came to another thread, or
+    just before the main thread went to sleep, was heard of by nobody, and a busy server that was
+    told to end stayed."""
+
+    def strike() -> None:
+        time.sleep(0.1)  # the main thread waits by now
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    give_up = threading.Timer(60, here.door._ended.set)
+    give_up.start()
+    with pytest.raises(KeyboardInterrupt):
+        here.door.wait()
+    give_up.cancel()
+    thread.join()
+    assert not here.door._ended.is_set(), "nothing was heard of Ctrl-C until the door had ended"
+
+
 def test_an_answer_that_is_ready_before_the_door_has_its_handle_is_told(here, engine):
     """All of it was committed while the thread that had submitted it was still at work. No further
     commit comes."""
