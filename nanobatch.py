@@ -687,24 +687,28 @@ class Engine:
         prompt: str | Sequence[int] | Sequence[Mapping],
         sampling: Sampling | None = None,
         *,
+        client: str = "",
         origin: Any = None,
     ) -> Handle:
         """Put a prompt in line: a text, chat messages, or token ids as they are.
 
         This never waits for a step. It raises QueueFull if the line is full.
+        `client`: who asks, by any name. The policy `fair` shares the slots among clients.
         `origin` may be anything: it is shown to those who watch.
         """
         if sampling is None:
             sampling = Sampling()
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
+        if not isinstance(client, str):
+            raise ValueError(f"client is a {type(client).__name__}; give a text")
         self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
         ids, shown = self.text.read(prompt)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
         with Held(), self.changed:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")
-            request = Request(self._next_id, ids, max_tokens, self.clock(), self.reuse)
+            request = Request(self._next_id, ids, max_tokens, self.clock(), self.reuse, client)
             handle = Handle(self, request, sampling, shown, origin)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle

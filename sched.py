@@ -29,7 +29,7 @@ new.
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
     0 <= committed <= planned <= max_tokens; planned is at most two steps ahead
-    requests are admitted in the order of arrival
+    requests are admitted in the order of arrival; under `fair`, those of each client
 
 Where next: `prefix.py`. This file asks of it: `choose_slot` for a new prompt, `best_source` for the
 rows of its beginning. And it tells: `hold`, what a slot will hold, and `forget`.
@@ -38,18 +38,20 @@ rows of its beginning. And it tells: `hold`, what a slot will hold, and `forget`
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefix import SEGMENT, Prefixes, Trail
 
-# What each policy does. `Scheduler._room` says how, in a line for each.
+# What each policy does. `Scheduler._room` says how many are admitted, and `_next` who is next.
 POLICIES = {
     "continuous": "the next in line takes a slot as soon as one is free.",
     "static": "a batch is admitted together; the next one waits until all of it has ended.",
     "serial": "one request at a time.",
+    "fair": "a free slot goes to the client with the fewest slots, then to the one served longest ago.",
+    "short": "a free slot goes to the shortest prompt; each step in line counts as a token less.",
 }
 DEFAULT = next(iter(POLICIES))
 NARROWEST = 16  # tokens of a chunk at least, however late in a prompt
@@ -68,6 +70,8 @@ class Request:
     max_tokens: int
     arrived: float
     shares: bool = True  # may rows be taken over from other prompts, and by others?
+    client: str = ""  # who asks: any name. All without a name are one client
+    came: int = 0  # so many steps had been planned when the request came
     trail: Trail = field(default_factory=Trail)  # the beginnings of its prompt
     policy: str = ""  # under which policy it was admitted
     slot: int | None = None
@@ -197,6 +201,7 @@ class Scheduler:
             limit = f"max_queue is {self.max_queue}"
             raise QueueFull(f"{waiting} requests are waiting, and {limit}; try later")
         request.trail = self.prefixes.trail(request.prompt, request.shares)
+        request.came = self.steps
         self.waiting[request.id] = request
         self.submitted += 1
 
@@ -256,28 +261,51 @@ class Scheduler:
         )
 
     def _admit(self, now: float) -> list[Request]:
-        """Give free slots to requests in line, oldest first."""
+        """Give free slots to requests in line."""
         free = self.free
         room = self._room(len(free))
         admitted: list[Request] = []
         while self.waiting and free and len(admitted) < room:
-            _, request = self.waiting.popitem(last=False)
+            request = self._next()
+            del self.waiting[request.id]
+            self._turns[request.client] = self.steps + 1
             request.slot, request.why = self.prefixes.choose_slot(request.trail, free)
             request.admitted = now
             request.policy = self.policy
             self.running[request.id] = request
             free.remove(request.slot)
             admitted.append(request)
+        if not self.waiting:
+            self._turns.clear()  # no client waits for its turn
         return admitted
 
     def _room(self, free: int) -> int:
-        """How many requests may be admitted now. The policies differ in this alone."""
+        """How many requests may be admitted now."""
         room = {
             "continuous": free,  # whenever a slot is free
             "static": 0 if self.running else free,  # a batch: when the last one has drained
             "serial": 0 if self.running else 1,  # one at a time
+            "fair": free,  # as continuous, but `_next` differs
+            "short": free,  # likewise
         }[self.policy]
         return 0 if self.draining_to else room
+
+    def _next(self) -> Request:
+        """Which request in line is admitted next. The policies differ in this and in `_room`.
+
+        No request waits for ever. Under `fair`, a client without a slot is overtaken once at most
+        by each other client. Under `short`, a request of n tokens is overtaken only by those that
+        come within the next n steps.
+        """
+        line = self.waiting.values()  # in the order of arrival
+        if self.policy == "fair":
+            held = Counter(request.client for request in self.running.values())
+            oldest = {r.client: r for r in reversed(line)}.values()  # of each client
+            turns = self._turns
+            return min(oldest, key=lambda r: (held[r.client], turns.get(r.client, r.came), r.id))
+        if self.policy == "short":
+            return min(line, key=lambda r: len(r.prompt) + r.came)
+        return next(iter(line))
 
     def _chunks(self, requests: Iterable[Request], left: int) -> list[Chunk]:
         """Cut prompts into chunks, oldest first, until the rest of the step's budget is spent.
@@ -411,6 +439,7 @@ class Scheduler:
         self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
         self.running: dict[int, Request] = {}  # by id, in the order of admission
         self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id, in the order of arrival
+        self._turns: dict[str, int] = {}  # by client: the step of its last admission
         for request in sorted(still_open, key=lambda request: request.id):
             assert request.committed == 0, request
             request.slot = request.admitted = None
@@ -432,5 +461,8 @@ class Scheduler:
             assert r.planned == 0 or r.prefilled == len(r.prompt), r
         for r in self.waiting.values():
             assert r.slot is None and r.planned == 0, r
-        ids = [*self.running, *self.waiting]
-        assert ids == sorted(ids), "not first come first served"
+        order: dict[str, list[int]] = {}
+        for r in (*self.running.values(), *self.waiting.values()):
+            order.setdefault(r.client if self.policy == "fair" else "", []).append(r.id)
+        for ids in order.values():
+            assert self.policy == "short" or ids == sorted(ids), "not first come first served"

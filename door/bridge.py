@@ -156,7 +156,7 @@ class Answer:
         self._has_ended = [False] * len(asks)
         try:
             for prompt, sampling in asks:
-                self.handles.append(self._served.engine.submit(prompt, sampling, origin=client))
+                self.handles.append(self._served.engine.submit(prompt, sampling, client=client))
         except BaseException:
             self.cancel()
             raise

@@ -65,7 +65,8 @@ def test_gentle_fills_a_free_slot_in_mid_answer():
 
 def test_the_other_policies_are_as_before():
     story()
-    for policy, admitted in (("continuous", 3), ("static", 3), ("serial", 1)):
+    usual = {"continuous": 3, "static": 3, "serial": 1, "fair": 3, "short": 3}
+    for policy, admitted in usual.items():
         other = Story(slots=3, policy=policy)
         for _ in range(4):
             other.submit(4, 3, shares=False)

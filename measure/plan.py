@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from measure.peers import ENVIRONMENT, PEERS
-from nanobatch import POLICIES
 from parts import program
 from parts.checks import shown
 from parts.device.mlx import mx
@@ -42,6 +41,9 @@ PARTS = {  # the name of a part, and the caption of its table
     "newcomer": "mlx-lm as installed, on the slow BLAS that MLX's wheel for Linux brings",
     "same": "the peer's answers beside ours: equal tokens, up to the first difference of each answer",
 }
+# The policies that `open` compares. The others differ only where several clients ask, or prompts
+# of very different lengths.
+OF_ONE_CLIENT = ("continuous", "static", "serial")
 HOT = {"temperature": 1.0}
 SETTINGS = {  # for `sampling`
     "logprobs=0": {"logprobs": 0},
@@ -189,7 +191,7 @@ def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column
     """The columns of a part's table. Ours stands first, and the ratios of the others are to it."""
     able = [rival for rival in rivals if rival.can(part)]
     if part == "open":
-        policies = [our_column(policy) for policy in POLICIES]
+        policies = [our_column(policy) for policy in OF_ONE_CLIENT]
         others = [column for column in policies if column != ours]
         return [ours, *others, *able]
     if part == "newcomer":

@@ -241,12 +241,13 @@ EDGES = (
     100_000,
     10**9,
 )
-# The policies' textures, in the order of `POLICIES`. A fifth policy would get the first again.
+# The policies' textures, in the order of `POLICIES`. A sixth policy would get the first again.
 TEXTURES = (
     ("█", style(HUES[2], HUES[2])),
     ("▒", style(HUES[0])),
     ("░", style(HUES[3])),
     ("▓", style(HUES[1])),
+    ("▌", style(HUES[4])),
 )
 
 

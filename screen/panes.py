@@ -127,8 +127,7 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
 
 
 def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
-    """Why the first request in line waits. All behind it wait for the same reason, since none may
-    overtake it."""
+    """Why the first request in line waits. All behind it wait for the same reason."""
     view, past = state.view, state.past
     if view.paused and not past:
         return "paused"

@@ -214,7 +214,15 @@ def replay(
         m, prompt = r.metrics, (0,) * r.metrics.prompt_tokens
         arrived = moment(r.arrived)
         coming.append(
-            Request(r.id, prompt, m.output_tokens, arrived, shares=False, prefilled=m.cached_tokens)
+            Request(
+                r.id,
+                prompt,
+                m.output_tokens,
+                arrived,
+                shares=False,
+                client=r.client,
+                prefilled=m.cached_tokens,
+            )
         )
     now, flight, columns = 0.0, None, []
     firsts: dict[int, float] = {}  # by request: the time to its first token

@@ -405,7 +405,7 @@ def prompt_of(request: RequestView) -> str:
 
 def client_of(request: RequestView) -> str:
     """The client that asked for it at the door; empty if it was fired from a screen."""
-    return clean(request.origin) if isinstance(request.origin, str) else ""
+    return clean(request.client)
 
 
 # --- comparing policies -------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class AnyEngine(Protocol):
     on_commit: Callable[[], None] | None
 
     def submit(
-        self, prompt: Any, sampling: Sampling | None = None, *, origin: Any = None
+        self, prompt: Any, sampling: Sampling | None = None, *, client: str = "", origin: Any = None
     ) -> Handle: ...
 
     def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...

@@ -160,6 +160,7 @@ class Handle:
         return RequestView(
             r.id,
             self.prompt,
+            r.client,
             self.origin,
             r.policy,
             r.slot,

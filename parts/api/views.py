@@ -88,6 +88,7 @@ class RequestView:
 
     id: int
     prompt: str
+    client: str  # who asked
     origin: Any  # what was given to `submit`
     policy: str  # the one that admitted it; empty as long as it waits
     slot: int | None

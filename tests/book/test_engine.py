@@ -145,6 +145,13 @@ def test_a_wrong_engine_option_is_refused(parts, options, words):
         Engine(*parts, **options)
 
 
+def test_a_client_is_a_text_and_anything_else_is_refused_at_submit(engine):
+    """A client that cannot be counted would have failed the step that admits its request."""
+    with pytest.raises(ValueError, match="client is a list; give a text"):
+        engine.submit([1, 2], client=["anna"])
+    assert engine.submit([1, 2], Sampling(max_tokens=3), client="anna").result().finish_reason
+
+
 @pytest.mark.parametrize("budget", [2_000_000, 2**31 - 1])
 def test_a_large_budget_takes_no_memory_at_start(parts, budget):
     """What was made as wide as the budget took 9.3 GiB and 52 s, or an OverflowError.

@@ -11,7 +11,7 @@ from story import Story, timeline
 
 import sched
 from prefix import SEGMENT, Node, Prefixes, Trail
-from sched import POLICIES, QueueFull, Request, Scheduler
+from sched import POLICIES, Plan, QueueFull, Request, Scheduler
 
 SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 2_000))  # 100,000 take six minutes
 
@@ -63,6 +63,51 @@ def test_serial_runs_one_request_at_a_time():
          4 | B:d
     """.rstrip(" ")
     )
+
+
+def test_fair_gives_a_free_slot_to_the_client_that_holds_the_fewest():
+    """One client asks four times, another once: it has the next slot, and not the last one."""
+    story = Story(policy="fair")
+    for _ in range(4):
+        story.submit(3, 2, client="many")
+    story.submit(3, 2, client="one")
+    assert story.run() == timeline(
+        """
+         1 | A:p E:p
+         2 | A:d E:d
+         3 | B:p C:p
+         4 | B:d C:d
+         5 | D:p
+         6 | D:d
+    """.rstrip(" ")
+    )
+
+
+def test_of_clients_that_hold_alike_fair_takes_the_one_served_longest_ago():
+    """With one slot no waiting client holds any. By arrival alone, C's client would wait for all of
+    the first client's."""
+    story = Story(slots=1, policy="fair")
+    for client in ("many", "many", "two", "two", "many"):
+        story.submit(3, 1, client=client)
+    assert [line.split()[2] for line in story.run()] == ["A:p", "C:p", "B:p", "D:p", "E:p"]
+
+
+def test_short_takes_the_shortest_prompt_in_line():
+    story = Story(slots=1, policy="short", chunk=32, budget=32)
+    for length in (9, 3, 9, 6):
+        story.submit(length, 1)
+    assert [line.split()[2] for line in story.run()] == ["B:p", "D:p", "A:p", "C:p"]
+
+
+def test_under_short_each_step_in_line_counts_as_a_token_less():
+    """A prompt of one token comes in every step. The prompt of ten is overtaken by those of the
+    first nine steps."""
+    story = Story(slots=1, policy="short", chunk=32, budget=32)
+    late = story.submit(10, 1)
+    while late.finish_reason is None:
+        story.submit(1, 1)
+        story.step()
+    assert story.plans[-1].chunks[0].request is late and len(story.plans) == 10
 
 
 def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it():
@@ -633,6 +678,60 @@ def test_a_few_rows_are_not_worth_a_copy_but_in_place_they_are():
 
 
 reused = Counter()  # by seed: rows of answers that a next turn took over
+overtaken = Counter()  # by policy: how often a request was admitted before an older one
+
+
+class Fairness:
+    """Watches the admissions of a scheduler, and asserts what each policy promises about their order.
+
+    `passed`: of each client without a slot the oldest request in line, and the clients that were
+    admitted while it waited.
+    """
+
+    def __init__(self, sched: Scheduler):
+        self.sched = sched
+        self.passed: dict[int, set[str]] = {}
+        self._plan = sched.plan
+        sched.plan = self.plan
+
+    def plan(self, now: float) -> Plan | None:
+        plan = self._plan(now)
+        if plan:
+            self._look(plan)
+        return plan
+
+    def _look(self, plan: Plan) -> None:
+        sched = self.sched
+        here = {request.id for request in plan.admitted}
+        held = Counter(r.client for r in sched.running.values() if r.id not in here)
+        line = sorted([*plan.admitted, *sched.waiting.values()], key=lambda request: request.id)
+        for request in plan.admitted:
+            older = line[: line.index(request)]
+            overtaken[plan.policy] += bool(older)
+            if plan.policy == "fair":
+                self._is_fair(request, line, held)
+            elif plan.policy == "short":
+                assert all(self._rank(request) < self._rank(other) for other in older)
+                assert all(self._rank(request) <= self._rank(other) for other in line)
+            else:
+                assert not older, "not first come first served"
+            line.remove(request)
+            held[request.client] += 1
+
+    def _rank(self, request: Request) -> int:
+        return len(request.prompt) + request.came
+
+    def _is_fair(self, request: Request, line: list[Request], held: Counter) -> None:
+        oldest = {other.client: other for other in reversed(line)}
+        assert oldest.pop(request.client) is request, "not first come first served within a client"
+        assert all(held[request.client] <= held[client] for client in oldest)
+        passed = {}
+        for client, other in oldest.items():
+            if not held[client]:
+                passed[other.id] = self.passed.get(other.id, set())
+                assert request.client not in passed[other.id], "overtaken twice by the same client"
+                passed[other.id].add(request.client)
+        self.passed = passed
 
 
 def random_schedule(seed: int) -> int:
@@ -649,6 +748,8 @@ def random_schedule(seed: int) -> int:
         policy=rng.choice(list(sched.POLICIES)),
         max_queue=rng.randint(1, 6),
     )
+    Fairness(story.sched)
+    clients = "abcdef"[: rng.randint(1, 6)]
     requests, refused = [], 0
     for _ in range(rng.choice([1, 1, 3])):  # waves; before each all has ended
         for _ in range(rng.randint(1, 12)):
@@ -662,7 +763,9 @@ def random_schedule(seed: int) -> int:
                     prompt = (*said[:kept], *range(rng.randint(1, 9)))[:100]
                 try:
                     eos = rng.choice([None, rng.randint(1, tokens)])
-                    requests.append(story.submit(prompt, tokens, eos, shares=rng.random() < 0.8))
+                    shares = rng.random() < 0.8
+                    client = rng.choice(clients)
+                    requests.append(story.submit(prompt, tokens, eos, shares, client))
                 except QueueFull:
                     refused += 1
                     assert len(story.sched.waiting) >= story.sched.max_queue
@@ -684,21 +787,45 @@ def random_schedule(seed: int) -> int:
             assert said == request.committed == expected
             assert request.finish_reason == ("stop" if request.id in story.eos else "length")
         assert request.ended is not None
-    admitted = [r.admitted for r in requests if r.admitted is not None]
-    assert admitted == sorted(admitted), "not first come first served"
     assert story.sched.submitted == len(requests) and len(story.sched.free) == story.sched.slots
     reused[seed] = sum(token >= 1_000 for r in requests for token in r.prompt[: r.reused])
     return story.sched.steps
 
 
 def test_random_schedules_keep_every_invariant_in_every_step():
-    reused.clear()
+    reused.clear(), overtaken.clear()
     steps = sum(random_schedule(seed) for seed in range(SCHEDULES))
     print(
-        f"{SCHEDULES:,} schedules, {steps:,} steps, {reused.total():,} rows of answers reused",
+        f"{SCHEDULES:,} schedules, {steps:,} steps, {reused.total():,} rows of answers reused, "
+        f"overtaken: {dict(overtaken)}",
         file=sys.stderr,
     )
     assert steps > 5 * SCHEDULES and 2 * reused.total() > SCHEDULES
+    assert min(overtaken["fair"], overtaken["short"]) > SCHEDULES / 8
+
+
+def no_turns(sched: Scheduler, request: Request) -> int:
+    return sum(other.client == request.client for other in sched.running.values())
+
+
+def no_slots(sched: Scheduler, request: Request) -> int:
+    return sched._turns.get(request.client, request.came)
+
+
+def no_age(sched: Scheduler, request: Request) -> int:
+    return len(request.prompt)
+
+
+def with_rank(policy, rank):
+    """`Scheduler._next`, but under this policy with a rank that lacks a part."""
+    right = Scheduler._next
+
+    def next_one(self):
+        if self.policy != policy:
+            return right(self)
+        return min(self.waiting.values(), key=lambda request: rank(self, request))
+
+    return next_one
 
 
 @pytest.mark.parametrize(
@@ -710,6 +837,9 @@ def test_random_schedules_keep_every_invariant_in_every_step():
         "a ghost's token goes to the slot's new owner",
         "the newest token is remembered, whose row is not written",
         "a ghost's row is remembered, which is to be scrubbed",
+        "fair knows no turns",
+        "fair counts no slots",
+        "short does not age",
     ],
 )
 def test_the_invariants_have_teeth(monkeypatch, bug):
@@ -741,6 +871,12 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
             self.waiting.move_to_end(request.id, last=False)
 
         monkeypatch.setattr(Scheduler, "submit", push_in)
+    elif bug == "fair knows no turns":
+        monkeypatch.setattr(Scheduler, "_next", with_rank("fair", no_turns))
+    elif bug == "fair counts no slots":
+        monkeypatch.setattr(Scheduler, "_next", with_rank("fair", no_slots))
+    elif bug == "short does not age":
+        monkeypatch.setattr(Scheduler, "_next", with_rank("short", no_age))
     elif "remembered" in bug:
         leave = Scheduler._leave_slot
 

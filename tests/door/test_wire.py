@@ -36,7 +36,7 @@ def test_every_frame_is_the_same_at_the_other_end(engine):
     journal.note(number, status=400, reason="invalid_value", message="temperature = 'x'")
     journal.end(number)
     journal.begin("10.0.0.1", "POST /v1/chat/completions")
-    handles = [engine.submit(f"prompt {n}", LONG, origin="10.0.0.1") for n in range(5)]
+    handles = [engine.submit(f"prompt {n}", LONG, client="10.0.0.1") for n in range(5)]
     seen, grew = None, 0
     for step in range(300):
         seen = engine.snapshot(seen)
@@ -71,7 +71,7 @@ def test_of_a_text_only_what_is_new_is_sent(engine):
 def test_figures_alone_hold_no_text_no_address_and_no_message(engine):
     journal = Journal()
     journal.note(journal.begin("10.9.8.7", "POST /x"), message="a secret message")
-    engine.submit("a secret prompt", LONG, origin="10.9.8.7")
+    engine.submit("a secret prompt", LONG, client="10.9.8.7", origin="10.9.8.7")
     engine.note("a secret fault", ValueError("of a text"))
     engine.step()
     told = wire.Sender(False).pack(wire.Frame(False, 0, 0.0, engine.snapshot(), door(journal)))
@@ -164,7 +164,7 @@ def test_a_watcher_sees_requests_refusals_and_their_texts(server):
         calls += frame.door.ended
         if len(calls) == 2 and requests:
             break
-    assert (requests[0].text, requests[0].origin, requests[0].reason) == (
+    assert (requests[0].text, requests[0].client, requests[0].reason) == (
         "3, 4, 5, 6, 7.",
         "127.0.0.1",
         "stop",

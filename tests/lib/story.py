@@ -28,9 +28,10 @@ class Story:
         max_tokens: int,
         eos: int | None = None,
         shares: bool = True,
+        client: str = "",
     ) -> Request:
         prompt = tuple(range(prompt)) if isinstance(prompt, int) else prompt
-        request = Request(self.ids, prompt, max_tokens, self.now, shares)
+        request = Request(self.ids, prompt, max_tokens, self.now, shares, client)
         self.ids += 1
         self.sched.submit(request)
         self.tokens[request.id] = []
