@@ -15,6 +15,7 @@ it:
     panes.py     pure functions: state, colours and a size in, lines of text out. So are charts, clients and keys.
     places.py    where each pane goes, on a screen of any size.
     widgets.py   what Textual needs of a pane and of the prompt box.
+    record.py    a run as a file, from which a page is made.
     session.py   what a user can say: commands, scripts, and the same run as a plain log.
 
 This file makes a screen of them: which function draws which pane (`PANES`), what each key does (the
@@ -37,6 +38,7 @@ import asyncio
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -57,13 +59,14 @@ from textual.widgets import Input
 
 from parts.api import faults
 from parts.api.engine import AnyEngine
+from parts.api.views import RequestView
 from parts.checks import read_whole, shown
 from parts.program import BROWSER, about, on_a_terminal
-from screen import charts, clients, keys, panes
+from screen import charts, clients, keys, panes, record
 from screen.ink import DARK, Line, Palette, Pen, clean, count
 from screen.places import LOWER, STACKS, arrange, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
-from screen.room import BURST, CHUNK, EngineRoom, Room, Settings
+from screen.room import BURST, CHUNK, Ask, EngineRoom, Room, Settings
 from screen.session import (
     POLICIES,
     SCRIPT,
@@ -565,6 +568,11 @@ def options() -> program.Parser:
         help="at the end, write what the timeline saw as a Chrome trace (Perfetto)",
     )
     add(
+        "--record",
+        metavar="FILE.json",
+        help=f"at the end, write what ran last, for tools/page.py to make a page of: {record.HOLDS}",
+    )
+    add(
         "--serve",
         metavar="[HOST:]PORT",
         help="let programs ask that speak OpenAI's protocol (default: 4 slots)",
@@ -608,7 +616,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         with about("--script", "tui.py --help says more"):
             orders_of(args.script, args.plain)
         args.asks = read_prompts(args.prompts)
-        for option in ("trace", "screenshot"):
+        for option in ("trace", "record", "screenshot"):
             check_writable(option, getattr(args, option))
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -689,6 +697,46 @@ def failed(state: State) -> int:
     return 2
 
 
+def write_record(args: argparse.Namespace, session: Session) -> None:
+    """What ran last, and what a reader needs to run it again. What the file holds is said first."""
+    session.look()
+    engine = session.room.engine if isinstance(session.room, EngineRoom) else None
+    about = {
+        "command": command_of(args),
+        "version": program.version(),
+        "processor": program.processor(),
+        "model": program.name_of(session.state.model),
+        "engine": engine.summary if engine else "",
+    }
+
+    def ids(request: RequestView) -> Sequence[int]:
+        is_ours = engine and isinstance(request.origin, Ask)
+        return engine.text.ask(request.origin.prompt) if is_ours else ()
+
+    try:
+        recording = record.record(session.state, about, ids)
+        print(f"nanobatch: {args.record}: {record.contents(recording)}", file=sys.stderr)
+        record.write(args.record, recording)
+    except (ValueError, OSError) as error:
+        print(f"nanobatch: --record {shown(args.record)}: {error}", file=sys.stderr)
+
+
+def command_of(args: argparse.Namespace) -> str:
+    """The command that runs the same again, as far as options say it. It names no folder and no
+    key."""
+    words = ["python", "tui.py"]
+    if args.model != "demo":
+        words += ["--model", program.name_of(args.model)]
+    for option in ("slots", "max_len", "seed"):
+        value = getattr(args, option)
+        words += [f"--{option.replace('_', '-')}", str(value)] if value is not None else []
+    if args.policy != next(iter(POLICIES)):
+        words += ["--policy", args.policy]
+    if args.script:
+        words += ["--script", args.script]
+    return shlex.join([*words, "--record", "run.json"])
+
+
 def leave(*_) -> NoReturn:
     raise KeyboardInterrupt
 
@@ -699,6 +747,8 @@ def main(arguments: list[str] | None = None) -> int:
         import serve
 
         return serve.follow(args)
+    if args.record:
+        print(f"nanobatch: {args.record} will hold {record.HOLDS}", file=sys.stderr)
     settings = Settings(seed=args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
     try:
@@ -736,6 +786,8 @@ def main(arguments: list[str] | None = None) -> int:
         room.drain()
         if args.trace:
             write_trace(args.trace, session)
+        if args.record:
+            write_record(args, session)
         # A download or a very long step cannot be interrupted, but it can be left
         if not room.stop(patience=0.6):
             if sys.stdout:

@@ -150,6 +150,21 @@ def version() -> str:
     return f"nanobatch {number} ({mlx}, Python {platform.python_version()}, {platform.system()} {platform.machine()})"
 
 
+def processor() -> str:
+    """The processor's name, and how many of its cores this process may use."""
+    import platform
+
+    name = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            said = [
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            ]
+        name = said[0] if said else name
+    many = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {many} core{'s' if many != 1 else ''}"
+
+
 class ShowVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
         print(version())

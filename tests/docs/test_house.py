@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "parts/files": "",
     "parts/program": "",
     "door/*": "parts/api/* parts/text/* sched",
+    "web/*": "sched",
     "measure/*": "nanobatch parts/*",
     "demo/*": "nanobatch",
     "ask": "nanobatch parts/*",
@@ -50,7 +51,7 @@ ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
 INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
-    session
+    session record
     keys panes widgets
     charts clients
     state
@@ -83,7 +84,7 @@ def names() -> list[str]:
     """All files but the demo's: "nanobatch", "parts/model/ops" and so on, without the ending."""
     return [
         name
-        for folder in (".", "parts", "parts/*", "door", "screen", "measure")
+        for folder in (".", "parts", "parts/*", "door", "screen", "web", "measure")
         for name in files_in(folder)
     ]
 

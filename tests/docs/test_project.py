@@ -32,7 +32,7 @@ MODELS = (ROOT / "docs" / "models.md").read_text()
 SLOTS = (ROOT / "docs" / "slots.md").read_text()
 SPEED = (ROOT / "docs" / "speed.md").read_text()
 USE = (ROOT / "docs" / "use.md").read_text()
-ROOMS = ("parts", "door", "screen", "measure")
+ROOMS = ("parts", "door", "screen", "web", "measure")
 MODULES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 MODULES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.py"), *MODULES)]
 

@@ -1,0 +1,93 @@
+"""The page that shows a run, put together: one HTML text that needs nothing else.
+
+The problem. A page is read best as several small files, and sent best as one. And it shows texts of
+strangers: a prompt may hold `</script>`, or anything else.
+
+The way out. `web/` holds a template, a style sheet and JavaScript modules. Here they become one text.
+The modules are put one behind the other, without their imports, which needs no tool as long as each
+name is there once. A content security policy lets run this script alone, by its hash. Data
+stand in elements of their own as JSON, in which each `<` is written as `\\u003c`: so nothing in it can
+end the element that it stands in.
+
+What this file keeps. `page` depends on the files of `web/` and on what it is given, and on nothing
+else. What is not named in the policy, the page may not load.
+
+Where next: `web/main.js`, where the page begins; `tools/page.py`, which makes one of a recording.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent.parent / "web"
+# In this order, each module knows only those before it.
+MODULES = ("words", "recording", "draw", "player", "lanes", "details", "main")
+IMPORT = re.compile(r"^import (?:[^;]*?) from \"\./(\w+)\.js\";\n", re.MULTILINE)
+EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULTILINE)
+
+
+def script(modules: Iterable[str] = MODULES) -> str:
+    """All modules as one. An import of a module that does not stand before is a mistake of ours."""
+    out = []
+    known: set[str] = set()
+    for name in modules:
+        text = (FOLDER / f"{name}.js").read_text(encoding="utf-8")
+        asked = set(IMPORT.findall(text))
+        assert asked <= known, f"{name}.js imports {asked - known}, which stand behind it"
+        known.add(name)
+        out.append(f"// --- {name}.js\n\n" + EXPORT.sub("", IMPORT.sub("", text)).strip())
+    return "\n" + "\n\n".join(out) + "\n"
+
+
+def embedded(name: str, data: Any) -> str:
+    """Data as an element that nothing in the data can end."""
+    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return f'<script type="application/json" id="{name}">{text}</script>\n'
+
+
+def hash_of(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def without(template: str, part: str) -> str:
+    """The template without what stands between `<!-- part -->` and `<!-- /part -->`."""
+    return re.sub(rf"<!-- {part} -->.*?<!-- /{part} -->\n?", "", template, flags=re.DOTALL)
+
+
+def page(data: Mapping[str, Any], *, story: str | None = None, connects: str = "'none'") -> str:
+    """One HTML text.
+
+    `data`: by name, what the scripts find in the page, as JSON. A text is taken for JSON already.
+    `story`: what is told beside a recording, as HTML of our own; None: this is a server's page.
+    `connects`: what the page may ask, as a content security policy says it.
+    """
+    template = (FOLDER / "index.html").read_text(encoding="utf-8")
+    template = without(template, "story" if story is None else "live")
+    style = (FOLDER / "style.css").read_text(encoding="utf-8")
+    code = script()
+    rules = (
+        "default-src 'none'",
+        f"script-src {hash_of(code)} 'wasm-unsafe-eval' blob:",
+        f"style-src {hash_of(style)}",
+        f"connect-src {connects}",
+        "worker-src blob:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    )
+    parts = {
+        "policy": "; ".join(rules),
+        "style": style,
+        "story": story or "",
+        "data": "".join(embedded(name, value) for name, value in data.items()),
+        "script": code,
+    }
+    return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], template)

@@ -1,0 +1,195 @@
+"""A run as a file that a page plays: plans, tokens, texts and times, as the engine told them.
+
+The problem. A page on the web should show a real run, to people who have installed nothing. It may
+not make anything up, and whoever doubts it must be able to run the same again and compare.
+
+The way out. What the screen has seen, snapshot by snapshot, is written down: each step and each
+request as `door/wire.py` packs it, which is a list of fields. The file says the names of the fields,
+so it explains itself. Beside the engine's own times stand those of a clock that interruptions do not
+reach (`runs.py`), since a page that compares two policies must not compare two moods of a machine.
+Beside each answer stands its hash, and in front of all the command that makes the same again.
+
+What this file keeps. A recording holds no client's address and no path. It is bounded, in steps, in
+requests and in letters. And what it holds is said before it is written.
+
+Where next: `door/page.py`, which makes a page of it, and `web/recording.js`, which reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from door import wire
+from parts.api.views import Limits, Metrics, RequestView, StepView
+from screen.ink import count
+from screen.room import Ask
+from screen.runs import Prices, on_clock
+from screen.state import State, prices, prompt_of
+from screen.timeline import Column
+
+FORMAT = 1
+STEPS = 5_000  # so many of a run are recorded, from its first one on
+REQUESTS = 500  # and so many requests
+LETTERS = 20_000  # and of each text so many
+FIELDS = {
+    kind.__name__: wire.names_of(kind) or kind._fields
+    for kind in (StepView, RequestView, Metrics, Limits)
+}
+HOLDS = (
+    "each prompt and each answer of the last run or race, word for word; what each step did and how "
+    "long it took; this machine's processor; the command. No address and no path"
+)
+
+Ids = Callable[[RequestView], Sequence[int]]  # the tokens of a request's prompt; () if unknown
+
+
+def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
+    """The last race, or else the latest busy period. `about`: the command, the machine and so on."""
+    costs = prices(state)
+    runs = []
+    for columns, requests in parts_of(state):
+        if columns:
+            kept = [state.requests[id] for id in requests if id in state.requests]
+            runs.append(run_of(state, columns[:STEPS], kept[:REQUESTS], costs, ids))
+    if not runs:
+        raise ValueError(
+            "nothing has run, so there is nothing to record; --script race24 runs a race"
+        )
+    price = {"step": costs.step, "row": costs.row, "chunk": costs.chunk}
+    head = {"format": FORMAT, "about": about, "fields": FIELDS}
+    return head | {"prices": rounded(price, 9), "runs": runs}
+
+
+def parts_of(state: State) -> list[tuple[Sequence[Column], Sequence[int]]]:
+    """What is recorded: of each run its steps, and its requests in the order of their arrival."""
+    history = state.history
+    legs = state.view.legs
+    is_race = legs and history and history[-1].step < legs[-1].stop
+    if not is_race:
+        columns = history[state.woke :]
+        seen = {cell.request for column in columns for cell in column.cells}
+        return [(columns, sorted(seen - {None}))]
+    out = []
+    for leg in legs:
+        first = bisect_left(history, leg.first_step, key=lambda column: column.step)
+        stop = bisect_left(history, leg.stop, key=lambda column: column.step)
+        out.append((history[first:stop], leg.requests))
+    return out
+
+
+def run_of(
+    state: State,
+    columns: Sequence[Column],
+    requests: Sequence[RequestView],
+    costs: Prices,
+    ids: Ids,
+) -> dict[str, Any]:
+    """One run. Its steps and its requests are numbered from 1, and its times begin at 0."""
+    numbers = {request.id: number for number, request in enumerate(requests, start=1)}
+    first = columns[0].view.step
+    began = min([columns[0].view.began, *(request.arrived for request in requests)])
+    clocked, moment = on_clock(columns, costs)
+    answers = [request.text.encode() for request in requests]
+    limits = state.view.engine.limits
+    run = {
+        "policy": columns[0].view.policy,
+        "limits": limits,
+        "missed": sum(column.unseen for column in columns),
+        "steps": [renumbered(column.view, numbers, first, began) for column in columns],
+        # When each step began and ended on the clock that interruptions do not reach
+        "clock": [(column.began, column.ended) for column in clocked],
+        "requests": [shortened(request, numbers[request.id], began) for request in requests],
+        "arrivals": [moment(request.arrived) for request in requests],  # on the same clock
+        "asked": [max_tokens_of(request, limits) for request in requests],
+        "ids": [ids(request) for request in requests],
+        "hashes": [hashlib.sha256(answer).hexdigest()[:16] for answer in answers],
+    }
+    return rounded(json.loads(wire.ENCODE(run)))
+
+
+def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float) -> StepView:
+    """The step with other numbers; a request that is not recorded is number 0."""
+
+    def named(members: Sequence[tuple[int, ...]]) -> tuple:
+        return tuple((slot, numbers.get(id, 0), *rest) for slot, id, *rest in members)
+
+    return replace(
+        step,
+        step=step.step - first + 1,
+        admitted=named(step.admitted),
+        prefill=named(step.prefill),
+        decode=named(step.decode),
+        held=named(step.held),
+        began=step.began - began,
+        ended=step.ended - began,
+    )
+
+
+def shortened(request: RequestView, number: int, began: float) -> RequestView:
+    """The request with another number, with the prompt as it was typed, and without its client."""
+    return replace(
+        request,
+        id=number,
+        prompt=prompt_of(request)[:LETTERS],
+        origin=None,
+        arrived=request.arrived - began,
+        ended=None if request.ended is None else request.ended - began,
+        text=request.text[:LETTERS],
+        error=request.error and "error",  # its words may name a path
+    )
+
+
+def max_tokens_of(request: RequestView, limits: Limits) -> int:
+    """The longest answer that was asked for, as far as a slot has room; 0 if it is not known."""
+    room = limits.max_len - request.metrics.prompt_tokens
+    return min(request.origin.max_tokens, room) if isinstance(request.origin, Ask) else 0
+
+
+def rounded(value: Any, digits: int = 6) -> Any:
+    """Times are whole microseconds: more digits would be noise, and a third of the file."""
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, dict):
+        return {name: rounded(each, digits) for name, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each, digits) for each in value]
+    return value
+
+
+def contents(recording: dict[str, Any]) -> str:
+    """What a recording holds, in words."""
+    runs = recording["runs"]
+    requests = sum(len(run["requests"]) for run in runs)
+    steps = sum(len(run["steps"]) for run in runs)
+    policies = " and ".join(run["policy"] for run in runs)
+    missed = sum(run["missed"] for run in runs)
+    lost = f", without {count(missed, 'step')} that nobody saw" if missed else ""
+    texts = f"{count(requests, 'prompt')} and their answers"
+    return f"{count(len(runs), 'run')} ({policies}), {texts}, {count(steps, 'step')}{lost}"
+
+
+def as_text(recording: dict[str, Any]) -> str:
+    """As JSON, with a line for each step and each request: so a person can read it, too."""
+    runs = []
+    for run in recording["runs"]:
+        members = [f'"{name}":{in_lines(value)}' for name, value in run.items()]
+        runs.append("{" + ",\n".join(members) + "}")
+    head = {name: value for name, value in recording.items() if name != "runs"}
+    return f'{json.dumps(head)[:-1]},\n"runs":[{",".join(runs)}]}}\n'
+
+
+def in_lines(value: Any) -> str:
+    is_long = isinstance(value, list) and value and isinstance(value[0], (list, str))
+    if not is_long:
+        return json.dumps(value)
+    return "[" + ",\n".join(json.dumps(each, separators=(",", ":")) for each in value) + "]"
+
+
+def write(path: str, recording: dict[str, Any]) -> None:
+    Path(path).write_text(as_text(recording), encoding="utf-8")

@@ -1,0 +1,159 @@
+"""The page: one text, which may run nothing but itself, whatever a recording holds."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from stage import Stage
+
+from door import page
+from screen import record
+from screen.state import prompt_of
+from tools import page as page_program
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = (
+    '"</script><script>alert(1)</script>"',
+    '"<!-- <script> {style} &lt;"',
+    '"\u202eevil\u2066 \u2028 \u2029"',
+    '"<img src=x onerror=alert(1)>"',
+)
+NODE = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
+
+
+def recording(prompts=None, burst: int = 12) -> dict:
+    """A burst on the engine of words, which answers with what stands between quotes."""
+    stage = Stage(prompts=prompts) if prompts else Stage()
+    stage.load().session.obey(f"/burst {burst}")
+    stage.finish()
+    ids = lambda request: stage.engine.text.ask(prompt_of(request))  # noqa: E731
+    return json.loads(record.as_text(record.record(stage.state, {"command": "x"}, ids)))
+
+
+class Elements(HTMLParser):
+    """The elements of a page, as a browser would read them."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.texts: dict[str, str] = {}  # of elements with an id
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = dict(attrs).get("id", "")
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.texts[self._inside] = self.texts.get(self._inside, "") + data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+
+def test_a_hostile_text_ends_no_element_and_adds_none():
+    hostile = recording([(prompt, 40) for prompt in HOSTILE], burst=4)
+    calm = recording([("words", 40)], burst=4)
+    found = Elements(page_program.make([hostile]))
+    assert [tag for tag, _ in found.tags] == [
+        tag for tag, _ in Elements(page_program.make([calm])).tags
+    ]
+    # The page's script gets the very same texts
+    assert json.loads(found.texts["recording"]) == hostile
+    assert any("</script>" in json.dumps(run) for run in hostile["runs"])
+
+
+def test_the_page_may_run_its_own_script_alone_and_load_nothing():
+    text = page_program.make([recording()])
+    found = Elements(text)
+    rules = next(a["content"] for t, a in found.tags if a.get("http-equiv"))
+    rules = dict(rule.split(" ", 1) for rule in rules.split("; "))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    scripts = re.findall(r'<script type="module">(.*?)</script>', text, re.DOTALL)
+    assert len(scripts) == 1 and page.hash_of(scripts[0]) in rules["script-src"]
+    assert "unsafe-inline" not in text and "'unsafe-eval'" not in text
+    styles = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert len(styles) == 1 and rules["style-src"] == page.hash_of(styles[0])
+    loads = [a for t, a in found.tags if t in ("link", "img", "iframe", "object") or "src" in a]
+    assert not loads and not any("style" in a or "onclick" in a for _, a in found.tags)
+
+
+def test_no_module_writes_markup():
+    """Texts enter as `textContent`. What could make markup of them is nowhere in the modules."""
+    texts = {path.name: path.read_text() for path in page.FOLDER.glob("*.js")}
+    assert len(texts) >= 7
+    words = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc"
+    assert not [name for name, text in texts.items() if re.search(words, text)]
+
+
+def test_a_name_is_there_once_in_all_modules():
+    """They are put one behind the other, so a second one would be a mistake of syntax."""
+    names = []
+    for module in page.MODULES:
+        text = (page.FOLDER / f"{module}.js").read_text()
+        names += re.findall(
+            r"^(?:export )?(?:async )?(?:function|class|const|let) (\w+)", text, re.M
+        )
+    assert len(names) > 40 and len(names) == len(set(names))
+    assert {path.stem for path in page.FOLDER.glob("*.js")} >= set(page.MODULES)
+
+
+def test_a_page_that_is_too_large_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.json").write_text(json.dumps(recording()))
+    files = [str(tmp_path / "run.json"), str(tmp_path / "out.html")]
+    assert page_program.main(files) == 0
+    monkeypatch.setattr(page_program, "MOST", 1000)
+    capsys.readouterr()
+    assert page_program.main(files) == 2
+    assert "may have 1,000; record a shorter run" in capsys.readouterr().err
+
+
+def test_another_file_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "run.json").write_text('{"format": 0}')
+    assert page_program.main([str(tmp_path / "run.json"), str(tmp_path / "out.html")]) == 2
+    assert "is no recording of this version" in capsys.readouterr().err
+
+
+PLAYS = """
+import { lanesOf } from "%s/web/recording.js";
+import { planInWords } from "%s/web/words.js";
+import { readFileSync } from "node:fs";
+const recording = JSON.parse(readFileSync(process.argv[2], "utf8"));
+const out = lanesOf(recording).map((lane) => ({
+  figures: lane.figuresAt(lane.end),
+  half: lane.figuresAt(lane.end / 2),
+  texts: [...lane.requests.values()].map((r) => lane.textAt(r, lane.end)),
+  early: [...lane.requests.values()].map((r) => lane.textAt(r, r.first - 1e-9)),
+  first: lane.firstToken(1),
+  words: lane.steps.map((step, i) => planInWords(lane, i).length),
+}));
+console.log(JSON.stringify(out));
+"""
+
+
+@NODE
+def test_the_player_says_of_a_run_what_the_screen_says(tmp_path):
+    """Its figures are those of `screen/runs.py`, and at the end each answer is there, whole."""
+    stage = Stage().load()
+    stage.session.obey("/race 12")
+    stage.finish()
+    run = record.record(stage.state, {}, lambda request: ())
+    (tmp_path / "run.json").write_text(record.as_text(run))
+    (tmp_path / "plays.mjs").write_text(PLAYS % (ROOT, ROOT))
+    command = ["node", str(tmp_path / "plays.mjs"), str(tmp_path / "run.json")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert not said.returncode, said.stderr
+    texts = [r.text for r in stage.state.requests.values()][:12]
+    for lane, measured in zip(json.loads(said.stdout), stage.state.raced.runs, strict=True):
+        steps, _, _, _, useful, _ = measured.figures
+        assert f"{lane['figures']['steps']:,}" == steps
+        assert f"{100 * lane['figures']['useful']:.0f} %" == useful
+        assert lane["figures"]["answered"] == 12 and 0 < lane["half"]["answered"] < 12
+        assert lane["texts"] == texts and not any(lane["early"])
+        assert lane["first"] == pytest.approx(max(measured.ttfts), abs=2e-6)
+        assert min(lane["words"]) >= 1

@@ -1,0 +1,148 @@
+// What one looks at more closely: a step, with its plan in words, and a request, from its arrival to its
+// last token.
+
+import { drawLife, drawMicroscope, hueOf } from "./draw.js";
+import { capital, costInWords, count, fateInWords, planInWords, shorten } from "./words.js";
+import { chip, make, write } from "./lanes.js";
+
+export class StepView {
+  constructor(player, place, choose) {
+    this.player = player;
+    this.choose = choose;
+    this.title = place.querySelector("[data-step-title]");
+    this.canvas = place.querySelector("[data-microscope]");
+    this.cost = place.querySelector("[data-step-cost]");
+    this.words = place.querySelector("[data-step-words]");
+    this.tabs = place.querySelector("[data-lanes]");
+    this.shown = "";
+    this.#makeTabs();
+    this.canvas.addEventListener("pointerdown", (event) => this.#point(event));
+  }
+
+  #makeTabs() {
+    if (this.player.lanes.length < 2) return;
+    const tabs = this.player.lanes.map((lane, i) => {
+      const tab = make("button", "tab", lane.policy);
+      tab.type = "button";
+      tab.addEventListener("click", () => this.player.change({ lane: i }));
+      return tab;
+    });
+    this.tabs.replaceChildren(...tabs);
+  }
+
+  #point(event) {
+    if (!this.grid) return;
+    const box = this.canvas.getBoundingClientRect();
+    const lane = this.player.lanes[this.player.lane];
+    const column = Math.floor((event.clientX - box.left - this.grid.left) / this.grid.column);
+    const slot = Math.floor((event.clientY - box.top) / this.grid.row);
+    const index = this.grid.first + column;
+    if (column < 0 || index >= lane.steps.length) return;
+    this.player.goToStep(index);
+    this.choose(lane.cells[index][slot]?.request ?? 0);
+  }
+
+  draw() {
+    const { player } = this;
+    const lane = player.lanes[player.lane];
+    const index = Math.max(0, player.step);
+    if (!lane.steps.length) return;
+    this.grid = drawMicroscope(this.canvas, lane, index, player.chosen);
+    const key = `${player.lane} ${index} ${lane.steps.length}`;
+    if (key === this.shown) return;
+    this.shown = key;
+    [...this.tabs.children].forEach((tab, i) => tab.setAttribute("aria-pressed", String(i === player.lane)));
+    const of = player.follows ? "" : ` of ${lane.steps.length.toLocaleString("en")}`;
+    write(this.title, `${capital(lane.policy)}, step ${lane.steps[index].step.toLocaleString("en")}${of}`);
+    write(this.cost, costInWords(lane, index));
+    const said = planInWords(lane, index);
+    this.words.replaceChildren(...said.map((sentence) => make("li", "", sentence)));
+  }
+}
+
+// All requests, each with its life in every lane. The chosen one is open.
+export class RequestsView {
+  constructor(player, place, choose) {
+    this.player = player;
+    this.choose = choose;
+    this.list = place.querySelector("[data-requests]");
+    this.detail = place.querySelector("[data-request]");
+    this.rows = new Map(); // by number
+    this.shown = 0;
+  }
+
+  // Of a server, the newest requests; of a recording, all.
+  #numbers() {
+    const all = new Set(this.player.lanes.flatMap((lane) => [...lane.requests.keys()]));
+    return [...all].slice(-40);
+  }
+
+  #rowOf(number) {
+    if (this.rows.has(number)) return this.rows.get(number);
+    const first = this.player.lanes.map((lane) => lane.requests.get(number)).find(Boolean);
+    const prompt = make("bdi", "prompt", shorten(first.prompt || "(not shown)", 90));
+    const lives = this.player.lanes.map(() => make("canvas", "life"));
+    const button = make("button", "request", "", [make("span", "number", String(number)), prompt]);
+    button.type = "button";
+    button.style.setProperty("--hue", hueOf(number));
+    button.addEventListener("click", () => this.choose(number === this.player.chosen ? 0 : number));
+    const element = make("li", "", "", [button, make("span", "lives", "", lives)]);
+    const row = { element, lives, button };
+    this.rows.set(number, row);
+    return row;
+  }
+
+  draw() {
+    const { player } = this;
+    const numbers = this.#numbers();
+    const rows = numbers.map((number) => this.#rowOf(number));
+    const isNew = rows.length !== this.list.children.length || rows[0]?.element !== this.list.firstChild;
+    if (isNew) this.list.replaceChildren(...rows.map((row) => row.element));
+    const from = player.start;
+    rows.forEach((row, i) => {
+      row.button.setAttribute("aria-pressed", String(numbers[i] === player.chosen));
+      row.lives.forEach((canvas, lane) => {
+        const request = player.lanes[lane].requests.get(numbers[i]);
+        if (request) drawLife(canvas, player.lanes[lane], request, { from, to: player.end, now: player.now, height: 8 });
+      });
+    });
+    this.#drawDetail();
+  }
+
+  #drawDetail() {
+    const { player } = this;
+    const number = player.chosen;
+    const key = `${number} ${player.now}`;
+    if (key === this.shown) return;
+    this.shown = key;
+    this.detail.hidden = !number;
+    if (!number) return;
+    const known = player.lanes.map((lane) => ({ lane, request: lane.requests.get(number) })).filter((one) => one.request);
+    if (!known.length) return;
+    const { request } = known[0];
+    const head = make("p", "asked", "", [chip(number, this.choose), make("bdi", "", request.prompt || "(not shown)")]);
+    const parts = known.map(({ lane, request: own }) => this.#lifeOf(lane, own));
+    const answer = make("bdi", "answer", known[known.length - 1].lane.textAt(known[known.length - 1].request, player.now));
+    const facts = make("p", "facts", factsOf(known));
+    this.detail.replaceChildren(head, answer, ...parts.map((part) => part.element), facts);
+    for (const part of parts) part.draw();
+  }
+
+  #lifeOf(lane, request) {
+    const canvas = make("canvas", "waterfall");
+    const words = make("p", "fate", `${capital(lane.policy)}. ${fateInWords(lane, request)}`);
+    const element = make("div", "", "", [words, canvas]);
+    const draw = () => drawLife(canvas, lane, request, { from: this.player.start, to: this.player.end, now: this.player.end, height: 16, ticks: true });
+    return { element, draw };
+  }
+}
+
+function factsOf(known) {
+  const { request } = known[known.length - 1];
+  const hashes = new Set(known.map((one) => one.request.hash).filter(Boolean));
+  const said = [`${count(request.promptTokens, "token")} of prompt`, `${count(request.outputTokens, "token")} of answer`];
+  if (request.cached) said.push(`${request.cached} rows taken over from another prompt`);
+  if (hashes.size === 1 && known.length > 1) said.push(`the same answer in both runs: sha256 ${[...hashes][0]}…`);
+  else if (hashes.size) said.push(`sha256 ${[...hashes].join("…, ")}…`);
+  return `${said.join("; ")}.`;
+}

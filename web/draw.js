@@ -1,0 +1,237 @@
+// Pictures: what each slot did, on a scale of time; the same under a microscope; a request's life.
+//
+// The problem. A run has a thousand steps, and eight slots in each. As elements of a page that would be
+// too many to move sixty times a second.
+//
+// The way out. Canvases. A slot's steps are merged into stretches (recording.js), so a frame draws some
+// two hundred rectangles. Colours come from the style sheet, so light and dark need nothing here.
+//
+// What this file keeps. A picture depends on a lane, a moment and a size, and on nothing else. Shapes
+// tell the kinds apart without any colour: hatched, full, crossed, hollow.
+
+import { BLOCKED, DECODE, GHOST, HELD, PREFILL } from "./recording.js";
+
+// Okabe and Ito's hues, which colour-blind people can tell apart, a little calmer.
+const HUES = ["#e3a23b", "#63b3e0", "#2fa587", "#cf86ae", "#4a83bd", "#d8cb55", "#d9713c"];
+const LEFT = 18; // pixels: the numbers of the slots
+
+export function hueOf(request) {
+  return HUES[(request - 1) % HUES.length];
+}
+
+// The colours of the style sheet, as it is now.
+export function inks() {
+  const style = getComputedStyle(document.documentElement);
+  const ink = (name) => style.getPropertyValue(`--${name}`).trim();
+  return { ink: ink("ink"), muted: ink("muted"), line: ink("line"), shut: ink("shut"), now: ink("now"), paper: ink("paper") };
+}
+
+// A canvas of this size, sharp on every screen. What it showed is gone.
+export function prepared(canvas, height) {
+  const width = canvas.clientWidth;
+  const ratio = window.devicePixelRatio || 1;
+  const size = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== size[0] || canvas.height !== size[1]) {
+    [canvas.width, canvas.height] = size;
+    canvas.style.height = `${height}px`;
+  }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, height);
+  return { pen, width, height };
+}
+
+const patterns = new Map(); // by colour: diagonal lines
+
+function hatched(pen, colour) {
+  const ratio = window.devicePixelRatio || 1;
+  const key = `${colour} ${ratio}`;
+  if (!patterns.has(key)) {
+    const tile = document.createElement("canvas");
+    const side = Math.round(5 * ratio);
+    tile.width = tile.height = side;
+    const brush = tile.getContext("2d");
+    brush.strokeStyle = colour;
+    brush.lineWidth = 1.5 * ratio;
+    for (const shift of [-side, 0, side]) {
+      brush.beginPath();
+      brush.moveTo(shift - 1, side + 1);
+      brush.lineTo(shift + side + 1, -1);
+      brush.stroke();
+    }
+    patterns.set(key, tile);
+  }
+  const pattern = pen.createPattern(patterns.get(key), "repeat");
+  pattern.setTransform(new DOMMatrix().scale(1 / ratio));
+  return pattern;
+}
+
+// One rectangle: what a slot did for a while.
+function fillCell(pen, colours, kind, request, x, y, width, height) {
+  const hue = request ? hueOf(request) : colours.line;
+  if (kind === DECODE) {
+    pen.fillStyle = hue;
+    pen.fillRect(x, y, width, height);
+  } else if (kind === PREFILL) {
+    pen.save();
+    pen.globalAlpha *= 0.25;
+    pen.fillStyle = hue;
+    pen.fillRect(x, y, width, height);
+    pen.restore();
+    pen.fillStyle = hatched(pen, hue);
+    pen.fillRect(x, y, width, height);
+  } else if (kind === BLOCKED) {
+    pen.fillStyle = hatched(pen, colours.shut);
+    pen.fillRect(x, y + height * 0.25, width, height * 0.5);
+  } else if (kind === HELD || kind === GHOST) {
+    pen.strokeStyle = hue;
+    pen.lineWidth = 1;
+    pen.setLineDash(kind === HELD ? [2, 2] : []);
+    pen.strokeRect(x + 0.5, y + 0.5, Math.max(width - 1, 0.5), height - 1);
+    pen.setLineDash([]);
+  }
+}
+
+// Which part of the lane is in sight: `from` to `to`, in seconds, and where a moment stands.
+export function scaleOf(width, from, to) {
+  const wide = width - LEFT - 1;
+  return {
+    x: (time) => LEFT + ((time - from) / (to - from || 1)) * wide,
+    time: (x) => from + ((x - LEFT) / wide) * (to - from),
+  };
+}
+
+export function rowHeight(width) {
+  return width < 560 ? 10 : 14;
+}
+
+// Slots × time. `now`: what lies behind this moment is drawn in full, and what lies before it and has
+// been seen already (`seen`) faintly. `chosen`: a request that is to stand out; 0 for none.
+export function drawTimeline(canvas, lane, { from, to, now, seen, chosen }) {
+  const row = rowHeight(canvas.clientWidth);
+  const { pen, width, height } = prepared(canvas, lane.slots * row);
+  const colours = inks();
+  const scale = scaleOf(width, from, to);
+  pen.font = `${row - 3}px ui-monospace, monospace`;
+  pen.textBaseline = "middle";
+  for (let slot = 0; slot < lane.slots; slot++) {
+    const y = slot * row;
+    pen.fillStyle = colours.muted;
+    pen.textAlign = "right";
+    pen.fillText(String(slot), LEFT - 6, y + row / 2);
+    pen.fillStyle = colours.line;
+    pen.fillRect(LEFT, y + row / 2 - 0.5, width - LEFT, 1);
+  }
+  const paint = (until, alpha) => {
+    pen.save();
+    pen.beginPath();
+    pen.rect(LEFT, 0, Math.max(0, scale.x(until) - LEFT), height);
+    pen.clip();
+    for (const stretches of lane.stretches) {
+      for (const stretch of stretches) {
+        drawStretch(pen, colours, lane, stretch, { scale, row, alpha, chosen, from, until });
+      }
+    }
+    pen.restore();
+  };
+  if (seen > now) paint(seen, 0.2);
+  paint(now, 1);
+  const x = scale.x(Math.min(now, to, lane.end));
+  pen.fillStyle = colours.now;
+  pen.fillRect(Math.round(x) - 0.75, 0, 1.5, height);
+}
+
+function drawStretch(pen, colours, lane, stretch, { scale, row, alpha, chosen, from, until }) {
+  const began = lane.began[stretch.from];
+  const ended = lane.ended[stretch.to];
+  if (ended < from || began > until) return;
+  const x = scale.x(began);
+  const width = Math.max(scale.x(ended) - x, 0.6);
+  const y = stretch.slot * row + 1;
+  const isAside = chosen && stretch.request !== chosen;
+  pen.globalAlpha = alpha * (isAside ? 0.22 : 1);
+  fillCell(pen, colours, stretch.kind, stretch.request, x, y, width, row - 2);
+  if (stretch.kind === DECODE) {
+    const isFirst = lane.requests.get(stretch.request)?.tokenSteps[1] === stretch.from;
+    if (isFirst || width > 60) label(pen, stretch.request, x, y, width, row);
+    pen.fillStyle = colours.paper; // a seam where the next request begins
+    pen.fillRect(x + width - 0.75, y, 0.75, row - 2);
+  }
+  pen.globalAlpha = 1;
+}
+
+function label(pen, request, x, y, width, row) {
+  const text = String(request);
+  if (width < 7 * text.length + 4) return;
+  pen.textAlign = "left";
+  pen.fillStyle = "#16181d";
+  pen.fillText(text, x + 4, y + row / 2 - 0.5);
+}
+
+// Steps as equal columns, around one of them: what is one or two pixels wide above is a cell here.
+export function drawMicroscope(canvas, lane, index, chosen) {
+  const narrow = canvas.clientWidth < 560;
+  const row = narrow ? 16 : 18;
+  const { pen, width } = prepared(canvas, lane.slots * row + 16);
+  const colours = inks();
+  const column = narrow ? 15 : 17;
+  const columns = Math.floor((width - LEFT) / column);
+  const middle = Math.floor(columns * 0.6);
+  const first = Math.max(0, Math.min(index - middle, lane.steps.length - columns));
+  pen.textBaseline = "middle";
+  for (let slot = 0; slot < lane.slots; slot++) {
+    pen.font = "10px ui-monospace, monospace";
+    pen.fillStyle = colours.muted;
+    pen.textAlign = "right";
+    pen.fillText(String(slot), LEFT - 6, slot * row + row / 2);
+  }
+  for (let i = 0; i < columns && first + i < lane.steps.length; i++) {
+    const x = LEFT + i * column;
+    const at = first + i;
+    pen.globalAlpha = at > index ? 0.25 : 1;
+    lane.cells[at].forEach((cell, slot) => {
+      const isAside = chosen && cell.request !== chosen;
+      pen.globalAlpha = (at > index ? 0.25 : 1) * (isAside ? 0.3 : 1);
+      fillCell(pen, colours, cell.kind, cell.request, x + 1, slot * row + 1, column - 2, row - 2);
+      if (cell.kind === DECODE || cell.kind === PREFILL) {
+        pen.fillStyle = cell.kind === DECODE ? "#16181d" : colours.ink;
+        pen.textAlign = "center";
+        pen.font = "9px ui-monospace, monospace";
+        pen.fillText(String(cell.request), x + column / 2, slot * row + row / 2 + 0.5);
+      }
+    });
+    pen.globalAlpha = 1;
+    if (at === index) {
+      pen.strokeStyle = colours.now;
+      pen.lineWidth = 1.5;
+      pen.strokeRect(x - 0.25, 0.75, column + 0.5, lane.slots * row - 1);
+      pen.fillStyle = colours.now;
+      pen.textAlign = "center";
+      pen.font = "10px ui-monospace, monospace";
+      pen.fillText(String(lane.steps[at].step), x + column / 2, lane.slots * row + 9);
+    }
+  }
+  return { first, column, left: LEFT, row };
+}
+
+// A request's life: in line (thin), its prompt (hatched), its answer (full). A tick is a token.
+export function drawLife(canvas, lane, request, { from = 0, to, now, height, ticks = false }) {
+  const { pen, width } = prepared(canvas, height);
+  const colours = inks();
+  const x = (time) => ((Math.min(time, now) - from) / (to - from || 1)) * width;
+  const hue = hueOf(request.id);
+  const admitted = Math.min(lane.admittedAt(request), now);
+  pen.fillStyle = colours.muted;
+  pen.fillRect(x(request.arrived), height / 2 - 0.5, x(admitted) - x(request.arrived), 1);
+  if (request.admittedStep === null || admitted >= now) return;
+  const first = Math.min(request.first ?? now, now);
+  fillCell(pen, colours, PREFILL, request.id, x(admitted), 1, Math.max(1, x(first) - x(admitted)), height - 2);
+  if (first >= now) return;
+  pen.fillStyle = hue;
+  pen.fillRect(x(first), 1, Math.max(1, x(request.last) - x(first)), height - 2);
+  if (!ticks) return;
+  pen.fillStyle = colours.paper;
+  for (const index of request.tokenSteps) {
+    if (lane.ended[index] <= now) pen.fillRect(x(lane.ended[index]) - 0.5, 1, 0.5, height - 2);
+  }
+}

@@ -1,0 +1,132 @@
+// What stands on the page for each lane: its head, its timeline, its line of waiting requests, and its
+// slots, in which the answers are being typed.
+//
+// What this file keeps. Texts of a recording or of a server enter as `textContent` only, and are
+// isolated (`<bdi>` and `unicode-bidi`), so neither markup nor turned direction in a prompt does anything.
+
+import { BLOCKED, GHOST, HELD, PREFILL } from "./recording.js";
+import { drawTimeline, hueOf, scaleOf } from "./draw.js";
+import { count, percent, shorten, span } from "./words.js";
+
+const TAIL = 220; // letters of an answer that a slot can show, at most
+const QUEUE = 40; // requests in line that are named
+
+// An element with a class, a text and children.
+export function make(tag, name = "", text = "", children = []) {
+  const element = document.createElement(tag);
+  if (name) element.className = name;
+  if (text) element.textContent = text;
+  element.append(...children);
+  return element;
+}
+
+// Writes only what is new: most texts stay the same from frame to frame.
+export function write(element, text) {
+  if (element.firstChild?.data !== text) element.textContent = text;
+}
+
+// A request's number on its colour. Pressed, it is chosen.
+export function chip(request, choose) {
+  const button = make("button", "chip", String(request));
+  button.type = "button";
+  button.style.setProperty("--hue", hueOf(request));
+  button.title = `request ${request}`;
+  button.addEventListener("click", () => choose(request));
+  return button;
+}
+
+export class LaneView {
+  constructor(lane, player, choose) {
+    this.lane = lane;
+    this.player = player;
+    this.choose = choose;
+    this.name = make("h3", "", lane.policy);
+    this.figures = make("p", "figures", "", ["", "", ""].map(() => make("span")));
+    this.canvas = make("canvas", "timeline");
+    this.canvas.setAttribute("role", "img");
+    this.element = make("div", "lane", "", [make("div", "head", "", [this.name, this.figures]), this.canvas]);
+    this.slots = make("div", "slots");
+    this.queue = make("p", "queue");
+    this.queued = ""; // what the line showed last
+    this.rows = Array.from({ length: lane.slots }, (_, slot) => this.#makeRow(slot));
+    this.title = make("h4", "", lane.policy);
+    this.answers = make("div", "answers", "", [this.title, this.slots, this.queue]);
+    this.canvas.addEventListener("pointerdown", (event) => this.#point(event));
+    this.range = { from: 0, to: 1 };
+  }
+
+  #makeRow(slot) {
+    const row = { label: make("span", "slot", String(slot)), chip: make("span", "owner"), text: make("bdi", "text") };
+    row.request = -1;
+    row.element = make("div", "row", "", [row.label, row.chip, make("div", "tail", "", [row.text])]);
+    this.slots.append(row.element);
+    return row;
+  }
+
+  // A click on the timeline: go to that moment, and choose the request there.
+  #point(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const time = scaleOf(box.width, this.range.from, this.range.to).time(event.clientX - box.left);
+    const slot = Math.floor(((event.clientY - box.top) / box.height) * this.lane.slots);
+    const index = this.lane.stepAt(time);
+    const request = time <= this.player.seen && index >= 0 ? this.lane.cells[index][slot]?.request : 0;
+    this.player.lane = this.player.lanes.indexOf(this.lane);
+    this.player.goTo(Math.min(time, this.lane.end));
+    this.choose(request ?? 0);
+  }
+
+  draw(range) {
+    const { now, seen, chosen } = this.player;
+    this.range = range;
+    drawTimeline(this.canvas, this.lane, { ...range, now, seen, chosen });
+    const figures = this.lane.figuresAt(now);
+    const isOver = now >= this.lane.end && figures.answered === figures.requests;
+    const answered = `${figures.answered} of ${figures.requests} answered`;
+    const useful = `${percent(figures.useful)} useful`;
+    const steps = count(figures.steps, "step");
+    const texts = [isOver ? `done in ${span(this.lane.end)}` : answered, steps, useful];
+    texts.forEach((text, i) => write(this.figures.children[i], text));
+    this.figures.classList.toggle("over", isOver);
+    const words = `${this.lane.policy}: ${answered}, ${steps}, ${useful}`;
+    if (this.canvas.getAttribute("aria-label") !== words) this.canvas.setAttribute("aria-label", words);
+    this.#drawSlots(now);
+    this.#drawQueue(now);
+  }
+
+  #drawSlots(now) {
+    const index = this.lane.stepAt(now);
+    this.rows.forEach((row, slot) => {
+      const cell = index < 0 ? { kind: 0, request: 0 } : this.lane.cells[index][slot];
+      // Behind the lane's last step nothing runs any more
+      const isOver = now >= this.lane.end && !this.player.follows;
+      const request = isOver ? null : this.lane.requests.get(cell.request);
+      const owner = request ? request.id : 0;
+      if (row.request !== owner) {
+        row.request = owner;
+        row.chip.replaceChildren(...(owner ? [chip(owner, this.choose)] : []));
+      }
+      const isShut = !isOver && cell.kind === BLOCKED;
+      row.element.classList.toggle("shut", isShut);
+      row.element.classList.toggle("reads", cell.kind === PREFILL || cell.kind === HELD);
+      write(row.text, request ? this.#textOf(request, cell, now) : isShut ? "free, but shut" : "");
+    });
+  }
+
+  // The prompt while it is read, then the end of the answer, which is where it grows.
+  #textOf(request, cell, now) {
+    const text = this.lane.textAt(request, now);
+    if (cell.kind === GHOST) return "a ghost: this token is dropped";
+    if (!text) return shorten(request.prompt || "…", TAIL);
+    return text.length <= TAIL ? text : `…${text.slice(-TAIL)}`;
+  }
+
+  #drawQueue(now) {
+    const waiting = this.lane.waitingAt(now).map((request) => request.id);
+    const key = waiting.join(" ");
+    if (key === this.queued && this.queue.firstChild) return;
+    this.queued = key;
+    const shown = waiting.slice(0, QUEUE).map((request) => chip(request, this.choose));
+    const words = waiting.length ? `${waiting.length} in line` : "nobody in line";
+    this.queue.replaceChildren(make("span", "label", words), ...shown);
+  }
+}

@@ -1,0 +1,118 @@
+// The page, put together: which recording, which views, which keys.
+//
+// Where the data is. A page that was made of a recording has it in an element `recording`. The page that
+// a server sends has none, and asks the server (live.js).
+
+import { lanesOf } from "./recording.js";
+import { PACES, Player } from "./player.js";
+import { LaneView, make, write } from "./lanes.js";
+import { RequestsView, StepView } from "./details.js";
+import { span, verdict } from "./words.js";
+import { inks } from "./draw.js";
+
+const PLAYS = 18; // seconds that a recording takes on the page, about
+
+const $ = (name) => document.querySelector(`[data-${name}]`);
+
+export function dataOf(name) {
+  const element = document.getElementById(name);
+  return element ? JSON.parse(element.textContent) : null;
+}
+
+export class Page {
+  constructor(lanes) {
+    this.player = new Player(lanes, () => this.draw());
+    this.choose = (request) => this.player.change({ chosen: request });
+    this.views = lanes.map((lane) => new LaneView(lane, this.player, this.choose));
+    $("race").replaceChildren(...this.views.map((view) => view.element));
+    $("answers").replaceChildren(...this.views.map((view) => view.answers));
+    $("answers").classList.toggle("two", lanes.length > 1);
+    this.step = new StepView(this.player, $("step"), this.choose);
+    this.requests = new RequestsView(this.player, $("all"), this.choose);
+    this.#wire();
+  }
+
+  // --- what can be pressed
+
+  #wire() {
+    const { player } = this;
+    $("play").addEventListener("click", () => this.toggle());
+    $("back").addEventListener("click", () => player.goBy(-1));
+    $("on").addEventListener("click", () => player.goBy(1));
+    $("slower").addEventListener("click", () => player.changePace(1));
+    $("faster").addEventListener("click", () => player.changePace(-1));
+    $("scrub").addEventListener("input", (event) => {
+      const part = event.target.value / event.target.max;
+      player.goTo(player.start + part * (player.end - player.start));
+    });
+    document.addEventListener("keydown", (event) => this.key(event));
+    window.addEventListener("resize", () => player.change());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => player.change());
+  }
+
+  toggle() {
+    if (this.player.playing || this.player.follows) this.player.pause();
+    else this.player.play();
+  }
+
+  // Keys are those of the screen in the terminal, where it has the same.
+  key(event) {
+    const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
+    if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
+    const isButton = event.target.tagName === "BUTTON" || event.target.tagName === "A";
+    const { player } = this;
+    const keys = {
+      " ": () => this.toggle(),
+      ArrowLeft: () => player.goBy(event.shiftKey ? -10 : -1),
+      ArrowRight: () => player.goBy(event.shiftKey ? 10 : 1),
+      s: () => player.goBy(1),
+      Home: () => player.goTo(player.start),
+      End: () => player.goTo(player.end),
+      "-": () => player.changePace(1),
+      "+": () => player.changePace(-1),
+      "=": () => player.changePace(-1),
+      p: () => player.change({ lane: (player.lane + 1) % player.lanes.length }),
+      Escape: () => this.choose(0),
+    };
+    if (!keys[event.key] || (isButton && event.key === " ")) return;
+    event.preventDefault();
+    keys[event.key]();
+  }
+
+  // --- what is shown
+
+  draw() {
+    const { player } = this;
+    const range = { from: player.start, to: player.end };
+    for (const view of this.views) view.draw(range);
+    this.step.draw();
+    this.requests.draw();
+    const runs = player.playing || player.follows;
+    write($("play"), runs ? "Pause" : player.now >= player.end ? "Play again" : "Play");
+    write($("pace"), player.follows ? "live" : player.pace === 1 ? "as fast as it ran" : `${player.pace} × slower`);
+    write($("now"), span(player.now));
+    write($("ends"), span(player.end));
+    const scrub = $("scrub");
+    scrub.value = Math.round((scrub.max * (player.now - player.start)) / (player.end - player.start || 1));
+    scrub.setAttribute("aria-valuetext", span(player.now));
+    const isOver = player.now >= player.end && player.lanes.length === 2;
+    write($("verdict"), isOver ? verdict(player.lanes) : "");
+  }
+}
+
+// The pace at which the whole run takes about `PLAYS` seconds.
+function paceFor(seconds) {
+  return PACES.find((pace) => pace * seconds >= PLAYS) ?? PACES[PACES.length - 1];
+}
+
+function begin() {
+  const recording = dataOf("recording");
+  if (!recording) return;
+  const page = new Page(lanesOf(recording));
+  window.nanobatch = page; // for the console, and for tests
+  page.player.pace = paceFor(page.player.end);
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) page.player.goTo(page.player.end);
+  else page.player.play();
+}
+
+begin();

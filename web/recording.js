@@ -1,0 +1,232 @@
+// What a run was, step by step.
+//
+// The problem. A recording is a list of lists: what each step did, in the order in which the engine did
+// it. A page asks other things. What did slot 3 do at this moment? How much of its answer did request 7
+// have by then? Who waited?
+//
+// The way out. A `Lane` takes in steps one by one and keeps them in such a way that each of these
+// questions is a look, or a binary search. A recording fills a lane at once; a server that is watched
+// fills it as things happen (live.js); the scheduler in the page fills one, too (lab.js).
+//
+// What this file keeps. Nothing here draws, and nothing here knows a policy. All of it comes from plans.
+
+// What a slot does in a step. The names are those of the engine.
+export const EMPTY = 0;
+export const BLOCKED = 1; // free, but kept shut while others wait
+export const HELD = 2; // its request is in the slot, but without a chunk in this step
+export const PREFILL = 3; // a chunk of the prompt goes in
+export const DECODE = 4; // one more token comes out
+export const GHOST = 5; // its request had ended; that was seen one step late, and the token is dropped
+
+// A list of values as an object, by the names of a recording's fields.
+export function named(names, values) {
+  const out = {};
+  names.forEach((name, i) => {
+    out[name] = values[i];
+  });
+  return out;
+}
+
+// How many of the ascending `values` are at most `limit`.
+export function countUpTo(values, limit) {
+  let low = 0;
+  let high = values.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= limit) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+export class Lane {
+  constructor(policy, limits) {
+    this.policy = policy;
+    this.limits = limits;
+    this.steps = [];
+    this.began = []; // by step, in seconds
+    this.ended = [];
+    this.cells = []; // by step, then by slot: {kind, request}
+    this.tokens = []; // by step: tokens delivered up to and with it
+    this.useful = []; // by step: cells up to and with it that did something for a request
+    this.stretches = Array.from({ length: limits.slots }, () => []); // by slot
+    this.requests = new Map(); // by number, in the order of arrival
+    this.owners = Array(limits.slots).fill(0); // the request that a slot had last
+  }
+
+  get slots() {
+    return this.limits.slots;
+  }
+
+  get end() {
+    return this.ended.length ? this.ended[this.ended.length - 1] : 0;
+  }
+
+  // A request that is new, or is known better now. What the steps told of it is kept.
+  know(request) {
+    const before = this.requests.get(request.id);
+    const own = before ?? { tokenSteps: [], admittedStep: null, chunks: [] };
+    const known = { ...own, ...request };
+    known.letters = [0]; // by number of tokens: how many characters of the text they are
+    for (const length of request.lengths) {
+      known.letters.push(known.letters[known.letters.length - 1] + length);
+    }
+    this.requests.set(request.id, known);
+    return known;
+  }
+
+  add(step, began, ended) {
+    const index = this.steps.length;
+    const cells = Array.from({ length: this.slots }, () => ({ kind: EMPTY, request: 0 }));
+    for (const slot of step.blocked) cells[slot] = { kind: BLOCKED, request: 0 };
+    for (const [slot, request] of step.held) cells[slot] = { kind: HELD, request };
+    for (const [slot, request] of step.prefill) cells[slot] = { kind: PREFILL, request };
+    for (const [slot, request] of step.decode) {
+      const kind = step.ghosts.includes(slot) ? GHOST : DECODE;
+      cells[slot] = { kind, request };
+    }
+    this.steps.push(step);
+    this.began.push(began);
+    this.ended.push(ended);
+    this.cells.push(cells);
+    const last = (values) => (values.length ? values[values.length - 1] : 0);
+    this.tokens.push(last(this.tokens) + step.tokens);
+    const useful = cells.filter((cell) => cell.kind === PREFILL || cell.kind === DECODE).length;
+    this.useful.push(last(this.useful) + useful);
+    cells.forEach((cell, slot) => this.#stretch(slot, cell, index));
+    this.#tellRequests(step, index, ended);
+  }
+
+  // A slot's stretch goes on while the slot does the same for the same request.
+  #stretch(slot, cell, index) {
+    const stretches = this.stretches[slot];
+    const last = stretches[stretches.length - 1];
+    if (cell.request) this.owners[slot] = cell.request;
+    if (last && last.to === index - 1 && last.kind === cell.kind && last.request === cell.request) {
+      last.to = index;
+    } else if (cell.kind !== EMPTY) {
+      stretches.push({ ...cell, slot, from: index, to: index });
+    }
+  }
+
+  #tellRequests(step, index, ended) {
+    for (const [slot, number] of step.admitted) {
+      const request = this.requests.get(number);
+      if (request) {
+        request.admittedStep = index;
+        request.slot = slot;
+      }
+    }
+    for (const [, number, start, stop] of step.prefill) {
+      const request = this.requests.get(number);
+      if (!request) continue;
+      request.chunks.push({ index, start, stop });
+      if (stop === request.promptTokens) this.#token(request, index, ended);
+    }
+    for (const [slot, number] of step.decode) {
+      const request = this.requests.get(number);
+      if (request && !step.ghosts.includes(slot)) this.#token(request, index, ended);
+    }
+  }
+
+  #token(request, index, ended) {
+    request.tokenSteps.push(index);
+    if (request.tokenSteps.length === 1) request.first = ended;
+    request.last = ended;
+  }
+
+  // --- questions
+
+  // The step that runs at this moment, or the last one before it; -1 before the first.
+  stepAt(time) {
+    return countUpTo(this.began, time) - 1;
+  }
+
+  admittedAt(request) {
+    return request.admittedStep === null ? Infinity : this.began[request.admittedStep];
+  }
+
+  // How many tokens of its answer a request has at this moment.
+  tokensAt(request, time) {
+    const done = countUpTo(this.ended, time); // so many steps have ended
+    return countUpTo(request.tokenSteps, done - 1);
+  }
+
+  textAt(request, time) {
+    const tokens = this.tokensAt(request, time);
+    const letters = request.letters;
+    return request.text.slice(0, letters[Math.min(tokens, letters.length - 1)]);
+  }
+
+  isAnswered(request, time) {
+    return Boolean(request.reason) && request.last !== undefined && request.last <= time;
+  }
+
+  waitingAt(time) {
+    const all = [...this.requests.values()];
+    return all.filter((r) => r.arrived <= time && this.admittedAt(r) > time && !r.gone);
+  }
+
+  // The figures of a lane up to a moment.
+  figuresAt(time) {
+    const done = countUpTo(this.ended, time);
+    const all = [...this.requests.values()];
+    const cells = done * this.slots;
+    return {
+      steps: done,
+      tokens: done ? this.tokens[done - 1] : 0,
+      useful: cells ? this.useful[done - 1] / cells : 0,
+      answered: all.filter((r) => this.isAnswered(r, time)).length,
+      waiting: this.waitingAt(time).length,
+      requests: all.length,
+    };
+  }
+
+  // The value that a part of the waits for a first token does not exceed.
+  firstToken(part) {
+    const waits = [...this.requests.values()]
+      .filter((r) => r.first !== undefined)
+      .map((r) => r.first - r.arrived)
+      .sort((a, b) => a - b);
+    return waits.length ? waits[Math.ceil(part * waits.length) - 1] : null;
+  }
+
+  get meanFirst() {
+    const told = [...this.requests.values()].filter((r) => r.first !== undefined);
+    return told.reduce((sum, r) => sum + r.first - r.arrived, 0) / (told.length || 1);
+  }
+}
+
+// A request of a recording as a lane wants it.
+export function requestOf(fields, packed, more = {}) {
+  const request = named(fields.RequestView, packed);
+  const metrics = named(fields.Metrics, request.metrics);
+  return {
+    id: request.id,
+    prompt: request.prompt,
+    text: request.text,
+    lengths: request.lengths,
+    reason: request.reason,
+    policy: request.policy,
+    promptTokens: metrics.prompt_tokens,
+    cached: metrics.cached_tokens,
+    outputTokens: metrics.output_tokens,
+    arrived: request.arrived,
+    ...more,
+  };
+}
+
+// The lanes of a recording: one for each run, on the clock that interruptions do not reach.
+export function lanesOf(recording) {
+  const fields = recording.fields;
+  return recording.runs.map((run) => {
+    const lane = new Lane(run.policy, named(fields.Limits, run.limits));
+    run.requests.forEach((packed, i) => {
+      lane.know(requestOf(fields, packed, { arrived: run.arrivals[i], hash: run.hashes[i] }));
+    });
+    run.steps.forEach((packed, i) => {
+      lane.add(named(fields.StepView, packed), run.clock[i][0], run.clock[i][1]);
+    });
+    return lane;
+  });
+}
