@@ -70,6 +70,7 @@ STANDARD_LIBRARY = {
     "parts/checks": "",
     "parts/files": "",
     "parts/program": "",
+    "parts/text/speech": "",
 }
 
 

@@ -1,0 +1,296 @@
+"""An answer taken apart, in each format: what was put together at random comes apart again, however
+it is cut into pieces."""
+
+import json
+import random
+import time
+
+import pytest
+from checkpoints import make_tokenizer
+
+from parts.text.speech import FORMATS, THOUGHTS, Part, Speech, joined, learn
+from parts.text.tokens import TextStream
+
+ANSWERS = 500
+TOOLS = ["add", "get_weather", "files.read-all"]
+HERMES, MISTRAL, LLAMA = FORMATS
+# What may stand in a text or an argument and looks like a mark, or like the end of one
+HOSTILE = [
+    *[
+        "}",
+        "{",
+        "]",
+        "[",
+        '"',
+        "\\",
+        "</",
+        "<tool_ca",
+        "[TOOL_",
+        "<|python",
+        "<thi",
+        "\n",
+        " ",
+        ";",
+    ],
+    *["é", "🦊", "\u2028", "</tool_call", "[ARGS]", '{"name": "add"', "<tool_response>", ","],
+]
+WORDS = ["fox", "den", "17", "the", "sum", "is"]
+
+
+def words(dice: random.Random, count: int) -> str:
+    return "".join(dice.choice(WORDS + HOSTILE) for _ in range(dice.randrange(1, count)))
+
+
+def value(dice: random.Random, depth: int = 0):
+    kind = dice.randrange(7 if depth < 3 else 5)
+    if kind == 5:
+        return [value(dice, depth + 1) for _ in range(dice.randrange(3))]
+    if kind == 6:
+        return {words(dice, 3): value(dice, depth + 1) for _ in range(dice.randrange(3))}
+    return [dice.randrange(10**6), -1.5e-3, None, dice.random() < 0.5, words(dice, 6)][kind]
+
+
+def make_call(dice: random.Random) -> tuple[str, dict]:
+    return dice.choice(TOOLS), {words(dice, 2): value(dice) for _ in range(dice.randrange(4))}
+
+
+def written(format, calls: list, dice: random.Random) -> str:
+    """As a model of this family writes calls."""
+    layout = {"indent": dice.choice([None, None, 2]), "ensure_ascii": dice.random() < 0.5}
+
+    def body(call) -> str:
+        fields = [("name", call[0]), (format.key, call[1])]
+        if dice.random() < 0.3:
+            fields.reverse()
+        if dice.random() < 0.2:
+            fields.append(("id", "abcdefghi"))
+        return json.dumps(dict(fields), **layout)
+
+    space = dice.choice(["", "\n", "\r\n "])
+    if format is HERMES:
+        marked = [f"<tool_call>{space}{body(call)}{space}</tool_call>" for call in calls]
+        return "\n".join(marked)
+    if format is LLAMA:
+        return dice.choice(["", "<|python_tag|>"]) + "; ".join(map(body, calls))
+    if dice.random() < 0.5:
+        return "[TOOL_CALLS]" + f"[{', '.join(map(body, calls))}]"
+    mark = dice.choice(["", "[ARGS]", "[CALL_ID]abcdefghi[ARGS]"])
+    named = [f"[TOOL_CALLS]{name}{mark}{json.dumps(given, **layout)}" for name, given in calls]
+    return "".join(named)
+
+
+def make_answer(format, seed: int) -> tuple[str, list[tuple], Speech]:
+    """A text, and what it is: ("thought", ...), ("answer", ...), ("call", name, arguments)."""
+    dice = random.Random(seed)
+    marks = dice.choice(THOUGHTS)
+    text, parts = "", []
+    if dice.random() < 0.6:
+        thought = (words(dice, 12) + dice.choice([format.opens + "{", ""])).replace(marks[1], "")
+        text += f"{marks[0]}\n{thought}\n{marks[1]}\n\n"
+        parts += [("thought", thought.strip())] if thought.strip() else []
+    calls = [make_call(dice) for _ in range(dice.randrange(4))]
+    if not calls or (format is not LLAMA and dice.random() < 0.5):
+        answer = "so " + words(dice, 12).replace(format.opens, "")
+        # Llama's calls stand at the beginning, or behind their mark
+        text += answer
+        parts.append(("answer", answer.rstrip() if calls else answer))
+    if calls:
+        text += written(format, calls, dice)
+        parts += [("call", *call) for call in calls]
+    return text, parts, Speech(marks, format)
+
+
+def apart(text: str | list[str], speech: Speech, **how) -> list[tuple]:
+    parser = speech.parser(TOOLS, **how)
+    parts: list[Part] = []
+    for piece in [text] if isinstance(text, str) else text:
+        parts += parser.push(piece)
+    return joined(parts + parser.finish())
+
+
+def told(parts: list[Part]) -> list[tuple]:
+    """Calls with their arguments as Python reads them."""
+    found = []
+    for part in parts:
+        if part.kind == "arguments":
+            found[-1] += (json.loads(part.text),)
+        else:
+            found.append(tuple(part))
+    return found
+
+
+def as_bytes(text: str) -> list[str]:
+    """The pieces of a stream whose tokens are single bytes."""
+    tokenizer = make_tokenizer()
+    stream = TextStream(tokenizer)
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(tokens) == len(text.encode())
+    return [*map(stream.push, tokens), stream.finish(tokens)]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_random_answers_come_apart_as_they_were_put_together_however_they_are_cut(format):
+    calls = thoughts = 0
+    for seed in range(ANSWERS):
+        text, expected, speech = make_answer(format, seed)
+        parts = apart(text, speech)
+        if format.is_single:  # its template takes one call in a message: no more are told
+            first = [i for i, part in enumerate(expected) if part[0] == "call"][:1]
+            expected = expected[: first[0] + 1] if first else expected
+        assert told(parts) == expected, (seed, text)
+        assert apart(list(text), speech) == parts, (seed, text)
+        assert seed % 10 or apart(as_bytes(text), speech) == parts, (seed, text)
+        dice = random.Random(seed)
+        for _ in range(3):
+            places = sorted(dice.choices(range(len(text) + 1), k=4))
+            pieces = [text[a:b] for a, b in zip([0, *places], [*places, None], strict=True)]
+            assert apart(pieces, speech) == parts, (seed, places)
+        calls += any(part[0] == "call" for part in expected)
+        thoughts += expected[0][0] == "thought"
+    assert calls > 300 and thoughts > 250
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_an_answer_that_is_cut_off_anywhere_or_damaged_is_the_same_in_one_piece_and_in_many(format):
+    """Its end may be half a mark, half a call, or half a thought."""
+    kinds = set()
+    for seed in range(ANSWERS):
+        text, _, speech = make_answer(format, seed)
+        dice = random.Random(-seed)
+        text = text[: dice.randrange(len(text) + 1)]
+        if seed % 2 and text:
+            place = dice.randrange(len(text))
+            text = text[:place] + dice.choice(HOSTILE) + text[place + dice.randrange(3) :]
+        parts = apart(text, speech)
+        assert apart(list(text), speech) == parts, (seed, text)
+        kinds |= {part.kind for part in parts}
+        if text.strip() and not any(text.strip() == marks[0] for marks in THOUGHTS):
+            length = sum(len(part.text) for part in parts)
+            assert length > 0 or "think" in text.lower(), (seed, text)
+    assert kinds == {"answer", "thought", "call", "arguments"}
+
+
+SPEECH = Speech(THOUGHTS[0], HERMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Is 3 < 4? <tool_ca", [("answer", "Is 3 < 4? <tool_ca")]),
+        ("<thi", [("answer", "<thi")]),
+        ("<think>on and on", [("thought", "on and on")]),
+        ("<think> <tool_call>{} </think> yes", [("thought", "<tool_call>{}"), ("answer", "yes")]),
+        ("a <think> in the middle", [("answer", "a <think> in the middle")]),
+        ("<tool_call>no JSON</tool_call>", [("answer", "<tool_call>no JSON</tool_call>")]),
+        ('<tool_call>{"name": 5}</tool_call>', [("answer", '<tool_call>{"name": 5}</tool_call>')]),
+        ("<tool_call>\n", [("answer", "<tool_call>\n")]),
+        (
+            '<tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call></tool_call>',
+            [("call", "add", {}), ("answer", "</tool_call>")],
+        ),
+        ('<tool_call>{"name": "add"}</tool_call>', [("call", "add", {})]),
+        (
+            '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            [("call", "add", {"a": 1})],
+        ),
+        ("  white space  \n", [("answer", "  white space  \n")]),
+        ("", []),
+    ],
+)
+def test_what_is_hostile_or_unfinished_is_told_whole(text, expected):
+    assert told(apart(text, SPEECH)) == expected
+    assert told(apart(list(text), SPEECH)) == expected
+
+
+def test_arguments_that_never_end_have_been_told_as_far_as_they_came():
+    parser = SPEECH.parser(TOOLS)
+    told = parser.push('<tool_call>{"name": "add", "arguments": {"a": "12')
+    assert told == [("call", "add"), ("arguments", '{"a": "12')]
+    assert parser.push("34") == [("arguments", "34")] and parser.finish() == []
+
+
+def test_without_tools_a_call_is_text_and_a_model_that_marks_nothing_needs_no_machine():
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert Speech(THOUGHTS[0], HERMES).parser().push(text) == [("answer", text)]
+    assert Speech().parser() is None
+
+
+def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_has_given():
+    speech = Speech(None, LLAMA)
+    for text in ('{"name": "Ann", "parameters": {"age": 3}}', '{"name": "add", "age": 3}', "{"):
+        assert apart(text, speech) == [("answer", text)] == apart(list(text), speech)
+
+
+def test_a_prompt_that_ends_with_a_mark_has_begun_the_thought():
+    assert SPEECH.is_thinking("<|assistant|>\n<think>\n")
+    assert not SPEECH.is_thinking("<|assistant|>\n<think>\n\n</think>\n\n")
+    parts = apart("It is late.\n</think>\n\nGood night.", SPEECH, is_thinking=True)
+    assert parts == [("thought", "It is late."), ("answer", "Good night.")]
+
+
+def test_who_wants_one_call_gets_one():
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    assert told(apart(text + "\n" + text + "!", SPEECH, is_single=True)) == [("call", "add", {})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"a":"' * 8_000,
+        "<tool_call>" * 8_000,
+        '<tool_call>{"name": "add", "arguments": ' + "[" * 60_000,
+        "<" * 60_000,
+        "<think>" + "</thin" * 15_000,
+        " \n" * 30_000,
+    ],
+    ids=["calls", "marks", "brackets", "halves", "ends", "space"],
+)
+def test_the_cost_of_a_character_does_not_grow_with_the_answer(text):
+    """An answer of a whole slot must not hold up the thread that serves all clients. A machine that
+    looks at each character anew for each mark would take minutes."""
+    began = time.thread_time()
+    pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
+    assert sum(len(part.text) for part in apart(pieces, SPEECH)) >= len(text.strip()) - 7
+    assert time.thread_time() - began < 20
+
+
+# --- which format does a template speak? --------------------------------------------------------
+
+RENDERED = {
+    "Hermes": '<|im_start|>assistant\n<tool_call>\n{"name": "is_called", "arguments": {"n": 7}}\n</tool_call>',
+    "Mistral": '[TOOL_CALLS][{"name": "is_called", "arguments": {"n": 7}, "id": "abcdefghi"}]</s>',
+    "Llama 3": 'assistant<|end|>\n\n{"name": "is_called", "parameters": {"n": 7}}<|eot_id|>',
+}
+RENDERED_OTHERWISE = {
+    "new Mistral": ('[TOOL_CALLS]is_called[ARGS]{"n": 7}</s>', "Mistral"),
+    "XML": ("<tool_call>\n<function=is_called>\n<parameter=n>7</parameter>", None),
+    "Granite": ('<|tool_call|>[{"name": "is_called", "arguments": {"n": 7}}]', None),
+    "DeepSeek": ('<|tool_call_begin|>is_called<|sep|>{"n": 7}<|tool_call_end|>', None),
+    "Python": ("[is_called(n=7)]", None),
+}
+EXAMPLE = (
+    'Answer <tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>. Tools: is_listed. '
+)
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_a_format_is_known_by_the_call_that_the_template_writes(name):
+    speech = learn("... </think>", lambda messages, tools: EXAMPLE + RENDERED[name])
+    assert speech.format.name == name and speech.thought == THOUGHTS[0]
+
+
+@pytest.mark.parametrize("name", RENDERED_OTHERWISE)
+def test_a_format_that_is_not_known_is_named_by_what_it_writes(name):
+    rendered, known = RENDERED_OTHERWISE[name]
+    speech = learn("{{ messages }}", lambda messages, tools: "Tools: is_listed. " + rendered)
+    assert (speech.format and speech.format.name) == known
+    assert known or ("is_called" in speech.why and "Hermes, Mistral, Llama 3" in speech.why)
+
+
+def test_a_model_without_tools_says_why():
+    def refuse(messages, tools):
+        raise ValueError("the chat template refuses these messages: no role tool")
+
+    assert "no role tool" in learn("{{ x }}", refuse).why
+    assert "takes no tools" in learn("{{ x }}", lambda messages, tools: "Call it.").why
+    assert "no chat template" in learn(None, refuse).why
