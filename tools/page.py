@@ -1,24 +1,36 @@
-"""A recording as a page that needs nothing else: python tools/page.py run.json out.html
+"""A recording as a page that needs nothing else.
 
     python tui.py --plain --script race24 --record run.json
     python tools/page.py run.json out.html
 
-Two recordings, of one run each, race side by side: python tools/page.py static.json continuous.json out.html
+Two recordings of one run each race side by side: python tools/page.py static.json continuous.json out.html
+A page holds its recording, so a page can be made anew from itself: python tools/page.py out.html out.html
+
+The project's own page, with a new race of the demo model: python tools/page.py --demo docs/index.html
 """
 
 from __future__ import annotations
 
 import argparse
+import html
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from door import page
+from measure import report
 from screen import record
+from screen.ink import span
 
+ROOT = Path(__file__).resolve().parent.parent
 MOST = 400_000  # bytes of a page: it is sent over slow lines, too
+EMBEDDED = re.compile(r'<script type="application/json" id="recording">(.*?)</script>')
+COLUMNS = ("nanobatch continuous", "mlx-lm", "llama.cpp")
 
 
 def joined(recordings: list[dict]) -> dict:
@@ -28,24 +40,83 @@ def joined(recordings: list[dict]) -> dict:
 
 
 def read(path: str) -> dict:
-    recording = json.loads(Path(path).read_text(encoding="utf-8"))
+    """A recording: from its file, or from a page that was made of it."""
+    text = Path(path).read_text(encoding="utf-8")
+    found = EMBEDDED.search(text)
+    recording = json.loads(found[1] if found else text)
     if not isinstance(recording, dict) or recording.get("format") != record.FORMAT:
         raise ValueError(f"{path} is no recording of this version; tui.py --record writes one")
     return recording
 
 
+def record_demo() -> dict:
+    """A race of the demo model, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/run.json"
+        command = [sys.executable, "tui.py", "--plain", "--script", "race24", "--record", file]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        return read(file)
+
+
 def make(recordings: list[dict]) -> str:
-    story = ""
-    return page.page({"recording": joined(recordings)}, story=story)
+    recording = joined(recordings)
+    return page.page({"recording": recording}, story=story_of(recording))
+
+
+# --- the words beside it --------------------------------------------------------------------------
+
+
+def story_of(recording: dict) -> str:
+    """What is told beside a recording. Every figure in it comes from a file."""
+    price = recording["prices"]
+    one, eight = (price["step"] + price["row"] * rows for rows in (1, 8))
+    about = recording["about"]
+    form = re.search(r"rows \((\w+)", about.get("engine", ""))
+    facts = {
+        "one": span(one),
+        "eight": span(eight),
+        "times": f"{eight / one:.1f}" if one else "–",
+        "command": about.get("command", ""),
+        "version": about.get("version", ""),
+        "processor": about.get("processor", ""),
+        "form": form[1] if form else "none of ours",
+        "steps": f"{sum(len(run['steps']) for run in recording['runs']):,}",
+        "answers": f"{sum(len(run['requests']) for run in recording['runs']):,}",
+    }
+    facts = {name: html.escape(text) for name, text in facts.items()}
+    facts["table"] = table_of("bench-15m.json")
+    text = (page.FOLDER / "story.html").read_text(encoding="utf-8")
+    return re.sub(r"\{(\w+)\}", lambda found: facts[found[1]], text)
+
+
+def table_of(file: str) -> str:
+    """The speeds of three engines, in two parts of a benchmark."""
+    records = json.loads((ROOT / "docs" / file).read_text())["records"]
+    medians: dict[tuple[str, str], dict[str, float]] = {}
+    for (part, x, figure, contestant), summary in report.summarise(records).items():
+        if figure in ("decode tokens/s", "total tokens/s"):
+            medians.setdefault((part, x), {})[contestant] = summary.median
+    heads = "".join(f"<th>{name.split()[0]}</th>" for name in COLUMNS)
+    words = {"decode": "all decode", "closed": "come and go"}
+    lines = []
+    for (part, x), found in medians.items():
+        cells = "".join(f"<td>{report.number(found[name])}</td>" for name in COLUMNS)
+        unit, number = x.split()
+        lines.append(f"<tr><td>{number} {unit}, {words[part]}</td>{cells}</tr>")
+    return f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("recordings", nargs="+", metavar="run.json")
+    parser = argparse.ArgumentParser(description="Make a page of a recording.")
+    parser.add_argument("recordings", nargs="*", metavar="run.json")
     parser.add_argument("out", metavar="out.html")
+    parser.add_argument("--demo", action="store_true", help="record a race of the demo model first")
     args = parser.parse_args(arguments)
     try:
-        text = make([read(path) for path in args.recordings])
+        recordings = [record_demo()] if args.demo else [read(path) for path in args.recordings]
+        if not recordings:
+            raise ValueError("name a recording, and then the page; tui.py --record writes one")
+        text = make(recordings)
     except (OSError, ValueError) as error:
         print(f"tools/page.py: {error}", file=sys.stderr)
         return 2

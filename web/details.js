@@ -5,6 +5,8 @@ import { drawLife, drawMicroscope, hueOf } from "./draw.js";
 import { capital, costInWords, count, fateInWords, planInWords, shorten } from "./words.js";
 import { chip, make, write } from "./lanes.js";
 
+const READABLE = 400; // milliseconds
+
 export class StepView {
   constructor(player, place, choose) {
     this.player = player;
@@ -15,6 +17,7 @@ export class StepView {
     this.words = place.querySelector("[data-step-words]");
     this.tabs = place.querySelector("[data-lanes]");
     this.shown = "";
+    this.told = 0; // when words were written last
     this.#makeTabs();
     this.canvas.addEventListener("pointerdown", (event) => this.#point(event));
   }
@@ -49,7 +52,10 @@ export class StepView {
     if (!lane.steps.length) return;
     this.grid = drawMicroscope(this.canvas, lane, index, player.chosen);
     const key = `${player.lane} ${index} ${lane.steps.length}`;
-    if (key === this.shown) return;
+    // While it plays, words change so seldom that they can be read
+    const isSoon = player.playing && performance.now() - this.told < READABLE;
+    if (key === this.shown || isSoon) return;
+    this.told = performance.now();
     this.shown = key;
     [...this.tabs.children].forEach((tab, i) => tab.setAttribute("aria-pressed", String(i === player.lane)));
     const of = player.follows ? "" : ` of ${lane.steps.length.toLocaleString("en")}`;

@@ -4,7 +4,7 @@
 // What this file keeps. Texts of a recording or of a server enter as `textContent` only, and are
 // isolated (`<bdi>` and `unicode-bidi`), so neither markup nor turned direction in a prompt does anything.
 
-import { BLOCKED, GHOST, HELD, PREFILL } from "./recording.js";
+import { BLOCKED, EMPTY, GHOST, HELD, PREFILL } from "./recording.js";
 import { drawTimeline, hueOf, scaleOf } from "./draw.js";
 import { count, percent, shorten, span } from "./words.js";
 
@@ -95,18 +95,21 @@ export class LaneView {
 
   #drawSlots(now) {
     const index = this.lane.stepAt(now);
+    // Behind the lane's last step nothing runs any more
+    const isOver = now >= this.lane.end && !this.player.follows;
     this.rows.forEach((row, slot) => {
-      const cell = index < 0 ? { kind: 0, request: 0 } : this.lane.cells[index][slot];
-      // Behind the lane's last step nothing runs any more
-      const isOver = now >= this.lane.end && !this.player.follows;
-      const request = isOver ? null : this.lane.requests.get(cell.request);
-      const owner = request ? request.id : 0;
+      const isFree = { kind: EMPTY, request: 0 };
+      const cell = isOver || index < 0 ? isFree : this.lane.cells[index][slot];
+      const isShut = cell.kind === BLOCKED;
+      const isLeft = cell.kind === EMPTY; // what the slot's last request has left there
+      const owner = cell.request || (isLeft ? this.lane.ownerBefore(slot, index) : 0);
+      const request = this.lane.requests.get(owner);
       if (row.request !== owner) {
         row.request = owner;
         row.chip.replaceChildren(...(owner ? [chip(owner, this.choose)] : []));
       }
-      const isShut = !isOver && cell.kind === BLOCKED;
       row.element.classList.toggle("shut", isShut);
+      row.element.classList.toggle("left", isLeft);
       row.element.classList.toggle("reads", cell.kind === PREFILL || cell.kind === HELD);
       write(row.text, request ? this.#textOf(request, cell, now) : isShut ? "free, but shut" : "");
     });

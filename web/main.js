@@ -105,7 +105,20 @@ function paceFor(seconds) {
   return PACES.find((pace) => pace * seconds >= PLAYS) ?? PACES[PACES.length - 1];
 }
 
+// The page lies beside the files that it names. On GitHub Pages only `docs/` is served, and the
+// repository has an address that follows from the page's own.
+function leadToRepository() {
+  const owner = /^([\w-]+)\.github\.io$/.exec(location.hostname);
+  if (!owner) return;
+  const name = location.pathname.split("/")[1];
+  for (const link of document.querySelectorAll("a[data-file]")) {
+    const file = link.dataset.file;
+    link.href = `https://github.com/${owner[1]}/${name}${file ? `/blob/main/${file}` : ""}`;
+  }
+}
+
 function begin() {
+  leadToRepository();
   const recording = dataOf("recording");
   if (!recording) return;
   const page = new Page(lanesOf(recording));

@@ -51,7 +51,6 @@ export class Lane {
     this.useful = []; // by step: cells up to and with it that did something for a request
     this.stretches = Array.from({ length: limits.slots }, () => []); // by slot
     this.requests = new Map(); // by number, in the order of arrival
-    this.owners = Array(limits.slots).fill(0); // the request that a slot had last
   }
 
   get slots() {
@@ -101,7 +100,6 @@ export class Lane {
   #stretch(slot, cell, index) {
     const stretches = this.stretches[slot];
     const last = stretches[stretches.length - 1];
-    if (cell.request) this.owners[slot] = cell.request;
     if (last && last.to === index - 1 && last.kind === cell.kind && last.request === cell.request) {
       last.to = index;
     } else if (cell.kind !== EMPTY) {
@@ -140,6 +138,15 @@ export class Lane {
   // The step that runs at this moment, or the last one before it; -1 before the first.
   stepAt(time) {
     return countUpTo(this.began, time) - 1;
+  }
+
+  // Whose request a slot had last, up to this step; 0 if it had none.
+  ownerBefore(slot, index) {
+    const stretches = this.stretches[slot];
+    for (let i = stretches.length - 1; i >= 0; i--) {
+      if (stretches[i].from <= index && stretches[i].request) return stretches[i].request;
+    }
+    return 0;
   }
 
   admittedAt(request) {

@@ -1,0 +1,90 @@
+"""Nothing in docs/index.html is made up: its race is run again, by the scheduler and by the model."""
+
+import hashlib
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+import tui
+from nanobatch import Sampling
+from sched import Scheduler
+from tools import page
+from web import simulate
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "index.html"
+RECORDING = page.read(str(PAGE))
+FIELDS = RECORDING["fields"]
+at_every_run = pytest.mark.parametrize("run", RECORDING["runs"], ids=lambda run: run["policy"])
+
+
+def named(kind: str, values: list) -> dict:
+    return dict(zip(FIELDS[kind], values, strict=True))
+
+
+@at_every_run
+def test_the_scheduler_plans_each_step_of_the_page_again(run):
+    """From the prompts alone, and from the ends of the answers."""
+    scheduler = Scheduler(**named("Limits", run["limits"]), policy=run["policy"])
+    wishes = simulate.wishes_of(run, FIELDS)
+    played = simulate.play(scheduler, wishes, simulate.price_of(RECORDING))
+    assert len(played["steps"]) == len(run["steps"]) > 400
+    for plan, packed in zip(played["steps"], run["steps"], strict=True):
+        step = named("StepView", packed)
+        for name, value in plan.items():
+            listed = (
+                [list(v) if isinstance(v, tuple) else v for v in value]
+                if isinstance(value, list)
+                else value
+            )
+            assert listed == step[name], (plan["step"], name)
+    # With each token of a prompt at its mean price, it takes as long as the recording says
+    assert played["clock"][-1][1] == pytest.approx(run["clock"][-1][1], rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def answered():
+    """The page's prompts, asked once more: the engine, and a text for each."""
+    args = tui.parse_arguments(["--model", "demo", "--slots", "8"])
+    run = RECORDING["runs"][-1]
+    with tui.load_engine(args, lambda stage: None, time.perf_counter) as engine:
+        handles = []
+        for packed, asked in zip(run["requests"], run["asked"], strict=True):
+            prompt = engine.text.ask(named("RequestView", packed)["prompt"])
+            handles.append(engine.submit(prompt, Sampling(max_tokens=asked, temperature=0)))
+        yield engine, [handle.result().text for handle in handles]
+
+
+def test_the_model_gives_each_answer_of_the_page_again(answered):
+    engine, texts = answered
+    form = re.compile(r"rows \((\w+)")
+    recorded, here = (form.search(s) for s in (RECORDING["about"]["engine"], engine.summary))
+    if not (recorded and here and recorded[1] == here[1]):
+        pytest.skip(f"recorded with {recorded and recorded[1]}, and this is {here and here[1]}")
+    hashes = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
+    assert len(hashes) == 24
+    assert all(run["hashes"] == hashes for run in RECORDING["runs"])
+
+
+@at_every_run
+def test_the_hashes_of_the_page_are_those_of_its_texts(run):
+    texts = [named("RequestView", packed)["text"] for packed in run["requests"]]
+    assert [hashlib.sha256(t.encode()).hexdigest()[:16] for t in texts] == run["hashes"]
+
+
+def test_the_words_about_speed_are_those_of_the_table():
+    """llama.cpp is ahead wherever all rows decode, and behind from four users on."""
+    cells = re.findall(
+        r"<tr><td>(\d+) \w+, ([\w ]+)</td>(.*?)</tr>", page.table_of("bench-15m.json")
+    )
+    assert len(cells) == 8
+    for many, what, values in cells:
+        ours, _, theirs = (float(v.replace(",", "")) for v in re.findall(r"<td>(.*?)</td>", values))
+        assert (ours < theirs) == (what == "all decode" or int(many) < 4), (many, what)
+
+
+def test_the_page_is_small_and_tells_how_it_was_made():
+    assert len(PAGE.read_bytes()) < page.MOST == 400_000
+    assert "python tui.py --script race24 --record run.json" in PAGE.read_text()
