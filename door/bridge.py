@@ -21,13 +21,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from typing import NamedTuple
 
 from starlette.responses import Response
 
 from door import openai
-from door.http import Visit, reply
+from door.http import Visit
 from door.journal import Figures
 from door.openai import Refusal, Shape, Words, ending, event
 from parts.api.engine import AnyEngine
@@ -38,6 +39,7 @@ from parts.files import read_json
 from parts.text.tokens import Prompt
 from sched import QueueFull
 
+PIECES = 64  # of a stream that are written at once, at most
 TOO_LONG = "context_length_exceeded"
 # Of this process: behind a balancer, two servers never give the same id
 SUFFIX = secrets.token_hex(2)
@@ -103,6 +105,7 @@ class Answer:
         self.handles: list[Handle] = []
         self.left = 0  # choices that have not been seen to end
         self._served = served
+        self._words: list[Words | None] = []  # for each choice, if log probabilities are wanted
         # For each choice: so many of its handle's pieces have been taken
         self._seen: list[int] = []
         self._has_ended: list[bool] = []  # for each choice: its end has been taken
@@ -127,7 +130,7 @@ class Answer:
         try:
             for prompt in wish.prompts:
                 read = read_prompt(engine, prompt)
-                room = engine.sched.max_len - len(read.ids)
+                room = min(engine.sched.max_len - len(read.ids), wish.most_tokens)
                 settings = (
                     defaults | wish.settings | {"max_tokens": min(wish.max_tokens or room, room)}
                 )
@@ -154,6 +157,9 @@ class Answer:
         self._times = [[] for _ in asks]
         self._seen = [0] * len(asks)
         self._has_ended = [False] * len(asks)
+        wanted = self.wish.settings["logprobs"] is not None
+        text = self._served.engine.text
+        self._words = [Words(text) if wanted else None for _ in asks]
         try:
             for prompt, sampling in asks:
                 self.handles.append(self._served.engine.submit(prompt, sampling, client=client))
@@ -187,6 +193,8 @@ class Answer:
                 continue
             ends = handle.finish_reason is not None  # asked first: then all pieces are there
             if self.wish.stream:
+                if words := self._words[index]:
+                    words.take(handle.tokens, handle.logprobs)
                 for piece in handle.pieces[self._seen[index] :]:
                     self._seen[index] += 1
                     self._times[index].append(time.perf_counter())
@@ -204,33 +212,42 @@ class Answer:
             self._news.set()
 
     async def _come(self) -> list[tuple[int, str | None]]:
-        """What has come since, neighbouring pieces joined."""
-        if not self._pieces:
+        """What has come since, neighbouring pieces joined, but not all at once: others wait."""
+        if self._pieces:
+            await asyncio.sleep(0)
+        else:
             self._news.clear()
             await self._news.wait()
         joined: list[tuple[int, str | None]] = []
-        while self._pieces:
+        for _ in range(min(len(self._pieces), PIECES)):
             index, piece = self._pieces.popleft()
             if piece and joined and joined[-1][0] == index and joined[-1][1]:
                 piece = joined.pop()[1] + piece
             joined.append((index, piece))
         return joined
 
-    async def whole(self) -> Response:
+    async def whole(self, pool: Executor) -> Response:
+        """One JSON. The pool makes it, if log probabilities are wanted: there may be megabytes."""
         self.look()  # what was committed before the last handle was known here
         while self.left:
             await self._come()
         if failure := self._failure():
             raise failure
+        if self._words[0]:
+            body = await asyncio.get_running_loop().run_in_executor(pool, self._body)
+        else:
+            body = self._body()
+        return Response(body, 200, {"X-Request-Id": self.shape.id}, "application/json")
+
+    def _body(self) -> bytes:
         choices = []
-        for index, (handle, words) in enumerate(zip(self.handles, self._words(), strict=True)):
+        for index, (handle, words) in enumerate(zip(self.handles, self._words, strict=True)):
             if words:
                 words.take(handle.tokens, handle.logprobs)
             said = words and words.finish(handle.text)
             choices.append(self.shape.choice(index, handle.text, handle.finish_reason, said))
-        return reply(
-            self.shape.whole(choices, self._usage()), headers={"X-Request-Id": self.shape.id}
-        )
+        write = openai.dump_politely if self._words[0] else openai.dump
+        return write(self.shape.whole(choices, self._usage()))
 
     async def stream(self, visit: Visit) -> None:
         """Server-sent events: one for each piece of text, or for several that have come together.
@@ -240,10 +257,10 @@ class Answer:
         """
         self.look()  # what was committed before the last handle was known here
         await visit.begin_events(self.shape.id)
-        words, left = self._words(), len(self.handles)
+        left = len(self.handles)
         first = [body for index in range(left) if (body := self.shape.first(index))]
         await visit.write(b"".join(map(event, first)))
-        self._straight = visit if left == 1 and not words[0] else None
+        self._straight = visit if left == 1 and not self._words[0] else None
         while left:
             said = b""
             for index, piece in await self._come():
@@ -251,24 +268,20 @@ class Answer:
                     visit.note(reason=failure.code, message=failure.message)
                     await visit.write(said + event(failure.body) + event("[DONE]"), more=False)
                     return
-                said += self._events(index, piece, words[index])
+                said += self._events(index, piece)
                 left -= piece is None
             await visit.write(said)
         total = [self.shape.total(self._usage())] if self.wish.usage else []
         await visit.write(b"".join(map(event, [*total, "[DONE]"])), more=False)
 
-    def _events(self, index: int, piece: str | None, words: Words | None) -> bytes:
+    def _events(self, index: int, piece: str | None) -> bytes:
         """What a stream says of a piece, or of a choice's end."""
-        handle, said = self.handles[index], None
+        handle, words = self.handles[index], self._words[index]
+        said = None
         if words:
-            words.take(handle.tokens, handle.logprobs)
             said = words.finish(handle.text) if piece is None else words.release(len(piece))
         told = self.shape.piece(index, piece or "", said) if piece or said else b""
         return told + event(self.shape.last(index, handle.finish_reason)) if piece is None else told
-
-    def _words(self) -> list[Words | None]:
-        wanted = self.wish.settings["logprobs"] is not None
-        return [Words(self._served.engine.text) if wanted else None for _ in self.handles]
 
     def _usage(self) -> dict:
         metrics = [handle.metrics for handle in self.handles]

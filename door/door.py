@@ -49,6 +49,7 @@ from parts.api.loop import Loop
 from parts.api.views import Snapshot
 from parts.checks import shown
 
+LONG = 2**14  # bytes of a body; a longer one may take seconds to turn into tokens
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
 
 
@@ -87,18 +88,21 @@ class Door:
         self._answers: dict[int, Answer] = {}  # by the number of the call
         self._scraped: Snapshot | None = None  # the snapshot of the last look at /metrics
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
-        self._router = self._routes(is_local=ipaddress.ip_address(host).is_loopback)
+        # For those that are long: nobody waits for them who has asked for little
+        self._slow_pool = ThreadPoolExecutor(2, "door, long")
+        self.is_local = ipaddress.ip_address(host).is_loopback  # open to this machine alone
+        self._router = self._routes()
         self._pages = http.for_pages(self._answer, options)
         self._server = http.server(self._serve)
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._ended = threading.Event()
 
-    def _routes(self, is_local: bool) -> Router:
-        """Each path and what answers it. `is_local`: the door is open to this machine alone, which
-        has few names."""
+    def _routes(self) -> Router:
+        """Each path and what answers it. If the door is open to this machine alone, it has few
+        names."""
         chat = Handler(partial(self._complete, True))
         completions = Handler(partial(self._complete, False))
-        hosts = self.options.names if is_local else ["*"]
+        hosts = self.options.names if self.is_local else ["*"]
         return Router(
             [
                 Route("/v1/chat/completions", chat, methods=["POST"], max_body_size=http.BODY),
@@ -130,6 +134,17 @@ class Door:
         if self._answers:  # then the door's thread runs, and has a mailbox
             self._mailbox.post()
 
+    @property
+    def warning(self) -> str:
+        """Who may come in, if it is everybody; else nothing."""
+        if self.is_local or self.options.api_key:
+            return ""
+        readers = "who has the watch key" if self.options.watch_key else "this machine"
+        return (
+            f"without --api-key everybody who reaches {self.address} may ask and see figures, "
+            f"but only {readers} may read texts; pages of other hosts may not (--allow-host)"
+        )
+
     def wait(self) -> None:
         """Until the door's thread has ended, or a signal comes. subtle: `join` would forget a thread
         if Ctrl-C came out of it (3.11). And Python handles a signal when the main thread runs: one
@@ -158,7 +173,8 @@ class Door:
             self._ended.wait(5)
         if self.served:
             self.served.engine.on_commit = None
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._slow_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
 
     def look(self, since: int = 0) -> DoorView:
@@ -314,10 +330,11 @@ class Door:
         events = asyncio.get_running_loop()
         tasks = []
         try:
-            await events.run_in_executor(self._pool, answer.ask, chat, body, visit.call.client)
+            pool = self._slow_pool if len(body) > LONG else self._pool
+            await events.run_in_executor(pool, answer.ask, chat, body, visit.call.client)
             requests = tuple(handle.id for handle in answer.handles)
             visit.note(id=answer.shape.id, requests=requests, stream=answer.wish.stream)
-            work = answer.stream(visit) if answer.wish.stream else answer.whole()
+            work = answer.stream(visit) if answer.wish.stream else answer.whole(self._slow_pool)
             tasks.append(asyncio.ensure_future(work))
             tasks.append(asyncio.ensure_future(visit.connection.lost.wait()))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

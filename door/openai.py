@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Sequence
 from itertools import takewhile
@@ -29,6 +30,9 @@ from parts.text.tokens import Text
 ROLES = ("system", "developer", "user", "assistant")
 # The most of each in one request
 N, CHOICES, STOPS, STOP_LENGTH, BIASES, TOP = 16, 128, 16, 1000, 1000, 20
+MESSAGES = 2048  # and their parts, together
+MARKS = 100_000  # brackets, braces and colons of a body, in texts, too
+SCORES = 200_000  # log probabilities in one answer, over all its choices
 
 # These go to `Sampling` as they are, and it checks them.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "ignore_eos")
@@ -102,12 +106,18 @@ def ending() -> Refusal:
 
 
 # `json.dumps` would make one each time
-ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def dump(body: Any) -> bytes:
     """JSON as UTF-8. A message may quote half a surrogate pair, which UTF-8 does not have."""
-    return ENCODE(body).encode(errors="replace")
+    return ENCODER.encode(body).encode(errors="replace")
+
+
+def dump_politely(body: Any) -> bytes:
+    """The same bytes, of a body that may be huge: `dump` lets no other thread run until it has
+    ended."""
+    return "".join(ENCODER.iterencode(body)).encode(errors="replace")
 
 
 # --- what a body asks for -----------------------------------------------------------------------
@@ -123,6 +133,15 @@ class Wish(NamedTuple):
     n: int
     stream: bool
     usage: bool  # at the end of the stream
+
+    @property
+    def most_tokens(self) -> int:
+        """How long an answer may be. Log probabilities of 20 tokens beside each one take
+        kilobytes."""
+        top = self.settings["logprobs"]
+        if top is None:
+            return sys.maxsize
+        return SCORES // (self.n * len(self.prompts) * (1 + top))
 
 
 def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
@@ -166,6 +185,12 @@ def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
 
 
 def read_json(body: bytes) -> dict[str, Any]:
+    # Of 4 MiB of "[]," Python makes a million lists, and lets no other thread run for half a second
+    marks = sum(map(body.count, (b"[", b"{", b":")))
+    if marks > MARKS:
+        words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MARKS:,}"
+        raise Refusal(413, words, "request_too_large")
+
     def no_number(name: str) -> None:
         raise ValueError(f"{name} is no JSON")
 
@@ -207,6 +232,10 @@ def check_model(model: Any, names: Sequence[str]) -> None:
 def read_messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise bad("messages", messages, "a list of at least one message")
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    # A template takes time for each message, be it empty or not
+    check_count("messages", len(messages) + parts, "messages and parts of messages", MESSAGES)
     return [read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
@@ -247,6 +276,7 @@ def read_prompts(prompt: Any) -> list:
     prompts = [prompt] if isinstance(prompt, str) or are_ids(prompt) else prompt
     if not isinstance(prompts, list) or not prompts:
         raise bad("prompt", prompt, what)
+    check_count("prompt", len(prompts), "prompts", CHOICES)
     if not (all(isinstance(one, str) for one in prompts) or all(are_ids(one) for one in prompts)):
         raise bad("prompt", prompt, what)
     if "" in prompts:
@@ -259,6 +289,8 @@ def read_prompts(prompt: Any) -> list:
 def read_stop(stop: Any) -> list[str]:
     """Texts alone: `Sampling` would take a number for a token id."""
     stops = [stop] if isinstance(stop, str) else stop
+    if isinstance(stops, list):
+        check_count("stop", len(stops), "texts", STOPS)
     if not isinstance(stops, list) or not all(
         isinstance(text, str) and 0 < len(text) <= STOP_LENGTH for text in stops
     ):
@@ -267,22 +299,14 @@ def read_stop(stop: Any) -> list[str]:
             stop,
             f"a text or a list of texts, none empty or longer than {STOP_LENGTH:,} characters",
         )
-    if len(stops) > STOPS:
-        raise Refusal(
-            400,
-            f"stop has {len(stops)} texts, but there may be at most {STOPS}",
-            "invalid_value",
-            "stop",
-        )
     return stops
 
 
 def read_bias(bias: Any) -> dict[int, float]:
+    if isinstance(bias, dict):
+        check_count("logit_bias", len(bias), "entries", BIASES)
     if not isinstance(bias, dict) or not all(re.fullmatch(r"-?[0-9]{1,18}", key) for key in bias):
         raise bad("logit_bias", bias, "an object that maps token ids, as strings, to numbers")
-    if len(bias) > BIASES:
-        words = f"logit_bias has {len(bias):,} entries, but there may be at most {BIASES:,}"
-        raise Refusal(400, words, "invalid_value", "logit_bias")
     return {int(key): value for key, value in bias.items()}
 
 
@@ -312,6 +336,13 @@ def number(asked: dict[str, Any], name: str, least: int, most: int) -> int:
         return whole(name, asked[name], least, most)
     except ValueError as error:
         raise Refusal(400, str(error), "invalid_value", name) from None
+
+
+def check_count(name: str, count: int, what: str, most: int) -> None:
+    """Refuse too many of something before any of them is looked at."""
+    if count > most:
+        words = f"{name} has {count:,} {what}, but there may be at most {most:,}"
+        raise Refusal(400, words, "invalid_value", name)
 
 
 def bad(name: str, value: Any, what: str, param: str | None = None) -> Refusal:
@@ -368,9 +399,9 @@ class Words:
         for token, (logprob, top) in zip(tokens[known:], logprobs[known:], strict=False):
             before = self._tokens[-4:]
             piece = self._stream.push(token)
-            likely = [
-                (piece if id == token else self._text.after(before, id), value) for id, value in top
-            ]
+            others = [id for id, _ in top if id != token]
+            texts = dict(zip(others, self._text.after(before, others), strict=True))
+            likely = [(texts.get(id, piece), value) for id, value in top]
             self._tokens.append(token)
             self._waiting.append(Word(piece, self._length, logprob, likely))
             self._length += len(piece)

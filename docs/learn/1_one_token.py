@@ -82,7 +82,7 @@ def main() -> None:
         total += computed
         timeline.step({0: ("prefill", 1)})
         step = len(timeline.steps)
-        print(f"{step:>4}  {computed:>15}  {TEXT.after([], token)!r}")
+        print(f"{step:>4}  {computed:>15}  {TEXT.after([], [token])[0]!r}")
     seconds = time.perf_counter() - began
     answer = ids[length:]
     print(f" all  {total:>15}  to read {length} tokens and write {len(answer)}")

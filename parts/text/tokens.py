@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,17 +143,19 @@ class Text:
         """The characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
-    def after(self, before: Sequence[int], token: int) -> str:
-        """The text that a token adds to those before it. A special token is shown by its name."""
+    def after(self, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
+        """The text that each of some tokens would add to those before it. A special token is shown
+        by its name."""
         decode = self.tokenizer.decode
-        return decode([*before, token], skip_special_tokens=False)[
-            len(decode(before, skip_special_tokens=False)) :
-        ]
+        known = len(decode(before, skip_special_tokens=False))
+        longer = [[*before, token] for token in tokens]
+        return [decode(ids, skip_special_tokens=False)[known:] for ids in longer]
 
     def check_ids(self, ids: Iterable[int]) -> None:
         for token in ids:
             if not 0 <= token < self.vocabulary:  # MLX checks no bounds: it would read other memory
-                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocabulary}")
+                words = f"token id {shown(token)} is outside the vocabulary of {self.vocabulary}"
+                raise ValueError(words)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -258,7 +260,8 @@ class TextStream:
         self, tokenizer: Tokenizer, stops: Sequence[str] = (), silent: frozenset[int] | None = None
     ):
         """`silent` holds the ids of the special tokens, if the caller has them already."""
-        self._tokenizer, self._stops = tokenizer, stops
+        self._tokenizer = tokenizer
+        self._stops = [StopText(stop) for stop in stops]
         self._silent = special_ids(tokenizer) if silent is None else silent
         self._falls_back = tokenizer.token_to_id("<0x00>") is not None
         self._context: list[int] = []  # the last tokens whose text is final
@@ -320,16 +323,17 @@ class TextStream:
         if not self._stops:
             return piece
         text = self._held + piece
-        found = [
-            (place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0
-        ]
-        # The stop string that is complete first counts, however the text was cut into tokens
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
-        keep = max((overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        for end, character in enumerate(piece, start=len(self._held) + 1):
+            for stop in self._stops:
+                stop.push(character)
+            # The stop string that is complete first counts, however the text was cut into tokens
+            complete = [len(stop.text) for stop in self._stops if stop.matched == len(stop.text)]
+            if complete:
+                self.stopped, self._held = True, ""
+                return text[: end - max(complete)]
+        shown = len(text) - max(stop.matched for stop in self._stops)
+        self._held = text[shown:]
+        return text[:shown]
 
     def finish(self, tokens: list[int]) -> str:
         """What is left at the end: a text that did not become a stop string, and the bytes of a
@@ -359,10 +363,30 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     )
 
 
-def overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that `stop` begins with, less than the whole
-    `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[len(text) - length :]):
-            return length
-    return 0
+class StopText:
+    """A stop string, and how much of it the text so far ends with. A character costs the same
+    however long the string is (Knuth, Morris and Pratt's search)."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.matched = 0  # the text so far ends with so many of the first characters
+        self._shorter = shorter(text)
+
+    def push(self, character: str) -> None:
+        while self.matched and self.text[self.matched] != character:
+            self.matched = self._shorter[self.matched - 1]
+        if self.text[self.matched] == character:
+            self.matched += 1
+
+
+@lru_cache(1000)
+def shorter(text: str) -> tuple[int, ...]:
+    """For each beginning of a text: how long the longest shorter one is that it ends with. In
+    "abcabd", "abcab" ends with "ab": 2."""
+    lengths = [0]
+    for character in text[1:]:
+        length = lengths[-1]
+        while length and text[length] != character:
+            length = lengths[length - 1]
+        lengths.append(length + (text[length] == character))
+    return tuple(lengths)

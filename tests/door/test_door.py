@@ -1,6 +1,7 @@
 """The door in this process, on a small random model: what a server that cannot be paused or broken
 would not show."""
 
+import asyncio
 import json
 import logging
 import os
@@ -19,7 +20,8 @@ from doors import COMPLETIONS, Line, Server
 from soak_http import soak
 
 from door import bridge, http, openai
-from door.door import Door
+from door.bridge import Answer, Served
+from door.door import LONG, Door
 from door.http import Options
 from door.journal import ACCESS_LOG, Lines, log_to
 from door.openai import Words
@@ -505,6 +507,92 @@ def test_a_long_prompt_stops_no_other_thread(engine):
     assert looks["meanwhile"] > 20
 
 
+def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
+    """Four long prompts kept all that turn text into tokens busy, for seconds."""
+    understand, goes_on = openai.understand, threading.Event()
+
+    def slow(body, *arguments):
+        if len(body) > LONG:
+            assert goes_on.wait(20)
+        return understand(body, *arguments)
+
+    monkeypatch.setattr(bridge.openai, "understand", slow)
+    lines = [here.line().post(COMPLETIONS, BODY | {"user": "x" * LONG}) for _ in range(6)]
+    assert here.complete(max_tokens=1).status == 200
+    goes_on.set()
+    assert [line.reply().status for line in lines] == [200] * 6
+
+
+def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypatch):
+    """By count, and not by time: each of 130,000 empty messages took a template 90 us."""
+    asked = []
+    monkeypatch.setattr(engine.text, "read", lambda prompt: asked.append(prompt))
+    for chat, body in (
+        (True, {"messages": [{"role": "user", "content": ""}] * 2049}),
+        (True, {"messages": [{"role": "user", "content": ""}] * 130_000}),
+        (False, {"prompt": ["a"] * 129}),
+    ):
+        with pytest.raises(openai.Refusal):
+            Answer(Served(engine, "small", {})).ask(chat, json.dumps(body).encode(), "")
+    assert not asked
+
+
+def test_what_log_probabilities_take_is_bounded_by_a_shorter_answer(here):
+    """128 choices of 1,000 tokens with 20 log probabilities each: 170 MB of JSON, and 18 s in which
+    the door did nothing else."""
+    for tops, n, most in ((20, 16, openai.SCORES // (16 * 21)), (0, 16, openai.SCORES // 16)):
+        wish = openai.understand(
+            json.dumps({"prompt": "x", "n": n, "logprobs": tops}).encode(), False, ("small",)
+        )
+        assert wish.most_tokens == most
+    plain = openai.understand(b'{"prompt": "x", "n": 16}', False, ("small",))
+    assert plain.most_tokens > 10**9
+    asked = {"n": 16, "logprobs": 20, "max_tokens": 1}
+    assert len(here.complete(**asked).json["choices"]) == 16
+
+
+def test_a_large_answer_is_written_beside_the_doors_thread(here, monkeypatch):
+    """JSON of megabytes, in the thread that serves all clients, let them all wait."""
+    wrote, write = [], openai.dump_politely
+
+    def noted(body) -> bytes:
+        wrote.append(threading.current_thread().name)
+        return write(body)
+
+    monkeypatch.setattr(bridge.openai, "dump_politely", noted)
+    said = here.complete(logprobs=5).json["choices"][0]["logprobs"]
+    assert len(said["tokens"]) == 8 and wrote and "long" in wrote[0]
+    assert openai.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
+
+
+def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypatch):
+    """All that had come meanwhile was one event, of megabytes."""
+    monkeypatch.setattr(bridge, "PIECES", 10)
+    body = BODY | {"max_tokens": 100, "logprobs": 2, "temperature": 1, "seed": 7, "stream": True}
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, body)
+    line.until(b"\r\n\r\n")
+    (answer,) = here.door._answers.values()
+    answer._come, come = (lambda: held(come)), answer._come
+    goes_on = threading.Event()
+
+    async def held(come):
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        return await come()
+
+    here.loop.resume()
+    deadline = time.monotonic() + 20
+    while answer.left:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    goes_on.set()
+    said = line.until(b"[DONE]").decode()
+    events = [json.loads(text) for text in re.findall(r"data: (\{.*\})", said)]
+    counts = [len((e["choices"][0]["logprobs"] or {"tokens": ()})["tokens"]) for e in events]
+    assert sum(counts) == 100 and max(counts) <= 40  # some tokens are no piece by themselves
+
+
 def test_a_short_soak(tmp_path):
     """`python tools/soak_http.py` is the long form."""
     with Server("--slots", "8") as server:
@@ -528,7 +616,7 @@ def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
             return list.__iter__(self)
 
     text = SimpleNamespace(
-        stream=lambda stops: SimpleNamespace(push=lambda token: "a", open=0), after=None
+        stream=lambda stops: SimpleNamespace(push=lambda token: "a", open=0), after=lambda *_: []
     )
     words, tokens, logprobs = Words(text), Watched(), Watched()
     for token in range(500):

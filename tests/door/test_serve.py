@@ -432,7 +432,7 @@ def test_a_prompt_that_cannot_be_read_is_refused(server, prompt):
         b"\xff\xfe",
         b'{"messages": "\xff"}',
         b"[" * 100_000,
-        b'{"a":' * 100_000,
+        b'{"a":' * 40_000,
         b'{"messages": NaN}',
         b'{"temperature": Infinity}',
         b'{"n": ' + b"9" * 5000 + b"}",
@@ -467,6 +467,31 @@ def test_a_body_over_the_limit_is_413_and_the_line_goes_on(server):
         line.send(chunk)
     assert line.reply().status == 413
     assert server.chat().status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": [{"role": "user", "content": ""}] * 2049}, "2,049 messages"),
+        (say([{"type": "text", "text": ""}] * 2048), "2,049 messages and parts"),
+        (say(stop=["a"] * 17), "17 texts"),
+        (say(logit_bias={str(i): 1 for i in range(1001)}), "1,001 entries"),
+        (say(metadata=[[]] * 100_000), "100,0"),
+        (say("[" * 100_000), "100,0"),
+    ],
+)
+def test_a_body_with_too_many_of_something_is_refused_by_their_number(server, body, message):
+    """130,000 empty messages are a body of 4 MB: a template took five seconds for them, and four
+    such bodies kept an ordinary request waiting for 24."""
+    reply = server.ask(CHAT, body)
+    assert reply.status in (400, 413) and message in reply.error["message"], reply.error
+
+
+def test_too_many_prompts_and_a_monstrous_token_id_are_refused_in_short_words(server):
+    reply = server.complete([[5]] * 129)
+    assert reply.status == 400 and "129 prompts" in reply.error["message"]
+    reply = server.complete([int("9" * 4000)])
+    assert reply.status == 400 and len(reply.error["message"]) < 200
 
 
 def test_errors_become_the_clients_own_exceptions(client):
