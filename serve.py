@@ -105,6 +105,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
 
+    if door.warning:
+        print(f"nanobatch: {door.warning}", file=sys.stderr, flush=True)
     with log_to(args.log):
         return serve(door, args)
 

@@ -683,6 +683,8 @@ def open_room(args: argparse.Namespace) -> Room:
         door = Door(Options(host, port, args.api_key, args.watch_key, tuple(args.allow_host)))
     except OSError as error:  # the port is taken
         raise ValueError(f"--serve {host}:{port}: {error.strerror or error}") from None
+    if door.warning:
+        print(f"nanobatch: {door.warning}", file=sys.stderr)
     args.slots = args.slots or 4
     load = lambda report, clock: serve.load(args, report=report, clock=clock)  # noqa: E731
     return EngineRoom(load, door.start(), program.name_of(args.model))

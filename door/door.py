@@ -216,11 +216,11 @@ class Door:
         number = self.journal.begin(client, f"{request.method} {scope['path']}"[:200])
         visit = Visit(request, number, send, self.journal)
         scope["state"]["visit"] = visit
-        visit.connection.begin_visit()
+        visit.connection.begin_visit(visit)
         self._visits.add(visit)
         await self._pages(scope, receive, send)
         self._visits.discard(visit)
-        visit.connection.end_visit()
+        visit.connection.end_visit(visit)
         visit.note(latency_s=time.perf_counter() - began)
         if visit.is_news:
             call = self.journal.end(number)

@@ -49,6 +49,10 @@ STUCK_S = 60.0  # a client that takes nothing for so long is gone
 FAREWELL_S = 2.0  # a client that is still sending has so long to read why we do not listen
 PING_S = 10.0  # in so long a silence, a comment says that we are still here
 PING = b": ping\n\n"
+# So long after a client's last word the door tries whether the client still listens. What it writes
+# may come before an answer more than once, but some clients refuse more than five.
+PROBES_S = (0.0, 0.01, 0.1, 0.5)
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -148,6 +152,14 @@ class Visit:
         ):
             await self.write(PING)
 
+    def probe(self) -> None:
+        """Write something that asks for nothing. To a client that is gone, the second time
+        fails."""
+        if self.status is None:
+            self.connection.transport.write(PROBE)
+        elif self._wrote is not None and not self.connection.is_blocked:
+            self.push(PING)
+
 
 # --- may it come in? ----------------------------------------------------------------------------
 
@@ -168,14 +180,17 @@ def guard(request: Request, options: Options, pages: CORSMiddleware, connections
     """Refuse what is too much, and what does not belong here.
 
     A browser sends requests for any page that its user looks at. So a page must be of this machine,
-    or come from the host that it asks. (On the loopback `TrustedHostMiddleware` looks at the host's
-    name, since the owner of a page may give its name the address 127.0.0.1.)
+    or come from the address that it asks. An address, because the owner of a page may give its name
+    ours: then a name is no proof, unless there is a key. (On the loopback `TrustedHostMiddleware`
+    looks at the host's name.)
     """
     if connections > CONNECTIONS:
         words = f"{CONNECTIONS} connections are open already"
         raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
     origin = request.headers.get("origin", "")
-    is_own = origin in (f"{scheme}://{request.headers.get('host')}" for scheme in ("http", "https"))
+    host = request.headers.get("host", "")
+    is_own = origin in (f"{scheme}://{host}" for scheme in ("http", "https"))
+    is_own = is_own and (options.api_key is not None or is_address(without_port(host)))
     if origin and not is_own and not pages.is_allowed_origin(origin):
         words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
         raise Refusal(403, words, "origin_not_allowed")
@@ -196,15 +211,31 @@ def has_key(request: Request, key: str) -> bool:
     return is_right and scheme.lower() == "bearer"
 
 
+def without_port(host: str) -> str:
+    return re.sub(r":\d+$", "", host)
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
 def may_read(request: Request, options: Options) -> bool:
-    """May this watcher read everybody's prompts and answers? With the watch key, or from this
-    machine itself."""
-    if options.watch_key and has_key(request, options.watch_key):
-        return True
-    name = re.sub(r":\d+$", "", request.headers.get("host", ""))
-    signs = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
-    has_proxy = name.lower() not in LOOPBACK or any(sign in request.headers for sign in signs)
-    return not has_proxy and ipaddress.ip_address(request.client.host).is_loopback
+    """May this watcher read everybody's prompts and answers?
+
+    Where there is a key, only the watch key says so. Else this machine itself may. A proxy on it
+    that changes the host's name and adds no header cannot be told apart.
+    """
+    if options.api_key or options.watch_key:
+        return options.watch_key is not None and has_key(request, options.watch_key)
+    name = without_port(request.headers.get("host", ""))
+    signs = ("forwarded", "x-forwarded", "x-real-ip", "via")
+    has_proxy = any(header.startswith(signs) for header in request.headers)
+    is_here = request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
+    return is_here and not has_proxy and name.lower() in LOOPBACK
 
 
 def refusal_of(request: Request, error: HTTPException) -> Refusal:
@@ -288,12 +319,13 @@ class Connection(HttpToolsProtocol):
         super().__init__(app_state=app_state | {"connection": self}, **how)
         self.patience = STUCK_S
         self._waiting = 0  # requests that came, and whose visits have not begun
-        self._visits = 0  # that go on
         self._in_head = False
         self._in_message = False
         self._head = 0  # bytes of a head that is not complete, about
         self._blocked_since: float | None = None  # since then the client has taken too little
         self._silent_since: float | None = time.monotonic()  # since then a whole request is awaited
+        self._visit: Visit | None = None  # the one that goes on
+        self._is_half_closed = False  # the client says nothing more
         self.lost = asyncio.Event()  # the client has hung up
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -303,10 +335,28 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(error)
         self.lost.set()
 
+    def eof_received(self) -> bool:
+        """The client says nothing more. It has closed the connection, or its own half, and waits
+        for its answers (true). What we write will tell.
+
+        A client that speaks HTTP/1.0 is taken for gone: nothing can be written to it before its
+        answer.
+        """
+        has_asked = bool(self._visit or self._waiting) and not self._in_message
+        self._is_half_closed = has_asked and self.scope["http_version"] == "1.1"
+        if self._is_half_closed:
+            for delay in PROBES_S:
+                asyncio.get_running_loop().call_later(delay, self._probe)
+        return self._is_half_closed
+
+    def _probe(self) -> None:
+        if self._visit and not self.transport.is_closing():
+            self._visit.probe()
+
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if not self._visits and self._silent_since is None:
+        if not self._visit and self._silent_since is None:
             self._silent_since = time.monotonic()
         is_body = self._in_message and not self._in_head
         if not is_body:
@@ -345,7 +395,7 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """An answer may have begun before its request's body turned out to be no HTTP. Then we say
         nothing more."""
-        if self._visits or not self._in_head:
+        if self._visit or not self._in_head:
             self.transport.close()
         else:
             super().send_400_response(msg)
@@ -363,14 +413,17 @@ class Connection(HttpToolsProtocol):
         """Has the client taken so little that what we write would only pile up?"""
         return self._blocked_since is not None
 
-    def begin_visit(self) -> None:
+    def begin_visit(self, visit: Visit) -> None:
         self._waiting -= 1
-        self._visits += 1
+        self._visit = visit
         self._silent_since = None
         self.patience = STUCK_S
 
-    def end_visit(self) -> None:
-        self._visits -= 1
+    def end_visit(self, visit: Visit) -> None:
+        if self._visit is visit:
+            self._visit = None
+        if self._is_half_closed and not (self._visit or self._waiting):
+            self.transport.close()
 
     def end_if_stuck(self, now: float) -> None:
         """`uvicorn` would wait for ever for a whole request, and for an answer to be taken."""

@@ -196,7 +196,10 @@ class Parser(argparse.ArgumentParser):
         says = "what clients must give ($NANOBATCH_API_KEY)"
         self.add_argument("--api-key", type=read_key, default=key, help=says)
         self.add_argument(
-            "--watch-key", type=read_key, default=watch, help="shows texts to /watch elsewhere, too"
+            "--watch-key",
+            type=read_key,
+            default=watch,
+            help="shows texts to /watch; where any key is set, nothing else does",
         )
         self.add_argument(
             "--allow-host",

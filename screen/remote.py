@@ -143,7 +143,7 @@ class RemoteRoom(Room):
             self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
             if not hello["texts"]:
                 self.fault(
-                    "only figures are shown, no texts: --key is not the server's --watch-key"
+                    "only figures are shown, no texts: those need the server's --watch-key, as --key"
                 )
         receiver = wire.Receiver()
         return (receiver.take(event) for event in events)

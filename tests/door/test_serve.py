@@ -684,6 +684,30 @@ def test_the_last_words_reach_a_client_that_is_still_sending(server, said, statu
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_said_its_last_word_gets_its_answers(server, stream):
+    """`nc -N` and others shut their sending side down after the body. That was taken for a
+    hang-up."""
+    line = server.line().post(CHAT, say(temperature=0, stream=stream))
+    line.post(CHAT, say(temperature=0, stream=stream))  # one in advance
+    line.socket.shutdown(socket.SHUT_WR)
+    said = line.everything()  # and then the connection ends
+    if stream:
+        assert said.count(b"data: [DONE]") == 2
+    else:
+        assert said.count(COUNT.encode()) == 2
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("sent", [10, -1])
+def test_half_a_request_is_none_when_the_client_says_nothing_more(server, version, sent):
+    data = json.dumps(say()).encode()
+    head = f"POST {CHAT} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    line = server.line().send((head.encode() + data)[:sent])
+    line.socket.shutdown(socket.SHUT_WR)
+    assert line.everything() == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("abrupt", [False, True])
 def test_a_hang_up_frees_the_slot_within_a_second(server, stream, abrupt):
     """Eight times as many as there are slots: those in line must leave it, too."""
@@ -748,6 +772,47 @@ def test_64_streams_at_once_get_what_each_would_get_alone(server):
 
 
 # --- who may come in ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def everywhere(tmp_path_factory):
+    """A server on all addresses of this machine, without a key."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("door"), seed=1)
+    with Server(
+        "--model", str(folder), "--host", "0.0.0.0", "--allow-host", "llm.example"
+    ) as server:
+        server.host = "127.0.0.1"
+        yield server
+
+
+def test_a_server_without_a_key_beyond_this_machine_says_who_may_come_in(everywhere, server):
+    says = [line for line in everywhere.log.read_text().splitlines() if "--api-key" in line]
+    assert len(says) == 1 and says[0].startswith("nanobatch: ")
+    for word in ("everybody", "ask", "read texts", "--allow-host"):
+        assert word in says[0]
+    assert "--api-key" not in server.log.read_text()
+
+
+def test_beyond_this_machine_pages_of_other_names_may_not_ask(everywhere):
+    """A page's owner may give its name any address, this server's too: then Host and Origin are
+    equal."""
+    body = {"prompt": "x", "max_tokens": 1}
+    for host, origin, status in (
+        ("evil.example", "http://evil.example", 403),
+        (f"evil.example:{everywhere.port}", f"http://evil.example:{everywhere.port}", 403),
+        (f"127.0.0.1:{everywhere.port}", "http://evil.example", 403),
+        ("llm.example", "https://llm.example", 200),
+        ("10.0.0.5:8000", "http://10.0.0.5:8000", 200),  # an address is no name that may lie
+        ("[fe80::1]:8000", "http://[fe80::1]:8000", 200),
+        ("[fe80::1", "http://[fe80::1", 403),
+        ("box.example", "", 200),  # no page
+    ):
+        headers = {"Origin": origin} if origin else {}
+        reply = everywhere.ask(COMPLETIONS, body, Host=host, **headers)
+        assert reply.status == status, (host, origin, reply)
+        if status == 403:
+            assert reply.error["code"] == "origin_not_allowed"
+            assert "access-control-allow-origin" not in reply.headers
 
 
 def test_on_the_loopback_the_host_must_be_this_machine(server):
@@ -854,6 +919,8 @@ def test_a_full_line_is_429_and_says_when_to_come_again(guarded):
     assert reply.headers["retry-after"] == "1"
     many = guarded.ask(COMPLETIONS, body | {"n": 3}, **key("kéy"))
     assert many.status == 400 and "line" in many.error["message"]  # it could never get in line
+    while b"_waiting 0" not in guarded.ask("/metrics", **key("kéy")).body:
+        assert time.monotonic() < deadline
 
 
 def test_a_model_without_a_template_refuses_chat_and_takes_text(guarded):

@@ -151,7 +151,7 @@ def frames(line, receiver: wire.Receiver):
 
 
 def test_a_watcher_sees_requests_refusals_and_their_texts(server):
-    line, hello = watch(server, "Authorization: Bearer key")
+    line, hello = watch(server, "Authorization: Bearer eye")
     assert (
         hello["protocol"] == wire.PROTOCOL and hello["model"] == "demo" and hello["texts"] is True
     )
@@ -180,16 +180,64 @@ def test_a_watcher_sees_requests_refusals_and_their_texts(server):
 @pytest.mark.parametrize(
     ("headers", "host", "texts"),
     [
-        (["Authorization: Bearer key"], "localhost", True),
-        (["Authorization: Bearer key"], "llm.example", False),  # through a proxy on this machine
+        (["Authorization: Bearer key"], "localhost", False),  # it may come through a proxy
+        (["Authorization: Bearer key"], "llm.example", False),
         (["Authorization: Bearer key", "X-Forwarded-For: 10.0.0.1"], "localhost", False),
+        (["Authorization: Bearer eye"], "localhost", True),
         (["Authorization: Bearer eye", "X-Forwarded-For: 10.0.0.1"], "llm.example", True),
     ],
 )
-def test_texts_are_for_this_machine_or_for_the_watch_key(server, headers, host, texts):
+def test_where_keys_are_set_the_watch_key_alone_shows_texts(server, headers, host, texts):
+    """Behind a plain proxy on this machine everybody seems to be this machine, so the key that asks
+    showed everybody's prompts."""
     line, hello = watch(server, *headers, host=host)
     assert hello["texts"] is texts
     line.hang_up()
+
+
+# What nginx 1.22 sent for `GET /watch`: the least that `proxy_pass` needs, and what most people add.
+PLAIN_NGINX = [
+    "Host: 127.0.0.1:8000",
+    "Connection: close",
+    "User-Agent: curl/7.88.1",
+    "Accept: */*",
+]
+USUAL_NGINX = [
+    "Host: llm.example",
+    "X-Real-IP: 127.0.0.1",
+    "X-Forwarded-For: 127.0.0.1",
+    "X-Forwarded-Proto: http",
+    *PLAIN_NGINX[1:],
+]
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "head", "texts"),
+    [
+        ({"api_key": "key"}, "key", PLAIN_NGINX, False),
+        ({"api_key": "key", "watch_key": "eye"}, "key", PLAIN_NGINX, False),
+        ({"api_key": "key", "watch_key": "eye"}, "eye", PLAIN_NGINX, True),
+        ({"watch_key": "eye"}, "", PLAIN_NGINX, False),
+        ({}, "", PLAIN_NGINX, True),  # nothing tells it from this machine: docs/use.md says so
+        ({}, "", USUAL_NGINX, False),
+        ({}, "", ["Host: llm.example", *PLAIN_NGINX[1:]], False),
+        ({}, "", [*PLAIN_NGINX, "X-Forwarded-Host: llm.example"], False),
+        ({}, "", [*PLAIN_NGINX, "Forwarded: for=10.0.0.1"], False),
+        ({}, "", [*PLAIN_NGINX, "Via: 1.1 proxy"], False),
+    ],
+)
+def test_who_reads_texts_through_nginx_on_this_machine(engine, keys, key, head, texts):
+    door = Door(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
+    with engine.serving() as loop:
+        door.open(engine, loop, "small")
+        host, port = door.address.removeprefix("http://").split(":")
+        line = Line(host, int(port))
+        head = [*head, f"Authorization: Bearer {key}"] if key else head
+        line.send("\n".join(["GET /watch HTTP/1.0", *head, "", ""]))
+        line.until(b"event: hello\ndata: ")
+        assert json.loads(line.until(b"\n\n"))["texts"] is texts
+        line.hang_up()
+        door.close()
 
 
 def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
