@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling
 from parts.checks import one_line, printable
@@ -74,6 +75,7 @@ def options() -> program.Parser:
     )
     add("--seed", type=int, help="the same seed gives the same tokens")
     add("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
+    add("--json", metavar="FILE", help="answer with JSON of the schema in this file")
     add("--ignore-eos", action="store_true", help="go on after the model's end token")
     return parser
 
@@ -100,6 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         prompts = [*args.prompts, *args.prompt] or ["-"]
         stdin = sys.stdin.read() if sys.stdin and "-" in prompts and not program.rank() else ""
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
+        args.grammar = {"json": read_schema(args.json)} if args.json else None
         slots = min(len(prompts), 8) if args.slots is None else args.slots
         sampling = Sampling(
             **{f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)}
@@ -130,6 +133,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanobatch: the answer cannot be written: {one_line(error)}", file=sys.stderr)
         return 1
     return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
+
+
+def read_schema(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--json {path} cannot be read: {one_line(error)}") from None
 
 
 def show_models() -> int:

@@ -145,6 +145,16 @@ def pick_of(slot: int, request: Request, handle: Handle) -> Pick:
 PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 
 
+class Begun(NamedTuple):
+    """A step whose forward passes have been started, and whose tokens have yet to be chosen."""
+
+    order: Order
+    logits: list[mx.array]  # (n, V): one for each pass
+    slots: list[int]  # which slot each row of the logits is for
+    began: float
+    took: float
+
+
 class Flight(NamedTuple):
     """A step that has been started, and whose tokens have not been read yet."""
 
@@ -168,8 +178,8 @@ class Flight(NamedTuple):
 class Runner:
     """The device half of the engine: the model, the slab, each slot's newest tokens. No request.
 
-    The same orders in the same sequence give the same bits. Only the times of a flight depend on
-    the clock.
+    The same orders and masks in the same sequence give the same bits. Only the times of a flight
+    depend on the clock.
     """
 
     def __init__(self, model: Model, sizes: Sizes, clock: Callable[[], float] = time.perf_counter):
@@ -202,7 +212,11 @@ class Runner:
             self.reset()
 
     def run(self, order: Order) -> Flight:
-        """Build and start a step: each pass as soon as it is built, and the sampling last."""
+        """Both halves of a step, one after the other. No row has a mask."""
+        return self.finish(self.begin(order))
+
+    def begin(self, order: Order) -> Begun:
+        """The first half of a step: start each forward pass as soon as it is built."""
         began = self.clock()
         self._device_s = 0.0
         self._wait_s = 0.0
@@ -211,15 +225,23 @@ class Runner:
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
         logits, slots = self._forward(order)
-        emitted, logprobs = self._choose(logits, slots, order.picks)
+        return Begun(order, logits, slots, began, took=self.clock() - began)
+
+    def finish(self, begun: Begun, masks: Mapping[int, bytes] | None = None) -> Flight:
+        """The second half: choose a token for each row, and start that, too.
+
+        `masks`: by slot, which tokens a grammar allows (`Grammar.mask`). The others allow all.
+        """
+        resumed = self.clock()
+        emitted, logprobs = self._choose(begun, masks or {})
         emitted = self.ranks.first(emitted)  # those of rank 0, on every rank
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
         self._enqueue(emitted, self._newest, self._memory.recent, logprobs)
-        took = self.clock() - began
+        took = begun.took + self.clock() - resumed
         return Flight(
             tokens=emitted,
             logprobs=logprobs,
-            began=began,
+            began=begun.began,
             build_s=took - self._device_s - self._wait_s,
             device_s=self._device_s,
             wait_s=self._wait_s,
@@ -275,18 +297,18 @@ class Runner:
 
     def _choose(
         self,
-        logits: Sequence[mx.array],
-        slots: Sequence[int],
-        picks: Mapping[int, Pick],
+        begun: Begun,
+        masks: Mapping[int, bytes],
     ) -> tuple[mx.array, list[Logprobs]]:
         """A token for each slot that asks, -1 for the others. On a rank that follows, all are
         -1."""
         emitted = mx.full(self.slab.slots, -1, mx.int32)
-        if not slots or self.ranks.rank:
+        if not begun.slots or self.ranks.rank:
             return emitted, []
-        chosen = [picks[slot] for slot in slots]
-        tokens, logprobs = choose(mx.concatenate(logits), chosen, self._memory)
-        emitted[mx.array(slots)] = tokens
+        picks = [begun.order.picks[slot] for slot in begun.slots]
+        logits = mx.concatenate(begun.logits)
+        tokens, logprobs = choose(logits, picks, self._memory, masks)
+        emitted[mx.array(begun.slots)] = tokens
         return emitted, logprobs
 
     def _copy_prefix(self, prefill: Prefill) -> None:
@@ -524,10 +546,39 @@ class Engine:
             return plan, Order.of(plan, self._ledger.open)
 
     def _run(self, plan: Plan, order: Order) -> None:
-        """Start a step on the device."""
-        flight = self.runner.run(order)
+        """Start a step on the device.
+
+        A grammar says which tokens may come next, and it needs to know the token before. With
+        run-ahead, that token is still on the device. But only the choice of the next token has to
+        wait for it. So in a step with a grammar, the forward pass is started first. Then the step
+        before is committed, and the choice follows:
+
+            device   |   run N          |   forward N+1           |   choose N+1
+            Python   begin N+1 --------> commit N, ask grammars --> finish N+1
+        """
+        begun = self.runner.begin(order)
+        masks: dict[int, bytes] = {}
+        if any(pick.sampling.grammar for pick in order.picks.values()):
+            while self._flights:
+                self._commit()
+            masks = self._masks(plan)
+        flight = self.runner.finish(begun, masks)
         self._flights.append((plan, flight))
         self._unstarted = None
+
+    def _masks(self, plan: Plan) -> dict[int, bytes]:
+        """By slot: the tokens that a grammar allows. A grammar that fails ends its own request."""
+        masks = {}
+        for member in plan.emitters:
+            handle = self._ledger.open.get(member.request.id)
+            if handle is None or handle.grammar is None:  # None: it has ended, and is a ghost
+                continue
+            try:
+                masks[member.slot] = handle.grammar.mask()
+            except BaseException as error:  # a panic in the library's Rust is no Exception
+                with self.changed:
+                    self._end(handle, "error", describe(error), error)
+        return masks
 
     def _may_fly(self, planned: tuple[Plan, Order] | None) -> int:
         """How many steps may stay in flight: one if the engine runs ahead.
@@ -704,12 +755,13 @@ class Engine:
             raise ValueError(f"client is a {type(client).__name__}; give a text")
         self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
         ids, shown = self.text.read(prompt)
+        grammar = self.text.grammar(sampling.grammar) if sampling.grammar else None
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
         with Held(), self.changed:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")
             request = Request(self._next_id, ids, max_tokens, self.clock(), self.reuse, client)
-            handle = Handle(self, request, sampling, shown, origin)
+            handle = Handle(self, request, sampling, shown, origin, grammar)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle
             self._next_id += 1

@@ -15,6 +15,7 @@ with a row for each request, and each setting is a column of numbers beside the 
 So one operation does the same step for all rows. A greedy request costs an argmax and nothing else.
 For any other the steps are these, in mlx-lm's order:
 
+    mask      what a grammar forbids becomes minus infinity: for all that follows it is not there
     edit      add logit_bias, then apply repetition_penalty
     spread    how far is each token below the likeliest one? The log probabilities are taken here
     filter    top_k, top_p and min_p, each on the probabilities at temperature 1
@@ -37,7 +38,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from parts.api.settings import SHORT_LIST, Sampling
@@ -62,23 +64,27 @@ def choose(
     logits: mx.array,  # (n, V)
     picks: Sequence[Pick],
     memory: Memory,
+    masks: Mapping[int, bytes] = MappingProxyType({}),
 ) -> tuple[mx.array, list[Logprobs]]:  # (n,)
     """A token for each pick, and the log probabilities for requests that have `logprobs`.
 
     `logits`: one row for each pick. If a row is not finite, its token is -1.
+    `masks`: by slot, the tokens that a grammar allows. What follows knows no other.
     """
     memory.begin(picks)
     groups = defaultdict(list)
     for row, pick in enumerate(picks):
         has_logprobs = pick.sampling.logprobs is not None
-        groups[pick.sampling.group, has_logprobs].append(row)
+        groups[pick.sampling.group, has_logprobs, pick.slot in masks].append(row)
 
     order = []
     tokens = []
     logprobs = []
-    for (group, has_logprobs), rows in groups.items():
+    for (group, has_logprobs, has_mask), rows in groups.items():
         members = [picks[row] for row in rows]
         x = logits if len(groups) == 1 else logits[mx.array(rows)]
+        if has_mask:
+            x = x + memory.mask([masks[pick.slot] for pick in members])
         if group != "greedy":
             x = edit(x.astype(mx.float32), members, memory)
             spread = Spread.of(x)
@@ -109,6 +115,8 @@ class Memory:
         self.recent = mx.zeros((slots, PENALTY_CONTEXT), mx.int32)  # the newest token is the last
         self._no_bias = mx.zeros(V)
         self._biases = [({}, self._no_bias)] * slots  # each with the settings it was built for
+        eight = mx.arange(256)[:, None] >> mx.arange(8) & 1  # (256, 8): the bits of each byte
+        self._mask_of_byte = mx.where(eight == 1, 0, -math.inf)
 
     def begin(self, picks: Sequence[Pick]) -> None:
         """Before tokens are chosen: the ends of new prompts become recent tokens.
@@ -145,6 +153,16 @@ class Memory:
             bias = self._no_bias.at[ids].add(values)
             self._biases[pick.slot] = (wanted, bias)
         return bias
+
+    def mask(self, masks: Sequence[bytes]) -> mx.array:  # (n, V)
+        """0 for each token that is allowed, and minus infinity for the others.
+
+        Each token has a bit, the lowest first. On a CPU, to look up each byte, which stands for
+        eight tokens, takes MLX a fifth of the time that shifting bits takes.
+        """
+        octets = mx.array(memoryview(b"".join(masks)))
+        each = self._mask_of_byte[octets].reshape(len(masks), -1)
+        return each[:, : len(self._no_bias)]
 
 
 def edit(

@@ -47,7 +47,8 @@ def main() -> None:
             total += found
     print(
         f"{device.blas}: {args.schedules} schedules, {total.compared:,} logit vectors, {total.beside:,} of them beside "
-        f"a long neighbour, {total.read:,} read as prompts, {total.reused:,} tokens reused, {len(total.differ)} differ"
+        f"a long neighbour, {total.read:,} read as prompts, "
+        f"{total.masked:,} under a grammar, {total.reused:,} tokens reused, {len(total.differ)} differ"
     )
     sys.exit(bool(total.differ))
 

@@ -67,12 +67,14 @@ class Handle:
         sampling: Sampling,
         prompt: str,  # as a person would read it
         origin: Any = None,  # shown to those who watch
+        grammar: Any = None,  # where the answer stands in it (`parts/text/grammar.py`)
     ):
         self.id = request.id
         self.request = request
         self.sampling = sampling
         self.prompt = prompt
         self.origin = origin
+        self.grammar = grammar
         self.seed = (
             random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
         )
@@ -185,12 +187,15 @@ class Handle:
         if token in self._ends:
             self.flush()
             return "stop"
+        if self.grammar is not None:
+            self.grammar.accept(token)
         piece = self._stream.push(token)
         self.lengths.append(len(piece))
         self._show(piece)
-        if self._stream.stopped or len(self.tokens) == self.request.max_tokens:
+        stops = self._stream.stopped or (self.grammar is not None and self.grammar.is_complete)
+        if stops or len(self.tokens) == self.request.max_tokens:
             self.flush()
-        return "stop" if self._stream.stopped else None
+        return "stop" if stops else None
 
     def flush(self) -> None:
         """At the end: the text that was held back."""

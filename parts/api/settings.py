@@ -12,13 +12,15 @@ Where next: `sampling.py`, which chooses tokens by it.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from parts.checks import real, shown, whole
+from parts.checks import one_line, real, shown, whole
 
+GRAMMAR = 32_768  # characters of a schema or another grammar, at most
 SHORT_LIST = 64  # for a top_k up to this, so many tokens are sorted
 LIMITS = {  # for each field that is a number: the check, the least and the most
     "max_tokens": (whole, 1, math.inf),
@@ -52,6 +54,9 @@ class Sampling:
     # The chosen token's log probability, and those of the n most likely
     logprobs: int | None = None
     ignore_eos: bool = False  # go on after the model's own end token
+    # What the answer must be: {"json": a schema}, {"regex": a text}, {"choice": several texts} or
+    # {"lark": a grammar in Lark's notation}
+    grammar: Mapping | None = None
 
     # Python's TypeError for an unknown field would not name the others
     def __new__(cls, *args, **given):
@@ -72,6 +77,8 @@ class Sampling:
             raise ValueError(f"ignore_eos = {shown(self.ignore_eos)}, but it must be True or False")
         self._check_stop()
         self._check_bias()
+        if self.grammar is not None:
+            self._check_grammar()
 
     def _check_stop(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, (str, int)) else self.stop
@@ -101,6 +108,34 @@ class Sampling:
         }
         # This is a copy, so that what has been checked cannot change any more.
         object.__setattr__(self, "logit_bias", MappingProxyType(biases))
+
+    def _check_grammar(self) -> None:
+        """A grammar is kept as a text, or texts: what has been checked cannot change any more."""
+        forms = "{'json': schema}, {'regex': text}, {'choice': texts} or {'lark': grammar}"
+        entries = [*self.grammar.items()] if isinstance(self.grammar, Mapping) else []
+        if len(entries) != 1 or entries[0][0] not in ("json", "regex", "choice", "lark"):
+            raise ValueError(f"grammar = {shown(self.grammar)}, but it must be {forms}")
+        kind, source = entries[0]
+        if kind == "json" and not isinstance(source, str):
+            try:
+                source = json.dumps(source, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"grammar: the schema is no JSON: {one_line(error)}") from None
+        is_list = isinstance(source, Sequence) and not isinstance(source, str)
+        texts = source if kind == "choice" and is_list else (source,)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"grammar = {shown(self.grammar)}, but it must be {forms}")
+        size = sum(len(text) for text in texts)
+        if size > GRAMMAR:
+            raise ValueError(
+                f"grammar has {size:,} characters, but it may have at most {GRAMMAR:,}"
+            )
+        if self.ignore_eos:
+            raise ValueError(
+                "ignore_eos cannot be kept with a grammar, which has an end; leave it out"
+            )
+        source = tuple(texts) if kind == "choice" else source
+        object.__setattr__(self, "grammar", MappingProxyType({kind: source}))
 
     @property
     def group(self) -> str:

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from parts.checks import one_line, shown
 from parts.files import ModelError, check_plain, read_json, read_text
+from parts.text.grammar import Grammar, Grammars
 
 
 class Prompt(NamedTuple):
@@ -173,6 +174,14 @@ class Text:
         except Exception as error:  # a character that it does not know, if it has no token for such
             why = f"the model's tokenizer cannot read this prompt ({one_line(error)})"
             raise ValueError(f"{why}; give other words, or token ids") from None
+
+    def grammar(self, source: Mapping[str, Any]) -> Grammar:
+        """What a request's answer must be, from `Sampling.grammar`. It may take a second."""
+        return self._grammars.grammar(source)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.vocabulary, self.end_tokens)
 
     @property
     def has_template(self) -> bool:

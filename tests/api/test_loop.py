@@ -70,16 +70,16 @@ def test_more_steps_by_hand_than_there_is_work_for_are_forgotten(engine, loop):
 def test_a_wish_is_fulfilled_between_two_steps_by_the_thread_that_steps(engine, loop):
     """Never while a step is being run, though the wish comes at any moment."""
     inside, seen = [], []
-    run = engine.runner.run
+    begin = engine.runner.begin
 
     def watched(order):
         inside.append(1)
         try:
-            return run(order)
+            return begin(order)
         finally:
             inside.pop()
 
-    engine.runner.run = watched
+    engine.runner.begin = watched
     handle = engine.submit([1], Sampling(max_tokens=100, ignore_eos=True))
     for _ in range(50):
         loop.wish(lambda: seen.append((len(inside), threading.current_thread().name)))

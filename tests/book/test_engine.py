@@ -534,8 +534,8 @@ def count_copies(folder: Path) -> tuple[int, int]:
     with Engine(
         model, Text(folder, model.config.V), slots=5, max_len=16_384, chunk=64, budget=400
     ) as engine:
-        copies, orders, run = 0, [], engine.runner.run
-        engine.runner.run = lambda order: orders.append(order) or run(order)
+        copies, orders, begin = 0, [], engine.runner.begin
+        engine.runner.begin = lambda order: orders.append(order) or begin(order)
         for seed in range(4):
             opening = [(seed * n) % 250 for n in range(1, 65)]
             handles = [engine.submit([*opening, 1], say)]

@@ -32,7 +32,8 @@ def test_a_short_soak_of_random_requests_cancels_and_bad_input(parts):
 CALLS = [
     "forward",
     "choose",
-    "Runner.run",
+    "Runner.begin",
+    "Runner.finish",
     "Runner._start",
     "Runner._copy_prefix",
     "Runner._padded",
@@ -183,14 +184,14 @@ def test_a_cancel_between_plan_and_run_still_leaves_a_clean_slot(parts):
     ) as engine:
         alone = engine.submit([5, 6, 7], good).result().tokens
         bad = engine.submit([99] * 100, good)
-        run = engine.runner.run
+        begin = engine.runner.begin
 
         def cancel_first(order):
             bad.cancel()
-            engine.runner.run = run
-            return run(order)
+            engine.runner.begin = begin
+            return begin(order)
 
-        engine.runner.run = cancel_first
+        engine.runner.begin = cancel_first
         engine.step()
         assert engine.submit([5, 6, 7], good).result().tokens == alone
 

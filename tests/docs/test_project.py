@@ -184,9 +184,12 @@ def test_every_picture_in_the_pages_is_there_and_shows_text():
 
 
 def test_the_python_of_the_page_about_use_runs_as_printed(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
-    exec(code, {})
-    assert "ttft_s" in capsys.readouterr().out
+    codes = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
+    assert len(codes) == 2
+    for code in codes:
+        exec(code, {})
+    said = capsys.readouterr().out
+    assert "ttft_s" in said and re.search(r"^[0-9]{3}-[a-z]{2}\n(yes|no)\n\Z", said, re.M)
 
 
 def test_the_python_of_the_page_about_slots_prints_what_stands_below_it():

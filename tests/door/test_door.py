@@ -98,15 +98,15 @@ def test_an_answer_that_fails_ends_with_an_error_and_the_next_one_is_right(
     here, engine, monkeypatch, stream
 ):
     expected = here.complete(seed=1).json["choices"][0]["text"]
-    run, calls = engine.runner.run, []
+    begin, calls = engine.runner.begin, []
 
     def fail(order):
         calls.append(order)
         if len(calls) == 3:
             raise RuntimeError("the device is on fire")
-        return run(order)
+        return begin(order)
 
-    monkeypatch.setattr(engine.runner, "run", fail)
+    monkeypatch.setattr(engine.runner, "begin", fail)
     reply = here.complete(stream=stream)
     error = reply.events[-2]["error"] if stream else reply.error
     assert reply.status == (200 if stream else 500)

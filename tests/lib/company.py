@@ -13,6 +13,7 @@ A product belongs to a process and cannot be changed in it. So each form has a p
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,12 +107,21 @@ class Count(NamedTuple):
     # Logit vectors of the same answers, read as prompts: chunk rows beside rows that were decoded
     # one by one
     read: int
+    masked: int  # logit vectors of requests under a grammar
 
     def __add__(self, other: "Count") -> "Count":
         return Count(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-NONE = Count(0, (), 0, 0, 0)
+NONE = Count(0, (), 0, 0, 0, 0)
+
+# Each forbids most bytes, and some allow several ends.
+GRAMMARS = [
+    {"regex": "[a-z ]{1,12}[.!]"},
+    {"choice": ["yes", "no", "perhaps", "it is hard to say"]},
+    {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 9}},
+    {"lark": 'start: "<" word+ ">"\nword: /[A-Z][a-z]*/ " "'},
+]
 
 
 def make_models(folder: Path) -> list[tuple[Model, Text]]:
@@ -173,6 +183,9 @@ def play(
 ) -> Count:
     """One schedule in one engine, and each of its requests alone in the other."""
     asks = random_asks(rng, 4, longest=120, tokens=8, cancels=0.2, alike=0.6)
+    for ask in asks:
+        if rng.random() < 0.25:
+            ask.grammar = GRAMMARS[int(rng.integers(len(GRAMMARS)))]
     far = (
         engine.submit(long_prompt, Sampling(max_tokens=120, ignore_eos=True))
         if long_prompt
@@ -206,7 +219,7 @@ def compare(
     answer, read as a prompt there."""
     crowded, lonely = taps
     many = min(len(handle.tokens), 10)
-    alone = other.submit(prompt, Sampling(max_tokens=max(1, many), ignore_eos=True))
+    alone = other.submit(prompt, replace(handle.sampling, max_tokens=max(1, many)))
     assert alone.result().metrics.cached_tokens == 0, "the other engine reuses rows"
     name = f"request {handle.id} ({len(prompt)} tokens, {handle.metrics.cached_tokens} reused)"
     found = []
@@ -217,7 +230,8 @@ def compare(
             many = index + 1  # from here on they are two different answers
             break
     beside = many if is_beside else 0
-    total = Count(many, tuple(found), handle.metrics.cached_tokens, beside, 0)
+    masked = many if handle.grammar else 0
+    total = Count(many, tuple(found), handle.metrics.cached_tokens, beside, 0, masked)
     if many > 1:
         # The same answer read as a prompt: its rows come from a chunk, and not one by one.
         said = [*prompt, *handle.tokens[: many - 1]]
@@ -225,7 +239,7 @@ def compare(
         whole.result()
         ours, right = crowded.logits[handle.id, many - 1], lonely.logits[whole.id, 0]
         told = difference(f"{name}, token {many - 1}, read as a prompt", ours, right)
-        total += Count(1, tuple(told), 0, 0, 1)
+        total += Count(1, tuple(told), 0, 0, 1, 0)
     return total
 
 

@@ -24,7 +24,7 @@ class Tap:
     def __init__(self, engine: Engine):
         self.logits: dict[tuple[int, int], np.ndarray] = {}
         runner, calls = engine.runner, []
-        head, run = runner.model.head, runner.run
+        head, begin = runner.model.head, runner.begin
 
         def tapped_head(x):
             logits = head(x)
@@ -32,9 +32,9 @@ class Tap:
                 calls.append(logits)
             return logits
 
-        def tapped_run(order: Order):
+        def tapped_begin(order: Order):
             calls.clear()
-            flight = run(order)
+            begun = begin(order)
             owners = {request.slot: request.id for request in engine.sched.running.values()}
             asked = [chunk.slot for chunk in order.prefills if chunk.asked]
             asked += [slot for slot, _ in order.decodes]
@@ -42,10 +42,10 @@ class Tap:
             found = [row for logits in calls for row in np.array(logits)]
             for slot, logits in zip(asked, found, strict=True):
                 self.logits[owners[slot], order.picks[slot].index] = logits
-            return flight
+            return begun
 
         runner.model = replace(runner.model, head=tapped_head)
-        runner.run = tapped_run
+        runner.begin = tapped_begin
 
     def of(self, handle: Handle) -> np.ndarray:
         """(tokens, V): what the request's tokens were chosen from."""
@@ -60,8 +60,11 @@ class Ask:
     prompt: list[int]
     max_tokens: int
     cancel_after: int | None = None
+    grammar: dict | None = None
 
     def sampling(self) -> Sampling:
+        if self.grammar:
+            return Sampling(max_tokens=self.max_tokens, grammar=self.grammar)
         return Sampling(max_tokens=self.max_tokens, ignore_eos=True)
 
 

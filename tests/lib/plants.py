@@ -67,16 +67,22 @@ def plant(monkeypatch, bug: str) -> None:
             lambda self, slot, rows: [slab[-1:, :, :rows] * 0 for slab in (*self.k, *self.v)],
         )
     elif bug == "the newest token is a step old":
-        run = Runner.run
+        begin, finish = Runner.begin, Runner.finish
+        decodes = []
 
-        def stale(self, order):
+        def noted(self, order):
+            decodes[:] = order.decodes
+            return begin(self, order)
+
+        def stale(self, begun, masks=None):
             newest = mx.array(self._newest)
-            flight = run(self, order)
-            if order.decodes:
+            flight = finish(self, begun, masks)
+            if decodes:
                 self._newest = newest
             return flight
 
-        monkeypatch.setattr(Runner, "run", stale)
+        monkeypatch.setattr(Runner, "begin", noted)
+        monkeypatch.setattr(Runner, "finish", stale)
 
 
 def poisoned(model: Model, token: int) -> Model:

@@ -57,7 +57,7 @@ def fail(fault: str) -> None:
     ranks."""
     engine = Engine.load("demo", slots=2, max_len=1024)
     is_there = engine.ranks.rank == (0 if fault == "raises at rank 0" else 1)
-    run, calls = engine.runner.run, []
+    begin, calls = engine.runner.begin, []
 
     def failing(order):
         calls.append(order)
@@ -66,11 +66,11 @@ def fail(fault: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == "cut":
                 subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
-                return run(order)
+                return begin(order)
             raise OverflowError("planted")
-        return run(order)
+        return begin(order)
 
-    engine.runner.run = failing
+    engine.runner.begin = failing
     if engine.ranks.rank:
         sys.exit(engine.follow())
     results = []

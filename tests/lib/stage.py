@@ -140,11 +140,11 @@ def like_golden(name: str, text: str) -> None:
 def disturb(stage: Stage, seconds: float) -> None:
     """From now on other programs take the processor away: in two of five steps, for as long as this
     on average."""
-    dice, run = random.Random(0), stage.engine.runner.run
+    dice, begin = random.Random(0), stage.engine.runner.begin
 
     def disturbed(order):
-        flight = run(order)
+        flight = begin(order)
         flight.cost += dice.expovariate(1 / seconds) * (dice.random() < 0.4)
         return flight
 
-    stage.engine.runner.run = disturbed
+    stage.engine.runner.begin = disturbed

@@ -107,7 +107,7 @@ class WordRunner:
         self.prompts = [""] * self.slots
         self.flight: WordFlight | None = None
 
-    def run(self, order: Order) -> WordFlight:
+    def begin(self, order: Order) -> WordFlight:
         if self.fail:
             error, self.fail = self.fail, None
             raise error
@@ -128,6 +128,9 @@ class WordRunner:
             self, tokens, began, cost, device_s=max(0.0, self.clock() - began - 0.001)
         )
         return self.flight
+
+    def finish(self, flight: WordFlight, masks: object) -> WordFlight:
+        return flight
 
 
 NO = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": "", "window": None}

@@ -228,8 +228,8 @@ def test_orders_survive_the_wire(parts, budget):
     fits the room."""
     orders, rng = [], np.random.default_rng(budget)
     with Engine(*parts, slots=4, max_len=128, chunk=32, budget=budget) as engine:
-        run = engine.runner.run
-        engine.runner.run = lambda order: orders.append(order) or run(order)
+        begin = engine.runner.begin
+        engine.runner.begin = lambda order: orders.append(order) or begin(order)
         run_schedule(engine, random_asks(rng, 40, 100, 12, cancels=0.4, alike=0.6), rng)
     most = most_numbers(Sizes(slots=4, max_len=128, chunk=32, budget=budget, summary=""))
     assert len(orders) > 50

@@ -116,14 +116,14 @@ def test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words():
     stage = Stage(slots=4).load()
     lines = plain(charts.draw_cost(stage.state, ink.DARK, 60, 12))
     assert "No step has only decoded so far" in " ".join(lines)
-    cost = WordRunner.run
+    cost = WordRunner.begin
 
     def dearer(runner, order):
         flight = cost(runner, order)
         flight.cost += 0.002 * len(order.decodes)  # a step of n rows takes 10 + 2 n ms
         return flight
 
-    stage.engine.runner.run = partial(dearer, stage.engine.runner)
+    stage.engine.runner.begin = partial(dearer, stage.engine.runner)
     stage.session.obey("alone")
     stage.finish()
     assert "All steps had 1 row so far" in " ".join(

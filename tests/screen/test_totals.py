@@ -87,15 +87,15 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
     """The race leaves interruptions out and the totals counted them: 2.1 times as fast there, 1.2
     times here. Each leg's time without them stands beside the other now, and is the race's own."""
     stage = Stage(slots=3).load()
-    run = stage.engine.runner.run
+    begin = stage.engine.runner.begin
 
     def disturbed(order):
         stage.time.now += 0.3 * (
             random.random() < 0.2 and stage.engine.sched.policy == "continuous"
         )
-        return run(order)
+        return begin(order)
 
-    monkeypatch.setattr(stage.engine.runner, "run", disturbed)
+    monkeypatch.setattr(stage.engine.runner, "begin", disturbed)
     random.seed(1)
     stage.session.obey("/race 10")
     stage.finish()

@@ -1,0 +1,289 @@
+"""Grammars: which tokens may come next, and which grammars are refused. Nothing here runs a
+model."""
+
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import make_tokenizer
+
+from parts.api.settings import GRAMMAR, Sampling
+from parts.text import grammar as grammar_file
+from parts.text.grammar import Grammars
+from parts.text.tokens import Text
+
+ROOT = Path(__file__).parents[2]
+V, ENDS = 272, (257, 259)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(make_tokenizer(), V, ENDS)
+
+
+def make(grammars: Grammars, **source):
+    return grammars.grammar(Sampling(grammar=source).grammar)
+
+
+def allowed(grammar) -> set[int]:
+    bits = int.from_bytes(grammar.mask(), "little")
+    return {token for token in range(len(grammar.mask()) * 8) if bits >> token & 1}
+
+
+def say(grammars: Grammars, grammar, text: str) -> None:
+    for token in grammars._tokenizer.tokenize_str(text):
+        assert token in allowed(grammar), (text, token)
+        grammar.accept(token)
+
+
+def random_answer(grammars: Grammars, grammar, seed: int, longest: int = 3000) -> str | None:
+    """An answer of random tokens; None if it is too long."""
+    dice, tokens = random.Random(seed), []
+    while not grammar.is_complete:
+        token = dice.choice(sorted(allowed(grammar)))
+        if token in ENDS:
+            break
+        grammar.accept(token)
+        tokens.append(token)
+        if len(tokens) == longest:
+            return None
+    return grammars._tokenizer.decode_str(tokens)
+
+
+# --- what is allowed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source, texts",
+    [
+        ({"json": {"type": "object"}}, ["{}", '{"a": [1, null]}', '{\n  "a": {"b": 1e5}\n}']),
+        ({"json": {"type": "integer", "minimum": 3, "maximum": 11}}, ["3", "10", "11"]),
+        ({"json": '{"enum": ["x", 7]}'}, ['"x"', "7"]),
+        ({"regex": "[0-9]{3}-(ab|c)"}, ["123-ab", "000-c"]),
+        ({"choice": ['say "no"', "日本", "a\\b\n"]}, ['say "no"', "日本", "a\\b\n"]),
+        ({"lark": 'start: "(" start? ")"'}, ["()", "(((())))"]),
+    ],
+)
+def test_what_a_grammar_describes_can_be_said(grammars, source, texts):
+    for text in texts:
+        grammar = make(grammars, **source)
+        say(grammars, grammar, text)
+        assert grammar.is_complete or allowed(grammar) & set(ENDS), text
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_is_drawn_at_random_is_in_the_grammar(grammars, seed):
+    schema = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{2,4}$"},
+            "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+            "size": {"type": "number", "minimum": -2, "maximum": 2.5},
+        },
+        "required": ["id", "size"],
+        "additionalProperties": False,
+    }
+    answer = None
+    while answer is None:
+        answer = random_answer(grammars, make(grammars, json=schema), seed)
+        seed += 100
+    said = json.loads(answer)
+    assert said.keys() <= schema["properties"].keys() and {"id", "size"} <= said.keys()
+    assert -2 <= said["size"] <= 2.5 and set(said.get("tags", [])) <= {"a", "b"}
+
+
+def test_every_end_token_is_allowed_where_an_answer_may_end(grammars):
+    """A mask that hid the second one made another server write 21,000 tokens of garbage."""
+    grammar = make(grammars, json={"type": "integer"})
+    assert not allowed(grammar) & set(ENDS)
+    say(grammars, grammar, "12")
+    assert allowed(grammar) >= set(ENDS)
+
+
+def test_a_model_without_an_end_token_has_no_grammars():
+    """An end token that its tokenizer does not know is none."""
+    for ends in ((), (271,)):
+        with pytest.raises(ValueError, match="grammar: this model names no end token"):
+            make(Grammars(make_tokenizer(), V, ends), choice=["yes", "no"])
+    assert make(Grammars(make_tokenizer(), V, (257, 271)), choice=["yes"]).mask()
+
+
+def test_white_space_is_bounded(grammars):
+    """A model that likes spaces would write nothing else."""
+    grammar = make(grammars, json={"type": "object"})
+    say(grammars, grammar, "{\n" + " " * 40)
+    assert not allowed(grammar) & {ord(" "), ord("\n"), ord("\t")}
+
+
+def test_ids_that_no_token_has_are_forbidden(grammars):
+    """A model's head may know more numbers than its tokenizer."""
+    for source in ({"regex": "(.|\n)*"}, {"json": {"type": "string"}}):
+        assert max(allowed(make(grammars, **source))) <= max(ENDS)
+
+
+def test_a_models_text_makes_grammars(tmp_path):
+    text = Text(ROOT / "demo" / "model", 1536)
+    grammar = text.grammar(Sampling(grammar={"choice": ["yes", "no"]}).grammar)
+    assert {text.tokenizer.id_to_token(token) for token in allowed(grammar)} >= {"y", "n"}
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+DEEP = {"type": "string"}
+for _ in range(300):
+    DEEP = {"type": "array", "items": DEEP}
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ({"json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"json": {"type": "string", "enum": [1]}}, "Unsatisfiable schema"),
+        ({"json": {"$ref": "#"}}, "no answer can fit it"),
+        ({"json": {"$ref": "http://example.com/a.json"}}, "not fetch"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
+        ({"json": DEEP}, "recursion limit"),
+        ({"json": "{"}, "line 1"),
+        ({"json": "[]"}, "must be an object"),
+        ({"json": {"x-guidance": {"lenient": True}, "uniqueItems": True}}, "uniqueItems"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(" * 9000 + ")" * 9000}, "nested parentheses"),
+        ({"lark": "start: x"}, 'unknown name: "x"'),
+        ({"lark": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "too deeply nested"),
+        ({"lark": "".join(f"a{n}: a{n + 1}\n" for n in range(600))}, "at most 500"),
+        (
+            {
+                "lark": "start: A0\n"
+                + "".join(f"A{n}: A{n + 1} A{n + 1}\n" for n in range(40))
+                + 'A40: "a"'
+            },
+            "too big",
+        ),
+    ],
+)
+def test_a_grammar_that_cannot_be_is_refused_in_one_line(grammars, source, words):
+    with pytest.raises(ValueError, match=r"^grammar: ") as refusal:
+        make(grammars, **source)
+    said = str(refusal.value)
+    assert words in said and "\n" not in said and len(said) < 400
+
+
+@pytest.mark.parametrize(
+    "wish, words",
+    [
+        (5, "must be {'json': schema}"),
+        ({}, "must be"),
+        ({"type": "object"}, "must be"),
+        ({"json": {}, "regex": "a"}, "must be"),
+        ({"regex": 5}, "must be"),
+        ({"choice": []}, "must be"),
+        ({"choice": "yes"}, None),
+        ({"choice": ["yes", 5]}, "must be"),
+        ({"json": {"minimum": float("nan")}}, "no JSON"),
+        ({"json": {"a": {1, 2}}}, "no JSON"),
+        ({"regex": "a" * (GRAMMAR + 1)}, "at most 32,768"),
+    ],
+)
+def test_settings_refuse_what_is_no_grammar(wish, words):
+    if words is None:  # one choice
+        assert Sampling(grammar=wish).grammar == {"choice": ("yes",)}
+        return
+    with pytest.raises(ValueError, match="grammar") as refusal:
+        Sampling(grammar=wish)
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_grammar_that_has_been_checked_cannot_change():
+    schema = {"type": "integer"}
+    sampling = Sampling(grammar={"json": schema})
+    schema["type"] = "nonsense"
+    assert json.loads(sampling.grammar["json"]) == {"type": "integer"}
+    with pytest.raises(ValueError, match="ignore_eos"):
+        Sampling(grammar={"json": {}}, ignore_eos=True)
+
+
+# --- what is hostile ----------------------------------------------------------------------------
+
+
+def chain(link, count: int) -> dict:
+    """A schema whose definitions need each other, one after another."""
+    defs = {f"a{n}": link({"$ref": f"#/$defs/a{n + 1}"}) for n in range(count)}
+    return {"$ref": "#/$defs/a0", "$defs": defs | {f"a{count}": {"type": "string"}}}
+
+
+HOSTILE = {
+    "a chain of references": {"json": chain(lambda next: next, 900)},
+    "a chain of lists": {"json": chain(lambda next: {"items": {"items": {"items": next}}}, 500)},
+    "a chain of choices": {"json": chain(lambda next: {"anyOf": [{"type": "null"}, next]}, 450)},
+    "many rules": {
+        "lark": "start: a0\n" + "".join(f'a{n}: a{n + 1} "b"\n' for n in range(490)) + 'a490: "a"'
+    },
+    "many terminals": {
+        "lark": "start: A0\n"
+        + "".join(f'A{n}: ("b" | A{n + 1})* "c"\n' for n in range(490))
+        + 'A490: "a"'
+    },
+    "many that may be left out": {
+        "json": {"type": "object", "properties": {f"k{n}": {} for n in range(1500)}}
+    },
+    "all of many": {"json": {"allOf": [{"multipleOf": p} for p in (2, 3, 5, 7, 11, 13, 17)]}},
+    "a large divisor": {"json": {"type": "integer", "multipleOf": 1000003, "maximum": 10**300}},
+    "repeated repetitions": {"regex": "((a{1,500}){1,500}){1,500}"},
+    "an automaton of 2^30 states": {"regex": "(a|b)*a(a|b){30}"},
+    "a long list": {"json": {"type": "array", "minItems": 10**9}},
+    "many ways to say it": {"lark": 'start: start start | start start start | "a" | '},
+    "rules that double": {
+        "lark": "start: a0\n"
+        + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(40))
+        + 'a40: "a"'
+    },
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_takes_a_bounded_time_and_ends_no_process(grammars, name):
+    """A chain of 3,000 references ended the process: the library walks by recursion. And a step
+    with it runs in a thread with a stack of the usual size."""
+    began = time.perf_counter()
+    try:
+        grammar = make(grammars, **HOSTILE[name])
+    except ValueError as error:
+        assert "\n" not in str(error)
+    else:
+        thread = threading.Thread(target=step_it, args=(grammar,))
+        thread.start()
+        thread.join()
+    assert time.perf_counter() - began < 60  # seconds, on a machine that has other things to do
+
+
+def step_it(grammar) -> None:
+    dice = random.Random(1)
+    try:
+        for _ in range(50):
+            if grammar.is_complete:
+                return
+            grammar.accept(dice.choice(sorted(allowed(grammar))))
+    except RuntimeError as error:
+        assert "the grammar cannot go on" in str(error)
+
+
+def test_a_panic_in_the_library_is_a_refusal(grammars, monkeypatch):
+    class PanicException(BaseException):
+        """As Rust's panics come to Python."""
+
+    def panic(source):
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(grammar_file, "compiled", panic)
+    with pytest.raises(ValueError, match=r"the library failed.*index out of bounds"):
+        make(grammars, json={})
+
+
+def test_a_grammar_that_fails_later_says_so(grammars):
+    grammar = make(grammars, choice=["yes", "no"])
+    with pytest.raises(RuntimeError, match="the grammar cannot go on"):
+        grammar.accept(ord("q"))
