@@ -145,7 +145,7 @@ class Answer:
                 )
             self._submit(asks, client)
         except ValueError as error:
-            raise openai.of_sampling(error) from None
+            raise openai.of_sampling(error, wish.settings) from None
         except QueueFull as error:
             raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
         except RuntimeError:  # the engine has been closed meanwhile

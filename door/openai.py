@@ -46,6 +46,14 @@ KNOWN = {
     "n",
     "stop",
 }
+# What an answer must be: a name of vLLM's, and what `Sampling.grammar` calls it.
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "lark",
+}
+KNOWN |= {"response_format", *GUIDED}
 CHAT = {*KNOWN, "logprobs", "logit_bias", "messages", "top_logprobs"}
 COMPLETIONS = {*KNOWN, "logprobs", "logit_bias", "prompt"}
 # They change nothing in an answer: a user's name, notes for a bill, hints for a cache.
@@ -62,7 +70,6 @@ NEUTRAL = {
     "best_of": (1,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "typical_p": (1,),
@@ -173,6 +180,8 @@ def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
         "stop": read_stop(asked.get("stop", [])),
         "logit_bias": read_bias(asked.get("logit_bias", {})),
     }
+    if grammar := read_grammar(asked):
+        settings["grammar"] = grammar
     settings["logprobs"] = chat_logprobs(asked) if chat else completions_logprobs(asked)
     return Wish(
         prompts,
@@ -356,9 +365,43 @@ def bad(name: str, value: Any, what: str, param: str | None = None) -> Refusal:
     )
 
 
-def of_sampling(error: ValueError) -> Refusal:
+def read_grammar(asked: dict[str, Any]) -> dict[str, Any] | None:
+    """`response_format`, or one of vLLM's four: as `Sampling.grammar`. None if there is none.
+
+    A schema holds, or it is refused: `strict` changes nothing.
+    """
+    found = {kind: asked[name] for name, kind in GUIDED.items() if name in asked}
+    form = asked.get("response_format") or {"type": "text"}
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "json_object":
+        found["object"] = {"type": "object"}
+    elif kind == "json_schema":
+        described = form.get("json_schema")
+        schema = described.get("schema") if isinstance(described, dict) else None
+        if not isinstance(schema, dict):
+            raise bad("response_format.json_schema.schema", schema, "a schema", "response_format")
+        found["schema"] = schema
+    elif kind != "text":
+        types = '{"type": "json_schema", "json_schema": {"schema": ...}}, "json_object" or "text"'
+        raise bad("response_format", form, types)
+    if len(found) > 1:
+        words = f"response_format and {', '.join(GUIDED)} exclude each other; give one of them"
+        raise Refusal(400, words, "invalid_value", "response_format")
+    for kind, source in found.items():
+        return {"json" if kind in ("object", "schema") else kind: source}
+    return None
+
+
+def of_sampling(error: ValueError, settings: dict[str, Any]) -> Refusal:
     """What `Sampling` or the engine said, with the field that it names."""
     name = re.match(r"\w*", str(error))[0]
+    if name == "grammar":
+        kind = next(iter(settings["grammar"]))
+        name = (
+            "response_format"
+            if kind == "json"
+            else f"guided_{'grammar' if kind == 'lark' else kind}"
+        )
     return Refusal(400, str(error), "invalid_value", name if name in CHAT | COMPLETIONS else None)
 
 

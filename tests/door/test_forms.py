@@ -1,0 +1,143 @@
+"""Answers that have a form: response_format and vLLM's guided fields, with a real server process."""
+
+import json
+import re
+from enum import Enum
+
+import openai
+import pytest
+from doors import CHAT, COMPLETIONS, Server
+from jsonschema import validate
+from pydantic import BaseModel, Field
+
+PET = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,9}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        "likes": {"type": "array", "items": {"enum": ["bones", "sleep"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
+
+
+def say(**fields) -> dict:
+    messages = [{"role": "user", "content": "Tell me a story about a dog."}]
+    return {"messages": messages, "max_tokens": 300, "seed": 3, **fields}
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_an_answer_keeps_to_its_schema_strict_or_not(server, strict, temperature):
+    form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": strict}}
+    reply = server.ask(CHAT, say(response_format=form, temperature=temperature))
+    (choice,) = reply.json["choices"]
+    assert choice["finish_reason"] == "stop"
+    validate(json.loads(choice["message"]["content"]), PET)
+
+
+def test_every_choice_of_several_keeps_to_it_streamed_or_whole(server):
+    wish = say(response_format=SCHEMA, n=3, temperature=1, logprobs=True, top_logprobs=2)
+    whole = server.ask(CHAT, wish).json["choices"]
+    texts = ["", "", ""]
+    for event in server.ask(CHAT, wish | {"stream": True}).events[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == [choice["message"]["content"] for choice in whole] and len(set(texts)) == 3
+    for text, choice in zip(texts, whole, strict=True):
+        validate(json.loads(text), PET)
+        assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == text
+
+
+def test_json_object_is_any_object(server):
+    for seed in range(4):
+        wish = say(response_format={"type": "json_object"}, seed=seed, max_tokens=900)
+        (choice,) = server.ask(CHAT, wish).json["choices"]
+        assert choice["finish_reason"] in ("stop", "length")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["message"]["content"]), dict)
+        else:
+            assert choice["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    "field, value, pattern",
+    [
+        ("guided_json", {"type": "integer", "minimum": 5, "maximum": 7}, "[567]"),
+        ("guided_json", '{"enum": ["x"]}', '"x"'),
+        ("guided_regex", "[0-9]{2}[ab]", "[0-9]{2}[ab]"),
+        ("guided_choice", ["yes", "no"], "yes|no"),
+        ("guided_grammar", 'start: "(" /[a-c]{1,3}/ ")"', r"\([a-c]{1,3}\)"),
+    ],
+)
+def test_vllms_guided_fields_are_understood(server, field, value, pattern):
+    for path, body in ((CHAT, say()), (COMPLETIONS, {"prompt": "A", "max_tokens": 40})):
+        (choice,) = server.ask(path, body | {field: value}).json["choices"]
+        text = choice["message"]["content"] if path == CHAT else choice["text"]
+        assert re.fullmatch(pattern, text) and choice["finish_reason"] == "stop", text
+
+
+def test_an_answer_that_is_cut_says_so(server):
+    (choice,) = server.ask(CHAT, say(response_format=SCHEMA, max_tokens=5)).json["choices"]
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "fields, param, words",
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+            "Invalid type: x",
+        ),
+        ({"response_format": {"type": "yaml"}}, "response_format", "json_object"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_choice": []}, "guided_choice", "must be"),
+        ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
+        ({"guided_regex": "a", "response_format": SCHEMA}, "response_format", "exclude"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_cannot_be_is_a_400_of_one_line_with_its_field(server, fields, param, words, stream):
+    reply = server.ask(CHAT, say(stream=stream, **fields))
+    assert (reply.status, reply.error["param"]) == (400, param), reply.body
+    assert words in reply.error["message"] and "\n" not in reply.error["message"]
+
+
+class Size(Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+class Friend(BaseModel):
+    name: str = Field(max_length=10)
+    size: Size
+
+
+class Dog(BaseModel):
+    name: str = Field(max_length=12)
+    age: int = Field(ge=0, le=20)
+    friends: list[Friend] = Field(max_length=2)
+
+
+def test_the_openai_client_parses_an_answer_into_a_class(client):
+    messages = say()["messages"]
+    answer = client.chat.completions.parse(
+        model="demo", messages=messages, response_format=Dog, max_tokens=400, seed=1
+    )
+    dog = answer.choices[0].message.parsed
+    assert isinstance(dog, Dog) and 0 <= dog.age <= 20
