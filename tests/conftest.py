@@ -5,18 +5,56 @@
 from parts.device import mlx as device
 
 # isort: on
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
 
 from nanobatch import Engine, Model, Text
+from parts.device import rows
 from parts.model.load import read_model
+
+MOST_WORKERS = 4  # by default; on a machine with many cores more of them mostly wait
 
 
 def pytest_report_header() -> str:
     return f"BLAS under MLX: {device.blas}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite, or a folder, is shared among workers. A file, a test and whatever `-k` finds
+    run in this process: they begin at once, and a debugger finds them here. `-n` decides otherwise.
+
+    Each worker, and each program that it starts, multiplies with its share of the cores. Threads
+    that wait for each other on cores that are taken would make everything many times slower.
+    """
+    option = config.option
+    if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
+        return  # without xdist, or in a worker
+    if option.numprocesses is None and not is_small(config):
+        option.numprocesses = min(cores(), MOST_WORKERS)
+        option.dist = "worksteal"
+    if option.numprocesses == 1:
+        option.numprocesses = 0
+    if isinstance(option.numprocesses, int) and option.numprocesses > 1:
+        share = max(1, cores() // option.numprocesses)
+        os.environ.setdefault("NANOBATCH_THREADS", str(share))
+
+
+def cores() -> int:
+    return rows.cores() if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def is_small(config: pytest.Config) -> bool:
+    """Was this process asked for, or so little that workers would cost more than they gain?"""
+    option = config.option
+    alone = option.usepdb or option.collectonly or option.capture == "no" or option.keyword
+    return bool(alone) or not all(Path(each).is_dir() for each in config.args)
 
 
 def pytest_configure() -> None:
