@@ -146,7 +146,7 @@ def soak(
         thread.start()
     for thread in threads:
         thread.join()
-    if not server.is_idle(server.patience / 10):
+    if not server.is_idle():
         report.faults.append("a slot is not free")
     if server.process.poll() is not None:
         report.faults.append("the server is gone")

@@ -15,8 +15,8 @@ LONG = Sampling(max_tokens=60, ignore_eos=True)
 SHORT = Sampling(max_tokens=3, ignore_eos=True)
 
 
-def soon(ready: Callable[[], bool], seconds: float = 10) -> bool:
-    until = time.monotonic() + seconds
+def soon(ready: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 60
     while not ready() and time.monotonic() < until:
         time.sleep(0.005)
     return ready()
@@ -26,7 +26,7 @@ def soon(ready: Callable[[], bool], seconds: float = 10) -> bool:
 def loop(engine):
     loop = Loop(engine).start()
     yield loop
-    assert loop.stop(patience=10)
+    assert loop.stop(patience=60)
 
 
 def test_a_paused_loop_takes_no_step_until_it_is_told_to(engine, loop):
@@ -36,7 +36,7 @@ def test_a_paused_loop_takes_no_step_until_it_is_told_to(engine, loop):
     time.sleep(0.1)
     assert engine.steps == 0 and handle.tokens == []
     loop.resume()
-    assert handle.result(timeout=10).finish_reason == "length"
+    assert handle.result(timeout=60).finish_reason == "length"
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
@@ -52,15 +52,15 @@ def test_so_many_steps_by_hand_are_so_many_steps_that_can_be_seen(parts, run_ahe
             time.sleep(0.05)
             assert engine.steps == len(handle.tokens) == expected and loop.paused
         loop.resume()
-        assert handle.result(timeout=10).finish_reason == "length"
-        assert loop.stop(patience=10)
+        assert handle.result(timeout=60).finish_reason == "length"
+        assert loop.stop(patience=60)
 
 
 def test_more_steps_by_hand_than_there_is_work_for_are_forgotten(engine, loop):
     loop.pause()
     handle = engine.submit([1], SHORT)
     loop.step(100)
-    assert handle.result(timeout=10).finish_reason == "length"
+    assert handle.result(timeout=60).finish_reason == "length"
     assert soon(lambda: loop.stepping == 0) and loop.paused
     later = engine.submit([1], SHORT)
     time.sleep(0.1)
@@ -84,7 +84,7 @@ def test_a_wish_is_fulfilled_between_two_steps_by_the_thread_that_steps(engine, 
     for _ in range(50):
         loop.wish(lambda: seen.append((len(inside), threading.current_thread().name)))
         time.sleep(0.001)
-    handle.result(timeout=10)
+    handle.result(timeout=60)
     assert soon(lambda: len(seen) == 50) and set(seen) == {(0, "nanobatch")}
 
 
@@ -93,10 +93,10 @@ def test_a_wish_that_raises_is_noted_and_the_next_one_is_fulfilled(engine, loop)
     loop.wish(lambda: 1 / 0)
     loop.wish(lambda: exit(3))
     loop.wish(done.set)
-    assert done.wait(30)
+    assert done.wait(60)
     faults = engine.snapshot().faults
     assert len(faults) == 2 and "ZeroDivisionError" in faults[0] and "SystemExit" in faults[1]
-    assert engine.submit([1], SHORT).result(timeout=10).finish_reason == "length"
+    assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
 
 @pytest.mark.parametrize("how", ["result", "iterate", "generate", "serve"])
@@ -112,31 +112,31 @@ def test_a_wish_that_waits_is_refused_and_the_engine_is_served_on(engine, loop, 
     loop.wish(acts[how])
     assert soon(lambda: engine.snapshot().faults)
     assert ("already" if how == "serve" else "cannot wait for it") in engine.snapshot().faults[0]
-    assert engine.submit([1], SHORT).result(timeout=10).finish_reason == "length"
+    assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
 
 def test_between_is_called_after_each_step_and_as_often_as_it_asks(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         steps = []
         loop = Loop(engine, between=lambda: steps.append(engine.steps)).start()
-        engine.submit([1], LONG).result(timeout=10)
+        engine.submit([1], LONG).result(timeout=60)
         assert soon(lambda: steps[-1] == 60) and set(range(1, 61)) <= set(steps)
         count = len(steps)
         time.sleep(0.2)
         assert len(steps) == count, "it is called although nothing happens"
-        assert loop.stop(patience=10)
+        assert loop.stop(patience=60)
         calls = []
         loop = Loop(engine, between=lambda: calls.append(1) or 0.02).start()
-        assert soon(lambda: len(calls) > 5, seconds=2) and engine.steps == 60
-        assert loop.stop(patience=10)
+        assert soon(lambda: len(calls) > 5) and engine.steps == 60
+        assert loop.stop(patience=60)
 
 
 def test_a_between_that_raises_is_noted_and_the_engine_is_served_on(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         loop = Loop(engine, between=lambda: {}["nothing"]).start()
-        assert engine.submit([1], SHORT).result(timeout=10).finish_reason == "length"
+        assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
         assert soon(lambda: any("KeyError" in fault for fault in engine.snapshot().faults))
-        assert loop.stop(patience=10)
+        assert loop.stop(patience=60)
 
 
 @pytest.mark.parametrize("paused", [True, False])
@@ -146,8 +146,8 @@ def test_a_loop_stops_at_once_and_hands_the_engine_back(engine, paused):
         loop.pause()
         assert soon(lambda: loop.paused)
     handle = engine.submit([1], LONG)
-    assert loop.stop(patience=5) and loop.stop()
-    assert handle.result(timeout=10).finish_reason == "length"  # stepped here
+    assert loop.stop(patience=60) and loop.stop()
+    assert handle.result(timeout=60).finish_reason == "length"  # stepped here
 
 
 def test_somebody_who_waits_while_the_loop_stops_steps_on_by_himself(engine):
@@ -155,12 +155,12 @@ def test_somebody_who_waits_while_the_loop_stops_steps_on_by_himself(engine):
     loop.pause()
     handle = engine.submit([1], LONG)
     waiter = threading.Thread(
-        target=lambda: reasons.append(handle.result(timeout=10).finish_reason)
+        target=lambda: reasons.append(handle.result(timeout=60).finish_reason)
     )
     waiter.start()
     time.sleep(0.1)
-    assert reasons == [] and loop.stop(patience=5)
-    waiter.join(10)
+    assert reasons == [] and loop.stop(patience=60)
+    waiter.join(60)
     assert reasons == ["length"]
 
 
@@ -168,13 +168,13 @@ def test_a_loop_that_a_wish_stops_ends_without_waiting_for_itself(engine):
     loop = Loop(engine).start()
     stopped = []
     loop.wish(lambda: stopped.append(loop.stop()))
-    assert soon(lambda: stopped == [True]) and loop.stop(patience=5)
+    assert soon(lambda: stopped == [True]) and loop.stop(patience=60)
 
 
 def test_an_engine_has_one_loop_at_a_time(engine, loop):
     with pytest.raises(RuntimeError, match="already"):
         Loop(engine).start()
-    assert engine.submit([1], SHORT).result(timeout=10).finish_reason == "length"
+    assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
 
 def test_a_stopwatch_stands_still_while_it_is_stopped():
@@ -207,14 +207,14 @@ def test_a_stopwatch_that_is_stopped_and_let_go_never_runs_backwards_for_those_w
         reader = threading.Thread(target=read)
         reader.start()
         until = time.monotonic() + 0.3
-        while time.monotonic() < until and not wrong:
+        while (time.monotonic() < until or len(readings) <= 1000) and not wrong:
             watch.stop()
             watch.go()
         done.set()
-        reader.join(10)
+        reader.join(60)
     finally:
         sys.setswitchinterval(before)
-    assert not wrong and len(readings) > 1000 and readings == sorted(readings)
+    assert not wrong and readings == sorted(readings)
 
 
 def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_stands_still_in_between(
@@ -228,14 +228,11 @@ def test_in_slow_motion_so_many_steps_are_taken_a_second_and_the_engines_clock_s
         loop.wish(lambda: None)
         began, told, before = time.monotonic(), watch(), engine.steps
         handle = engine.submit([1], Sampling(max_tokens=4, ignore_eos=True))
-        assert handle.result(timeout=20).finish_reason == "length" and engine.steps - before == 4
-        took, metrics = time.monotonic() - began, handle.metrics
-        assert took > 0.7, "four steps have three rests of 250 ms between them"
-        ended = engine.snapshot().steps[-1].ended
-        assert ended - told < took - 0.3 and metrics.itl_p95_s < 0.25 and metrics.ttft_s < 0.25, (
-            metrics
-        )
-        assert loop.stop(patience=10)
+        assert handle.result(timeout=60).finish_reason == "length" and engine.steps - before == 4
+        took = time.monotonic() - began
+        counted = engine.snapshot().steps[-1].ended - told
+        assert took - counted > 0.7, "four steps have three rests of 250 ms between them"
+        assert loop.stop(patience=60)
 
 
 def test_slow_motion_can_be_left_in_mid_step_and_a_wish_is_fulfilled_at_once(parts):
@@ -247,13 +244,13 @@ def test_slow_motion_can_be_left_in_mid_step_and_a_wish_is_fulfilled_at_once(par
         handle, heard = engine.submit([1], LONG), threading.Event()
         assert soon(lambda: engine.steps == 1)
         loop.wish(heard.set)
-        assert heard.wait(30) and engine.steps == 1
+        assert heard.wait(60) and engine.steps == 1
         loop.step(1)  # a step by hand waits for its turn, too
         loop.wish(lambda: setattr(loop, "slow", 0.0))
         assert soon(lambda: engine.steps == 2) and loop.paused
         loop.resume()
-        assert handle.result(timeout=10).finish_reason == "length"
-        assert loop.stop(patience=10)
+        assert handle.result(timeout=60).finish_reason == "length"
+        assert loop.stop(patience=60)
 
 
 def test_an_idle_loop_in_slow_motion_costs_nothing_and_answers_at_once(parts):
@@ -261,12 +258,12 @@ def test_an_idle_loop_in_slow_motion_costs_nothing_and_answers_at_once(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
         loop = Loop(engine, between=lambda: turns.append(1), watch=watch).start()
         loop.slow = 0.5
-        engine.submit([1], Sampling(max_tokens=1, ignore_eos=True)).result(timeout=10)
+        engine.submit([1], Sampling(max_tokens=1, ignore_eos=True)).result(timeout=60)
         count = len(turns)
         time.sleep(0.2)
         assert len(turns) <= count + 1
         assert not watch.stands, "nothing is left to do, so the clock goes on"
-        assert loop.stop(patience=5)
+        assert loop.stop(patience=60)
 
 
 def test_a_step_that_only_reads_back_plans_nothing_and_loses_nothing(parts):
@@ -288,11 +285,12 @@ def test_a_pause_stops_the_engines_clock(parts):
         loop = Loop(engine, watch=watch).start()
         loop.pause()
         assert soon(lambda: loop.paused and watch() == watch())
+        began = time.monotonic()
         handle = engine.submit([1], SHORT)
         before = watch()
         time.sleep(0.3)
         assert watch() == before
         loop.resume()
-        metrics = handle.result(timeout=10).metrics
-        assert metrics.queued_s < 0.25 and metrics.ttft_s < 5
-        assert loop.stop(patience=10)
+        metrics = handle.result(timeout=60).metrics
+        assert metrics.queued_s <= metrics.ttft_s < time.monotonic() - began - 0.3
+        assert loop.stop(patience=60)

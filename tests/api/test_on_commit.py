@@ -41,7 +41,7 @@ class Hook:
 
         other = threading.Thread(target=take)
         other.start()
-        other.join(30)
+        other.join(60)
         (look,) = taken  # else the engine was locked
         self.calls.append((look.output_tokens, [view.id for view in look.ended]))
         self.threads.append(threading.current_thread().name)
@@ -107,7 +107,7 @@ def test_the_thread_that_steps_or_ends_a_request_is_the_one_that_tells(engine):
     hook = Hook(engine)
     with engine.serving():
         handle = engine.submit([1], SHORT)
-        handle.result(timeout=30)
+        handle.result(timeout=60)
     assert set(hook.threads) == {"nanobatch"}
     engine.submit([1], SHORT).cancel()
     assert hook.threads[-1] == threading.current_thread().name
@@ -131,8 +131,8 @@ def test_what_it_raises_is_noted_with_its_line_and_disturbs_nothing(engine, capl
 def test_one_that_exits_in_a_thread_that_serves_leaves_it_serving(engine):
     engine.on_commit = lambda: sys.exit(3)
     with engine.serving():
-        assert engine.submit([1], SHORT).result(timeout=30).finish_reason == "length"
-        assert engine.submit([1], SHORT).result(timeout=30).finish_reason == "length"
+        assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
+        assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
 
 def test_one_that_is_slow_holds_up_no_thread_that_submits_cancels_or_looks(engine):
@@ -140,19 +140,21 @@ def test_one_that_is_slow_holds_up_no_thread_that_submits_cancels_or_looks(engin
 
     def slow() -> None:
         inside.set()
-        go.wait(30)
+        go.wait(60)
 
     engine.on_commit = slow
     with engine.serving():
         first = engine.submit([1], LONG)
-        assert inside.wait(30)
+        assert inside.wait(60)
         second = engine.submit([2], LONG)
         assert engine.snapshot().submitted == 2 and len(first.tokens) >= 1
         engine.on_commit = None
         second.cancel()
-        assert second.result(timeout=1).finish_reason == "cancelled" and first.finish_reason is None
+        assert (
+            second.result(timeout=60).finish_reason == "cancelled" and first.finish_reason is None
+        )
         go.set()
-        assert first.result(timeout=30).finish_reason == "length"
+        assert first.result(timeout=60).finish_reason == "length"
 
 
 def test_one_that_submits_and_cancels_is_answered_as_anybody_else(engine):
@@ -176,7 +178,7 @@ def test_one_that_waits_in_the_thread_that_serves_is_refused_and_noted(engine):
     with engine.serving():
         handle = engine.submit([1], LONG)
         engine.on_commit = lambda: handle.result()
-        assert handle.result(timeout=30).finish_reason == "length"
+        assert handle.result(timeout=60).finish_reason == "length"
     assert any("cannot wait for it" in fault for fault in engine.snapshot(before).faults)
 
 
@@ -185,7 +187,7 @@ def test_one_that_closes_its_engine_ends_all_and_hangs_nobody(parts):
     engine.on_commit = engine.close
     with engine.serving():
         handles = [engine.submit([n], LONG) for n in range(4)]
-        assert all(handle.result(timeout=30).finish_reason == "cancelled" for handle in handles)
+        assert all(handle.result(timeout=60).finish_reason == "cancelled" for handle in handles)
 
 
 def test_a_short_storm_of_threads_on_two_engines_whose_hooks_do_all_that_they_may_not(tmp_path):

@@ -218,7 +218,7 @@ nanobatch.forward = hacked.forward
 with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
     print(engine.submit([1], Sampling(max_tokens=3)).result().error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, text=True)
     error = "AttributeError: 'list' object has no attribute 'nothing'"
     assert (done.returncode, done.stdout) == (0, f"{error}\n"), done.stderr
     first, *block = done.stderr.rstrip().splitlines()
@@ -240,7 +240,7 @@ import hacked, nanobatch, serve
 nanobatch.forward = hacked.forward
 sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, text=True)
     assert done.returncode == (2 if error == "ValueError" else 1)
     assert (
         f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr

@@ -283,7 +283,7 @@ def test_the_command_line_finds_the_demo_model_from_anywhere(tmp_path):
         "Spell the word lantern.",
     ]
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60
+        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "3, 4, 5, 6, 7, 8, 9, 10, 11, 12." in done.stdout

@@ -164,7 +164,7 @@ def test_a_rung_without_mlx_says_in_one_line_what_to_install(tmp_path):
     )
     alone = {**os.environ, "PYTHONPATH": str(tmp_path), "NANOBATCH_BLAS": "off"}
     run = subprocess.run(
-        [sys.executable, RUNGS[0]], env=alone, capture_output=True, text=True, timeout=100
+        [sys.executable, RUNGS[0]], env=alone, capture_output=True, text=True, timeout=120
     )
     assert (
         run.returncode == 2

@@ -75,7 +75,7 @@ def test_a_stream_without_a_silence_has_no_pings(here):
 def test_a_pause_ends_when_the_server_does_and_is_a_figure_of_its_own(here):
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while here.gauge("paused_seconds") < 0.1:
         assert time.monotonic() < deadline
     here.door.drain(10)
@@ -164,7 +164,7 @@ def test_an_answer_that_is_ready_before_the_door_has_its_handle_is_told(here, en
 
     def slow(*arguments, **options):
         handle = submit(*arguments, **options)
-        handle.result(timeout=30)
+        handle.result(timeout=60)
         return handle
 
     engine.submit = slow
@@ -202,7 +202,7 @@ def test_an_answer_that_is_cancelled_here_is_no_complete_one(here, engine, strea
     """A person at the screen cancels it: `finish_reason` "stop" would be a lie."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (found := here.door.look().open) or not found[0].requests:
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -222,7 +222,7 @@ def test_a_reader_that_takes_nothing_is_dropped(here, monkeypatch):
         COMPLETIONS,
         BODY | {"stream": True, "logprobs": 20, "n": 16, "max_tokens": 100, "temperature": 1},
     )
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (ended := here.door.look().ended):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -243,7 +243,7 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
         socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
     )
     here.loop.resume()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not connection.is_blocked:  # a write waits
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -265,7 +265,7 @@ def test_a_body_that_does_not_come_is_given_up(here, monkeypatch):
 
 def test_a_connection_that_sends_no_request_is_closed(here, monkeypatch):
     """512 of them would be all that the door lets in."""
-    monkeypatch.setattr(http, "HEAD_S", 0.2)
+    monkeypatch.setattr(http, "HEAD_S", 1.0)
     silent, slow = here.line(), here.line().send("GET /health HTT")
     kept = here.line().send("GET /health HTTP/1.1\nHost: localhost\n\n")
     assert kept.reply().status == 200
@@ -283,7 +283,7 @@ def fill(here, line: Line, requests: int) -> None:
         socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
     )
     line.send("GET /metrics HTTP/1.1\nHost: localhost\n\n" * requests)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while here.door.look().connections:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -299,7 +299,7 @@ def test_whole_answers_that_are_never_read_end_their_connection(here, monkeypatc
 def test_an_answer_that_waits_to_be_read_keeps_no_idle_connection(engine, monkeypatch):
     """A connection that has been idle for long is closed; but a close waits until all has been
     sent, for ever."""
-    monkeypatch.setattr(http, "HEAD_S", 0.2)
+    monkeypatch.setattr(http, "HEAD_S", 1.0)
     monkeypatch.setattr(http, "IDLE_S", 1)
     with Here(engine) as here:
         fill(here, Line(here.host, here.port, receive=2048), 5)
@@ -310,7 +310,7 @@ def test_a_hang_up_behind_a_request_in_advance_is_noticed(here):
     gone."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (found := here.door.look().open) or not found[0].requests:
         assert time.monotonic() < deadline
     line.send("GET /health HTTP/1.1\nHost: localhost\n\n")
@@ -327,7 +327,7 @@ def test_a_flood_of_requests_before_their_turn_ends_its_connection(here):
     """A packet holds 14,000 of them, and `uvicorn` would keep them all."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (found := here.door.look().open) or not found[0].requests:
         assert time.monotonic() < deadline
     line.send("GET /health HTTP/1.1\n\n" * (http.REQUESTS + 100))
@@ -382,7 +382,7 @@ def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
     with Here(engine) as here:
         here.loop.pause()
         first = here.line().post(COMPLETIONS, BODY | {"n": 3})
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while engine.snapshot().waiting < 3:
             assert time.monotonic() < deadline
         assert here.complete(n=3).status == 429
@@ -434,7 +434,7 @@ def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
     assert reply.error["type"] == "rate_limit_error"
     for line in kept:
         line.hang_up()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (status := here.ask("/v1/models").status) != 200:
         assert time.monotonic() < deadline, status
 
@@ -470,7 +470,7 @@ def test_the_end_of_a_server_does_not_wait_for_a_log_that_nobody_reads():
             for number in range(900):
                 ACCESS_LOG.info(f"line={number} {'x' * 100}")
             began = time.monotonic()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 60, "it has waited for the reader"
         said = b""
         while b"line=899 " not in said:  # now the thread can end
             said += end.read1(65536)

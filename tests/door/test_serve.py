@@ -14,7 +14,9 @@ import time
 import openai
 import pytest
 from checkpoints import make_checkpoint
-from doors import CHAT, COMPLETIONS, ROOT, Server, hail
+from doors import CHAT, COMPLETIONS, ROOT, Server, free_ports, hail
+
+from door.http import HEAD_S
 
 COUNT = "3, 4, 5, 6, 7."
 LONG = {"max_tokens": 400, "ignore_eos": True}  # seconds, unless the client hangs up
@@ -719,7 +721,7 @@ def test_half_a_request_is_none_when_the_client_says_nothing_more(server, versio
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("abrupt", [False, True])
-def test_a_hang_up_frees_the_slot_within_a_second(server, stream, abrupt):
+def test_a_hang_up_frees_the_slot_and_takes_the_request_out_of_the_line(server, stream, abrupt):
     """Eight times as many as there are slots: those in line must leave it, too."""
     lines = [
         server.line().post(CHAT, say("Tell me a long story.", stream=stream, **LONG))
@@ -727,16 +729,19 @@ def test_a_hang_up_frees_the_slot_within_a_second(server, stream, abrupt):
     ]
     if stream:
         lines[0].until(b'"content":"')
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not server.gauge("requests_running"):
         assert time.monotonic() < deadline
+    before = server.gauge("generated_tokens_total")
     for line in lines:
         if abrupt:  # a reset instead of a farewell
             line.socket.setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
             )
         line.hang_up()
-    assert server.is_idle(1.0)
+    assert server.is_idle()
+    generated = server.gauge("generated_tokens_total") - before
+    assert generated < len(lines) * LONG["max_tokens"] / 2, "they were answered all the same"
     server.says(r"hung_up=true")
 
 
@@ -748,10 +753,8 @@ def test_a_reader_that_does_not_read_stalls_nobody(server):
         for _ in range(3)
     ]
     time.sleep(0.3)
-    began = time.monotonic()
     assert server.chat(temperature=0).json["choices"][0]["message"]["content"] == COUNT
-    assert time.monotonic() - began < 5
-    assert server.is_idle(60)  # their answers are done, although they have not been read
+    assert server.is_idle()  # their answers are done, although they have not been read
     for line in stuck:
         line.hang_up()
 
@@ -778,7 +781,7 @@ def test_64_streams_at_once_get_what_each_would_get_alone(server):
         for n in range(0, 64, 9)
     ]
     assert [reply.json["choices"][0]["message"]["content"] for reply in alone] == texts[::9]
-    assert all(texts) and server.is_idle(1)
+    assert all(texts) and server.is_idle()
 
 
 # --- who may come in ----------------------------------------------------------------------------
@@ -875,7 +878,9 @@ def test_pages_of_this_machine_alone_may_ask(server):
 def guarded(tmp_path_factory):
     """A server with keys and another name, one slot, and a line of two; its model is small and
     random."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("door"), seed=1)
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("door"), seed=1, max_position_embeddings=16_384
+    )
     arguments = [
         "--slots",
         "1",
@@ -884,7 +889,7 @@ def guarded(tmp_path_factory):
         "--allow-host",
         "llm.example",
         "--max-len",
-        "512",
+        "16384",
     ]
     with Server(
         "--model", str(folder), *arguments, "--watch-key", "eye", NANOBATCH_API_KEY="kéy"
@@ -914,9 +919,9 @@ def test_with_a_key_only_health_is_free(guarded):
 
 
 def test_a_full_line_is_429_and_says_when_to_come_again(guarded):
-    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True}
+    body = {"prompt": "x", "max_tokens": 16_000, "ignore_eos": True}  # they go on until we hang up
     lines = [guarded.line().post(COMPLETIONS, body, "Authorization: Bearer kéy") for _ in range(1)]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while b"_running 1" not in guarded.ask("/metrics", **key("kéy")).body:
         assert time.monotonic() < deadline
     lines += [guarded.line().post(COMPLETIONS, body, "Authorization: Bearer kéy") for _ in range(2)]
@@ -1012,7 +1017,7 @@ def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
         assert server.chat(max_tokens=2).status == 200
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     assert process.returncode == 0
 
 
@@ -1026,7 +1031,7 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(arguments):
     """Read by argparse, seen by the door, and by the loader. `test_cli.py` has more, without
     processes."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "serve.py"), *arguments], capture_output=True, timeout=60
+        [sys.executable, str(ROOT / "serve.py"), *arguments], capture_output=True, timeout=120
     )
     lines = done.stderr.decode().strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith("nanobatch: "), done
@@ -1042,42 +1047,46 @@ def test_a_taken_port_is_one_line_before_the_model_is_loaded(server):
         "--model",
         "no/such-model",
     ]
-    done = subprocess.run(command, capture_output=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, timeout=120)
     lines = done.stderr.decode().strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1 and str(server.port) in lines[0], done
 
 
 def test_while_the_model_is_loading_all_is_503(tmp_path):
-    """A FIFO for a config: the loader waits until it is written."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """The loader waits for a file, which is written after the server has been asked."""
+    (port,) = free_ports(1)
+    loaded = tmp_path / "loaded"
     slow = (
-        "import sys, time, runpy; sys.path.insert(0, '.')\n"
+        "import os, sys, time; sys.path.insert(0, '.')\n"
         "import serve\nreal = serve.load\n"
-        "def load(args):\n    time.sleep(1.5)\n    return real(args)\n"
+        "def load(args):\n"
+        f"    while not os.path.exists({str(loaded)!r}): time.sleep(0.01)\n"
+        "    return real(args)\n"
         f"serve.load = load\nsys.exit(serve.main(['--port', '{port}']))"
     )
     process = subprocess.Popen([sys.executable, "-c", slow], cwd=ROOT, stderr=subprocess.DEVNULL)
     server = Server.__new__(Server)
     server.host, server.port = "127.0.0.1", port
+
+    def status() -> int:
+        try:
+            return server.ask("/health").status
+        except ConnectionRefusedError:
+            return 0
+
     try:
-        seen, deadline = [], time.monotonic() + 30
-        while time.monotonic() < deadline and (not seen or seen[-1] != 200):
-            try:
-                seen.append(server.ask("/health").status)
-                if seen == [503]:
-                    reply = server.chat()
-                    assert (reply.status, reply.error["code"]) == (
-                        503,
-                        "loading",
-                    ) and reply.headers["retry-after"]
-            except ConnectionRefusedError:
-                time.sleep(0.05)
-        assert seen[0] == 503 and seen[-1] == 200
+        while not (first := status()):
+            time.sleep(0.02)
+        reply = server.chat()
+        loaded.touch()
+        while (last := status()) == 503:
+            time.sleep(0.02)
+        assert (first, last) == (503, 200)
+        assert (reply.status, reply.error["code"]) == (503, "loading")
+        assert reply.headers["retry-after"]
     finally:
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
@@ -1086,14 +1095,14 @@ def test_a_signal_lets_streams_end_refuses_new_requests_and_exits_with_0(by):
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
         server.process.send_signal(by)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while server.ask("/health").status == 200:
             assert time.monotonic() < deadline
         reply = server.chat()
         assert (reply.status, reply.error["code"]) == (503, "draining")
         rest = line.everything()
         assert b"[DONE]" in rest and b'"finish_reason":"length"' in rest
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_a_second_signal_ends_streams_with_an_error_and_not_with_a_reason():
@@ -1101,11 +1110,12 @@ def test_a_second_signal_ends_streams_with_an_error_and_not_with_a_reason():
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
+        while server.ask("/health").status == 200:  # two signals at once may count as one
+            assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
         rest = line.everything()
         assert b'"error":' in rest and b'"finish_reason":"' not in rest
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT])
@@ -1116,7 +1126,7 @@ def test_a_hail_of_signals_ends_a_busy_server_like_one(by):
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
         hail(server.process, by)
-        assert server.process.wait(30) == 0, server.log.read_text()
+        assert server.process.wait(60) == 0, server.log.read_text()
         assert "Traceback" not in server.log.read_text()
         assert b"[DONE]" in line.everything()
 
@@ -1125,14 +1135,15 @@ def test_an_idle_server_ends_at_once():
     with Server() as server:
         idle = server.line()
         began = time.monotonic()
-        assert server.stop() == 0 and time.monotonic() - began < 3
+        assert server.stop() == 0
+        assert time.monotonic() - began < HEAD_S / 2, "it has waited for the idle connection"
         idle.hang_up()
 
 
 def test_nothing_of_all_this_has_left_a_slot_or_a_thread_behind(server):
     """The last test of this server: after all that was sent to it, it answers as it did at
     first."""
-    assert server.is_idle(30)
+    assert server.is_idle()
     assert server.chat(temperature=0).json["choices"][0]["message"]["content"] == COUNT
     threads = [server.chat for _ in range(4)]
     workers = [threading.Thread(target=ask, kwargs={"max_tokens": 2}) for ask in threads]

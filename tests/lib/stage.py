@@ -90,7 +90,7 @@ class Show:
 
     async def sees(self, part: str) -> None:
         """Wait until it is on the screen."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if part in self.text():
                 return

@@ -56,7 +56,6 @@ class Terminal:
             os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | (environment or {})
         )
         command = [sys.executable, str(ROOT / "tui.py"), *arguments]
-        self.began = time.monotonic()
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd="/", **how
         )
@@ -117,23 +116,20 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self.master, keys.encode())
 
-    def sees(self, *parts: str, timeout: float = 30) -> None:
-        waited = 0.0
+    def sees(self, *parts: str) -> None:
+        deadline = time.monotonic() + 120
         while not all(part in self.text() for part in parts):
-            assert waited < timeout, f"{parts} not seen in {timeout} s:\n{self.text()}"
+            assert time.monotonic() < deadline, f"{parts} not seen:\n{self.text()}"
             assert self.process.poll() is None, (
                 f"ended with {self.process.returncode}:\n{self.text()}"
             )
-            began = time.monotonic()
             self.read(0.05)
-            # A machine that stood still meanwhile has not waited
-            waited += min(0.1, time.monotonic() - began)
 
-    def ends(self, code: int, within: float = 10, saying: str = "") -> None:
-        """It ends, in time, and leaves the terminal as it was."""
-        began = time.monotonic()
+    def ends(self, code: int, saying: str = "") -> None:
+        """It ends, and leaves the terminal as it was."""
+        deadline = time.monotonic() + 60
         while self.process.poll() is None:
-            assert time.monotonic() - began < within, self.text()
+            assert time.monotonic() < deadline, self.text()
             self.read(0.02)
         self.read(0.05)
         assert self.process.returncode == code, self.raw[-2000:].decode(errors="replace")
@@ -184,7 +180,7 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         terminal.type("c")
         terminal.sees("Compare", "static, simulated", "continuous, simulated", "What really")
         terminal.type("q")
-        terminal.ends(0, within=3)
+        terminal.ends(0)
         titles, *totals = [line.split() for line in terminal.said.strip().splitlines()]
         assert titles[:2] == ["policy", "requests"] and len(totals) >= 4, (
             "what ran stays to be read after the end"
@@ -204,13 +200,15 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
     } <= {event["name"] for event in events}
 
 
-def test_the_first_frame_comes_before_mlx_and_q_leaves_at_once_even_then(model):
-    with Terminal("--model", model) as terminal:
-        terminal.sees("watch an LLM serving engine work")
-        first = time.monotonic() - terminal.began
+def test_the_first_frame_comes_before_mlx_and_q_leaves_even_then(model, tmp_path):
+    """Here MLX can never be imported."""
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "core.py").write_text("import time\ntime.sleep(600)\n")
+    (tmp_path / "mlx" / "__init__.py").write_text("")
+    with Terminal("--model", model, environment={"PYTHONPATH": str(tmp_path)}) as terminal:
+        terminal.sees("watch an LLM serving engine work", "starting MLX")
         terminal.type("q")
-        terminal.ends(0, within=3)
-    assert first < 3, first  # 0.4 s on a machine with nothing else to do
+        terminal.ends(0)
 
 
 @pytest.mark.skipif(not device.blas.library, reason=f"nothing is compiled here: {device.blas}")
@@ -239,7 +237,7 @@ def test_a_first_start_shows_among_its_stages_that_it_compiles(model, tmp_path, 
         input=b"hello\n",
         env=os.environ | cache,
         capture_output=True,
-        timeout=60,
+        timeout=120,
         cwd="/",
         check=True,
     )
@@ -258,7 +256,7 @@ def test_a_signal_restores_the_terminal(model, number, code):
     with Terminal("--model", model, "--script", "burst24") as terminal:
         terminal.sees("Slots")
         terminal.process.send_signal(number)
-        terminal.ends(code, within=3)
+        terminal.ends(code)
 
 
 def test_ctrl_z_gives_the_terminal_back_and_the_screen_comes_again(model):
@@ -271,7 +269,7 @@ def test_ctrl_z_gives_the_terminal_back_and_the_screen_comes_again(model):
     with Terminal("--model", model, process_group=0) as terminal:
         terminal.sees("Slots", "idle")
         terminal.type("\x1a")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while state() != "T":
             assert time.monotonic() < deadline, terminal.text()
             terminal.read(0.05)
@@ -293,7 +291,7 @@ def test_a_broken_model_says_what_helps_and_the_screen_can_be_left(tmp_path):
     with Terminal("--model", str(folder), size=(80, 24)) as terminal:
         terminal.sees("is cut off", "q quits")
         terminal.type("\x03")
-        terminal.ends(2, within=3, saying="is cut off")
+        terminal.ends(2, saying="is cut off")
 
 
 def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
@@ -310,7 +308,7 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
         "2",
     ]
     done = subprocess.run(
-        [*command, "--prompts", str(prompts)], input=b"", capture_output=True, timeout=60, cwd="/"
+        [*command, "--prompts", str(prompts)], input=b"", capture_output=True, timeout=120, cwd="/"
     )
     lines = done.stdout.decode().splitlines()
     assert done.returncode == 0, done.stderr
@@ -319,7 +317,7 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model, tmp_path):
     assert sum(" ends (" in line for line in lines) == 2
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(lines))
     typed = b"hello\n/set max=5\nyou\n/race 4\n"
-    done = subprocess.run([*command], input=typed, capture_output=True, timeout=60, cwd="/")
+    done = subprocess.run([*command], input=typed, capture_output=True, timeout=120, cwd="/")
     text = done.stdout.decode()
     assert (
         done.returncode == 0 and "r1 waits: hello" in text and "r2 ends (length): 5 tokens" in text
@@ -332,7 +330,7 @@ def test_without_a_terminal_and_without_a_prompt_one_line_says_what_to_give(mode
     """Eight prompts of its own were answered, on any model, however slow; a closed input was a
     traceback."""
     command = f"exec {sys.executable} {ROOT / 'tui.py'} --plain --model {model} {given}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, cwd="/")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=120, cwd="/")
     assert done.returncode == 2 and b" waits: " not in done.stdout
     (line,) = done.stderr.decode().splitlines()
     assert (
@@ -364,7 +362,7 @@ def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
     ]
     options = ["--screenshot", str(picture), "--size", "120x40"]
     done = subprocess.run(
-        [*command, *options], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, cwd="/"
+        [*command, *options], stdin=subprocess.DEVNULL, capture_output=True, timeout=120, cwd="/"
     )
     assert done.returncode == 0, done.stderr
     text = re.sub("<[^>]*>", "", picture.read_text()).replace("&#160;", " ").replace("\xa0", " ")
@@ -383,7 +381,7 @@ def test_the_command_line_of_the_engine_shows_no_escape_sequence_either(model):
         "--max-tokens",
         "200",
     ]
-    done = subprocess.run([*command, "--ignore-eos"], capture_output=True, timeout=60, cwd="/")
+    done = subprocess.run([*command, "--ignore-eos"], capture_output=True, timeout=120, cwd="/")
     said = (done.stdout + done.stderr).decode()
     assert done.returncode == 0 and "red" in said and len(said) > 200
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", said)

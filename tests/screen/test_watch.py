@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from doors import CHAT, COMPLETIONS, ROOT, Line, Server
+from doors import CHAT, COMPLETIONS, ROOT, Line, Server, free_ports
 from rich.cells import cell_len
 from stage import SIZES, Show, Stage, like_golden, plain, show
 
@@ -40,9 +40,9 @@ class Watched(Server):
     def state(self) -> State:
         return self.session.state
 
-    def sees(self, what, within: float = 20):
+    def sees(self, what):
         """Look until it is so."""
-        deadline = time.monotonic() + within
+        deadline = time.monotonic() + 60
         while not (found := what(self.state)):
             assert time.monotonic() < deadline, (self.state.view, self.state.calls)
             time.sleep(0.02)
@@ -211,9 +211,7 @@ def tui_process(*arguments: str, **options) -> subprocess.Popen:
 
 
 def test_without_a_terminal_the_door_stays_open_until_a_signal_and_drains():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     process = tui_process("--serve", str(port), "--plain")
     try:
         while "policy" not in process.stdout.readline():
@@ -227,7 +225,7 @@ def test_without_a_terminal_the_door_stays_open_until_a_signal_and_drains():
         line.until(b"data: ")
         process.send_signal(signal.SIGTERM)
         assert b"[DONE]" in line.everything()
-        said = process.communicate(timeout=30)[0]
+        said = process.communicate(timeout=60)[0]
     finally:
         process.kill()
     assert (process.returncode, refused) == (0, 2)
@@ -314,32 +312,30 @@ def test_a_view_of_another_process_has_every_step_and_every_end(server):
 
 
 def test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with_the_next():
-    with Server() as first:
-        port = str(first.port)
-        with watching(first) as it:
-            it.sees(lambda state: state.view.stage == "ready")
+    port = str(*free_ports(1))
+    with Server("--port", port) as first, watching(first) as it:
+        it.sees(lambda state: state.view.stage == "ready")
+        it.complete()
+        it.sees(lambda state: state.ended and state.history)
+        first.process.kill()
+        it.sees(lambda state: (state.view.gone_s or 0) > 1)
+        assert re.search(
+            r"✗ gone for \d+ s", plain(panes.draw_status(it.state, ink.DARK, 80, 1))[0]
+        )
+        assert (
+            "is gone" in it.state.faults[-1].message
+            and len(it.state.faults) == 1
+            and it.state.ended
+        )
+        it.session.obey("Nobody hears this.")
+        assert (
+            "not fired" in it.sees(lambda state: len(state.faults) > 1 and state.faults[-1]).message
+        )
+        with Server("--port", port):
+            it.sees(lambda state: state.view.gone_s is None)
+            assert (it.state.ended, it.state.history) == ([], [])
             it.complete()
-            it.sees(lambda state: state.ended and state.history)
-            first.process.kill()
-            it.sees(lambda state: (state.view.gone_s or 0) > 1)
-            assert re.search(
-                r"✗ gone for \d+ s", plain(panes.draw_status(it.state, ink.DARK, 80, 1))[0]
-            )
-            assert (
-                "is gone" in it.state.faults[-1].message
-                and len(it.state.faults) == 1
-                and it.state.ended
-            )
-            it.session.obey("Nobody hears this.")
-            assert (
-                "not fired"
-                in it.sees(lambda state: len(state.faults) > 1 and state.faults[-1]).message
-            )
-            with Server("--port", port):
-                it.sees(lambda state: state.view.gone_s is None, 60)
-                assert (it.state.ended, it.state.history) == ([], [])
-                it.complete()
-                it.sees(lambda state: len(state.ended) == 1)
+            it.sees(lambda state: len(state.ended) == 1)
 
 
 def test_a_server_that_only_hangs_is_gone_too(monkeypatch):
@@ -412,7 +408,7 @@ def test_watching_needs_no_mlx(server, tmp_path):
     picture = tmp_path / "picture.svg"
     command = [sys.executable, "-c", code, "--watch", server.address, "--screenshot", str(picture)]
     done = subprocess.run(
-        [*command, "--script", "wait"], capture_output=True, text=True, timeout=60, cwd=ROOT
+        [*command, "--script", "wait"], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert done.stdout.split("\n")[0] == "0 []", done.stdout + done.stderr
     text = re.sub("<[^>]*>", "", picture.read_text()).replace("&#160;", " ").replace("\xa0", " ")
@@ -533,7 +529,7 @@ def test_a_plain_log_tells_of_refusals(engine):
         it.sees(lambda state: state.view.stage == "ready")
         it.complete(n=0)
         it.complete()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(lines) < 6 and time.monotonic() < deadline:
             time.sleep(0.02)
             log.look()
