@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from quick import QUICK
 
 from nanobatch import Engine, Model, Text
 from parts.device import rows
@@ -55,6 +56,15 @@ def is_small(config: pytest.Config) -> bool:
     option = config.option
     alone = option.usepdb or option.collectonly or option.capture == "no" or option.keyword
     return bool(alone) or not all(Path(each).is_dir() for each in config.args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = f"{Path(__file__).parent.name}/"
+    beginnings = tuple(here + each for each in QUICK)
+    for item in items:
+        if item.nodeid.startswith(beginnings):
+            item.add_marker("quick")
 
 
 def pytest_configure() -> None:

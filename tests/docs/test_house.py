@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from quick import QUICK
 from source import lines_of_code
 
 from parts.model.fit import sources
@@ -378,3 +379,16 @@ def test_a_touch_of_the_engines_own_names_is_found():
     assert len(engine_names("nanobatch", text)) == 2
     assert len(engine_names("parts/api/handle", text)) == 3
     assert engine_names("tui", "engine.step(); engine.__class__; other._x") == []
+
+
+def test_the_quick_part_has_tests_of_every_room_and_no_name_that_is_gone():
+    tests = ROOT / "tests"
+    gone = []
+    for line in QUICK:
+        file, _, name = line.partition("::")
+        path = tests / file
+        if not path.exists() or f"def {name}" not in path.read_text():
+            gone.append(line)
+    assert not gone
+    rooms = {path.parent.name for path in tests.glob("*/test_*.py")}
+    assert rooms == {line.partition("/")[0] for line in QUICK}
