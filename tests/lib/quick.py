@@ -42,4 +42,5 @@ QUICK = [
     "text/test_chat.py::test_a_conversation",
     "text/test_chat.py::test_a_template_cannot",
     "text/test_text.py",
+    "web/test_page.py",
 ]

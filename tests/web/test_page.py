@@ -146,7 +146,7 @@ def test_the_player_says_of_a_run_what_the_screen_says(tmp_path):
     (tmp_path / "run.json").write_text(record.as_text(run))
     (tmp_path / "plays.mjs").write_text(PLAYS % (ROOT, ROOT))
     command = ["node", str(tmp_path / "plays.mjs"), str(tmp_path / "run.json")]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not said.returncode, said.stderr
     texts = [r.text for r in stage.state.requests.values()][:12]
     for lane, measured in zip(json.loads(said.stdout), stage.state.raced.runs, strict=True):
