@@ -199,12 +199,14 @@ def log_to(file: TextIO) -> Iterator[None]:
     listener = QueueListener(lines.queue, logging.StreamHandler(file))
     listener.start()
     logging.raiseExceptions = False  # a full disk, or a pipe that is closed: serving goes on
+    level = ACCESS_LOG.level
     ACCESS_LOG.setLevel(logging.INFO)
     ACCESS_LOG.addHandler(lines)
     try:
         yield
     finally:
         ACCESS_LOG.removeHandler(lines)
+        ACCESS_LOG.setLevel(level)
         if not lines.queue.full():
             stop = threading.Thread(target=listener.stop, daemon=True)
             stop.start()
