@@ -34,10 +34,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 
-from door import http, openai
+from door import http, openai, page
 from door.bridge import Answer, Mailbox, Served, defaults_of
 from door.http import Gone, Options, Visit, refused, reply
 from door.journal import ACCESS_LOG, DoorView, Figures, Journal
@@ -112,6 +112,7 @@ class Door:
                 Route("/health", Handler(self._health), methods=["GET"]),
                 Route("/metrics", Handler(self._metrics), methods=["GET"]),
                 Route("/watch", Handler(self._watch), methods=["GET"]),
+                Route("/", Handler(self._page), methods=["GET"]),
             ],
             redirect_slashes=False,
             default=Handler(self._nothing),
@@ -254,7 +255,7 @@ class Door:
 
     def _admit(self, request: Request) -> None:
         http.guard(request, self.options, self._pages, self._count_connections())
-        if request.scope["path"] not in ("/health", "/metrics"):
+        if request.scope["path"] not in ("/", "/health", "/metrics"):
             if self.served is None:
                 raise Refusal(
                     503, "the model is being loaded; try again", "loading", Retry_After="1"
@@ -296,6 +297,13 @@ class Door:
         }
         text = self.figures.text(self._scraped, gauges)
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def _page(self, visit: Visit) -> Response:
+        """The page has nothing of this server's in it: it asks `/watch`, as any watcher does."""
+        text, policy = page.live()
+        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
+        headers |= {"cache-control": "no-cache", "referrer-policy": "no-referrer"}
+        return HTMLResponse(text, headers=headers)
 
     async def _watch(self, visit: Visit) -> None:
         # Starlette allows it beside GET, and the answer would never end

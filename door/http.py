@@ -198,7 +198,7 @@ def guard(request: Request, options: Options, pages: CORSMiddleware, connections
     keys = [options.api_key]
     if path == "/watch":
         keys.append(options.watch_key)
-    is_free = not options.api_key or path == "/health"
+    is_free = not options.api_key or path in ("/", "/health")
     if not is_free and not any(has_key(request, key) for key in keys if key):
         words = "no API key, or a wrong one; give it as 'Authorization: Bearer KEY'"
         raise Refusal(401, words, "invalid_api_key", WWW_Authenticate="Bearer")

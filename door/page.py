@@ -22,12 +22,19 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from door import wire
+from parts.api.views import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
+
+# The fields of what `/watch` sends, by the names of the types: the page reads it by names.
+VIEWS = (wire.Frame, Snapshot, SlotView, RequestView, Metrics, StepView, Limits)
+SHAPE = {view.__name__: wire.names_of(view) or view._fields for view in VIEWS}
 FOLDER = Path(__file__).parent.parent / "web"
 # In this order, each module knows only those before it.
-MODULES = ("words", "recording", "draw", "player", "lanes", "details", "main")
+MODULES = ("words", "recording", "draw", "player", "lanes", "details", "live", "main")
 IMPORT = re.compile(r"^import (?:[^;]*?) from \"\./(\w+)\.js\";\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULTILINE)
 
@@ -61,6 +68,14 @@ def hash_of(text: str) -> str:
 def without(template: str, part: str) -> str:
     """The template without what stands between `<!-- part -->` and `<!-- /part -->`."""
     return re.sub(rf"<!-- {part} -->.*?<!-- /{part} -->\n?", "", template, flags=re.DOTALL)
+
+
+@cache
+def live() -> tuple[str, str]:
+    """The page that a server sends: it asks `/watch`, and nothing else. With it, its policy."""
+    text = page({"shape": SHAPE | {"protocol": wire.PROTOCOL}}, connects="'self'")
+    policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
+    return text, f"{policy}; frame-ancestors 'none'"
 
 
 def page(data: Mapping[str, Any], *, story: str | None = None, connects: str = "'none'") -> str:

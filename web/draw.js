@@ -101,14 +101,15 @@ export function scaleOf(width, from, to) {
   };
 }
 
-export function rowHeight(width) {
+export function rowHeight(width, slots) {
+  if (slots > 16) return 8;
   return width < 560 ? 10 : 14;
 }
 
 // Slots × time. `now`: what lies behind this moment is drawn in full, and what lies before it and has
 // been seen already (`seen`) faintly. `chosen`: a request that is to stand out; 0 for none.
 export function drawTimeline(canvas, lane, { from, to, now, seen, chosen }) {
-  const row = rowHeight(canvas.clientWidth);
+  const row = rowHeight(canvas.clientWidth, lane.slots);
   const { pen, width, height } = prepared(canvas, lane.slots * row);
   const colours = inks();
   const scale = scaleOf(width, from, to);

@@ -80,8 +80,9 @@ export class LaneView {
     this.range = range;
     drawTimeline(this.canvas, this.lane, { ...range, now, seen, chosen });
     const figures = this.lane.figuresAt(now);
-    const isOver = now >= this.lane.end && figures.answered === figures.requests;
-    const answered = `${figures.answered} of ${figures.requests} answered`;
+    const isOver = !this.player.window && now >= this.lane.end && figures.answered === figures.requests;
+    const all = this.player.window ? "" : ` of ${figures.requests}`; // a server's are never all
+    const answered = `${figures.answered}${all} answered`;
     const useful = `${percent(figures.useful)} useful`;
     const steps = count(figures.steps, "step");
     const texts = [isOver ? `done in ${span(this.lane.end)}` : answered, steps, useful];
@@ -96,7 +97,7 @@ export class LaneView {
   #drawSlots(now) {
     const index = this.lane.stepAt(now);
     // Behind the lane's last step nothing runs any more
-    const isOver = now >= this.lane.end && !this.player.follows;
+    const isOver = now >= this.lane.end && !this.player.window;
     this.rows.forEach((row, slot) => {
       const isFree = { kind: EMPTY, request: 0 };
       const cell = isOver || index < 0 ? isFree : this.lane.cells[index][slot];
@@ -119,6 +120,7 @@ export class LaneView {
   #textOf(request, cell, now) {
     const text = this.lane.textAt(request, now);
     if (cell.kind === GHOST) return "a ghost: this token is dropped";
+    if (this.lane.hidesTexts) return count(this.lane.tokensAt(request, now), "token");
     if (!text) return shorten(request.prompt || "…", TAIL);
     return text.length <= TAIL ? text : `…${text.slice(-TAIL)}`;
   }

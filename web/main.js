@@ -3,12 +3,12 @@
 // Where the data is. A page that was made of a recording has it in an element `recording`. The page that
 // a server sends has none, and asks the server (live.js).
 
-import { lanesOf } from "./recording.js";
+import { lanesOf, named } from "./recording.js";
 import { PACES, Player } from "./player.js";
-import { LaneView, make, write } from "./lanes.js";
+import { LaneView, write } from "./lanes.js";
 import { RequestsView, StepView } from "./details.js";
-import { span, verdict } from "./words.js";
-import { inks } from "./draw.js";
+import { count, span, verdict } from "./words.js";
+import { follow } from "./live.js";
 
 const PLAYS = 18; // seconds that a recording takes on the page, about
 
@@ -51,8 +51,18 @@ export class Page {
   }
 
   toggle() {
-    if (this.player.playing || this.player.follows) this.player.pause();
-    else this.player.play();
+    const { player } = this;
+    if (player.playing || player.follows) player.pause();
+    else if (player.window) player.change({ follows: true, now: player.end });
+    else player.play();
+  }
+
+  // Another lane in place of the only one: a server's history was cut, or the server began anew.
+  replace(lane) {
+    this.player.lanes[0] = lane;
+    this.player.seen = 0;
+    this.views[0].lane = lane;
+    this.requests.rows.clear();
   }
 
   // Keys are those of the screen in the terminal, where it has the same.
@@ -88,8 +98,8 @@ export class Page {
     this.step.draw();
     this.requests.draw();
     const runs = player.playing || player.follows;
-    write($("play"), runs ? "Pause" : player.now >= player.end ? "Play again" : "Play");
-    write($("pace"), player.follows ? "live" : player.pace === 1 ? "as fast as it ran" : `${player.pace} × slower`);
+    write($("play"), runs ? "Pause" : player.window ? "Live" : player.now >= player.end ? "Play again" : "Play");
+    write($("pace"), player.pace === 1 ? "as fast as it ran" : `${player.pace} × slower`);
     write($("now"), span(player.now));
     write($("ends"), span(player.end));
     const scrub = $("scrub");
@@ -117,15 +127,61 @@ function leadToRepository() {
   }
 }
 
-function begin() {
-  leadToRepository();
-  const recording = dataOf("recording");
-  if (!recording) return;
+// --- a recording
+
+function play(recording) {
   const page = new Page(lanesOf(recording));
-  window.nanobatch = page; // for the console, and for tests
   page.player.pace = paceFor(page.player.end);
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) page.player.goTo(page.player.end);
   else page.player.play();
+  return page;
+}
+
+// --- a server
+
+const WINDOW = 20; // seconds of a server's time that are in sight
+
+function show(live, isNew) {
+  live.lane.hidesTexts = !live.hello.texts;
+  let page = window.nanobatch;
+  if (!page) {
+    page = window.nanobatch = new Page([live.lane]);
+    Object.assign(page.player, { window: WINDOW, follows: true });
+    document.body.classList.add("lives-on");
+  } else if (isNew) {
+    page.replace(live.lane);
+  }
+  const { player } = page;
+  player.change(player.follows ? { now: player.end, seen: player.end } : {});
+  const { engine, hello } = live;
+  const said = [`${hello.model}: ${hello.summary}.`, `${count(engine.finished, "request")} answered so far.`];
+  const busy = engine.waiting || engine.slots.some((slot) => named(live.shape.SlotView, slot).request !== null);
+  if (!busy) said.push("Nothing runs now.");
+  if (!hello.texts) said.push("Prompts and answers are not shown; the server's watch key shows them.");
+  write($("status"), said.join(" "));
+}
+
+// Answers with what somebody types. The key goes into a header, and nowhere else.
+function askForKey(why) {
+  const form = $("key-form");
+  write($("status"), why);
+  form.hidden = false;
+  $("key").focus();
+  return new Promise((give) => {
+    form.onsubmit = (event) => {
+      event.preventDefault();
+      form.hidden = true;
+      give($("key").value.trim());
+      $("key").value = "";
+    };
+  });
+}
+
+function begin() {
+  leadToRepository();
+  const recording = dataOf("recording");
+  if (recording) window.nanobatch = play(recording); // for the console, and for tests
+  else follow(dataOf("shape"), { show, askForKey, say: (text) => write($("status"), text) });
 }
 
 begin();

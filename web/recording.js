@@ -39,6 +39,20 @@ export function countUpTo(values, limit) {
   return low;
 }
 
+// By number of tokens: how far into the text they reach. The engine counts characters, and JavaScript
+// counts a character beyond 65,535, such as an emoji, as two.
+function lettersOf(text, lengths) {
+  const characters = Array.from(text);
+  const out = [0];
+  let character = 0;
+  let at = 0;
+  for (const length of lengths) {
+    for (let i = 0; i < length; i++) at += characters[character++]?.length ?? 0;
+    out.push(at);
+  }
+  return out;
+}
+
 export class Lane {
   constructor(policy, limits) {
     this.policy = policy;
@@ -61,15 +75,13 @@ export class Lane {
     return this.ended.length ? this.ended[this.ended.length - 1] : 0;
   }
 
-  // A request that is new, or is known better now. What the steps told of it is kept.
+  // A request that is new, or is known better now. What the steps told of it is kept. (`before`: so
+  // many tokens it had before the lane's first step.)
   know(request) {
     const before = this.requests.get(request.id);
-    const own = before ?? { tokenSteps: [], admittedStep: null, chunks: [] };
+    const own = before ?? { tokenSteps: [], admittedStep: null, chunks: [], before: 0 };
     const known = { ...own, ...request };
-    known.letters = [0]; // by number of tokens: how many characters of the text they are
-    for (const length of request.lengths) {
-      known.letters.push(known.letters[known.letters.length - 1] + length);
-    }
+    known.letters = lettersOf(request.text, request.lengths);
     this.requests.set(request.id, known);
     return known;
   }
@@ -156,10 +168,12 @@ export class Lane {
   // How many tokens of its answer a request has at this moment.
   tokensAt(request, time) {
     const done = countUpTo(this.ended, time); // so many steps have ended
-    return countUpTo(request.tokenSteps, done - 1);
+    return request.before + countUpTo(request.tokenSteps, done - 1);
   }
 
   textAt(request, time) {
+    // An end may bring more: the rest of a character whose last token never came
+    if (this.isAnswered(request, time)) return request.text;
     const tokens = this.tokensAt(request, time);
     const letters = request.letters;
     return request.text.slice(0, letters[Math.min(tokens, letters.length - 1)]);

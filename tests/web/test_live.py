@@ -1,0 +1,123 @@
+"""The page that a server sends: nothing of the server's is in it, and it rebuilds what `/watch` tells."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from doors import Server
+
+from door import page, wire
+from door.journal import DoorView
+from nanobatch import Sampling
+
+ROOT = Path(__file__).parents[2]
+NODE = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
+
+
+def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
+    """A browser that opens an address sends no key. So the page comes without one, and empty."""
+    with Server("--api-key", "hush", "--watch-key", "eye") as server:
+        server.ask("/v1/chat/completions", {}, authorization="Bearer hush")
+        reply = server.ask("/")
+        assert reply.status == 200 and reply.headers["content-type"].startswith("text/html")
+        assert reply.body.decode() == page.live()[0]
+        assert server.ask("/watch").status == 401
+        assert server.ask("/", method="POST").status == 405
+        assert b"hush" not in reply.body
+    rules = reply.headers["content-security-policy"].split("; ")
+    assert {"connect-src 'self'", "default-src 'none'", "frame-ancestors 'none'"} <= set(rules)
+    assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_key_goes_into_a_header_and_never_into_an_address():
+    text = (page.FOLDER / "live.js").read_text()
+    assert "Bearer ${key}" in text and 'fetch("watch", ' in text
+    assert "new EventSource" not in text and "localStorage" not in text
+
+
+TAKES = """
+import { LiveLane, eventsOf } from "%s/web/live.js";
+import { readFileSync } from "node:fs";
+const asked = JSON.parse(readFileSync(process.argv[2], "utf8"));
+const live = new LiveLane(asked.shape);
+const texts = [];
+for (const frame of asked.frames) {
+  live.take(frame);
+  const all = [...live.lane.requests.values()];
+  texts.push(all.map((r) => [r.id, live.lane.textAt(r, live.lane.end)]));
+}
+const bytes = new TextEncoder().encode('event: hello\\ndata: {"a":1}\\n\\n: ping\\n\\ndata: [2]\\n\\ndata: "unfini');
+const pieces = new ReadableStream({
+  start(out) {
+    for (let i = 0; i < bytes.length; i += 7) out.enqueue(bytes.slice(i, i + 7));
+    out.close();
+  },
+});
+const events = [];
+for await (const event of eventsOf(pieces)) events.push(event);
+const lane = live.lane;
+const figures = lane.figuresAt(lane.end);
+const ascending = lane.began.every((began, i) => began >= (lane.ended[i - 1] ?? 0) - 1e-9);
+console.log(JSON.stringify({ texts, events, steps: lane.steps.length, figures, ascending }));
+"""
+
+
+def play(tmp_path: Path, frames: list[str]) -> dict:
+    shape = page.SHAPE | {"protocol": wire.PROTOCOL}
+    asked = json.dumps({"shape": shape, "frames": [json.loads(frame) for frame in frames]})
+    (tmp_path / "asked.json").write_text(asked)
+    (tmp_path / "takes.mjs").write_text(TAKES % ROOT)
+    command = ["node", str(tmp_path / "takes.mjs"), str(tmp_path / "asked.json")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert not said.returncode, said.stderr
+    return json.loads(said.stdout)
+
+
+def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list]]:
+    """What a watcher is told of five requests, from a step on, and the texts at each frame."""
+    sender = wire.Sender(texts)
+    for n in range(5):
+        engine.submit(f"prompt {n}", Sampling(max_tokens=60, ignore_eos=True), origin="10.0.0.1")
+    nothing = DoorView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
+    seen, frames, told = None, [], []
+    for step in range(400):
+        if step >= begin:
+            seen = engine.snapshot(seen)
+            frames.append(sender.pack(wire.Frame(False, 0, 0.0, seen, nothing)))
+            told.append([[r.id, r.text] for r in (*seen.requests, *seen.ended)])
+        engine.step()
+    assert seen.finished == 5
+    return frames, told
+
+
+@NODE
+@pytest.mark.parametrize("begin", [0, 25])
+def test_the_page_rebuilds_each_text_as_it_grew(engine, tmp_path, begin):
+    """Also if it comes to the server in the middle of answers."""
+    frames, told = frames_of(engine, True, begin)
+    played = play(tmp_path, frames)
+    compared = 0
+    for got, sent in zip(played["texts"], told, strict=True):
+        known = dict(map(tuple, got))
+        for number, text in sent:
+            assert known[number] == text
+            compared += len(text) > 5
+    assert compared > 100
+    assert played["figures"]["answered"] == 5 and played["ascending"]
+
+
+@NODE
+def test_a_page_that_may_not_read_shows_figures(engine, tmp_path):
+    frames, _ = frames_of(engine, False)
+    played = play(tmp_path, frames)
+    assert played["figures"]["tokens"] == 300 and played["steps"] > 60
+    assert not any(text for texts in played["texts"] for _, text in texts)
+
+
+@NODE
+def test_a_stream_is_read_wherever_it_is_cut(engine, tmp_path):
+    played = play(tmp_path, frames_of(engine, True)[0][:1])
+    assert [event["event"] for event in played["events"]] == ["hello", "message"]
+    assert [event["data"] for event in played["events"]] == [{"a": 1}, [2]]
