@@ -34,7 +34,7 @@ VIEWS = (wire.Frame, Snapshot, SlotView, RequestView, Metrics, StepView, Limits)
 SHAPE = {view.__name__: wire.names_of(view) or view._fields for view in VIEWS}
 FOLDER = Path(__file__).parent.parent / "web"
 # In this order, each module knows only those before it.
-MODULES = ("words", "recording", "draw", "player", "lanes", "details", "live", "main")
+MODULES = ("words", "recording", "draw", "player", "lanes", "details", "live", "lab", "main")
 IMPORT = re.compile(r"^import (?:[^;]*?) from \"\./(\w+)\.js\";\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULTILINE)
 
@@ -57,7 +57,7 @@ def embedded(name: str, data: Any) -> str:
     text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return f'<script type="application/json" id="{name}">{text}</script>\n'
+    return f'<script type="application/json" id="data-{name}">{text}</script>\n'
 
 
 def hash_of(text: str) -> str:
@@ -78,15 +78,17 @@ def live() -> tuple[str, str]:
     return text, f"{policy}; frame-ancestors 'none'"
 
 
-def page(data: Mapping[str, Any], *, story: str | None = None, connects: str = "'none'") -> str:
+def page(
+    data: Mapping[str, Any], *, parts: Mapping[str, str] | None = None, connects: str = "'none'"
+) -> str:
     """One HTML text.
 
     `data`: by name, what the scripts find in the page, as JSON. A text is taken for JSON already.
-    `story`: what is told beside a recording, as HTML of our own; None: this is a server's page.
+    `parts`: by name, what stands beside a recording, as HTML of our own; None: a server's page.
     `connects`: what the page may ask, as a content security policy says it.
     """
     template = (FOLDER / "index.html").read_text(encoding="utf-8")
-    template = without(template, "story" if story is None else "live")
+    template = without(template, "story" if parts is None else "live")
     style = (FOLDER / "style.css").read_text(encoding="utf-8")
     code = script()
     rules = (
@@ -98,11 +100,11 @@ def page(data: Mapping[str, Any], *, story: str | None = None, connects: str = "
         "base-uri 'none'",
         "form-action 'none'",
     )
-    parts = {
+    texts = {
         "policy": "; ".join(rules),
         "style": style,
-        "story": story or "",
         "data": "".join(embedded(name, value) for name, value in data.items()),
         "script": code,
+        **(parts or {}),
     }
-    return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], template)
+    return re.sub(r"\{(\w+)\}", lambda found: texts[found[1]], template)

@@ -26,10 +26,12 @@ from door import page
 from measure import report
 from screen import record
 from screen.ink import span
+from web import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 400_000  # bytes of a page: it is sent over slow lines, too
-EMBEDDED = re.compile(r'<script type="application/json" id="recording">(.*?)</script>')
+EMBEDDED = re.compile(r'<script type="application/json" id="data-recording">(.*?)</script>')
+SECTIONS = ("lab", "game", "story")
 COLUMNS = ("nanobatch continuous", "mlx-lm", "llama.cpp")
 
 
@@ -58,15 +60,34 @@ def record_demo() -> dict:
         return read(file)
 
 
-def make(recordings: list[dict]) -> str:
+def make(recordings: list[dict], pyodide_at: str = "") -> str:
+    """The page. `pyodide_at`: where Python comes from, if not from the CDN."""
     recording = joined(recordings)
-    return page.page({"recording": recording}, story=story_of(recording))
+    pyodide = json.loads((page.FOLDER / "pyodide.json").read_text(encoding="utf-8"))
+    pyodide["at"] = pyodide_at or pyodide["at"]
+    parts = {name: (page.FOLDER / f"{name}.html").read_text(encoding="utf-8") for name in SECTIONS}
+    parts["story"] = filled(parts["story"], recording)
+    data = {"recording": recording, "lab": lab_of(recording, pyodide)}
+    return page.page(data, parts=parts, connects=pyodide["at"])
+
+
+def lab_of(recording: dict, pyodide: dict) -> dict:
+    """What the scheduler in the page needs."""
+    wishes = simulate.wishes_of(recording["runs"][0], recording["fields"])
+    paths = [ROOT / "sched.py", ROOT / "prefix.py"]
+    paths += [page.FOLDER / name for name in ("simulate.py", "worker.js")]
+    return {
+        "pyodide": pyodide,
+        "sources": {path.name: path.read_text(encoding="utf-8") for path in paths},
+        "wishes": wishes,
+        "price": simulate.price_of(recording),
+    }
 
 
 # --- the words beside it --------------------------------------------------------------------------
 
 
-def story_of(recording: dict) -> str:
+def filled(story: str, recording: dict) -> str:
     """What is told beside a recording. Every figure in it comes from a file."""
     price = recording["prices"]
     one, eight = (price["step"] + price["row"] * rows for rows in (1, 8))
@@ -85,8 +106,7 @@ def story_of(recording: dict) -> str:
     }
     facts = {name: html.escape(text) for name, text in facts.items()}
     facts["table"] = table_of("bench-15m.json")
-    text = (page.FOLDER / "story.html").read_text(encoding="utf-8")
-    return re.sub(r"\{(\w+)\}", lambda found: facts[found[1]], text)
+    return re.sub(r"\{(\w+)\}", lambda found: facts[found[1]], story)
 
 
 def table_of(file: str) -> str:

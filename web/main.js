@@ -8,6 +8,7 @@ import { PACES, Player } from "./player.js";
 import { LaneView, write } from "./lanes.js";
 import { RequestsView, StepView } from "./details.js";
 import { count, span, verdict } from "./words.js";
+import { Lab } from "./lab.js";
 import { follow } from "./live.js";
 
 const PLAYS = 18; // seconds that a recording takes on the page, about
@@ -15,7 +16,7 @@ const PLAYS = 18; // seconds that a recording takes on the page, about
 const $ = (name) => document.querySelector(`[data-${name}]`);
 
 export function dataOf(name) {
-  const element = document.getElementById(name);
+  const element = document.getElementById(`data-${name}`);
   return element ? JSON.parse(element.textContent) : null;
 }
 
@@ -134,6 +135,7 @@ function play(recording) {
   page.player.pace = paceFor(page.player.end);
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) page.player.goTo(page.player.end);
   else page.player.play();
+  page.lab = new Lab($("lab"), recording, dataOf("lab"));
   return page;
 }
 

@@ -64,7 +64,7 @@ def test_a_hostile_text_ends_no_element_and_adds_none():
         tag for tag, _ in Elements(page_program.make([calm])).tags
     ]
     # The page's script gets the very same texts
-    assert json.loads(found.texts["recording"]) == hostile
+    assert json.loads(found.texts["data-recording"]) == hostile
     assert any("</script>" in json.dumps(run) for run in hostile["runs"])
 
 

@@ -1,0 +1,87 @@
+"""The scheduler in the page, without the page: lines that are changed, and errors that know their line."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from sched import POLICIES, Scheduler
+from web import simulate
+
+ROOT = Path(__file__).parents[2]
+LIMITS = {"slots": 4, "max_len": 200, "chunk": 16, "budget": 32}
+PRICE = {"step": 0.002, "row": 0.0003, "token": 0.0001}
+WISHES = [([number] * 20, 40, 5 + 7 * (number % 4), 0.0) for number in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def own_policy(monkeypatch):
+    """The reader's own policy is known for the time of a test only."""
+    monkeypatch.setitem(POLICIES, simulate.MINE, "the reader's own")
+
+
+def asked(lines: str = "", policy: str = "continuous", rate: float = 0) -> dict:
+    question = {"wishes": WISHES, "rate": rate, "limits": LIMITS, "price": PRICE}
+    question |= {"lines": lines or simulate.lines(), "policy": policy}
+    return json.loads(simulate.answer(json.dumps(question)))
+
+
+@pytest.mark.parametrize("policy", ["continuous", "static", "serial", "fair", "short", "mine"])
+def test_the_lines_as_they_are_change_no_plan(policy):
+    """They are the methods of the scheduler, and one line more."""
+    played = asked(policy=policy)
+    assert "error" not in played and len(played["steps"]) > 20
+    if policy != simulate.MINE:
+        wishes = [simulate.Wish(tuple(prompt), *rest) for prompt, *rest in WISHES]
+        plain = simulate.play(Scheduler(**LIMITS, policy=policy), wishes, PRICE)
+        assert json.loads(json.dumps(plain["steps"])) == played["steps"]
+
+
+def test_a_changed_line_changes_the_plans():
+    one = simulate.lines().replace('"continuous": free', '"continuous": min(free, 1)')
+    assert one != simulate.lines()
+    assert [len(step["admitted"]) for step in asked()["steps"][:2]] == [4, 0]
+    assert [len(step["admitted"]) for step in asked(one)["steps"][:3]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('"mine": free', '"mine": fre', "NameError: name 'fre' is not defined"),
+        ("room = {", "room = = {", "SyntaxError"),
+        ("return 0 if self.draining_to else room", "return [][room]", "IndexError"),
+    ],
+)
+def test_an_error_names_its_line(before, after, said):
+    lines = simulate.lines().replace(before, after, 1)
+    at = next(i for i, line in enumerate(lines.split("\n"), start=1) if after in line)
+    played = asked(lines, policy="mine")
+    assert played["line"] == at and played["error"].startswith(said)
+    assert "<lines>" not in played["error"]
+
+
+def test_a_policy_that_admits_nobody_is_said_to_do_so():
+    lines = simulate.lines().replace('"continuous": free', '"continuous": 0')
+    assert asked(lines)["error"] == "no slot is taken, 12 wait, and none is admitted"
+
+
+def test_a_load_spreads_the_arrivals_the_same_each_time():
+    played = asked(rate=20.0)
+    assert played["arrivals"] == asked(rate=20.0)["arrivals"] == sorted(played["arrivals"])
+    assert 0.2 < played["arrivals"][-1] < 3
+    for step, (began, ended) in zip(played["steps"], played["clock"], strict=True):
+        assert (
+            ended
+            > began
+            >= max((played["arrivals"][r - 1] for _, r in step["admitted"]), default=0)
+        )
+
+
+def test_python_comes_in_one_version_and_each_file_with_its_hash():
+    pyodide = json.loads((ROOT / "web" / "pyodide.json").read_text())
+    assert pyodide["at"].startswith("https://") and pyodide["at"].count("@") == 1
+    assert set(pyodide["files"]) >= {"pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm"}
+    for integrity in pyodide["files"].values():
+        kind, _, digest = integrity.partition("-")
+        assert kind == "sha384" and len(base64.b64decode(digest)) == 48

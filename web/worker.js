@@ -1,0 +1,40 @@
+// Python, beside the page: Pyodide in a worker, so that a policy which never ends hangs nothing.
+//
+// The page hands over Pyodide's files, whose hashes the browser has checked, and the project's own. From
+// then on each message is a question for `simulate.answer`, and is answered with its JSON.
+
+let simulate = null;
+
+async function start({ files, sources, lock }) {
+  // Nothing more is loaded: what Pyodide asks for is here already
+  self.fetch = async (address) => {
+    const name = String(address?.url ?? address).split("/").pop();
+    const type = name.endsWith(".wasm") ? "application/wasm" : "application/octet-stream";
+    if (!files[name]) throw new Error(`${name} is not among the files`);
+    return new Response(files[name], { headers: { "content-type": type } });
+  };
+  const module = async (name) => {
+    const address = URL.createObjectURL(new Blob([files[name]], { type: "text/javascript" }));
+    return import(address);
+  };
+  const { loadPyodide } = await module("pyodide.mjs");
+  const { default: createPyodideModule } = await module("pyodide.asm.mjs");
+  const python = await loadPyodide({
+    indexURL: "https://files.invalid/",
+    packageBaseUrl: "https://files.invalid/",
+    lockFileContents: lock,
+    createPyodideModule,
+  });
+  for (const [name, text] of Object.entries(sources)) python.FS.writeFile(name, text);
+  simulate = python.pyimport("simulate");
+  return { lines: simulate.lines(), policies: python.runPython("import json, sched; json.dumps(sched.POLICIES)") };
+}
+
+self.onmessage = async ({ data }) => {
+  try {
+    const answer = data.question ? simulate.answer(data.question) : await start(data);
+    self.postMessage({ answer });
+  } catch (error) {
+    self.postMessage({ failed: String(error.message ?? error) });
+  }
+};
