@@ -21,7 +21,6 @@ from parts.model.config import Config
 from parts.model.families import FAMILIES
 from parts.model.rope import Rope
 from screen.room import Settings
-from tools import page as page_program
 from tools import tables
 
 ROOT = Path(__file__).parents[2]
@@ -63,14 +62,6 @@ def test_the_readme_is_read_in_five_minutes():
         == 7
     )
     assert 500 < words(README) <= 1200
-
-
-def test_the_page_is_made_of_what_lies_here():
-    """A page with an older scheduler in it, or older figures, would tell of something else."""
-    path = ROOT / "docs" / "index.html"
-    says = "make it anew: python tools/page.py docs/index.html docs/index.html"
-    anew = page_program.make([page_program.read(str(path))])
-    assert anew == path.read_text(), says
 
 
 def test_the_scheduler_is_as_long_as_the_readme_says():
