@@ -84,6 +84,13 @@ class Ask(NamedTuple):
     seed: int | None
 
 
+class Read(NamedTuple):
+    """A prompt in tokens, or why there are none; None: the prompt has not been read yet."""
+
+    ask: Ask
+    ids: list[int] | ValueError | None
+
+
 class Settings(NamedTuple):
     """How the next prompts are fired. `/set` changes it."""
 
@@ -270,8 +277,8 @@ class EngineRoom(Room):
         self.own: dict[int, Handle] = {}
         self._dice, self._next_arrival = random.Random(0), 0.0
         self._slow_once = False  # slow motion ends with what runs now
-        self._crowd: Sequence[Ask] = ()  # the steady load picks from these
-        self._race: Sequence[Ask] = ()
+        self._crowd: Sequence[Read] = ()  # the steady load picks from these
+        self._race: Sequence[Read] = ()
         self._legs_left: list[str] = []  # policies that the race has yet to run under
         self._policy = ""  # the policy that comes back when the race is over
 
@@ -372,13 +379,28 @@ class EngineRoom(Room):
 
     # --- firing and cancelling
 
-    def _fire(self, asks: Sequence[Ask]) -> list[int]:
+    def _read(self, ask: Ask) -> Read:
+        """Turn a prompt into tokens in the thread that wishes, for a chat template may take long.
+
+        Before the model is loaded there is nothing to do so with, and nothing to hold up either.
+        """
+        if self.engine is None:
+            return Read(ask, None)
+        try:
+            return Read(ask, self.engine.text.ask(ask.prompt))
+        except ValueError as error:
+            return Read(ask, error)
+
+    def _fire(self, reads: Sequence[Read]) -> list[int]:
         """Submit these; answers with the ids. If a slot has less room than `max_tokens`, the answer
         gets that room."""
         fired, engine = [], self.engine
-        for ask in asks:
+        for ask, ids in reads:
             try:
-                ids = engine.text.ask(ask.prompt)
+                if ids is None:
+                    ids = engine.text.ask(ask.prompt)
+                if isinstance(ids, ValueError):
+                    raise ids
                 room = engine.sched.max_len - len(ids)
                 if room < 1:
                     holds = f"a slot holds {engine.sched.max_len:,}, prompt and answer together"
@@ -397,7 +419,10 @@ class EngineRoom(Room):
             fired.append(handle.id)
         return fired
 
-    fire = wish(_fire)
+    _post_fire = wish(_fire)
+
+    def fire(self, asks: Sequence[Ask]) -> None:
+        self._post_fire([*map(self._read, asks)])
 
     @wish
     def cancel(self, request: int | None) -> None:
@@ -408,10 +433,13 @@ class EngineRoom(Room):
             if request in (None, handle.id):
                 handle.cancel()
 
-    @wish
     def set_load(self, rate: float, asks: Sequence[Ask] = ()) -> None:
+        self._post_load(rate, [*map(self._read, asks)])
+
+    @wish
+    def _post_load(self, rate: float, crowd: Sequence[Read]) -> None:
         self.note(load=rate)
-        self._crowd = asks
+        self._crowd = crowd
         if rate:
             self._next_arrival = self.clock() + self._dice.expovariate(rate)
 
@@ -450,17 +478,20 @@ class EngineRoom(Room):
         else:
             self.engine.drain(policy)
 
-    @wish
     def race(self, asks: Sequence[Ask], policies: Sequence[str] = RIVALS) -> None:
         """When all requests have ended, run these under one policy, then again under the next. It
         ends a pause."""
+        self._post_race([*map(self._read, asks)], policies)
+
+    @wish
+    def _post_race(self, reads: Sequence[Read], policies: Sequence[str]) -> None:
         self.loop.resume()
         if self._slow_once:
             self.loop.slow, self._slow_once = 0.0, False
         if not self._race:
             snapshot = self.engine.snapshot()
             self._race, self._legs_left, self._policy = (
-                asks,
+                reads,
                 list(policies),
                 snapshot.draining_to or snapshot.policy,
             )

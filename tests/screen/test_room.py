@@ -31,6 +31,21 @@ def test_a_switch_of_policy_drains_the_slots_first():
     stage.finish()
 
 
+@pytest.mark.parametrize("wish", ["/burst 6", "/load 5", "/race 6", "hello"])
+def test_prompts_are_read_where_they_are_wished_for_and_not_in_the_thread_that_steps(wish):
+    """A template that took long held up the steps of all."""
+    stage, read = Stage().load(), []
+    ask = stage.engine.text.ask
+    stage.engine.text.ask = lambda prompt: read.append(prompt) or ask(prompt)
+    stage.session.obey(wish)
+    before = list(read)
+    assert before
+    for _ in range(200):
+        stage.time.now += 0.01
+        stage.turns()
+    assert stage.state.requests and read == before
+
+
 def test_a_pause_stops_the_engine_and_the_clocks_and_a_step_is_one_step():
     stage = Stage().load()
     stage.session.obey("/burst 20")
