@@ -135,6 +135,8 @@ def serve(door: Door, args: argparse.Namespace) -> int:
         print(
             f"nanobatch: {name} at {door.address}/v1; {engine.summary}", file=sys.stderr, flush=True
         )
+        if engine.text.unfit:
+            print(f"nanobatch: {engine.text.unfit}", file=sys.stderr, flush=True)
         door.wait()
     except KeyboardInterrupt:
         door.drain(DRAIN_S, lambda: len(signals) > 1)

@@ -17,7 +17,15 @@ from pathlib import Path
 
 from parts.checks import one_line
 
-LONGEST = 100_000_000  # bytes of a text file, or of the header of a file with weights
+# The most bytes that a file may have, several times as many as the largest that are published have.
+# More would take minutes to read, and all for nothing.
+LARGEST = {
+    "tokenizer.json": 150_000_000,  # published: 35 MB
+    "model.safetensors.index.json": 30_000_000,  # some MB
+    "chat_template.jinja": 1_000_000,  # some ten KB
+}
+LARGEST_OTHER = 10_000_000  # configs: about 1 MB
+LARGEST_HEADER = 100_000_000  # of a file with weights, as the format has it
 
 
 class ModelError(ValueError):
@@ -40,12 +48,21 @@ def check_plain(path: Path) -> None:
         raise ModelError(f"{path} is no plain file; download it again.")
 
 
+def check_size(path: Path) -> None:
+    """Refuse what is too large before it is read."""
+    most = LARGEST.get(path.name, LARGEST_OTHER)
+    size = path.stat().st_size
+    if size > most:
+        raise ModelError(
+            f"{path} has {size:,} bytes, and such a file may have {most:,}; download it again."
+        )
+
+
 def read_text(path: Path) -> str:
     """The text in a file, or one line that says why there is none."""
     try:
         check_plain(path)
-        if path.stat().st_size > LONGEST:
-            raise ModelError(f"{path} is longer than {LONGEST:,} bytes; download it again.")
+        check_size(path)
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ModelError(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from parts.checks import one_line, shown
 from parts.device.mlx import mx
-from parts.files import LONGEST, ModelError, check_plain, read_json, what_is
+from parts.files import LARGEST_HEADER, ModelError, check_plain, read_json, what_is
 from parts.model.config import Config
 
 # As phi3 stores them
@@ -45,7 +45,7 @@ def read_header(path: Path) -> dict[str, dict]:
             length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
             if what := what_is(start):
                 raise ModelError(f"{path} is {what}; download it again.")
-            if not 2 <= length <= min(size - 8, LONGEST):
+            if not 2 <= length <= min(size - 8, LARGEST_HEADER):
                 raise ModelError(
                     f"{path} is not a safetensors file, or it is cut off; download it again."
                 )
@@ -86,26 +86,34 @@ def read_header(path: Path) -> dict[str, dict]:
     return entries
 
 
+def _misplaced(index: Path, tensor: str, file: object) -> ModelError:
+    return ModelError(f"{index}: {tensor} is said to be in {shown(file)}; download it again.")
+
+
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """The files to read. Each comes with the tensors that the index promises in it, None if there
     is no index."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files: dict[Path, set[str] | None] = {}
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not places:
             raise ModelError(f"{index} has no weight_map; download it again.")
+        # Grouped first, since there may be a million tensors, and a path costs more than a text
+        named: dict[str, set[str]] = {}
         for tensor, file in places.items():
-            if not isinstance(file, str) or Path(file).name != file or len(file) > 200:
+            if not isinstance(file, str):
+                raise _misplaced(index, tensor, file)
+            named.setdefault(file, set()).add(tensor)
+        files: dict[Path, set[str] | None] = {}
+        for file, tensors in named.items():
+            if Path(file).name != file or len(file) > 200:
+                raise _misplaced(index, min(tensors), file)
+            path = folder / file
+            if not path.exists():
                 raise ModelError(
-                    f"{index}: {tensor} is said to be in {shown(file)}; download it again."
+                    f"{path} is missing, but {index.name} names it; download the model again."
                 )
-            files.setdefault(folder / file, set()).add(tensor)
-        for file in files:
-            if not file.exists():
-                raise ModelError(
-                    f"{file} is missing, but {index.name} names it; download the model again."
-                )
+            files[path] = tensors
         return files
     found = sorted(folder.glob("model*.safetensors"))
     if not found:

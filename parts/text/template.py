@@ -1,19 +1,22 @@
-"""The chat template: a program of another author's, compiled and run within limits.
+"""The chat template: a program of another author's, tried in a child process before it is trusted.
 
 The problem. A template comes with the weights, from anywhere. It is a program in Jinja's language,
 which makes one text of a conversation. Jinja's sandbox keeps it away from files and from Python's
 own names. But within the sandbox it may loop for ever, or ask for a text of gigabytes, and the
 process would die of it with all its requests.
 
-The way out. A template may take so many seconds of a processor (`SECONDS`) and make so many
-characters (`SIZE`). The time is looked at by a trace function, as a debugger has it: Python calls
-it at each line of the template, and at each call of a function, in this thread alone. (A signal
-would come to the main thread only.) The characters are counted before they are made: the sandbox
-hands us every operator and call, and the filters are wrapped.
+The way out. When a model is loaded, a child process renders `TRIALS` with its template (`try_out`).
+The system holds the child to `SECONDS` and `MEMORY`, whatever the template does, and what is over
+is killed. A template that the child survives is trusted: this process renders it in Jinja's plain
+sandbox, in the thread that asks and never in the one that steps.
 
-What this cannot bound: an operation that is written in C, such as a sort or a slice of a very long
-text, cannot be stopped while it runs. The sizes keep each of them short, but one expression may
-chain many.
+What remains. A template may be quick on the trials and slow on a client's conversation: a loop over
+all pairs of 10,000 messages is 100 million turns. (Jinja bounds a `range`, but no loops in loops.)
+So `Turns` puts a look at the clock into every loop and macro, and a rendering ends when it has used
+`PATIENCE`. A look costs a third of a microsecond, and nothing is counted. The clock is the
+processor's, since a busy machine is not the template's fault. Between two looks a single
+expression may take gigabytes, or minutes: an author can hide it from the trials, on purpose. Give a
+server of models that you do not trust a limit of memory of its own.
 
 Where next: `tokens.py`, which says when a template is used.
 """
@@ -21,172 +24,145 @@ Where next: `tokens.py`, which says when a template is used.
 from __future__ import annotations
 
 import datetime
-import functools
 import json
-import re
+import resource
+import signal
+import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-SECONDS = 5.0  # of a processor; an honest template takes milliseconds
-SIZE = 100_000_000  # characters, all intermediate texts together
-SOURCE = 1_000_000  # characters; the longest templates that are published have some ten thousand
-# Filters and methods of texts whose result may be many times as long as what goes in.
-GROWING = "batch center expandtabs format format_map indent join ljust replace rjust slice tojson translate urlize"
-GROWING = frozenset(f"{GROWING} wordwrap xmlattr zfill".split())
-# Those that make no text of their own: a template may ask in each turn how many turns there are.
-LOOKING = frozenset(["count", "endswith", "first", "last", "length", "startswith"])
+from parts.checks import one_line
+from parts.files import LARGEST
+
+PATIENCE = 1.0  # seconds of a processor for a rendering; an honest template takes milliseconds
+SECONDS = 5  # of a processor, for the child
+# On a busy machine the child waits for its turn
+WALL = 20.0
+MEMORY = 512 * 2**20  # bytes of the child. macOS ignores this limit: there only the time bounds it
+LONGEST = LARGEST["chat_template.jinja"]  # wherever its text lies
+ROOT = Path(__file__).resolve().parents[2]
 
 
-# --- the limits ---------------------------------------------------------------------------------
+# --- in the child -------------------------------------------------------------------------------
 
 
-class LimitError(jinja2.TemplateError):
-    """A template wants more than it may have."""
+def turns(count: int, content: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i in range(count)]
 
 
-class Meter(threading.local):
-    """What is left to the template that runs in this thread."""
-
-    until = 0.0
-    left = 0
-
-
-meter = Meter()
+# A question; one with a system prompt; and a long talk, with which what grows too fast shows.
+TRIALS = (
+    turns(1, "What is a KV cache?"),
+    [{"role": "system", "content": "Be terse."}, *turns(3, "Grüße, 中文 👩‍👩‍👧\n\n{{ 1 }}")],
+    turns(101, "Some words of a turn. " * 20),
+)
 
 
-def spend(characters: int) -> None:
-    meter.left -= characters
-    if meter.left < 0:
-        raise LimitError(f"it makes more than {SIZE:,} characters; give plain text")
+def judge() -> None:
+    """The child's program: what is wrong with a template, as JSON; empty if nothing is."""
+    given = json.load(sys.stdin)
+    for limit, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, given["seconds"]),
+        (resource.RLIMIT_AS, given["memory"]),
+    ):
+        with suppress(ValueError, OSError):  # the limit is lower already, or the system has none
+            resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
+    print(json.dumps(fault(given["source"], given["trials"], given["memory"])))
 
 
-def limited(function: Callable, *arguments: Any, **options: Any) -> Any:
-    """Call a function that runs a template, or compiles one."""
-
-    def watch(frame, event, argument):
-        if time.thread_time() > meter.until:
-            raise LimitError(f"it takes more than {SECONDS:g} s; give plain text")
-        # Elsewhere calls alone will do
-        return watch if frame.f_code.co_filename == "<template>" else None
-
-    meter.until, meter.left = time.thread_time() + SECONDS, SIZE
-    before = sys.gettrace()
-    sys.settrace(watch)
+def fault(source: str, trials: Sequence[Mapping[str, Any]], memory: int) -> str:
     try:
-        return function(*arguments, **options)
-    finally:
-        sys.settrace(before)
+        template = Template(source)
+    except Exception as error:
+        return f"is broken ({one_line(error)})"
+    for variables in trials:
+        try:
+            template.render(variables)
+        except MemoryError:
+            return f"takes more than {memory // 2**20} MB for a trial conversation"
+        except LimitError:
+            return f"takes more than {PATIENCE:g} s for a trial conversation"
+        except Exception:  # it refuses this conversation, and may well take others
+            continue
+    return ""
 
 
-# --- how many characters? -----------------------------------------------------------------------
+# --- its parent ---------------------------------------------------------------------------------
 
 
-def size(value: Any) -> int:
-    """About how long a value is as text. A container counts with all that is in it."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return size(list(value.items()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(size, value)) + 2 * len(value)
-    return value.bit_length() // 3 + 1 if isinstance(value, int) else 8
+def try_out(source: str, trials: Sequence[Mapping[str, Any]]) -> str:
+    """What is wrong with a template, in words that follow "the chat template"; empty if it is fit.
 
-
-def width(value: Any) -> int:
-    """How many characters an argument may ask for: a number, as many as it says."""
-    if isinstance(value, (list, tuple)):
-        return max(map(width, value), default=0)
-    return abs(value) if isinstance(value, int) else size(value)
-
-
-def made_by_call(name: str, value: Any, arguments: Iterable[Any]) -> int:
-    """By a filter, or a method of a text."""
-    if name in LOOKING:
-        return 1
-    most = max(map(width, arguments), default=1) if name in GROWING else 1
-    asked = (
-        map(int, re.findall(r"\d{4,}", value))
-        if name.startswith("format") and isinstance(value, str)
-        else ()
-    )
-    return size(value) * max(most, 1) + sum(asked)  # "%9999d"
-
-
-def made_by_operator(operator: str, left: Any, right: Any) -> int:
-    if operator == "%":
-        return made_by_call("format", left, [right]) if isinstance(left, str) else 1
-    # To multiply long numbers takes long, too
-    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
-        return {"+": 1, "*": size(left) * size(right), "**": (size(left) * width(right)) ** 2}[
-            operator
-        ]
-    # An entry of a list takes eight bytes.
-    lengths = [
-        len(v) * (1 if isinstance(v, str) else 8)
-        for v in (left, right)
-        if isinstance(v, (str, list, tuple))
-    ]
-    return sum(lengths) * (
-        max(width(left), width(right)) if operator == "*" and len(lengths) == 1 else 1
-    )
+    The child finds the packages where this process has them. It reads no settings of a user's, and
+    `-S` saves it the search for packages. It has a session of its own, so Ctrl-C does not reach it.
+    """
+    if len(source) > LONGEST:
+        return f"is {len(source):,} characters long, more than {LONGEST:,}"
+    path = [str(ROOT), *sys.path]
+    program = f"import sys; sys.path += {path}; from parts.text.template import judge; judge()"
+    given = {"source": source, "trials": trials, "seconds": SECONDS, "memory": MEMORY}
+    try:
+        child = subprocess.run(
+            [str(sys.executable), "-I", "-S", "-c", program],
+            input=json.dumps(given).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=WALL,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        return f"takes more than {WALL:g} s for a trial conversation"
+    except OSError as error:
+        return f"cannot be tried, for no process can be started ({one_line(error)})"
+    try:
+        return json.loads(child.stdout)
+    except ValueError:  # it was killed
+        if child.returncode == -signal.SIGXCPU:
+            return f"takes more than {SECONDS} s for a trial conversation"
+        return f"ended the process that tried it (exit code {child.returncode})"
 
 
 # --- the sandbox --------------------------------------------------------------------------------
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with the options of Hugging Face, which counts what a template makes."""
-
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-
-    def __init__(self):
-        extensions = ["jinja2.ext.loopcontrols", Generation]
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=finalize
-        )
-        del self.globals["lipsum"]  # makes texts of any length
-        self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-        self.filters = {
-            name: counted(name, filter)
-            for name, filter in {**self.filters, "tojson": tojson}.items()
-        }
-
-    def call_binop(self, context, operator: str, left: Any, right: Any) -> Any:
-        spend(made_by_operator(operator, left, right))
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context, callee: Any, *arguments: Any, **options: Any) -> Any:
-        method = getattr(callee, "__wrapped__", callee)  # the sandbox wraps `format`
-        if isinstance(text := getattr(method, "__self__", None), str):
-            spend(made_by_call(method.__name__, text, (*arguments, *options.values())))
-        return super().call(context, callee, *arguments, **options)
-
-    @staticmethod
-    def concat(pieces: Iterable[str]) -> str:
-        """Joins what a template, a macro or a block has written."""
-        return "".join(finalize(piece) for piece in pieces)
-
-    def _parse(self, *arguments) -> nodes.Template:
-        return Joins().visit(super()._parse(*arguments))
+class LimitError(jinja2.TemplateError):
+    """A rendering takes too long."""
 
 
-class Joins(NodeTransformer):
-    """Makes of `a ~ b` a filter, which is counted."""
+UNTIL = "until when"  # among a template's variables, under a name that no template can write
+TURN = "a turn"  # such a name, too
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
-        parts = nodes.List(self.generic_visit(node).nodes, lineno=node.lineno)
-        return nodes.Filter(
-            parts, "join", [], [], None, None, lineno=node.lineno, environment=node.environment
-        )
+
+@jinja2.pass_context
+def look_at_the_clock(context: Context, _: None) -> None:
+    if time.thread_time() > context.parent[UNTIL]:
+        raise LimitError(f"it takes more than {PATIENCE:g} s; give less, or plain text")
+
+
+class Turns(NodeTransformer):
+    """Begins the body of all that may run again and again with a look at the clock."""
+
+    def visit_For(self, node: nodes.For | nodes.Macro | nodes.Block) -> nodes.Node:
+        at = {"lineno": node.lineno, "environment": node.environment}
+        look = nodes.Filter(nodes.Const(None, **at), TURN, [], [], None, None, **at)
+        node.body.insert(0, nodes.ExprStmt(look, **at))
+        return self.generic_visit(node)
+
+    visit_Macro = visit_For
+    visit_Block = visit_For
 
 
 class Generation(jinja2.ext.Extension):
@@ -199,27 +175,6 @@ class Generation(jinja2.ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
         return nodes.Scope(body, lineno=line)
-
-
-def counted(name: str, filter: Callable) -> Callable:
-    gets_context = hasattr(filter, "jinja_pass_arg")  # as its first argument
-
-    @functools.wraps(filter)
-    def run(*arguments: Any, **options: Any) -> Any:
-        arguments = [
-            list(value) if isinstance(value, (Iterator, range)) else value for value in arguments
-        ]
-        value, *others = arguments[gets_context:]
-        spend(made_by_call(name, value, (*others, *options.values())))
-        return filter(*arguments, **options)
-
-    return run
-
-
-def finalize(value: Any) -> Any:
-    """Called with every value that is written out."""
-    spend(size(value) + 1)
-    return value
 
 
 def raise_exception(message: str):
@@ -236,14 +191,25 @@ def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False)
     )
 
 
+def sandbox() -> ImmutableSandboxedEnvironment:
+    """Jinja's, with the options of Hugging Face."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
+    )
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    made.filters |= {"tojson": tojson, TURN: look_at_the_clock}
+    return made
+
+
 class Template:
     """A chat template. Making one and rendering it may raise anything: it is another author's
     program."""
 
     def __init__(self, source: str):
-        if len(source) > SOURCE:
-            raise LimitError(f"it is {len(source):,} characters long, more than {SOURCE:,}")
-        self._template = limited(Sandbox().from_string, source)
+        made = sandbox()
+        self._template = made.from_string(Turns().visit(made.parse(source)))
 
-    def render(self, **variables: Any) -> str:
-        return limited(self._template.render, **variables)
+    def render(self, variables: Mapping[str, Any]) -> str:
+        return self._template.render({**variables, UNTIL: time.thread_time() + PATIENCE})

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from parts.checks import one_line, shown
-from parts.files import ModelError, check_plain, read_json, read_text
+from parts.files import ModelError, check_plain, check_size, read_json, read_text
 from parts.text.grammar import Grammar, Grammars
+
+OURS = Path(__file__).resolve().parents[2] / "demo" / "model" / "chat_template.jinja"
 
 
 class Prompt(NamedTuple):
@@ -35,7 +37,10 @@ class Prompt(NamedTuple):
 
 
 class Text:
-    """A model's tokenizer, chat template and end tokens."""
+    """A model's tokenizer, chat template and end tokens.
+
+    `unfit`: why there is a chat template that is not used, in one line; else empty.
+    """
 
     def __init__(self, folder: Path, vocabulary: int):
         path = folder / "tokenizer.json"
@@ -44,6 +49,7 @@ class Text:
                 f"{path} is missing; save the model's tokenizer in the fast format (tokenizer.json)."
             )
         check_plain(path)
+        check_size(path)
         try:
             self.tokenizer = calmly(Tokenizer.from_file, str(path))
             self.tokenizer.no_truncation()
@@ -65,6 +71,7 @@ class Text:
             read_json(config) if config.exists() else {}
         )
         self.end_tokens = self._end_tokens()
+        self._source, self.unfit = self._find_template()
 
     def _end_tokens(self) -> frozenset[int]:
         """Every id that ends an answer, be it named by the config, the generation config or the
@@ -98,9 +105,10 @@ class Text:
         """A prompt as a person types it: one message of a user, or plain text if it is `raw` or
         there is no template.
 
+        An unfit template is refused, since its model knows no other form of a question.
         An empty prompt has no tokens, not even BOS, so the engine refuses it.
         """
-        if self.has_template and prompt and not raw:
+        if self._source is not None and prompt and not raw:
             return self.encode_chat([{"role": "user", "content": prompt}])
         return self.encode(prompt) if prompt else []
 
@@ -185,16 +193,15 @@ class Text:
 
     @property
     def has_template(self) -> bool:
-        return self._source is not None
+        return self._source is not None and not self.unfit
 
-    @cached_property
-    def _source(self) -> str | None:
-        """The template's text. It is a file of its own, or in the config, alone or as one of
-        several with names."""
+    def _find_template(self) -> tuple[str | None, str]:
+        """The template's text, and in one line why it cannot be used. It is a file of its own, or
+        in the config, alone or as one of several with names."""
         path = self.folder / "chat_template.jinja"
-        if path.exists():
-            return read_text(path)
-        source = self.config.get("chat_template")
+        source = read_text(path) if path.exists() else self.config.get("chat_template")
+        if not path.exists():
+            path = self.folder / "tokenizer_config.json"
         if isinstance(source, list):
             named = {
                 str(entry.get("name")): entry.get("template")
@@ -202,18 +209,36 @@ class Text:
                 if isinstance(entry, dict)
             }
             source = named.get("default", next(iter(named.values()), None))
-        return source if isinstance(source, str) else None
+        if not isinstance(source, str):
+            return None, ""
+        # The demo's own came with this file, and is as good as this file. A child takes 60 ms.
+        if OURS.exists() and source == OURS.read_text(encoding="utf-8"):
+            return source, ""
+        from parts.text.template import TRIALS, try_out
+
+        why = try_out(source, [self._variables(messages) for messages in TRIALS])
+        return source, why and f"{path}: the chat template {why}; mend it, or give plain text."
+
+    def _variables(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What a template can ask for."""
+        specials = {
+            name: self.special(name)
+            for name in self.config
+            if name.endswith("_token") and self.special(name)
+        }
+        return {
+            "messages": messages,
+            "add_generation_prompt": True,
+            "tools": None,
+            "documents": None,
+            **specials,
+        }
 
     @cached_property
-    def _template(self):
+    def _template(self) -> Any:
         from parts.text.template import Template
 
-        try:
-            return Template(self._source)
-        except Exception as error:
-            raise ModelError(
-                f"the chat template in {self.folder} is broken ({one_line(error)}); give plain text."
-            ) from None
+        return Template(self._source)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text that the template makes of a conversation. It ends where the assistant's answer
@@ -223,26 +248,16 @@ class Text:
                 raise ValueError(
                     f"a chat message is {shown(message)}, but it must be a mapping with a role and a content"
                 )
-        if not self.has_template:
+        if self.unfit:
+            raise ModelError(self.unfit)
+        if self._source is None:
             raise ValueError("this model has no chat template; give it a plain text")
-        specials = {
-            name: self.special(name)
-            for name in self.config
-            if name.endswith("_token") and self.special(name)
-        }
         messages = [
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
-        template = self._template
         try:
-            return template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **specials,
-            )
+            return self._template.render(self._variables(messages))
         except Exception as error:  # a template is another author's program, and may raise anything
             raise ValueError(
                 f"the chat template refuses these messages: {one_line(error)}"

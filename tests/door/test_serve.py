@@ -943,6 +943,19 @@ def test_a_model_without_a_template_refuses_chat_and_takes_text(guarded):
         assert guarded.ask(CHAT, say(), **key("kéy")).status == 400
 
 
+def test_a_template_that_does_not_end_is_said_at_the_start_and_text_is_served(tmp_path):
+    """The first client would have found out, and held a thread that reads prompts."""
+    folder = make_checkpoint(tmp_path, seed=1)
+    loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(loops)
+    words = "the chat template takes more than 1 s for a trial conversation"
+    with Server("--model", str(folder), "--max-len", "64") as server:
+        server.says(rf"nanobatch: {folder}/chat_template.jinja: {words}")
+        chat = server.chat()
+        assert chat.status == 400 and words in chat.error["message"]
+        assert server.complete("x").status == 200
+
+
 # --- figures, the log, and watching -------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from nanobatch import Engine, Sampling, Text
 from parts.device import mlx as device
 from parts.device.mlx import mx
-from parts.files import ModelError
+from parts.files import LARGEST, LARGEST_OTHER, ModelError
 from parts.model import config as configs
 from parts.model import families, weights
 from parts.model.families import FAMILIES
@@ -608,6 +608,33 @@ def test_what_is_no_plain_file_is_refused_and_never_waited_for(folder, file, kin
         "model.safetensors",
     )
     assert said and (said[0] == "loaded" if is_missing else str(path) in said[0]), said
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file != "model.safetensors"])
+def test_a_file_that_is_too_large_is_refused_before_it_is_read(folder, file, monkeypatch):
+    """An index of two million entries was refused after 34 s. A file of nothing but a length stands
+    for such."""
+    path, most = folder / file, LARGEST.get(file, LARGEST_OTHER)
+    with path.open("wb") as large:
+        large.truncate(most + 1)
+    read, read_text = [], Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, **how: read.append(self) or read_text(self, **how)
+    )
+    line = tried(folder)
+    assert path not in read
+    assert f"{path} has {most + 1:,} bytes, and such a file may have {most:,}" in line
+
+
+def test_an_index_is_refused_without_a_look_at_each_of_its_entries(folder, monkeypatch):
+    """A path for each entry took most of those 34 s."""
+    looked = []
+    monkeypatch.setattr(weights, "Path", lambda file: looked.append(file) or Path(file))
+    names = {f"tensor {number}": "model.safetensors" for number in range(10_000)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ModelError, match="lacks tensor"):
+        weights.Weights(folder)
+    assert looked == ["model.safetensors"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -10,12 +10,15 @@ network.
 import datetime
 import itertools
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-import tracemalloc
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ from tokenizers import AddedToken, processors
 from nanobatch import Text
 from parts.files import ModelError
 
+ROOT = Path(__file__).parents[2]
 LLAMA2 = """\
 {% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set system = messages[0]['content'] %}\
 {% else %}{% set turns = messages %}{% set system = false %}{% endif %}\
@@ -591,79 +595,219 @@ GROWS = "{% set s = namespace(x=START) %}{% for _ in range(60) %}{% set s.x = ST
 ENDLESS = [
     "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}",
     "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{{ j }}{% endfor %}{% endfor %}",
+    "{% for i in range(10 ** 5) %}{{ i }}{% for j in range(10 ** 5) if j %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    GROWS.replace("START", "'a'").replace("STEP", "[s.x, s.x]") + "{{ s.x }}",
+    "{% for n in [60] recursive %}{% if n %}{{ loop([n - 1, n - 1]) }}{% endif %}{% endfor %}",
+    "{% set s = namespace(n=60) %}{% block b %}{% set s.n = s.n - 1 %}{% if s.n %}"
+    "{{ self.b() }}{{ self.b() }}{% endif %}{% set s.n = s.n + 1 %}{% endblock %}",
     "{% for i in range(10 ** 5) %}{% set x = range(10 ** 5) | list | sort %}{% endfor %}",
     "{% for i in range(10 ** 5) %}{% set x = range(10 ** 5) | map('string') | list %}{% endfor %}",
 ]
+# In one operation of C each, which nothing but the system can stop
+UNSTOPPABLE = [
+    "{{ 10 ** (10 ** 9) }}",
+    GROWS.replace("START", "7").replace("STEP", "s.x * s.x"),
+    "{{ [1] | slice(10 ** 9) | list }}",
+]
 HUGE = [
     "{{ 'a' * 10 ** 9 }}",
-    "{{ 10 ** 9 * 'a' }}",
     "{% set x = ['a'] * 10 ** 9 %}",
     "{{ 'a'.center(10 ** 9) }}",
-    "{{ 'a'.zfill(10 ** 9) }}",
-    "{{ 'a\\t'.expandtabs(10 ** 9) }}",
-    "{{ 'a' | center(10 ** 9) }}",
-    "{{ 'a' | center(width=10 ** 9) }}",
     "{{ 'a' | indent(10 ** 9, true) }}",
-    "{{ [1] | batch(10 ** 9, 'x') | list }}",
-    "{{ [1] | slice(10 ** 9) | list }}",
     "{{ messages | tojson(indent=10 ** 9) }}",
-    "{{ '%999999999d' % 1 }}",
-    "{{ '%*d' % (10 ** 9, 1) }}",
-    "{{ '%999999999d' | format(1) }}",
-    "{{ '{:999999999}'.format(1) }}",
     "{{ '{:{}}'.format(1, 10 ** 9) }}",
-    "{{ '{x:999999999}'.format_map({'x': 1}) }}",
-    MILLION + "{{ x.replace('a', x) }}",
     MILLION + "{{ x | replace('a', x) }}",
-    MILLION + "{{ x.translate({97: x}) }}",
-    MILLION + "{{ x.join(x) }}",
-    MILLION + "{{ x | join(x) }}",
-    MILLION + "{{ range(10 ** 5) | join(x) }}",
-    MILLION + "{{ [x] * 1000 }}",
-    MILLION + "{{ ([x] * 1000) | string }}",
     MILLION + "{% for i in range(1000) %}{{ x }}{% endfor %}",
-    MILLION + "{% for i in range(1000) %}{% set y = x | upper %}{% endfor %}",
-    GROWS.replace("START", "'a'").replace("STEP", "s.x + s.x"),
     GROWS.replace("START", "'a'").replace("STEP", "s.x ~ s.x"),
-    GROWS.replace("START", "[1]").replace("STEP", "s.x + s.x"),
-    GROWS.replace("START", "7").replace("STEP", "s.x * s.x"),
-    GROWS.replace("START", "'a'").replace(
-        "{% set s.x = STEP %}", "{% set s.x %}{{ s.x }}{{ s.x }}{% endset %}"
-    ),
-    "{{ 10 ** (10 ** 9) }}",
 ]
+# What the trials do not meet: two turns
+HIDDEN = "{%% if messages | length == 2 %%}%s{%% endif %%}fine"
+no_limit_of_memory = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no such limit")
+
+
+def unfit(text: Text) -> str:
+    """The one line that says why a template is not used. Plain text goes on as it was."""
+    assert not text.has_template
+    assert text.ask("Hi", raw=True) == text.encode("Hi")
+    with pytest.raises(ModelError):
+        text.ask("Hi")  # in plain text the model would be asked in a form that it does not know
+    line = refusal(text, turns("Hi"), ModelError)
+    assert line == text.unfit and "the chat template" in line and "give plain text" in line
+    assert str(text.folder / "tokenizer_config.json") in line
+    return line
+
+
+@pytest.mark.parametrize("source", [ENDLESS[0], ENDLESS[3], *UNSTOPPABLE])
+def test_a_template_that_does_not_end_is_found_when_the_model_is_loaded(
+    tmp_path, monkeypatch, source
+):
+    """It was found by the first client, whose conversation then held a thread of the server."""
+    monkeypatch.setattr("parts.text.template.SECONDS", 1)
+    line = unfit(make_model(tmp_path, source))
+    assert "takes more than 1 s for a trial conversation" in line
+
+
+@no_limit_of_memory
+@pytest.mark.parametrize("source", HUGE)
+def test_a_template_that_wants_gigabytes_is_found_when_the_model_is_loaded(tmp_path, source):
+    """Where memory runs out, the process dies with all its requests."""
+    line = unfit(make_model(tmp_path, source))
+    assert "takes more than 512 MB for a trial conversation" in line
+
+
+def executable(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("exec sleep 60", "takes more than 0.2 s"),
+        ("kill -9 $$", "ended the process that tried it (exit code -9)"),
+        ("echo not JSON; exit 3", "ended the process that tried it (exit code 3)"),
+        (None, "cannot be tried, for no process can be started"),
+    ],
+)
+def test_a_child_that_hangs_dies_or_cannot_start_is_a_model_without_a_template(
+    tmp_path, monkeypatch, script, words
+):
+    """Nothing is known of such a template, so it is not trusted. Loading must not raise."""
+    python = executable(tmp_path / "python", script) if script else str(tmp_path / "nothing")
+    monkeypatch.setattr(sys, "executable", python)
+    if "0.2 s" in words:
+        monkeypatch.setattr("parts.text.template.WALL", 0.2)
+    assert words in unfit(make_model(tmp_path / "model", CHATML))
+
+
+def test_the_demos_own_template_needs_no_trial_and_a_copy_with_a_change_does(tmp_path, monkeypatch):
+    """It came with the program, and is as good as the program. A child would cost its start."""
+    asked = []
+    monkeypatch.setattr("parts.text.template.try_out", lambda source, _: asked.append(source) or "")
+    ours = (ROOT / "demo" / "model" / "chat_template.jinja").read_text()
+    assert make_model(tmp_path / "1", ours, "a file").has_template and not asked
+    assert make_model(tmp_path / "2", f"{ours} ", "a file").has_template
+    assert asked == [f"{ours} "]
+
+
+# A program without a file, which a child could not import again
+LOADS = """
+import signal, sys
+from pathlib import Path
+from parts.text.tokens import Text
+
+stride = signal.default_int_handler if sys.argv[2] == "ends" else lambda *_: None
+signal.signal(signal.SIGINT, stride)
+text = Text(Path(sys.argv[1]), 300)
+print(text.render([{"role": "user", "content": "x"}]))
+"""
+
+
+def test_a_template_is_tried_without_a_main_file_and_with_standard_input_closed(tmp_path):
+    make_model(tmp_path, "hello {{ messages[0].content }}")
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" "$2" ends <&-', sys.executable, LOADS, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "hello x\n", done.stderr
+
+
+def used_by(process: str) -> int:
+    """Ticks of a processor, on Linux."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[11])
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """A program that loads a template gets Ctrl-C, as a terminal sends it, while its child tries
+    the template. Answers with the program's output and the child's number."""
+
+    def run(source: str, how: str) -> tuple[str, int]:
+        with monkeypatch.context() as patch:
+            patch.setattr("parts.text.template.try_out", lambda *_: "")
+            make_model(tmp_path, source)
+        program = subprocess.Popen(
+            [sys.executable, "-c", LOADS, str(tmp_path), how],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
+        children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+        deadline = time.monotonic() + 30
+        # It runs when it has used a processor. Before, the program may be busy with its start.
+        while not any(used_by(child) for child in children.read_text().split()):
+            assert time.monotonic() < deadline and program.poll() is None
+            time.sleep(0.001)
+        child = int(children.read_text())
+        os.killpg(program.pid, signal.SIGINT)
+        return program.communicate(timeout=60)[0], child
+
+    return run
+
+
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
+
+
+@on_linux
+def test_ctrl_c_ends_a_trial_together_with_the_program(interrupted):
+    """Else the child would take a processor until its limit."""
+    said, child = interrupted(UNSTOPPABLE[0], "ends")
+    assert "KeyboardInterrupt" in said
+    stat = Path(f"/proc/{child}/stat")
+    with suppress(OSError):  # it is gone, or dead and not yet buried
+        while stat.read_text().rpartition(") ")[2][0] != "Z":
+            assert used_by(str(child)) < 400, "it goes on to its limit of five seconds"
+            time.sleep(0.01)
+
+
+@on_linux
+def test_ctrl_c_that_a_program_takes_in_its_stride_does_not_end_the_trial(interrupted):
+    """A terminal sends it to all of a program's processes. The child would die of it, and its
+    model would have no template."""
+    said, _ = interrupted("{% set n = 3 * 10 ** 5 %}{% set x = 10 ** n %}fine", "goes on")
+    assert said == "fine\n"
+
+
+# --- what a trusted template may still do -------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ENDLESS)
-def test_a_template_that_does_not_end_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
-    """A server would have waited for it for ever. A signal, which comes to the main thread alone,
-    would not do."""
-    monkeypatch.setattr("parts.text.template.SECONDS", 0.1)
-    text, said, began = make_model(tmp_path, source), [], time.process_time()
+def test_a_loop_that_the_trials_did_not_meet_is_stopped_in_any_thread(
+    tmp_path, monkeypatch, source
+):
+    """Four such conversations held all of a server's threads that read prompts, for a minute. A
+    signal, which comes to the main thread alone, would not do."""
+    monkeypatch.setattr("parts.text.template.PATIENCE", 0.1)
+    text, said = make_model(tmp_path, HIDDEN % source), []
+    assert text.render(turns("a")) == text.render(turns("a", "b", "c")) == "fine"
 
     def render() -> None:
-        said.append(refusal(text, turns("Hi")))
+        said.append(refusal(text, turns("Hi", "Hello.")))
 
     thread = threading.Thread(target=render, daemon=True)
     thread.start()
     render()
     thread.join(60)
     assert len(said) == 2 and all("takes more than 0.1 s" in line for line in said)
-    assert time.process_time() - began < 20 and sys.gettrace() is None
+    assert text.render(turns("a")) == "fine"
 
 
-@pytest.mark.parametrize("source", HUGE)
-def test_a_template_that_wants_gigabytes_is_refused_before_it_has_them(tmp_path, source):
-    """Where memory runs out, the process dies with all its requests."""
-    text = make_model(tmp_path, source)
-    tracemalloc.start()
-    try:
-        assert "makes more than 100,000,000 characters" in refusal(text, turns("Hi"))
-        assert tracemalloc.get_traced_memory()[1] < 500_000_000
-    finally:
-        tracemalloc.stop()
+def test_ten_thousand_messages_do_not_make_a_loop_over_all_pairs_endless(tmp_path, monkeypatch):
+    """Such a template is quick on every conversation that its author had tried."""
+    monkeypatch.setattr("parts.text.template.PATIENCE", 0.1)
+    pairs = "{% for a in messages %}{% for b in messages %}{% if a == b %}{% endif %}{% endfor %}"
+    text = make_model(tmp_path, pairs + "{{ a.content }}{% endfor %}")
+    assert text.render(turns("x", "y")) == "xy"
+    assert "takes more than 0.1 s" in refusal(text, turns(*["x"] * 10_000))
+    by_letter = "{% for a in messages[0].content %}{% for b in messages[0].content %}{% endfor %}"
+    text = make_model(tmp_path / "2", by_letter + "{% endfor %}fine")
+    assert "takes more than 0.1 s" in refusal(text, turns("x" * 100_000))
 
 
 def test_a_machine_that_is_busy_with_something_else_is_not_the_templates_fault(
@@ -678,16 +822,14 @@ def test_a_machine_that_is_busy_with_something_else_is_not_the_templates_fault(
 
 
 def test_a_template_that_is_stopped_takes_nothing_from_another(tmp_path, monkeypatch):
-    """Each thread, and each rendering, has its own time and its own characters."""
-    monkeypatch.setattr("parts.text.template.SECONDS", 0.2)
-    endless, good = (
-        make_model(tmp_path / "endless", ENDLESS[0]),
-        make_model(tmp_path / "good", LLAMA3),
-    )
+    """Each thread, and each rendering, has its own time."""
+    monkeypatch.setattr("parts.text.template.PATIENCE", 0.2)
+    endless = make_model(tmp_path / "endless", HIDDEN % ENDLESS[0])
+    good = make_model(tmp_path / "good", LLAMA3)
     expected = good.render(turns("Hi"))
-    thread = threading.Thread(target=lambda: refusal(endless, turns("Hi")), daemon=True)
+    render = partial(refusal, endless, turns("Hi", "Hello."))
+    thread = threading.Thread(target=render, daemon=True)
     thread.start()
-    monkeypatch.setattr("parts.text.template.SIZE", 10 * len(expected))
     count = 0
     while thread.is_alive():
         assert good.render(turns("Hi")) == expected
