@@ -50,11 +50,14 @@ KINDS = {
 }
 
 
-def compare_bits(engine: Engine, rng: np.random.Generator) -> tuple[int, int]:
+ROUNDS = 6  # random schedules for each model; the suite has fewer
+
+
+def compare_bits(engine: Engine, rng: np.random.Generator, rounds: int) -> tuple[int, int]:
     """Random schedules, then each request alone: how many logit vectors were compared, and how many
     differ."""
     compared = different = 0
-    for _ in range(6):
+    for _ in range(rounds):
         asks = random_asks(rng, 10, 90, 10, alike=0.5)
         tap = Tap(engine)
         together = [tap.of(handle) for handle in run_schedule(engine, asks, rng)]
@@ -66,7 +69,7 @@ def compare_bits(engine: Engine, rng: np.random.Generator) -> tuple[int, int]:
     return compared, different
 
 
-def as_rank(folders: list[str]) -> None:
+def as_rank(rounds: int, folders: list[str]) -> None:
     """For each model: the tokens of a short life, whether the engine is exact, and what came of
     comparing bits."""
     for folder in folders:
@@ -76,7 +79,7 @@ def as_rank(folders: list[str]) -> None:
             else:
                 tokens = live(engine)
                 engine.drain("continuous")
-                found = compare_bits(engine, np.random.default_rng(1))
+                found = compare_bits(engine, np.random.default_rng(1), rounds)
                 print(json.dumps([tokens, engine.exact, *found]), flush=True)
 
 
@@ -103,6 +106,7 @@ def main() -> int:
                 str(size),
                 sys.executable,
                 __file__,
+                str(ROUNDS),
             ]
             environment = {"MLX_MPI_LIBNAME": "libmpi.so.40"} | os.environ
             done = subprocess.run(
@@ -128,4 +132,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(as_rank(sys.argv[1:]) if sys.argv[1:] else main())
+    sys.exit(as_rank(int(sys.argv[1]), sys.argv[2:]) if sys.argv[1:] else main())
