@@ -221,7 +221,7 @@ class Runner:
         self._device_s = 0.0
         self._wait_s = 0.0
         if self.ranks.leads:
-            self._tell(order)
+            self.ranks.tell(pack(order))
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
         logits, slots = self._forward(order)
@@ -348,13 +348,6 @@ class Runner:
 
     # --- several processes (`parts/ranks`): orders travel as whole numbers
 
-    def _tell(self, order: Order) -> None:
-        """Send the order to the ranks that follow."""
-        numbers = pack(order)
-        began = self.clock()
-        self.ranks.tell(numbers)
-        self._device_s += self.clock() - began
-
     def follow(self) -> None:
         """What every rank but the first does: it runs the orders of rank 0, until there are no
         more."""
@@ -390,16 +383,6 @@ def unpack(numbers: Sequence[int]) -> Order:
         prefills.append(Prefill(slot, some(count), start, source, bool(asked)))
     decodes = [some(2) for _ in range(counts[2])]
     return Order(tuple(scrubs), tuple(prefills), tuple(decodes), {})
-
-
-def most_numbers(sizes: Sizes) -> int:
-    """How long a packed order can be: three counts, a scrub and a prefill for each slot, all
-    tokens.
-
-    A slot has one chunk in a step, so no budget fills more than a chunk for each slot.
-    """
-    tokens = min(sizes.slots * sizes.chunk, max(sizes.budget, sizes.chunk))
-    return 3 + sizes.slots * (3 + 5) + tokens
 
 
 # --- the engine ---------------------------------------------------------------------------------
@@ -462,7 +445,6 @@ class Engine:
         self.run_ahead = run_ahead
         self.clock = clock
         self.ranks = model.ranks
-        self.ranks.room = 1 + most_numbers(sizes)
         self.sched = Scheduler(
             sizes.slots,
             sizes.max_len,
@@ -866,8 +848,8 @@ class Engine:
             loop.stop()
         with Held(), device_lock, device_stream():
             self._flights.clear()
+            device.synchronize()  # the goodbye says that no other rank is needed any more
             self.ranks.leave()
-            device.synchronize()
 
     def __enter__(self) -> Engine:
         return self

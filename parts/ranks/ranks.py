@@ -17,14 +17,18 @@ they hear an order, run it, and hear the next one. If each rank decided by itsel
 request that is cancelled a moment earlier on one of them would make their steps differ, and MLX
 adds up the arrays of different steps without complaint.
 
-The invariant: all ranks take part in the same collective operations in the same order. So there is
-one operation for each order, then the sums, of which each depends on the one before, and one
-operation for the tokens.
+The invariant: all ranks take part in the same collective operations in the same order. A step has
+the sums, of which each depends on the one before, and one operation for the tokens.
+
+Orders do not go through MLX. Each rank has a line of our own to the next one, and the last one to
+the first:
+
+    rank 0 --- order ---> rank 1 --- order ---> rank 2 --- (nothing, the goodbye, a loss) ---> rank 0
 
 A rank that is lost is not survived, since its share of the model is gone. But it is noticed, though
-MLX itself may wait for ever: every rank looks several times a second whether its neighbours'
-connections still stand. If one does not, the leader ends all requests with an error, and each
-process exits with the code `LOST`.
+MLX itself may wait for ever: its line to the next rank ends. That rank passes the news on and exits
+with the code `LOST`, and so does each that hears of it. The leader first ends all requests with an
+error.
 
 Where next: `meet.py`, how ranks find each other; `parts/model/load.py`, which takes a rank's share
 of the weights; `Runner` in `nanobatch.py`, which tells and follows.
@@ -35,8 +39,9 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import select
+import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -47,11 +52,10 @@ from typing import NoReturn, Protocol
 from parts.api.views import RanksView
 from parts.checks import one_line
 from parts.device.mlx import device_lock, device_stream, has_gpu, mx, readable
-from parts.ranks.line import Line
+from parts.ranks.line import Message, beat, hear, say
 
 LOST = 3  # the exit code of a process that another rank has left alone
-LOOK_S = 0.2  # so often a rank looks after its neighbours
-GOODBYE_S = 5.0  # so long the leader waits for its own goodbye, once a rank has left
+NEWS_S = 0.5  # so long after an exception a rank waits for news of a lost one
 GRACE_S = 1.0  # so long the leader's clients have to take their errors
 
 
@@ -65,24 +69,21 @@ class Heads(Protocol):
 class Ranks:
     """This process among those that share a model. With one process, none of this does anything."""
 
-    def __init__(self, rank: int = 0, size: int = 1, backend: str = "", lines: Sequence[Line] = ()):
+    def __init__(self, rank: int = 0, size: int = 1, backend: str = ""):
         self.rank, self.size, self.backend = rank, size, backend
-        self.room = 0  # how many numbers an order can have
         # The leader's: ends all requests with this error
         self.told: Callable[[str], None] | None = None
         self.view = RanksView()
-        self._lines, self._ends = lines, threading.Lock()
-        self._hangs_together = size > 1  # until the end, the loss of a rank is the loss of all
-        # Then a rank that is gone has heard of the end, or will never hear of it
-        self._takes_leave = False
+        self._after: Sequence[socket.socket] = ()  # lines to the next rank
+        self._heard = queue.SimpleQueue()  # messages
+        self._ends = threading.Lock()
+        self._hangs_together = size > 1  # until the goodbye, the loss of a rank is the loss of all
         # Where the device is a GPU, most backends move numbers by way of the processor.
         self._stream = (
             mx.new_thread_unsafe_stream(mx.cpu)
             if has_gpu() and backend not in ("", "nccl")
             else None
         )
-        if lines:
-            threading.Thread(target=self._look_after, name="ranks", daemon=True).start()
 
     @property
     def leads(self) -> bool:
@@ -141,26 +142,18 @@ class Ranks:
         holds = f"{c.H} query and {c.Hkv} key heads in {readable(memory[self.rank])}"
         return f"; rank {self.rank} of {self.size} by {self.backend}: {holds}"
 
-    def tell(self, order: Sequence[int]) -> None:
-        """The leader: what the others do next. It does not wait until they have heard it."""
-        assert len(order) < self.room, (len(order), self.room)
-        mx.async_eval(
-            self.first(mx.array([1, *order, *[0] * (self.room - 1 - len(order))], mx.int32))
-        )
+    def tell(self, message: Message) -> None:
+        """What the next rank is to know, and those behind it: the leader's order, the goodbye
+        (None), or why all ranks end. It does not wait until they have heard it."""
+        say(self._after[0], message)
 
     def hear(self) -> list[int] | None:
-        """The others: the next order, None if there will be none.
-
-        While nothing comes, a rank sleeps. Inside of a collective operation it would look for
-        numbers all the time.
-        """
-        if self._lines:
-            waiting = select.poll()
-            for line in self._lines:
-                waiting.register(line.socket, select.POLLIN)
-            waiting.poll()
-        said, *order = self.first(mx.zeros(self.room, mx.int32)).tolist()
-        return order if said else None
+        """The others: the next order, None if there will be none. While nothing comes, a rank
+        sleeps."""
+        order = self._heard.get()
+        if order is None:  # the ranks up to this one have done all they were told
+            self.tell(None)
+        return order
 
     def follow(self, run: Callable[[], None], summary: str) -> int:
         """Run orders to their end, and answer with an exit code. Ctrl-C is for the leader, which
@@ -174,49 +167,53 @@ class Ranks:
             run()
         except BaseException as error:
             self.fail(error)
-        self._hangs_together = False
         return 0
 
     def leave(self) -> None:
-        """The end, as planned: the leader tells the others. They have left when they have heard of
-        it."""
-        ends, self._hangs_together = self._hangs_together, False
-        if ends and self.leads and self.room:
-            self._takes_leave = True
-            with suppress(RuntimeError):  # a rank is gone before its time
-                mx.eval(self.first(mx.zeros(self.room, mx.int32)))
-            self._takes_leave = False
+        """The end, as planned: a goodbye goes around. Each passes it on when it has done all it was
+        told."""
+        if self.leads and self._hangs_together:
+            self.tell(None)
+            self._heard.get()
+
+    # --- lines
+
+    def hold(
+        self, before: str, answered: Sequence[socket.socket], called: Sequence[socket.socket]
+    ) -> None:
+        """Lines from the rank `before`, and to the next one. Orders take the first."""
+        self._after = called
+        for line in called:
+            threading.Thread(target=beat, args=[line], daemon=True).start()
+        for line in answered:
+            threading.Thread(target=self._listen, args=[line, before], daemon=True).start()
+
+    def _listen(self, line: socket.socket, before: str) -> None:
+        """In a thread of its own: what comes from the rank before. An order is passed on at once, a
+        goodbye by `hear`, the loss of a rank on the way out."""
+        why = f"{before} is gone, and with it a share of the model; start all ranks again"
+        for message in hear(line):
+            if isinstance(message, str):
+                self._end(message, LOST)
+            if message is None:
+                self._hangs_together = False
+            elif self.rank + 1 < self.size:
+                self.tell(message)
+            self._heard.put(message)
+        if self._hangs_together:
+            self._end(why, LOST)
 
     # --- the end, not as planned
 
     def fail(self, error: BaseException) -> None:
         """An exception came out of a step. The others are in the middle of it, so this is the end
         of all ranks."""
-        if self.size > 1:
-            gone, is_ctrl_c = self._gone(), isinstance(error, KeyboardInterrupt)
-            said = one_line(f"{type(error).__name__}: {error}")
-            self._end(
-                "interrupted in a step" if is_ctrl_c else gone or said,
-                130 if is_ctrl_c else LOST if gone else 1,
-            )
-
-    def _look_after(self) -> None:
-        """In a thread of its own: is a neighbour gone?"""
-        while True:
-            time.sleep(LOOK_S)
-            if self._gone():
-                # It may have heard of the end a moment before this rank.
-                time.sleep(GOODBYE_S if self._takes_leave else LOOK_S)
-                if gone := self._gone():
-                    self._end(gone, LOST)
-
-    def _gone(self) -> str | None:
-        for line in self._lines:
-            # After the goodbye each may leave.
-            if line.is_mute() or ((self._hangs_together or self._takes_leave) and line.is_gone()):
-                here = f"rank {line.rank} ({line.address})"
-                return f"{here} is gone, and with it a share of the model; start all ranks again"
-        return None
+        if self.size == 1:
+            return
+        if isinstance(error, KeyboardInterrupt):
+            self._end("interrupted in a step", 130)
+        time.sleep(NEWS_S)  # if the reason is a lost rank, `_listen` ends this process meanwhile
+        self._end(one_line(f"{type(error).__name__}: {error}"), 1)
 
     def _end(self, why: str, code: int) -> NoReturn:
         """Tell all who wait, then leave. Not by `sys.exit`, because the device may wait for the
@@ -229,6 +226,8 @@ class Ranks:
                         file=sys.stderr,
                         flush=True,
                     )
+                if code == LOST and self.size > 2:
+                    self.tell(why)
                 if self.told:
                     self.told(why)
                     time.sleep(GRACE_S)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from harness import random_asks
 
-from nanobatch import Engine, Order, Prefill, Runner, Sampling, most_numbers, pack
+from nanobatch import Engine, Order, Prefill, Runner, Sampling
 from parts.device.mlx import device_lock, device_stream, mx
 from parts.model.fit import Sizes
 from sampling import Pick
@@ -216,14 +216,6 @@ def test_the_head_computes_logits_for_the_tokens_that_are_asked_for_and_no_other
             played.play(order)
             assert sum(sizes) == len(order.picks) and len(sizes) == len(order.passes())
         assert played.tokens == record.tokens
-
-
-def test_how_long_an_order_can_be_is_known_beforehand(record):
-    assert all(len(pack(order)) <= most_numbers(SIZES) for order in record.orders)
-    chunks = tuple(Prefill(slot, (7,) * SIZES.chunk, 0, None, False) for slot in range(SIZES.slots))
-    scrubs = tuple((slot, 0, 9) for slot in range(SIZES.slots))
-    fullest = Order(scrubs, chunks, (), {})
-    assert len(pack(fullest)) == most_numbers(SIZES._replace(budget=2**31))
 
 
 def test_a_flight_says_how_long_python_the_device_and_waiting_took(parts):

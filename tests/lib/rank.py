@@ -1,9 +1,10 @@
-"""What a rank of the tests does in a process of its own: `python rank.py answers FOLDER ...` or
-`python rank.py FAULT`.
+"""What a rank of the tests does in a process of its own: `python rank.py answers FOLDER ...`,
+`python rank.py FAULT` or `python rank.py DELAY RANK`.
 
 Rank 0 prints what came of it as JSON.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanobatch import POLICIES, Engine, Sampling
+from parts.model.load import ModelReader
+from parts.ranks import line
 
 SIZES = {"slots": 3, "max_len": 192, "chunk": 32}
 OPENING = list(range(40, 110))  # longer than two chunks
@@ -90,6 +93,43 @@ def fail(fault: str) -> None:
         time.sleep(120)
 
 
+def kill_in_load() -> None:
+    """Rank 1 dies while it reads its share of the weights."""
+    read = ModelReader.read
+
+    def dying(reader: ModelReader):
+        if reader.ranks.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(reader)
+
+    ModelReader.read = dying
+    Engine.load("demo", slots=2, max_len=1024)
+
+
+def delay(how: str, victim: int) -> None:
+    """In the sixth step one of the ranks does nothing for longer than a machine may be silent."""
+    line.SILENCE_S = 2
+    with Engine.load("demo", slots=2, max_len=256) as engine:
+        begin, calls = engine.runner.begin, []
+
+        def late(order):
+            calls.append(order)
+            if len(calls) == 6 and engine.ranks.rank == victim:
+                if how == "stopped":
+                    subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                else:
+                    ctypes.PyDLL(None).sleep(5)  # no other thread of Python runs meanwhile
+            return begin(order)
+
+        engine.runner.begin = late
+        if engine.ranks.rank:
+            sys.exit(engine.follow())
+        sampling = Sampling(max_tokens=40, ignore_eos=True)
+        results = engine.generate(["Tell me a story."] * 4, sampling)
+        print(json.dumps([[r.finish_reason, len(r.tokens)] for r in results]), flush=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "answers":
         for folder in sys.argv[2:]:
@@ -98,5 +138,9 @@ if __name__ == "__main__":
                     engine.follow()
                 else:
                     print(json.dumps(live(engine)), flush=True)
+    elif sys.argv[1] == "killed in load":
+        kill_in_load()
+    elif sys.argv[2:]:
+        delay(sys.argv[1], int(sys.argv[2]))
     else:
         fail(sys.argv[1])
