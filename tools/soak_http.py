@@ -43,6 +43,22 @@ BAD = [
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"99999999": 1}}),
     ("/v1/embeddings", {"input": "x"}),
 ]
+CHAIN = {f"a{n}": {"items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(700)}
+HOSTILE = [  # grammars that take much, or fail when the answer has begun
+    {"guided_json": {"$ref": "#/$defs/a0", "$defs": CHAIN | {"a700": {}}}},
+    {"guided_json": {"type": "object", "properties": {f"k{n}": {} for n in range(1500)}}},
+    {"guided_json": {"allOf": [{"multipleOf": p} for p in (2, 3, 5, 7, 11)]}},
+    {"guided_regex": "((a{1,500}){1,500}){1,500}"},
+    {"guided_regex": "(" * 8000},
+    {"guided_grammar": "start: a0" + "".join(f"\na{n}: a{n + 1} a{n + 1}" for n in range(40))},
+    {"guided_grammar": 'start: start start | start start start | "a" | '},
+    {"guided_choice": ["x" * 200] * 150},
+]
+GRAMMARS = [
+    {"guided_choice": ["yes", "no", "perhaps"]},
+    {"guided_regex": "[0-9]{1,3}(, [0-9]{1,3}){2,8}"},
+    {"guided_json": {"type": "array", "items": {"type": "integer"}, "maxItems": 5}},
+]
 PROMPTS = [
     "Count from {n} to {m}.",
     "Tell me a story about fox number {n}.",
@@ -74,6 +90,8 @@ def make_case(number: int) -> dict:
         body |= {"stop": ["fox", ", 1"]}
     if dice.random() < 0.2:
         body |= {"logprobs": True, "top_logprobs": 3}
+    if dice.random() < 0.2:
+        body |= dice.choice(GRAMMARS)
     return body
 
 
@@ -122,6 +140,11 @@ def soak(
         if kind < 0.08:
             reply = server.ask(*dice.choice(BAD))
             assert reply.status in (400, 404) and reply.error["message"], reply
+            return "refused"
+        if kind < 0.1:
+            reply = server.ask(CHAT, make_case(0) | {"max_tokens": 8} | dice.choice(HOSTILE))
+            assert reply.status in (200, 400, 500), reply
+            assert reply.status == 200 or reply.error["message"], reply
             return "refused"
         if kind < 0.42:
             line = server.line()
