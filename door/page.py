@@ -34,7 +34,18 @@ VIEWS = (wire.Frame, Snapshot, SlotView, RequestView, Metrics, StepView, Limits)
 SHAPE = {view.__name__: wire.names_of(view) or view._fields for view in VIEWS}
 FOLDER = Path(__file__).parent.parent / "web"
 # In this order, each module knows only those before it.
-MODULES = ("words", "recording", "draw", "player", "lanes", "details", "live", "lab", "main")
+MODULES = (
+    "words",
+    "recording",
+    "draw",
+    "player",
+    "lanes",
+    "details",
+    "live",
+    "lab",
+    "game",
+    "main",
+)
 IMPORT = re.compile(r"^import (?:[^;]*?) from \"\./(\w+)\.js\";\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULTILINE)
 

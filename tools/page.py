@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import math
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from door import page
 from measure import report
+from sched import POLICIES, Scheduler
 from screen import record
 from screen.ink import span
 from web import simulate
@@ -31,6 +33,7 @@ from web import simulate
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 400_000  # bytes of a page: it is sent over slow lines, too
 EMBEDDED = re.compile(r'<script type="application/json" id="data-recording">(.*?)</script>')
+LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, and prompts a second
 SECTIONS = ("lab", "game", "story")
 COLUMNS = ("nanobatch continuous", "mlx-lm", "llama.cpp")
 
@@ -67,7 +70,8 @@ def make(recordings: list[dict], pyodide_at: str = "") -> str:
     pyodide["at"] = pyodide_at or pyodide["at"]
     parts = {name: (page.FOLDER / f"{name}.html").read_text(encoding="utf-8") for name in SECTIONS}
     parts["story"] = filled(parts["story"], recording)
-    data = {"recording": recording, "lab": lab_of(recording, pyodide)}
+    parts["game"] = parts["game"].replace("{slower}", "25")
+    data = {"recording": recording, "lab": lab_of(recording, pyodide), "game": game_of(recording)}
     return page.page(data, parts=parts, connects=pyodide["at"])
 
 
@@ -82,6 +86,55 @@ def lab_of(recording: dict, pyodide: dict) -> dict:
         "wishes": wishes,
         "price": simulate.price_of(recording),
     }
+
+
+def game_of(recording: dict) -> dict:
+    """A hand of prompts, and how each policy plays it.
+
+    They are the recorded prompts, with their answers' lengths. But they come one after the other, from
+    three clients, and some bring a long text that is to be read first.
+    """
+    run = recording["runs"][0]
+    names = recording["fields"]["RequestView"]
+    at = names.index("prompt")
+    hand = []
+    for number, wish in enumerate(simulate.wishes_of(run, recording["fields"])):
+        long = LETTER if number % 6 == 4 else 0
+        # No two prompts of the hand begin alike
+        prompt = tuple([number + 1] * (len(wish.prompt) + long))
+        client = "first" if number % 2 else ("second", "third")[number // 2 % 2]
+        hand.append(wish._replace(prompt=prompt, client=client))
+    hand = simulate.arrivals(hand, RATE)
+    price = simulate.price_of(recording)
+    limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
+    limits |= {"slots": 8, "max_len": 2000, "chunk": 64, "budget": 104}
+    runs = []
+    for policy in POLICIES:
+        scheduler = Scheduler(**limits, policy=policy)
+        runs.append({"policy": policy, **figures_of(simulate.play(scheduler, hand, price), hand)})
+    wishes = []
+    for wish, packed in zip(hand, run["requests"], strict=True):
+        words = packed[at] if len(packed[at]) <= 60 else f"… {packed[at][-50:]}"
+        text = words if len(wish.prompt) < LETTER else f"(a long text) {words}"
+        sizes = {"prompt": len(wish.prompt), "tokens": wish.tokens, "arrived": wish.arrived}
+        wishes.append({"text": text, **sizes})
+    return {"wishes": wishes, "price": price, "slots": limits["slots"], "runs": runs}
+
+
+def figures_of(played: dict, hand: list[simulate.Wish]) -> dict[str, float]:
+    """The makespan, the first token of 95 %, and the share of slots × time that was of use."""
+    firsts: dict[int, float] = {}
+    useful = 0.0
+    for step, (_, ended) in zip(played["steps"], played["clock"], strict=True):
+        for _, number, _, stop in step["prefill"]:
+            if stop == len(hand[number - 1].prompt):
+                firsts[number] = ended - hand[number - 1].arrived
+        useful += len(step["prefill"]) + len(step["decode"]) - len(step["ghosts"])
+    done = played["clock"][-1][1]
+    ordered = sorted(firsts.values())
+    worked = sum(ended - began for began, ended in played["clock"]) / done
+    first = ordered[math.ceil(0.95 * len(ordered)) - 1]
+    return {"done": done, "first": first, "useful": worked * useful / (8 * len(played["steps"]))}
 
 
 # --- the words beside it --------------------------------------------------------------------------

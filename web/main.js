@@ -8,6 +8,7 @@ import { PACES, Player } from "./player.js";
 import { LaneView, write } from "./lanes.js";
 import { RequestsView, StepView } from "./details.js";
 import { count, span, verdict } from "./words.js";
+import { Game } from "./game.js";
 import { Lab } from "./lab.js";
 import { follow } from "./live.js";
 
@@ -136,6 +137,7 @@ function play(recording) {
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) page.player.goTo(page.player.end);
   else page.player.play();
   page.lab = new Lab($("lab"), recording, dataOf("lab"));
+  page.game = new Game($("game"), dataOf("game"));
   return page;
 }
 

@@ -38,6 +38,7 @@ class Wish(NamedTuple):
     max_tokens: int
     tokens: int  # of its answer
     arrived: float
+    client: str = ""
 
 
 class Stuck(RuntimeError):
@@ -66,7 +67,7 @@ def play(
     unless that one is to be read at once. `price`: seconds of a step, a row, a token of a prompt.
     """
     coming = deque(
-        Request(number, wish.prompt, wish.max_tokens, wish.arrived)
+        Request(number, wish.prompt, wish.max_tokens, wish.arrived, client=wish.client)
         for number, wish in enumerate(wishes, start=1)
     )
     coming = deque(sorted(coming, key=lambda request: request.arrived))

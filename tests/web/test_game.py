@@ -1,0 +1,88 @@
+"""The game: a hand that can be played, better than sched.py plays it, and a score that is no clock's."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sched import POLICIES
+from tools import page
+
+ROOT = Path(__file__).parents[2]
+SETUP = page.game_of(page.read(str(ROOT / "docs" / "index.html")))
+NODE = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
+PLAYS = """
+import { Hand, scoreText } from "%s/web/game.js";
+import { readFileSync } from "node:fs";
+const setup = JSON.parse(readFileSync(process.argv[2], "utf8"));
+const words = [/story/, /alphabet|Count|slot|batch/, /./];
+const ranks = {
+  asTheyCome: () => 0,
+  byWords: (request) => words.findIndex((word) => word.test(request.text)),
+};
+const out = {};
+for (const [name, rank] of Object.entries(ranks)) {
+  const hand = new Hand(setup);
+  hand.cut = 256;
+  let most = 0;
+  while (!hand.isOver) {
+    const line = [...hand.line].sort((a, b) => rank(a) - rank(b) || a.id - b.id);
+    for (const request of line) hand.admit(request);
+    hand.step();
+    most = Math.max(most, hand.lane.steps.at(-1)?.decode.length ?? 0);
+  }
+  const tokens = hand.lane.tokens.at(-1);
+  const answered = hand.lane.figuresAt(hand.lane.end).answered;
+  out[name] = { ...hand.figures, tokens, answered, most, text: scoreText([{ policy: "you", ...hand.figures }]) };
+}
+console.log(JSON.stringify(out));
+"""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("game")
+    (folder / "setup.json").write_text(json.dumps(SETUP))
+    (folder / "plays.mjs").write_text(PLAYS % ROOT)
+    command = ["node", str(folder / "plays.mjs"), str(folder / "setup.json")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert not said.returncode, said.stderr
+    return json.loads(said.stdout)
+
+
+def test_every_policy_has_played_the_hand():
+    assert [run["policy"] for run in SETUP["runs"]] == list(POLICIES)
+    done = {run["policy"]: run["done"] for run in SETUP["runs"]}
+    assert done["continuous"] < done["static"] < done["serial"]
+    assert len(SETUP["wishes"]) == 24 and SETUP["wishes"][-1]["arrived"] < 0.5
+    assert sum("long text" in wish["text"] for wish in SETUP["wishes"]) == 4
+
+
+@NODE
+def test_the_game_gives_each_request_its_tokens_and_no_slot_to_two(played):
+    tokens = sum(wish["tokens"] for wish in SETUP["wishes"])
+    for hand in played.values():
+        assert hand["answered"] == 24 and hand["tokens"] == tokens and 6 <= hand["most"] <= 8
+
+
+@NODE
+def test_first_come_first_served_by_hand_takes_about_as_long_as_continuous(played):
+    """So the game is played by the rules that the scheduler has."""
+    continuous = SETUP["runs"][0]
+    assert played["asTheyCome"]["done"] == pytest.approx(continuous["done"], rel=0.03)
+    assert played["asTheyCome"]["useful"] == pytest.approx(continuous["useful"], rel=0.05)
+
+
+@NODE
+def test_who_reads_the_prompts_beats_every_policy(played):
+    """The page says so: the scheduler counts tokens, and a visitor can read."""
+    assert played["byWords"]["done"] < min(run["done"] for run in SETUP["runs"])
+
+
+@NODE
+def test_a_score_can_be_pasted(played):
+    assert played["byWords"]["text"].startswith(
+        "nanobatch, be the scheduler: 24 prompts, 8 slots\nyou "
+    )

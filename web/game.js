@@ -1,0 +1,251 @@
+// Be the scheduler: the same decisions, by hand.
+//
+// The problem. A policy looks obvious in a picture. It is less so when a slot has just fallen free, four
+// prompts wait, and one of them is a long text to be read.
+//
+// The way out. A hand of prompts, dealt from the recording, comes in over some time. The visitor admits
+// each one, and says how much of a prompt goes into a step. A step takes what such a step took in the
+// recording. Afterwards each policy has played the same hand: sched.py did so when this page was made.
+//
+// What this file keeps. The visitor sees what a scheduler sees: prompts and their lengths, and never how
+// long an answer will be. The game is played in steps, so the machine's speed changes no score.
+
+import { Lane } from "./recording.js";
+import { drawTimeline } from "./draw.js";
+import { make, write } from "./lanes.js";
+import { count, percent, shorten, span } from "./words.js";
+
+const SLOWER = 25; // times, than the engine would be
+const IDLE = 0.002; // seconds that pass at a time while nothing runs
+const CUTS = [16, 64, 256]; // tokens of prompts in a step, at most
+
+// The hand, and what has become of it: a scheduler without a policy.
+export class Hand {
+  constructor({ wishes, price, slots }) {
+    this.price = price;
+    this.now = 0;
+    this.cut = CUTS[1];
+    this.waited = []; // what is admitted with the next step
+    this.coming = wishes.map((wish, i) => ({ ...wish, id: i + 1, read: 0, said: 0, slot: null }));
+    this.line = [];
+    this.slots = Array(slots).fill(null);
+    this.lane = new Lane("you", { slots, budget: 0 });
+    this.idle = 0; // seconds in which nothing ran
+    this.arrive();
+  }
+
+  get isOver() {
+    return !this.coming.length && !this.line.length && this.slots.every((each) => each === null);
+  }
+
+  arrive() {
+    while (this.coming.length && this.coming[0].arrived <= this.now) {
+      const request = this.coming.shift();
+      this.line.push(request);
+      this.lane.know({
+        id: request.id, prompt: request.text, text: "", lengths: [], reason: "stop",
+        arrived: request.arrived, promptTokens: request.prompt, outputTokens: request.tokens,
+      });
+    }
+  }
+
+  // Takes a request out of the line, into the first slot that is free. False if there is none.
+  admit(request) {
+    const slot = this.slots.indexOf(null);
+    if (slot < 0 || !this.line.includes(request)) return false;
+    this.line.splice(this.line.indexOf(request), 1);
+    this.slots[slot] = request;
+    request.slot = slot;
+    this.waited.push(request);
+    return true;
+  }
+
+  // One step: each row that decodes gets a token, and prompts are read, oldest first, up to the cut.
+  step() {
+    const working = this.slots.filter(Boolean);
+    const began = this.now;
+    if (!working.length) {
+      this.now += IDLE;
+      this.idle += IDLE;
+      this.arrive();
+      return;
+    }
+    const decode = working.filter((request) => request.read === request.prompt);
+    let left = this.cut;
+    const prefill = [];
+    const held = [];
+    for (const request of working.filter((each) => each.read < each.prompt).sort((a, b) => a.id - b.id)) {
+      const start = request.read;
+      const stop = Math.min(request.prompt, start + left);
+      if (stop === start) held.push([request.slot, request.id]);
+      else prefill.push([request.slot, request.id, start, stop]);
+      left -= stop - start;
+      request.read = stop;
+    }
+    const tokens = this.cut - left;
+    this.now += this.price.step + this.price.row * decode.length + this.price.token * tokens;
+    const firsts = prefill.map(([slot]) => this.slots[slot]).filter((each) => each.read === each.prompt);
+    const emits = [...decode, ...firsts];
+    const blocked = this.line.length ? this.slots.flatMap((each, slot) => (each ? [] : [slot])) : [];
+    const step = {
+      step: this.lane.steps.length + 1, admitted: this.waited.map((each) => [each.slot, each.id]),
+      why: [], prefill, decode: decode.map((each) => [each.slot, each.id]), held, ghosts: [], blocked,
+      waiting: this.line.length, policy: "you", tokens: emits.length, cost: decode.length + tokens,
+    };
+    this.waited = [];
+    this.lane.add(step, began, this.now);
+    for (const request of emits) {
+      request.said += 1;
+      if (request.said === request.tokens) this.slots[request.slot] = null;
+    }
+    this.arrive();
+  }
+
+  get figures() {
+    const { useful } = this.lane.figuresAt(this.lane.end);
+    const share = (this.lane.end - this.idle) / this.lane.end; // while nothing runs, nothing is useful
+    return { done: this.lane.end, first: this.lane.firstToken(0.95), useful: useful * share };
+  }
+}
+
+// What is pasted elsewhere.
+export function scoreText(rows) {
+  const lines = rows.map(({ policy, done, first, useful }) =>
+    `${policy.padEnd(11)}${span(done).padStart(8)}   first token p95 ${span(first).padStart(7)}   ${percent(useful)} useful`);
+  return ["nanobatch, be the scheduler: 24 prompts, 8 slots", ...lines].join("\n");
+}
+
+export class Game {
+  constructor(place, setup) {
+    this.place = place;
+    this.setup = setup;
+    this.find = (name) => place.querySelector(`[data-game-${name}]`);
+    this.hand = null;
+    this.running = false;
+    this.line = ""; // as it was drawn last
+    this.find("start").addEventListener("click", () => this.press());
+    this.find("copy").addEventListener("click", () => this.copy());
+    const cuts = CUTS.map((cut) => {
+      const button = make("button", "tab", String(cut));
+      button.type = "button";
+      button.addEventListener("click", () => this.cutAt(cut));
+      return button;
+    });
+    this.find("cuts").replaceChildren(...cuts);
+    document.addEventListener("keydown", (event) => this.key(event), true);
+  }
+
+  press() {
+    if (this.running) this.running = false;
+    else {
+      if (!this.hand || this.hand.isOver) this.deal();
+      this.running = true;
+      this.before = null;
+      requestAnimationFrame((time) => this.frame(time));
+    }
+    this.draw();
+  }
+
+  deal() {
+    this.hand = new Hand(this.setup);
+    this.time = 0; // how far the clock on the page is, in seconds of the hand
+    this.line = "";
+    this.find("table").hidden = true;
+    this.find("bench").hidden = false;
+    this.cutAt(CUTS[1]);
+  }
+
+  cutAt(cut) {
+    if (this.hand) this.hand.cut = cut;
+    [...this.find("cuts").children].forEach((button, i) => button.setAttribute("aria-pressed", String(CUTS[i] === cut)));
+  }
+
+  // While the game runs, digits admit, and the space bar pauses; else keys are the player's.
+  key(event) {
+    if (!this.running || event.ctrlKey || event.metaKey || event.altKey) return;
+    const number = "123456789".indexOf(event.key);
+    const cut = "qwe".indexOf(event.key);
+    if (number >= 0) this.admit(this.hand.line[number]);
+    else if (cut >= 0) this.cutAt(CUTS[cut]);
+    else if (event.key === " ") this.press();
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  admit(request) {
+    if (request && !this.hand.admit(request)) this.say("All slots are taken.");
+    this.draw();
+  }
+
+  say(text) {
+    write(this.find("status"), text);
+  }
+
+  frame(time) {
+    if (!this.running) return;
+    const passed = this.before === null ? 0 : Math.min(100, time - this.before) / 1000;
+    this.before = time;
+    this.time += passed / SLOWER;
+    while (this.hand.now <= this.time && !this.hand.isOver) this.hand.step();
+    this.draw();
+    if (this.hand.isOver) this.end();
+    else requestAnimationFrame((next) => this.frame(next));
+  }
+
+  draw() {
+    const { hand } = this;
+    write(this.find("start"), this.running ? "Pause" : hand && !hand.isOver ? "Go on" : hand ? "Play again" : "Deal");
+    if (!hand) return;
+    const end = Math.max(this.setup.runs[0].done, hand.now);
+    drawTimeline(this.find("timeline"), hand.lane, { from: 0, to: end, now: hand.now, seen: 0, chosen: 0 });
+    const free = hand.slots.filter((each) => each === null).length;
+    const coming = hand.coming.length ? `; ${hand.coming.length} to come` : "";
+    if (this.running) this.say(`${span(hand.now)}; ${count(free, "slot")} free${coming}`);
+    this.drawLine();
+  }
+
+  drawLine() {
+    const key = this.hand.line.map((request) => request.id).join();
+    if (key === this.line && this.find("line").firstChild) return;
+    this.line = key;
+    const cards = this.hand.line.map((request, i) => {
+      const what = make("bdi", "prompt", shorten(request.text, 70));
+      const note = make("span", "hint", `${request.prompt} tokens to read`);
+      const button = make("button", "card", "", [make("kbd", "", i < 9 ? String(i + 1) : "·"), what, note]);
+      button.type = "button";
+      button.addEventListener("click", () => this.admit(request));
+      return make("li", "", "", [button]);
+    });
+    this.find("line").replaceChildren(...(cards.length ? cards : [make("li", "hint", "Nobody is in line.")]));
+  }
+
+  end() {
+    this.running = false;
+    this.rows = [{ policy: "you", ...this.hand.figures }, ...this.setup.runs];
+    const best = [...this.rows].sort((a, b) => a.done - b.done);
+    const place = best.findIndex((row) => row.policy === "you") + 1;
+    const fastest = best.find((row) => row.policy !== "you");
+    this.say(`You ${span(this.rows[0].done)}, ${fastest.policy} ${span(fastest.done)}: place ${place} of ${best.length}.`);
+    const cells = ({ policy, done, first, useful }) => [policy, span(done), span(first), percent(useful)];
+    const lines = best.map((row) => {
+      const line = make("tr", row.policy === "you" ? "you" : "", "", cells(row).map((text) => make("td", "", text)));
+      return line;
+    });
+    this.find("rows").replaceChildren(...lines);
+    this.find("table").hidden = false;
+    this.draw();
+  }
+
+  async copy() {
+    const text = scoreText([...this.rows].sort((a, b) => a.done - b.done));
+    write(this.find("score"), text);
+    this.find("score").hidden = false;
+    try {
+      await navigator.clipboard.writeText(text);
+      this.say("Copied.");
+    } catch {
+      this.say("The browser does not let this page copy; the text stands below.");
+    }
+  }
+}
