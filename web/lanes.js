@@ -97,7 +97,7 @@ export class LaneView {
   #drawSlots(now) {
     const index = this.lane.stepAt(now);
     // Behind the lane's last step nothing runs any more
-    const isOver = now >= this.lane.end && !this.player.window;
+    const isOver = now >= this.lane.end && (!this.player.window || this.lane.rests);
     this.rows.forEach((row, slot) => {
       const isFree = { kind: EMPTY, request: 0 };
       const cell = isOver || index < 0 ? isFree : this.lane.cells[index][slot];

@@ -155,11 +155,12 @@ function show(live, isNew) {
   } else if (isNew) {
     page.replace(live.lane);
   }
+  const { engine, hello } = live;
+  const busy = engine.waiting || engine.slots.some((slot) => named(live.shape.SlotView, slot).request !== null);
+  live.lane.rests = !busy;
   const { player } = page;
   player.change(player.follows ? { now: player.end, seen: player.end } : {});
-  const { engine, hello } = live;
   const said = [`${hello.model}: ${hello.summary}.`, `${count(engine.finished, "request")} answered so far.`];
-  const busy = engine.waiting || engine.slots.some((slot) => named(live.shape.SlotView, slot).request !== null);
   if (!busy) said.push("Nothing runs now.");
   if (!hello.texts) said.push("Prompts and answers are not shown; the server's watch key shows them.");
   write($("status"), said.join(" "));

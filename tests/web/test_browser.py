@@ -1,0 +1,295 @@
+"""The page in a real browser: python -m pytest tests/web/test_browser.py
+
+That takes `pip install -e '.[browser]'` and Chromium (`apt-get install chromium`); else these tests are
+skipped. The test of Python in the page takes Pyodide's npm package, too:
+
+    npm pack pyodide@314.0.7 && tar xzf pyodide-*.tgz
+    NANOBATCH_PYODIDE=package python -m pytest tests/web/test_browser.py
+"""
+
+import functools
+import http.server
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from doors import Server
+from test_page import HOSTILE, recording
+
+from tools import page
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "docs" / "index.html"
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+PYODIDE = os.environ.get("NANOBATCH_PYODIDE", "")
+DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM, reason="there is no Chromium; apt-get install chromium"
+)
+
+Opens = Callable[..., "playwright.Page"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["playwright.Browser"]:
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opens(browser) -> Iterator[Opens]:
+    """Opens a page; afterwards nothing may have gone wrong in it, and nothing may have been asked."""
+    contexts, said = [], []
+
+    def opened(address: str | Path, *, offline: bool = True, **how):
+        context = browser.new_context(**{"viewport": DESK} | how)
+        context.set_offline(offline)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("dialog", lambda dialog: said.append(f"a dialog: {dialog.message}"))
+        tab.on("pageerror", lambda error: said.append(f"an error: {error}"))
+        tab.on("console", lambda m: said.append(m.text) if m.type == "error" else None)
+        tab.goto(f"file://{address}" if isinstance(address, Path) else address)
+        tab.said = said
+        return tab
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert said == []
+
+
+def until(tab, true: str, seconds: float = 20) -> None:
+    """Until an expression is true. (Playwright's own way to wait would need `eval` in the page.)"""
+    deadline = time.monotonic() + seconds
+    while not tab.evaluate(true):
+        assert time.monotonic() < deadline, (true, tab.said)
+        tab.wait_for_timeout(30)
+
+
+def test_the_page_plays_from_a_file_without_a_network(opens):
+    tab = opens(DEMO)
+    until(tab, "nanobatch.player.now > 0.05")
+    until(tab, "document.querySelector('.answers .text').textContent.length > 20")
+    assert tab.inner_text("[data-play]") == "Pause"
+    tab.evaluate("nanobatch.player.goTo(99)")
+    until(tab, "document.querySelector('[data-verdict]').textContent")
+    assert "Continuous takes" in tab.inner_text("[data-verdict]")
+    assert tab.inner_text(".figures >> nth=0").startswith("done in")
+
+
+def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
+    tab = opens(DEMO)
+    tab.keyboard.press(" ")
+    until(tab, "!nanobatch.player.playing")
+    tab.evaluate("nanobatch.player.goTo(0.5)")
+    before = tab.evaluate("nanobatch.player.step")
+    for key, by in (("ArrowRight", 1), ("s", 2), ("ArrowLeft", 1), ("Shift+ArrowRight", 11)):
+        tab.keyboard.press(key)
+        until(tab, f"nanobatch.player.step === {before + by}")
+    assert f"step {before + 12}" in tab.inner_text("[data-step-title]")
+    assert tab.inner_text("[data-step-words]")
+    tab.keyboard.press("End")
+    until(tab, "nanobatch.player.now === nanobatch.player.end")
+    tab.keyboard.press("Home")
+    until(tab, "nanobatch.player.now === 0")
+    tab.locator("[data-scrub]").fill("1000")
+    until(tab, "Math.abs(nanobatch.player.now - nanobatch.player.end / 2) < 0.01")
+    pace = tab.evaluate("nanobatch.player.pace")
+    tab.locator("h1").click()
+    tab.keyboard.press("-")
+    until(tab, f"nanobatch.player.pace > {pace}")
+
+
+def test_a_press_on_a_timeline_opens_the_request_there(opens):
+    tab = opens(DEMO)
+    tab.evaluate("nanobatch.player.goTo(nanobatch.player.end)")
+    tab.locator("canvas.timeline >> nth=1").click(position={"x": 60, "y": 5})
+    until(tab, "nanobatch.player.chosen === 1")
+    assert "fox and a lantern" in tab.inner_text("[data-request]")
+    assert "sha256" in tab.inner_text("[data-request]")
+    tab.keyboard.press("Escape")
+    until(tab, "document.querySelector('[data-request]').hidden")
+
+
+@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_the_screen(opens, viewport, scheme):
+    tab = opens(DEMO, viewport=viewport, color_scheme=scheme)
+    tab.evaluate("nanobatch.player.goTo(0.7); nanobatch.choose(6)")
+    until(tab, "!document.querySelector('[data-request]').hidden")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+    paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, paper[4:-1].split(","))) < 200) == (scheme == "dark")
+
+
+def test_who_wants_no_motion_sees_the_whole_run_at_rest(opens):
+    tab = opens(DEMO, reduced_motion="reduce")
+    until(tab, "document.querySelector('[data-verdict]').textContent")
+    frames = tab.evaluate("nanobatch.player.frames")
+    tab.wait_for_timeout(300)
+    assert tab.evaluate("nanobatch.player.frames") == frames  # at rest, it costs nothing
+
+
+def test_without_scripts_a_sentence_says_what_would_be_there(opens):
+    tab = opens(DEMO, java_script_enabled=False)
+    assert "Scripts are off" in tab.inner_text("noscript")
+    assert "What eight sequences cost" in tab.inner_text("body")
+
+
+def test_hostile_texts_are_shown_and_do_nothing(opens, tmp_path):
+    (tmp_path / "page.html").write_text(
+        page.make([recording([(prompt, 40) for prompt in HOSTILE], burst=4)])
+    )
+    tab = opens(tmp_path / "page.html")
+    tab.evaluate("nanobatch.player.goTo(99)")
+    for number, prompt in enumerate(HOSTILE, start=1):
+        tab.evaluate(f"nanobatch.choose({number})")
+        until(
+            tab,
+            f"document.querySelector('[data-request] .answer').textContent === {json.dumps(prompt.split(chr(34))[1])}",
+        )
+    assert tab.evaluate("document.querySelectorAll('img, iframe').length") == 0
+    kinds = tab.evaluate(
+        "[...document.querySelectorAll('bdi')].map(e => getComputedStyle(e).unicodeBidi)"
+    )
+    assert set(kinds) == {"isolate"}
+
+
+# --- Python in the page -------------------------------------------------------------------------
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def end_headers(self) -> None:
+        self.send_header("access-control-allow-origin", "*")
+        super().end_headers()
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def files() -> Iterator[Callable[[str], str]]:
+    """Serves a folder; answers with its address."""
+    servers = []
+
+    def serve(folder: str) -> str:
+        handler = functools.partial(Quiet, directory=folder)
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def with_python_from(address: str, folder: Path) -> Path:
+    (folder / "page.html").write_text(page.make([page.read(str(DEMO))], address))
+    return folder / "page.html"
+
+
+@pytest.mark.skipif(
+    not PYODIDE, reason="NANOBATCH_PYODIDE names no folder; see the top of this file"
+)
+def test_the_scheduler_runs_in_the_page_and_its_lines_can_be_changed(opens, files, tmp_path):
+    tab = opens(with_python_from(files(PYODIDE), tmp_path), offline=False)
+    tab.click("[data-lab-load]")
+    status = "document.querySelector('[data-lab-status]').textContent"
+    until(tab, f"{status}.includes('step')", seconds=60)
+    first = tab.inner_text("[data-lab-runs] tr >> nth=0").split("\t")
+    recorded = page.read(str(DEMO))["runs"][1]
+    assert first[0] == "continuous" and first[5] == str(len(recorded["steps"]))
+    tab.select_option("[data-lab-policy]", "static")
+    until(tab, f"{status}.startsWith('950 steps')")
+    tab.select_option("[data-lab-policy]", "mine")
+    text = tab.input_value("[data-lab-lines]")
+    tab.fill("[data-lab-lines]", text.replace('"mine": free', '"mine": fre'))
+    error = "document.querySelector('[data-lab-error]').textContent"
+    until(tab, f"{error}.includes('Line 9: NameError')")
+    tab.fill(
+        "[data-lab-lines]", text.replace("    room = {", "    while True: pass\n    room = {", 1)
+    )
+    until(tab, f"{error}.includes('was stopped')", seconds=60)
+    tab.click("[data-lab-reset]")
+    until(tab, f"{error} === ''", seconds=60)
+
+
+def test_another_python_than_the_one_that_is_pinned_is_refused(opens, files, tmp_path):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "pyodide.mjs").write_text("alert(1)")
+    tab = opens(with_python_from(files(str(tmp_path / "served")), tmp_path), offline=False)
+    tab.click("[data-lab-load]")
+    status = "document.querySelector('[data-lab-status]').textContent"
+    until(tab, f"{status}.includes('Python did not come')")
+    assert any("integrity" in text for text in tab.said)
+    tab.said.clear()
+
+
+def test_without_a_network_the_page_says_that_python_needs_one(opens):
+    tab = opens(DEMO)
+    tab.click("[data-lab-load]")
+    status = "document.querySelector('[data-lab-status]').textContent"
+    until(tab, f"{status}.includes('needs a network')")
+    tab.said.clear()  # the browser's own line about it
+    tab.evaluate("nanobatch.player.goTo(0.2)")
+    assert tab.evaluate("nanobatch.player.now") == pytest.approx(0.2)
+
+
+def test_the_game_is_played_by_keys_to_a_score(opens):
+    tab = opens(DEMO)
+    tab.evaluate("nanobatch.player.pause()")
+    tab.click("[data-game-start]")
+    until(tab, "nanobatch.game.hand.line.length > 2")
+    tab.keyboard.press("2")
+    until(tab, "nanobatch.game.hand.slots[0]?.id === 2")
+    tab.click(".card >> nth=0")
+    until(tab, "nanobatch.game.hand.slots[1]?.id === 1")
+    tab.keyboard.press(" ")
+    until(tab, "!nanobatch.game.running")
+    tab.evaluate(  # the rest of the hand, without the wait
+        "const { hand } = nanobatch.game; while (!hand.isOver) { for (const r of [...hand.line]) hand.admit(r);"
+        " hand.step(); } nanobatch.game.end()"
+    )
+    assert tab.locator("[data-game-rows] tr").count() == len(page.POLICIES) + 1
+    assert "You " in tab.inner_text("[data-game-status]")
+
+
+# --- a server -----------------------------------------------------------------------------------
+
+
+def test_a_servers_own_page_shows_what_it_does(opens):
+    with Server() as server:
+        tab = opens(f"{server.address}/", offline=False)
+        until(tab, "document.querySelector('[data-status]').textContent.includes('Nothing runs')")
+        server.chat("Count from 3 to 7.", max_tokens=40)
+        until(tab, "document.querySelector('.answers .text').textContent.includes('3, 4, 5, 6, 7')")
+        assert "1 answered" in tab.inner_text(".figures")
+        assert "1 request answered so far" in tab.inner_text("[data-status]")
+
+
+def test_a_typed_key_opens_a_servers_page_and_stays_out_of_the_address(opens):
+    with Server("--api-key", "hush", "--watch-key", "eye") as server:
+        tab = opens(f"{server.address}/", offline=False)
+        until(tab, "!document.querySelector('[data-key-form]').hidden")
+        asked = []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.fill("[data-key]", "wrong")
+        tab.keyboard.press("Enter")
+        until(tab, "document.querySelector('[data-status]').textContent.includes('not take')")
+        tab.fill("[data-key]", "eye")
+        tab.keyboard.press("Enter")
+        until(tab, "document.querySelector('[data-status]').textContent.includes('demo')")
+        assert asked and not any("eye" in url or "wrong" in url for url in asked)
+        tab.said.clear()  # the browser's own lines about 401
