@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from doors import Server
-from test_page import HOSTILE, recording
+from recordings import HOSTILE, recording
 
 from tools import page
 

@@ -8,30 +8,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from recordings import HOSTILE, recording
 from stage import Stage
 
 from door import page
 from screen import record
-from screen.state import prompt_of
 from tools import page as page_program
 
 ROOT = Path(__file__).parents[2]
-HOSTILE = (
-    '"</script><script>alert(1)</script>"',
-    '"<!-- <script> {style} &lt;"',
-    '"\u202eevil\u2066 \u2028 \u2029"',
-    '"<img src=x onerror=alert(1)>"',
-)
 NODE = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
-
-
-def recording(prompts=None, burst: int = 12) -> dict:
-    """A burst on the engine of words, which answers with what stands between quotes."""
-    stage = Stage(prompts=prompts) if prompts else Stage()
-    stage.load().session.obey(f"/burst {burst}")
-    stage.finish()
-    ids = lambda request: stage.engine.text.ask(prompt_of(request))  # noqa: E731
-    return json.loads(record.as_text(record.record(stage.state, {"command": "x"}, ids)))
 
 
 class Elements(HTMLParser):
