@@ -26,6 +26,20 @@ LONG = {"max_tokens": 400, "ignore_eos": True}  # seconds, unless the client han
 def server():
     with Server() as server:
         yield server
+        has_left_nothing_behind(server)
+
+
+def has_left_nothing_behind(server: Server) -> None:
+    """After all that was sent to it, it answers as it did at first."""
+    assert server.is_idle()
+    assert server.chat(temperature=0).json["choices"][0]["message"]["content"] == COUNT
+    threads = [server.chat for _ in range(4)]
+    workers = [threading.Thread(target=ask, kwargs={"max_tokens": 2}) for ask in threads]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert server.process.poll() is None and "Traceback" not in server.log.read_text()
 
 
 @pytest.fixture
@@ -1150,17 +1164,3 @@ def test_an_idle_server_ends_at_once():
         assert server.stop() == 0
         assert time.monotonic() - began < HEAD_S / 2, "it has waited for the idle connection"
         idle.hang_up()
-
-
-def test_nothing_of_all_this_has_left_a_slot_or_a_thread_behind(server):
-    """The last test of this server: after all that was sent to it, it answers as it did at
-    first."""
-    assert server.is_idle()
-    assert server.chat(temperature=0).json["choices"][0]["message"]["content"] == COUNT
-    threads = [server.chat for _ in range(4)]
-    workers = [threading.Thread(target=ask, kwargs={"max_tokens": 2}) for ask in threads]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert server.process.poll() is None and "Traceback" not in server.log.read_text()
