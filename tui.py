@@ -11,8 +11,9 @@ it:
     room.py      owns the engine. It fulfils wishes between two steps, and shows what happens as a frozen `View`.
     remote.py    the same for an engine elsewhere: it reads a server's `/watch`.
     runs.py      races and replays on a clock that interruptions do not reach. trace.py is a trace for Perfetto.
+    why.py       a request's life in parts that add up, and what it would have been in another company.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
-    panes.py     pure functions: state, colours and a size in, lines of text out. So are charts, clients and keys.
+    panes.py     pure functions: state, colours and a size in, lines of text out. So are charts, keys and others.
     places.py    where each pane goes, on a screen of any size.
     widgets.py   what Textual needs of a pane and of the prompt box.
     record.py    a run as a file, from which a page is made.
@@ -62,7 +63,7 @@ from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
 from parts.checks import read_whole, shown
 from parts.program import BROWSER, about, on_a_terminal
-from screen import charts, clients, keys, panes, record
+from screen import charts, clients, keys, panes, record, waterfall
 from screen.ink import DARK, Line, Palette, Pen, clean, count
 from screen.places import LOWER, STACKS, arrange, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
@@ -78,6 +79,7 @@ from screen.session import (
     write_trace,
 )
 from screen.state import State
+from screen.why import at_percent, place_of, ranked
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
 
 PANES = {  # by name: what draws it
@@ -108,7 +110,7 @@ SHEETS |= {
     "totals": panes.draw_totals,
     "clients": partial(clients.draw_clients, whole=True),
 }
-SHEETS |= {"step": partial(panes.draw_step, whole=True)}
+SHEETS |= {"step": partial(panes.draw_step, whole=True), "why": waterfall.draw_why}
 # While something runs, they are painted less often
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
 # Commands that the screen itself obeys
@@ -143,6 +145,8 @@ class Sheet(ModalScreen):
             if k.action in keys.ON_A_SHEET
         ),
         *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
+        *(Binding(key, f"lead({by})", show=False) for key, by in (("left", -1), ("right", 1))),
+        Binding("tab", "mark", show=False),
     )
 
     top = 0  # the first line in sight
@@ -167,6 +171,23 @@ class Sheet(ModalScreen):
             self.app.state.browse(by)
         else:
             self.top += by
+
+    def action_lead(self, by: int) -> None:
+        """From a request to the one whose first token came next sooner, or next later."""
+        state = self.app.state
+        if self.name == "why" and state.open:
+            place = place_of(state.open, ranked(state.ended))
+            state.lead(0 if place is None else place + by)
+
+    def action_mark(self) -> None:
+        """To the first of the percentiles that is beyond the request; then from the start."""
+        state = self.app.state
+        order = ranked(state.ended)
+        if self.name == "why" and order:
+            marks = [place_of(at_percent(mark, order), order) for mark in waterfall.MARKS]
+            now = place_of(state.open, order)
+            beyond = [place for place in marks if now is None or place > now]
+            state.lead((beyond or marks)[0])
 
 
 class Screen(App):
@@ -369,6 +390,9 @@ class Screen(App):
             return False
         if line.startswith(("/race", "/compare")):
             self.action_sheet("contest")
+        elif line.startswith("/why"):
+            if self.screen.name != "why":
+                self.action_sheet("why")
         elif len(self.screen_stack) > 1:  # a page hides what the engine does
             said = said or f"done behind this page: {line}"
         self.say(said)
@@ -410,7 +434,7 @@ class Screen(App):
     def action_go(self) -> None:
         """From a step to the request in the selected slot; from a request to its first step."""
         state = self.state
-        if self.screen.name == "requests":
+        if self.screen.name in ("requests", "why"):
             if steps := state.steps_of(state.open) if state.open else []:
                 state.look_at(steps[0])
                 self.action_select(state.open.slot)
@@ -422,6 +446,18 @@ class Screen(App):
             self.action_sheet("requests")
         else:
             self.say(f"slot {state.selected} has had no request yet")
+
+    def action_why(self) -> None:
+        """Why the request waited that is open, or that is in the selected slot."""
+        state = self.state
+        if self.screen.name == "why":
+            self.screen.dismiss()
+            return
+        request = state.open if self.screen.name == "requests" else state.owner(state.selected)
+        self.action_command(f"/why {request.id}" if request else "/why")
+
+    def action_percentile(self, mark: int) -> None:
+        self.action_command(f"/why p{mark}")
 
     def action_follow(self) -> None:
         self.state.cursor = None
@@ -449,7 +485,7 @@ class Screen(App):
         (OSC 52)."""
         request = (
             self.state.open
-            if self.screen.name == "requests"
+            if self.screen.name in ("requests", "why")
             else self.state.owner(self.state.selected)
         )
         if request:

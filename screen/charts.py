@@ -8,7 +8,7 @@ What this file keeps. As in `panes.py`, each function is pure: state, colours an
 out. Every chart has a zero line and an axis that can be read, and counts the steps and requests
 that `State` keeps.
 
-Where next: `keys.py`.
+Where next: `waterfall.py`.
 """
 
 from __future__ import annotations

@@ -144,6 +144,14 @@ KEYS = (
     ),
     Key("f", "f", "open", "Requests", "requests that have ended: read and copy them", 10),
     Key(
+        "w",
+        "w",
+        "why",
+        "Why",
+        "why a request waited: its life in parts, and by replay under each policy",
+        10,
+    ),
+    Key(
         "t",
         "t",
         "sheet('totals')",
@@ -187,7 +195,7 @@ KEYS = (
 )
 # Keys that work on a page, too: they open another one, lead to the prompt box, or say what they
 # have done.
-ON_A_SHEET = ("theme", "copy", "pause", "go", "suspend_process", "settings", "open")
+ON_A_SHEET = ("theme", "copy", "pause", "go", "suspend_process", "settings", "open", "why")
 ON_A_SHEET += tuple(key.action for key in KEYS if key.action.startswith("sheet("))
 ON_A_SHEET += ("command('/compare')", "command('/race')", "command('/race last')")
 OF_THE_ENGINE = (

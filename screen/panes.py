@@ -467,7 +467,9 @@ def draw_requests(state: State, p: Palette, width: int, height: int) -> list[Lin
         else "open"
     )
     note = (
-        "↓ earlier  ↑ later  g steps  y copy  Esc back" if width >= 100 else "↑↓ others  Esc back"
+        "↓ earlier  ↑ later  w why  g steps  y copy  Esc back"
+        if width >= 100
+        else "↑↓ others  w why  Esc back"
     )
     title = heading(p, width, f"r{r.id}, {which}", note, do="screen.dismiss")
     return [title, *about(state, p, width, r, state.view.engine.now)]

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView
@@ -202,48 +202,77 @@ def replay(
     prices: Prices,
 ) -> Run:
     """The same requests through the same scheduler under another policy, on the clock of the
-    prices.
+    prices: its timeline and its figures."""
+    columns: list[Column] = []
+    firsts: dict[int, float] = {}  # by request: the time to its first token
+    for plan, ended in replayed(limits, requests, policy, moment, prices):
+        times = {"build_s": 0.0, "device_s": ended - plan.at, "wait_s": 0.0}
+        view = StepView.of(plan, (), started=plan.at, read=ended, ended=ended, **times)
+        columns.append(column(view, limits.slots, columns[-1] if columns else None))
+        for chunk in plan.chunks:
+            if chunk.emits:
+                firsts[chunk.request.id] = ended - chunk.request.arrived
+    return Run(policy, "simulated", columns, [firsts[r.id] for r in requests])
+
+
+def replayed(
+    limits: Limits,
+    requests: Sequence[RequestView],
+    policy: str,
+    moment: Callable[[float], float],
+    prices: Prices,
+    came: Mapping[int, int] | None = None,
+    halts: Callable[[int], bool] = lambda step: False,
+) -> Iterator[tuple[Plan, float]]:
+    """The steps of a replay: each plan, once it has been committed, and the moment of that.
 
     The scheduler needs only lengths and arrival times: no text, no model. `moment` says what the
     clock showed when a request arrived. Like the engine, this loop runs ahead: a step is planned
     before the one before is committed, unless that one is to be read at once.
+    `came`: by request, the step before whose plan it came. Then no clock decides who is in line.
+    `halts`: is this step planned only after the one before has been read?
     """
     sched = Scheduler(**limits._asdict(), policy=policy)
-    coming = deque()
-    for r in requests:
-        m, prompt = r.metrics, (0,) * r.metrics.prompt_tokens
-        arrived = moment(r.arrived)
-        coming.append(
-            Request(
-                r.id,
-                prompt,
-                m.output_tokens,
-                arrived,
-                shares=False,
-                client=r.client,
-                prefilled=m.cached_tokens,
-            )
-        )
-    now, flight, columns = 0.0, None, []
-    firsts: dict[int, float] = {}  # by request: the time to its first token
+    coming = deque(as_it_came(r, moment(r.arrived)) for r in requests)
+    now, flight = 0.0, None
 
-    def accept(request: Request, token: int) -> None:
-        firsts.setdefault(request.id, now - request.arrived)
+    lengths = {r.id: r.metrics.output_tokens for r in requests}
+
+    def accept(request: Request, token: int) -> str | None:
+        return "stop" if request.committed == lengths[request.id] else None
+
+    def is_due(request: Request) -> bool:
+        return came[request.id] <= sched.steps + 1 if came else request.arrived <= now
 
     while coming or sched.waiting or sched.running:
-        while coming and coming[0].arrived <= now:
+        while coming and is_due(coming[0]):
             sched.submit(coming.popleft())
-        plan: Plan | None = None if flight and flight.read_at_once else sched.plan(now)
+        waits = flight and (flight.read_at_once or halts(sched.steps + 1))
+        plan: Plan | None = None if waits else sched.plan(now)
         if flight:
             now += prices.of(len(flight.decodes), len(flight.chunks))
             sched.commit(flight, [0] * len(flight.emitters), accept, now)
-            took = {"build_s": 0.0, "device_s": now - flight.at, "wait_s": 0.0}
-            view = StepView.of(flight, (), started=flight.at, read=now, ended=now, **took)
-            columns.append(column(view, limits.slots, columns[-1] if columns else None))
-        elif not plan and coming:
-            now = coming[0].arrived
+            yield flight, now
+        elif not plan and coming:  # nothing is to be done before the next one comes
+            now = max(now, coming[0].arrived)
+            sched.submit(coming.popleft())
         flight = plan
-    return Run(policy, "simulated", columns, [firsts[r.id] for r in requests])
+
+
+def as_it_came(request: RequestView, arrived: float) -> Request:
+    """A request for the scheduler of a replay. If a token ended it, the engine did not know that
+    before, and planned one more."""
+    metrics = request.metrics
+    unforeseen = request.reason == "stop"
+    return Request(
+        request.id,
+        (0,) * metrics.prompt_tokens,
+        metrics.output_tokens + unforeseen,
+        arrived,
+        shares=False,
+        client=request.client,
+        prefilled=metrics.cached_tokens,
+    )
 
 
 def in_time(run: Run, width: int, longest: float) -> list[Column]:

@@ -30,9 +30,10 @@ from sched import POLICIES
 from screen.ink import clean, count, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
 from screen.runs import FIGURES, Contest
-from screen.state import State, asked, client_of, compare, prompt_of, verdict
+from screen.state import State, asked, client_of, compare, prices, prompt_of, verdict
 from screen.totals import words
 from screen.trace import trace_events
+from screen.why import at_percent, life_of, ranked, sentence
 
 SETTABLE = {  # what /set takes: the field, and its limits
     "temperature": ("temperature", read_real, 0, 1_000_000),
@@ -41,6 +42,16 @@ SETTABLE = {  # what /set takes: the field, and its limits
     "burst": ("burst", read_whole, 1, 1000),
     "rate": ("rate", read_real, 0.01, 1000),
 }
+
+
+def read_which(name: str, text: str, least: int, most: int) -> int | str:
+    """A request's number, or a percentile such as p95."""
+    if text.startswith("p"):
+        read_real(name, text[1:], 0, 100)
+        return text
+    return read_whole(name, text.removeprefix("r"), least, most)
+
+
 NUMBERS = {  # the commands that take a number, and its limits
     "burst": (read_whole, 1, 1000),
     "race": (read_whole, 1, 1000),
@@ -48,6 +59,7 @@ NUMBERS = {  # the commands that take a number, and its limits
     "step": (read_whole, 1, 100_000),
     "load": (read_real, 0, 1000),
     "slow": (read_real, 0.1, 1000),
+    "why": (read_which, 0, 2**31),
 }
 
 SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
@@ -138,6 +150,22 @@ class Session:
 
     def _do_compare(self, rest: str) -> None:
         self.state.contest = compare(self.state, known(rest) if rest else "")
+
+    def _do_why(self, rest: str) -> None:
+        """Look into the request that is open; into the one that is named (/why 7); or into the one
+        whose first token came as late as that of so many percent (/why p95)."""
+        state = self.state
+        which = number_for("why", rest) if rest else None
+        request = state.open
+        if isinstance(which, str):
+            order = ranked(state.ended)
+            request = at_percent(float(which[1:]), order) if order else None
+        elif which is not None:
+            request = state.requests.get(which)
+        if request is None:
+            words = f"{rest} is not known here" if rest else "no request has ended yet"
+            raise ValueError(f"{words}; b fires a burst, and /why p95 looks into a slow one")
+        state.look_into(request)
 
     def _do_policy(self, rest: str) -> None:
         """Change to the policy that is named, or to the next."""
@@ -237,7 +265,7 @@ SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
 # The plain log obeys a word when all before it has ended. So the others mean something on a screen
 # only.
-LOGGED = ("policy", "burst", "race", "compare", "wait")
+LOGGED = ("policy", "burst", "race", "compare", "wait", "why")
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
 SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
 on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""
@@ -382,6 +410,8 @@ class PlainLog:
             self.write(answer)
         elif line.startswith("/compare"):
             self.tell(self.session.state.contest)
+        elif line.startswith("/why"):
+            self.write(why_of(self.session.state))
 
     def tell(self, contest: Contest) -> None:
         for run in contest.runs:
@@ -391,6 +421,13 @@ class PlainLog:
             self.write(f"{run.policy}, {run.how}: {', '.join(figures)}")
         for line in filter(None, (verdict(contest.runs), contest.note)):
             self.write(line)
+
+
+def why_of(state: State) -> str:
+    """The life of the request that is open, in a line."""
+    r, now = state.open, state.view.engine.now
+    life = life_of(r, state.requests.values(), state.history, prices(state), now)
+    return sentence(r, life, state.replayed[1])
 
 
 NO_WORK = "standard input has no prompt; write one a line there, or give --prompts FILE or --script burst8"

@@ -27,6 +27,7 @@ from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
 from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, renumbered, replay
 from screen.timeline import Column, column, gap, merge
 from screen.totals import Period
+from screen.why import Outcome, outcomes, ranked
 
 
 @dataclass
@@ -60,6 +61,8 @@ class State:
     # The comparison, or the old race, that is shown; None: the race that runs
     contest: Contest | None = None
     raced: Contest | None = None  # the last race that has ended
+    # A request, and what came of it by replay; or why there is no replay
+    replayed: tuple[int, list[Outcome] | str] | None = None
     typing: bool = False  # the prompt box has the keyboard
     said: str = ""  # what the last command answered; shown for a while
     woke: int = 0  # index of the first step of the latest busy period
@@ -102,6 +105,7 @@ class State:
             each.clear()
         self.cursor = None
         self.opened = None
+        self.replayed = None
         self.contest = None
         self.selected = 0
         self.woke = 0
@@ -373,6 +377,22 @@ class State:
         ids = [request.id for request in reversed(self.ended)]
         at = ids.index(self.opened) + by if self.opened in ids else 0
         self.opened = ids[max(0, min(at, len(ids) - 1))] if ids else None
+
+    def look_into(self, request: RequestView) -> None:
+        """Open a request, and replay what ran around it."""
+        self.opened = request.id
+        limits = self.view.engine.limits
+        try:
+            found = outcomes(request, self.requests.values(), self.history, limits, prices(self))
+        except ValueError as error:
+            found = str(error)
+        self.replayed = (request.id, found)
+
+    def lead(self, place: int) -> None:
+        """Look into the request whose first token came at this place among all that have ended."""
+        order = ranked(self.ended)
+        if order:
+            self.look_into(order[max(0, min(place, len(order) - 1))])
 
     def steps_of(self, request: RequestView) -> list[int]:
         """The places in the history of the steps in which a request was in its slot."""

@@ -54,8 +54,9 @@ INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
 SCREEN = """
     session record
     keys panes widgets
-    charts clients
+    charts clients waterfall
     state
+    why
     runs
     totals
     remote trace

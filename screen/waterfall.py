@@ -1,0 +1,206 @@
+"""A request's life as a waterfall, and beneath it what it would have been in another company.
+
+The problem. "TTFT 1.2 s" says that somebody waited, and not for what.
+
+What this file keeps. As in `panes.py`, the function is pure: state, colours and a size in, lines
+out. The parts are rounded before they are added up, so a reader who adds them up gets the same sum.
+
+Where next: `keys.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from parts.api.views import RequestView
+from screen.ink import Line, Palette, Pen, axis, entry, heading, shorten, span, style, wrap
+from screen.runs import LEAST
+from screen.state import State, client_of, prices, prompt_of
+from screen.why import Life, Outcome, at_percent, blamed, life_of, named, place_of, ranked
+
+MARKS = (50, 95, 99)  # percent: where the slider's marks stand
+NAMES = 16  # characters of a part's name
+FIGURES = (14, 8)  # characters of the milliseconds, and of the percent
+TABLE = (10, 10, 16)  # of a first token, of a life, and of the steps
+LINE = "░"
+TELLS = "▸ ran. Steps: in line + to its first token + to its last."
+SOON, LATE = "█▒"  # until the first token, and after it
+
+
+def draw_why(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """One request: the parts of its life, whom it waited for, and the replays."""
+    r = state.open
+    keys = (
+        "←→ faster, slower  tab p50, p95, p99  Esc back" if width >= 100 else "←→ tab others  Esc"
+    )
+    if r is None:
+        title = heading(p, width, "Why did I wait?", "Esc back", do="screen.dismiss")
+        return [title, Pen().put(" Nothing has ended yet. b fires a burst.", p.muted).line]
+    title = f"Why did r{r.id} wait? {r.reason or 'open'}{', ' if r.policy else ''}{r.policy}"
+    life = life_of(r, state.requests.values(), state.history, prices(state), state.view.engine.now)
+    return [
+        heading(p, width, title, keys, do="screen.dismiss"),
+        *draw_slider(state, p, width, r),
+        *draw_parts(p, width, r, life),
+        *draw_others(state, p, width, height, r, life),
+        *draw_outcomes(state, p, width, r),
+    ]
+
+
+def draw_slider(state: State, p: Palette, width: int, r: RequestView) -> list[Line]:
+    """Where its first token stands among those of all that have ended. Each percentile leads to the
+    request that stands there."""
+    order = ranked(state.ended)
+    place = place_of(r, order)
+    cells = ["─"] * (width - 8)
+    for mark in MARKS:
+        cells[at_cell(mark / 100, len(cells))] = "┼"
+    track = Pen().put(" TTFT ", p.muted)
+    if place is None:
+        track.put(f"├{''.join(cells)}┤", p.muted)
+        words = f"{span(r.metrics.ttft_s)}, and not over" if r.reason is None else "no first token"
+    else:
+        knob = at_cell((place + 1) / len(order), len(cells))
+        track.put(f"├{''.join(cells[:knob])}", p.muted).put("●", p.accent, True)
+        track.put(f"{''.join(cells[knob + 1 :])}┤", p.muted)
+        words = f"{span(r.metrics.ttft_s)}: {place:,} of {len(order):,} were sooner"
+    marks = MARKS if order else ()
+    labels = [(mark, f"p{mark} {span(at_percent(mark, order).metrics.ttft_s)}") for mark in marks]
+    pen = Pen().put(f" {words}", p.text, True)
+    pen.to(width - 1 - sum(len(label) + 2 for _, label in labels))
+    for mark, label in labels:
+        pen.put("  ").put(label, p.accent, do=f"percentile({mark})")
+    return [track.line, pen.line]
+
+
+def at_cell(part: float, cells: int) -> int:
+    return max(0, min(cells - 1, round(part * cells) - 1))
+
+
+def draw_parts(p: Palette, width: int, r: RequestView, life: Life) -> list[Line]:
+    """The waterfall: each part begins where the one above it ends."""
+    first = math.inf if r.metrics.ttft_s is None else r.arrived + r.metrics.ttft_s
+    parts = {part: in_ms(seconds) for part, seconds in life.parts().items()}
+    parts = {part: spent for part, spent in parts.items() if spent}
+    early = life.parts(first)
+    whole = sum(parts.values())
+    room = width - NAMES - sum(FIGURES) - 2
+    lines = []
+    started = 0.0
+    for part, spent in parts.items():
+        pen = Pen().put(f" {part:<{NAMES - 1}}", p.text)
+        pen.put(f"{spent:>{FIGURES[0] - 3},.1f} ms", p.text)
+        pen.put(f"{100 * spent / (whole or 1):>{FIGURES[1] - 2}.0f} %  ", p.muted)
+        cells = [round(moment / (whole or 1) * room) for moment in (started, started + spent)]
+        wide = max(1, cells[1] - cells[0])
+        before = round(wide * min(1.0, 1000 * early.get(part, 0.0) / (spent or 1)))
+        pen.to(pen.width + min(cells[0], room - 1))
+        ink = ink_of(p, part, r.id)
+        pen.put(SOON * before, style(ink, ink)).put(LATE * (wide - before), ink)
+        lines.append(pen.line)
+        started += spent
+    pen = Pen().put(f" {'life':<{NAMES - 1}}", p.text, True)
+    pen.put(f"{whole:>{FIGURES[0] - 3},.1f} ms", p.text, True)
+    pen.put(f"  {SOON} until its first token  {LATE} after it", p.muted)
+    return [*lines, pen.line]
+
+
+def in_ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
+
+
+def ink_of(p: Palette, part: str, request: int) -> str:
+    """What is its own has the request's colour. The line and the neighbours have none."""
+    if part in ("own chunks", "decoding"):
+        return p.fill(request)
+    return p.bad if part in ("line", "slot") else p.muted
+
+
+def draw_others(
+    state: State, p: Palette, width: int, height: int, r: RequestView, life: Life
+) -> list[Line]:
+    """Who waited for whom."""
+    clients = shares_of_clients(state, life)
+    most = 3 if width < 100 else 7
+    entries = {
+        "behind": life.ahead and f"{blamed(life.ahead, most)}, in the slots",
+        "clients": clients and f"{clients} of these seconds",
+        "blocked": life.shut and f"{span(life.shut)} in line while a slot was free, but shut",
+        "overtaken": life.overtakers and f"by {named(life.overtakers, most)}, which came later",
+        "beside": life.chunks and f"chunks of {blamed(life.chunks, most)}",
+        "slot": slot_of(r, life),
+        "prompt": height >= 30 and shorten(prompt_of(r), width - NAMES - 1),
+    }
+    lines: list[Line] = []
+    for name, text in entries.items():
+        lines += entry(p, width, name, text or "", names=NAMES - 1)
+    return lines
+
+
+def shares_of_clients(state: State, life: Life) -> str:
+    """How the slots were shared meanwhile, if there was more than one client."""
+    held: Counter[str] = Counter()
+    for request, seconds in life.ahead.items():
+        if request in state.requests:
+            held[client_of(state.requests[request]) or "this screen"] += seconds
+    if len(held) < 2:
+        return ""
+    whole = sum(held.values())
+    shares = [f"{client} {100 * spent / whole:.0f} %" for client, spent in held.most_common(4)]
+    return ", ".join(shares)
+
+
+def slot_of(r: RequestView, life: Life) -> str:
+    if r.slot is None:
+        return ""
+    words = [str(r.slot)]
+    if life.before is not None:
+        words.append(f"r{life.before} had it before")
+    if life.after is not None:
+        words.append(f"r{life.after} had it next")
+    return ", ".join(words)
+
+
+def draw_outcomes(state: State, p: Palette, width: int, r: RequestView) -> list[Line]:
+    """The same requests once more, without the model."""
+    legend = ((LINE, p.bad, "in line"), (SOON, p.text, "first token"), (LATE, p.text, "the rest"))
+    title = heading(p, width, "Once more, without the model", legend=legend)
+    id, found = state.replayed or (r.id, "w replays it")
+    if id != r.id:
+        found = "w replays it"
+    if isinstance(found, str):
+        return [title, Pen().put(f" {shorten(found, width - 2)}", p.muted).line]
+    names = ("TTFT", "life", "steps in all")
+    head = "".join(f"{name:>{wide}}" for name, wide in zip(names, TABLE, strict=True))
+    lines = [title, axis(p, (NAMES, head))]
+    room = width - NAMES - sum(TABLE) - 4
+    longest = max(each.life for each in found) or 1.0
+    for each in found:
+        ran = each.name == r.policy
+        pen = Pen().put(f"{'▸' if ran else ' '}{each.name:<{NAMES - 1}}", p.text, ran)
+        line, reading, answering = each.steps
+        figures = (span(each.ttft), span(each.life), f"{line:,}+{reading:,}+{answering:,}")
+        for figure, wide in zip(figures, TABLE, strict=True):
+            pen.put(f"{figure:>{wide}}", p.text, ran)
+        pen.put("  ")
+        stops = [round(stop / longest * room) for stop in (each.line, each.ttft, each.life)]
+        pen.put(LINE * stops[0], p.bad)
+        pen.put(SOON * (stops[1] - stops[0]), style(p.fill(r.id), p.fill(r.id)))
+        pen.put(LATE * (stops[2] - stops[1]), p.fill(r.id))
+        lines.append(pen.line)
+    words = f"{TELLS}{disturbed(state, r, found)}"
+    return [*lines, *(Pen().put(f" {part}", p.muted).line for part in wrap(words, width - 2))]
+
+
+def disturbed(state: State, r: RequestView, found: Sequence[Outcome]) -> str:
+    """How far the replays can be compared with what was measured."""
+    words = ""
+    ran = next(each for each in found if each.name == r.policy)
+    times = found[0].life / ran.life if ran.life else 1.0
+    if times > 1.25:
+        words += f" Other programs ran: it took {times:.1f} times as long as undisturbed."
+    if prices(state).chunk <= LEAST:
+        words += " Too noisy to say what a chunk takes: it counts as a step of one row."
+    return words

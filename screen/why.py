@@ -1,0 +1,418 @@
+"""Why a request waited: its life in parts that add up, and what it would have been in another
+company.
+
+The problem. A first token that comes late has one of three causes: the line, the prompt's own
+length, or the neighbours. A figure such as "TTFT 1.2 s" does not tell which.
+
+The way out. Each moment of a request's life belongs to one part. Before it is admitted, it is in
+line. After that every step is looked at: what did this step do for the request, and what for the
+others? A step's seconds are divided as its work is, by the prices of a row and of a chunk
+(`runs.py`). And since the scheduler needs no model, the same requests go through it once more: this
+one alone, and all of them under each policy.
+
+What this file keeps. The parts of a life add up to it. A replay under the policy that ran has the
+same steps, unless prompts that begin alike were admitted together (one waits until the other's rows
+are written, and lengths do not tell that), requests were cancelled, or the policy changed meanwhile.
+
+Where next: `waterfall.py`, which draws it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from parts.api.views import Limits, RequestView
+from sched import POLICIES, Plan, Request
+from screen.ink import DECODE, GHOST, PREFILL, span
+from screen.runs import LEAST, Prices, on_clock, replayed
+from screen.timeline import Column
+
+# The parts of a life, in the order in which they are drawn
+PARTS = {
+    "line": "in line: no slot yet",
+    "slot": "in a slot, without work: the step before still ran, or the budget was spent",
+    "own chunks": "its own prompt is read",
+    "others' chunks": "its steps take longer, since prompts of others are read in them",
+    "others' rows": "its steps take longer, since answers of others are decoded in them",
+    "decoding": "its own answer",
+    "ghost": "computed for nothing in its slot, after its end",
+    "unseen": "the screen looked away",
+}
+LONGEST = 5_000  # steps: a replay of more would keep the screen waiting
+
+
+class Piece(NamedTuple):
+    """A stretch of a life that belongs to one part."""
+
+    part: str
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass
+class Life:
+    """One request's life, and who had to do with it. All seconds are the engine's."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    # While it was in line, by request: seconds in a slot
+    ahead: Counter[int] = field(default_factory=Counter)
+    shut: float = 0.0  # seconds in line, while a slot was free but shut
+    # By request: seconds that its chunks took in this one's steps
+    chunks: Counter[int] = field(default_factory=Counter)
+    overtakers: list[int] = field(default_factory=list)  # came later, and were admitted earlier
+    before: int | None = None  # had the slot until then
+    after: int | None = None  # had the slot next
+
+    @property
+    def seconds(self) -> float:
+        return self.pieces[-1].ended - self.pieces[0].began
+
+    def parts(self, until: float = math.inf) -> dict[str, float]:
+        """By part: its seconds up to a moment. Those without any are left out."""
+        sums = dict.fromkeys(PARTS, 0.0)
+        for piece in self.pieces:
+            sums[piece.part] += max(0.0, min(piece.ended, until) - piece.began)
+        return {part: seconds for part, seconds in sums.items() if seconds > 0}
+
+
+# --- the parts of a life
+
+
+def life_of(
+    request: RequestView,
+    requests: Iterable[RequestView],
+    history: Sequence[Column],
+    prices: Prices,
+    now: float,
+) -> Life:
+    """What is known of a request's life: up to its end, or so far.
+
+    `requests`: all that are known. `history`: a column for each step, oldest first.
+    """
+    life = Life()
+    prices = with_a_chunk(prices)
+    admitted = admitted_at(request)
+    if request.ended is None:
+        now = history[-1].ended if admitted is not None and history else now
+        end = max(now, request.arrived if admitted is None else admitted)
+    else:
+        end = request.ended
+    leaves_line = end if admitted is None else admitted
+    life.pieces.append(Piece("line", request.arrived, leaves_line))
+    _look_at_line(life, request, history, leaves_line)
+    if admitted is not None:
+        for other in requests:
+            entered = admitted_at(other)
+            if other.id > request.id and entered is not None and entered < admitted:
+                life.overtakers.append(other.id)
+        _look_at_slot(life, request, history, prices, admitted, end)
+    return life
+
+
+def with_a_chunk(prices: Prices) -> Prices:
+    """If the clock is too noisy to give a chunk a price, it counts as much as a step of one row."""
+    if prices.chunk > LEAST:
+        return prices
+    guessed = copy(prices)
+    guessed.chunk = prices.of(1, 0) or LEAST
+    return guessed
+
+
+def admitted_at(request: RequestView) -> float | None:
+    queued = request.metrics.queued_s
+    return None if queued is None else request.arrived + queued
+
+
+def _look_at_line(
+    life: Life, request: RequestView, history: Sequence[Column], until: float
+) -> None:
+    """Which requests were in the slots meanwhile."""
+    first = bisect_left(history, request.arrived, key=lambda column: column.ended)
+    for i in range(first, len(history)):
+        column = history[i]
+        if column.began >= until:
+            break
+        seconds = min(column.ended, until) - max(column.began, request.arrived)
+        if column.view.blocked:
+            life.shut += seconds
+        for kind, owner in column.cells:
+            if owner not in (None, request.id) and kind != GHOST:
+                life.ahead[owner] += seconds
+
+
+def _look_at_slot(
+    life: Life,
+    request: RequestView,
+    history: Sequence[Column],
+    prices: Prices,
+    admitted: float,
+    end: float,
+) -> None:
+    """Divide each step in which it has a slot."""
+    slot = request.slot
+    now = admitted
+    first = bisect_left(history, admitted, key=lambda column: column.ended)
+    for i in range(first, len(history)):
+        column = history[i]
+        kind, owner = column.cells[slot]
+        is_at_work = owner == request.id and kind in (PREFILL, DECODE, GHOST)
+        if now >= end and not (is_at_work and kind == GHOST):
+            break
+        stop = min(column.ended, end)
+        if stop > now:
+            shares = {"slot": 1.0}
+            if column.unseen:
+                shares = {"unseen": 1.0}
+            elif is_at_work:
+                shares = _shares(life, request, column, prices, stop - now)
+            life.pieces += _divided(shares, now, stop)
+            now = stop
+        if is_at_work and kind == GHOST:
+            life.pieces.append(Piece("ghost", now, column.ended))
+            now = column.ended
+    if now < end:  # cancelled in a step that never came
+        life.pieces.append(Piece("slot", now, end))
+    life.before = _owner(history, slot, range(first, -1, -1), request.id)
+    after = bisect_left(history, end, key=lambda column: column.ended)
+    life.after = _owner(history, slot, range(after, len(history)), request.id)
+
+
+def _shares(
+    life: Life, request: RequestView, column: Column, prices: Prices, seconds: float
+) -> dict[str, float]:
+    """How much of a step each part has, by the prices of what was done in it."""
+    rows = len(column.view.decode)
+    read = {owner: stop - start for _, owner, start, stop in column.view.prefill}
+    tokens = sum(read.values())
+    own = read.pop(request.id, 0)
+    per_token = prices.of(0, len(column.view.prefill)) / max(1, tokens)
+    own_row = 0.0 if own else prices.of(1, 0) or LEAST
+    all_rows = max(own_row, prices.of(rows, 0))
+    whole = per_token * tokens + all_rows
+    for owner, theirs in read.items():
+        life.chunks[owner] += seconds * per_token * theirs / whole
+    return {
+        "own chunks": per_token * own / whole,
+        "decoding": own_row / whole,
+        "others' chunks": per_token * (tokens - own) / whole,
+        "others' rows": (all_rows - own_row) / whole,
+    }
+
+
+def _divided(shares: Mapping[str, float], began: float, ended: float) -> Iterator[Piece]:
+    """A step's seconds, one part behind the other. The last one ends where the step does."""
+    parts = [(part, share) for part, share in shares.items() if share > 0]
+    now = began
+    for part, share in parts[:-1]:
+        stop = min(ended, now + share * (ended - began))
+        yield Piece(part, now, stop)
+        now = stop
+    yield Piece(parts[-1][0], now, ended)
+
+
+def _owner(history: Sequence[Column], slot: int, steps: range, request: int) -> int | None:
+    """In these steps, the first other request that has the slot."""
+    for i in steps:
+        if i < len(history):
+            owner = history[i].cells[slot].request
+            if owner not in (None, request):
+                return owner
+    return None
+
+
+# --- the same requests once more
+
+
+class Outcome(NamedTuple):
+    """What came of a request, or would have come of it. Seconds begin with its arrival."""
+
+    name: str  # "measured" | "alone" | a policy
+    # So many steps were planned without it; then came its first token; then its last
+    steps: tuple[int, int, int]
+    line: float
+    ttft: float
+    life: float
+
+
+def outcomes(
+    request: RequestView,
+    requests: Iterable[RequestView],
+    history: Sequence[Column],
+    limits: Limits,
+    prices: Prices,
+) -> list[Outcome]:
+    """As measured; by replay alone, and under each policy. ValueError if that cannot be known."""
+    if not request.metrics.output_tokens:
+        raise ValueError("it has no token yet, and a replay must know how long its answer is")
+    prices = with_a_chunk(prices)
+    company = [r for r in company_of(request, requests) if r.metrics.output_tokens]
+    columns = steps_of(company, history)
+    _, moment = on_clock(columns, prices)
+    came = {r.id: next_plan(columns, r.arrived) for r in company}
+    halting = {i + 1 for i in range(len(columns)) if halts(columns, i)}
+    most_halt = 2 * len(halting) > len(columns)
+    alone = replayed(limits, [request], request.policy, lambda at: 0.0, prices)
+    arrived = moment(request.arrived)
+    out = [measured(request, columns), followed("alone", request, alone, 0.0)]
+    for policy in POLICIES:
+        if policy == request.policy:
+            steps = replayed(limits, company, policy, moment, prices, came, halting.__contains__)
+            out.append(followed(policy, request, steps, arrived, came[request.id]))
+        else:
+            halt = {"halts": lambda step: most_halt}
+            steps = replayed(limits, company, policy, moment, prices, **halt)
+            out.append(followed(policy, request, steps, arrived))
+    return out
+
+
+def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[RequestView]:
+    """The requests of its busy period: those between two moments at which none was open."""
+    group: list[RequestView] = []
+    until = -math.inf
+    for r in sorted(requests, key=lambda r: r.id):
+        if r.arrived > until:
+            if any(other.id == request.id for other in group):
+                break
+            group = []
+        group.append(r)
+        until = max(until, math.inf if r.ended is None else r.ended)
+    return group
+
+
+def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Sequence[Column]:
+    """The steps of a busy period. ValueError if not all of them are known."""
+    began = company[0].arrived
+    ended = max(math.inf if r.ended is None else r.ended for r in company)
+    first = bisect_left(history, began, key=lambda column: column.view.began)
+    stop = bisect_left(history, ended, key=lambda column: column.view.began)
+    columns = history[first:stop]
+    if len(columns) > LONGEST:
+        raise ValueError(f"{len(columns):,} steps in a row are too many to be replayed")
+    if not columns or not columns[0].view.admitted or any(column.unseen for column in columns):
+        raise ValueError("not all steps of that time are remembered")
+    return columns
+
+
+def next_plan(columns: Sequence[Column], moment: float) -> int:
+    """The number, from 1, of the first step that was planned at this moment or later."""
+    return bisect_left(columns, moment, key=lambda column: column.view.began) + 1
+
+
+def halts(columns: Sequence[Column], i: int) -> bool:
+    """Was this step planned only after the one before had been read? (In slow motion all are.)"""
+    return i > 0 and columns[i].view.began >= columns[i - 1].view.ended
+
+
+def measured(request: RequestView, columns: Sequence[Column]) -> Outcome:
+    """As it ran."""
+    kinds = {
+        i: column.cells[request.slot].kind
+        for i, column in enumerate(columns)
+        if column.cells[request.slot].request == request.id
+    }
+    reads = [i for i, kind in kinds.items() if kind == PREFILL]
+    if not reads:
+        raise ValueError("its steps are not remembered any more")
+    admitted, first = min(kinds), max(reads)
+    last = max(i for i, kind in kinds.items() if kind in (PREFILL, DECODE))
+    came = next_plan(columns, request.arrived)
+    return Outcome(
+        "measured",
+        steps=(admitted + 1 - came, first + 1 - admitted, last - first),
+        line=request.metrics.queued_s,
+        ttft=request.metrics.ttft_s,
+        life=(request.ended or columns[last].ended) - request.arrived,
+    )
+
+
+def followed(
+    name: str,
+    request: RequestView,
+    steps: Iterable[tuple[Plan, float]],
+    arrived: float,
+    came: int = 0,
+) -> Outcome:
+    """One request in a replay, up to its end. `came`: the first step that it could be in; 0: the
+    clock tells."""
+    mine: Request | None = None
+    line = ttft = 0.0
+    admitted = first = 0
+    for number, (plan, ended) in enumerate(steps, 1):
+        if not came and plan.at >= arrived:
+            came = number
+        for one in plan.admitted:
+            if one.id == request.id:
+                mine = one
+                admitted = number
+                line = max(0.0, plan.at - arrived)
+        for chunk in plan.chunks:
+            if chunk.request is mine and chunk.emits:
+                first = number
+                ttft = ended - arrived
+        if mine and mine.finish_reason:
+            counts = (admitted - came, first + 1 - admitted, number - first)
+            return Outcome(name, counts, line, ttft, ended - arrived)
+    raise ValueError("a replay ended before it")
+
+
+# --- the slowest, and the others
+
+
+def ranked(requests: Iterable[RequestView]) -> list[RequestView]:
+    """Requests that have ended, the soonest first token first."""
+    done = [r for r in requests if r.ended is not None and r.metrics.ttft_s is not None]
+    return sorted(done, key=lambda r: (r.metrics.ttft_s, r.id))
+
+
+def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
+    """Its place among the ranked, from 0."""
+    return next((i for i, r in enumerate(order) if r.id == request.id), None)
+
+
+def at_percent(percent: float, order: Sequence[RequestView]) -> RequestView:
+    """The request whose first token so many percent of all do not exceed."""
+    return order[max(0, math.ceil(percent / 100 * len(order)) - 1)]
+
+
+# --- in words
+
+
+def named(requests: Iterable[int], most: int) -> str:
+    """ "r1, r2, r5 and 3 more" """
+    names = [f"r{request}" for request in requests]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def blamed(seconds: Counter[int], most: int = 3) -> str:
+    """ "r3 0.90 s, r5 0.41 s and 3 more", the longest first."""
+    names = [f"r{request} {span(spent)}" for request, spent in seconds.most_common()]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def sentence(request: RequestView, life: Life, found: Sequence[Outcome] | str) -> str:
+    """A request's life in a line of the plain log."""
+    parts = " + ".join(f"{part} {span(seconds)}" for part, seconds in life.parts().items())
+    words = [f"r{request.id}: {span(life.seconds)} = {parts}"]
+    words.append(f"first token after {span(request.metrics.ttft_s)}")
+    if life.ahead:
+        words.append(f"in line behind {blamed(life.ahead)}")
+    if life.chunks:
+        words.append(f"beside chunks of {blamed(life.chunks)}")
+    if isinstance(found, str):
+        words.append(f"no replay: {found}")
+    else:
+        firsts = (f"{each.name} {span(each.ttft)}" for each in found[1:])
+        words.append(f"first token by replay: {', '.join(firsts)}")
+    return "; ".join(words)
