@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from itertools import accumulate
 from typing import NamedTuple
 
 from starlette.responses import Response
@@ -30,13 +31,25 @@ from starlette.responses import Response
 from door import openai
 from door.http import Visit
 from door.journal import Figures
-from door.openai import Refusal, Shape, Words, ending, event
+from door.openai import Words
+from door.protocol import (
+    Progress,
+    Refusal,
+    Said,
+    Speaks,
+    Usage,
+    Wish,
+    dump,
+    dump_politely,
+    ending,
+)
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe
 from parts.api.handle import Handle
 from parts.api.settings import Sampling
 from parts.files import read_json
-from parts.text.tokens import Prompt
+from parts.text.speech import Parser, Part
+from parts.text.tokens import Chat, Prompt
 from sched import QueueFull
 
 PIECES = 64  # of a stream that are written at once, at most
@@ -106,6 +119,10 @@ class Answer:
         self.left = 0  # choices that have not been seen to end
         self._served = served
         self._words: list[Words | None] = []  # for each choice, if log probabilities are wanted
+        # For each choice, if thoughts or calls are to be told from the answer
+        self._parsers: list[Parser | None] = []
+        self._came = time.perf_counter()
+        self._is_read = False  # the prompt, as far as the client has been told
         # For each choice: so many of its handle's pieces have been taken
         self._seen: list[int] = []
         self._has_ended: list[bool] = []  # for each choice: its end has been taken
@@ -118,13 +135,14 @@ class Answer:
 
     # --- in a thread beside the door's
 
-    def ask(self, chat: bool, body: bytes, client: str) -> None:
+    def ask(self, protocol: Speaks, body: bytes, client: str) -> None:
         """Understand a body and put its prompts in line: a choice for each, or none at all."""
         engine, name, defaults = self._served
-        wish = self.wish = openai.understand(body, chat, (name, "default"))
+        wish = self.wish = protocol.understand(body, (name, "default"))
+        check_tools(engine, wish)
         asks = []
         try:
-            engine.text.check_ids(wish.settings["logit_bias"])
+            engine.text.check_ids(wish.settings.get("logit_bias", ()))
         except ValueError as error:
             raise Refusal(400, str(error), "invalid_value", "logit_bias") from None
         try:
@@ -150,22 +168,31 @@ class Answer:
             raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
         except RuntimeError:  # the engine has been closed meanwhile
             raise ending() from None
-        self.shape = Shape(chat, self.handles[0].id, SUFFIX, name, wish.usage)
+        self.shape = protocol.shape(wish, self.handles[0].id, SUFFIX, name)
 
     def _submit(self, asks: Sequence[tuple], client: str) -> None:
         self.left = len(asks)
         self._times = [[] for _ in asks]
         self._seen = [0] * len(asks)
         self._has_ended = [False] * len(asks)
-        wanted = self.wish.settings["logprobs"] is not None
+        wanted = self.wish.settings.get("logprobs") is not None
         text = self._served.engine.text
         self._words = [Words(text) if wanted else None for _ in asks]
+        self._parsers = [self._parser(prompt) for prompt, _ in asks]
         try:
             for prompt, sampling in asks:
                 self.handles.append(self._served.engine.submit(prompt, sampling, client=client))
         except BaseException:
             self.cancel()
             raise
+
+    def _parser(self, prompt: Prompt) -> Parser | None:
+        chat = self.wish.prompts[0]
+        if not isinstance(chat, Chat):
+            return None
+        names = [tool["function"]["name"] for tool in chat.tools]
+        speech = self._served.engine.text.speech
+        return speech.parser(names, prompt.is_thinking, self.wish.is_single)
 
     # --- in the engine's thread
 
@@ -206,7 +233,8 @@ class Answer:
 
     def _take(self, index: int, piece: str | None) -> None:
         if piece and self._straight and not (self._pieces or self._straight.connection.is_blocked):
-            self._straight.push(self.shape.piece(index, piece, None))
+            if said := self._events(index, piece):
+                self._straight.push(said)
         else:
             self._pieces.append((index, piece))
             self._news.set()
@@ -245,8 +273,9 @@ class Answer:
             if words:
                 words.take(handle.tokens, handle.logprobs)
             said = words and words.finish(handle.text)
-            choices.append(self.shape.choice(index, handle.text, handle.finish_reason, said))
-        write = openai.dump_politely if self._words[0] else openai.dump
+            parts = [*self._apart(index, handle.text), *self._rest(index)]
+            choices.append(Said(parts, self._reason(index), handle.stop, said))
+        write = dump_politely if self._words[0] else dump
         return write(self.shape.whole(choices, self._usage()))
 
     async def stream(self, visit: Visit) -> None:
@@ -258,34 +287,91 @@ class Answer:
         self.look()  # what was committed before the last handle was known here
         await visit.begin_events(self.shape.id)
         left = len(self.handles)
-        first = [body for index in range(left) if (body := self.shape.first(index))]
-        await visit.write(b"".join(map(event, first)))
+        first = self.shape.first(left, self._usage())
+        if self.wish.progress:
+            first += self.shape.progress(self._progress)
+        await visit.write(first)
+        visit.waits_for = self._silence
         self._straight = visit if left == 1 and not self._words[0] else None
         while left:
             said = b""
             for index, piece in await self._come():
                 if piece is None and (failure := self._failure()):
                     visit.note(reason=failure.code, message=failure.message)
-                    await visit.write(said + event(failure.body) + event("[DONE]"), more=False)
+                    await visit.write(said + self.shape.fail(failure), more=False)
                     return
                 said += self._events(index, piece)
                 left -= piece is None
-            await visit.write(said)
-        total = [self.shape.total(self._usage())] if self.wish.usage else []
-        await visit.write(b"".join(map(event, [*total, "[DONE]"])), more=False)
+            if said:
+                await visit.write(said)
+        await visit.write(self.shape.close(self._usage()), more=False)
 
     def _events(self, index: int, piece: str | None) -> bytes:
         """What a stream says of a piece, or of a choice's end."""
         handle, words = self.handles[index], self._words[index]
+        parts = self._rest(index) if piece is None else self._apart(index, piece)
         said = None
         if words:
             said = words.finish(handle.text) if piece is None else words.release(len(piece))
-        told = self.shape.piece(index, piece or "", said) if piece or said else b""
-        return told + event(self.shape.last(index, handle.finish_reason)) if piece is None else told
+            if said and not parts:
+                parts = [Part("answer", "")]
+        told = b""
+        if self.wish.progress and not self._is_read:
+            self._is_read = True
+            told += self.shape.progress(self._progress)
+        for part in parts:
+            told += self.shape.part(index, part, said)
+            said = None if said is None else []
+        if piece is None:
+            told += self.shape.last(index, self._reason(index), handle.stop)
+        return told
 
-    def _usage(self) -> dict:
+    def _apart(self, index: int, piece: str) -> Sequence[Part]:
+        parser = self._parsers[index]
+        return parser.push(piece) if parser else [Part("answer", piece)]
+
+    def _rest(self, index: int) -> Sequence[Part]:
+        parser = self._parsers[index]
+        return parser.finish() if parser else []
+
+    def _reason(self, index: int) -> str:
+        reason = self.handles[index].finish_reason
+        parser = self._parsers[index]
+        return "tool_calls" if parser and parser.calls and reason == "stop" else reason
+
+    def _usage(self) -> Usage:
         metrics = [handle.metrics for handle in self.handles]
-        return openai.usage(metrics[:: self.wish.n], metrics)
+        prompts = metrics[:: self.wish.n]  # that of the first choice of each
+        thought = 0
+        for handle, parser in zip(self.handles, self._parsers, strict=True):
+            if parser and parser.thought:
+                thought += sum(end <= parser.thought for end in accumulate(handle.lengths))
+        return Usage(
+            prompt=sum(m.prompt_tokens for m in prompts),
+            cached=sum(m.cached_tokens for m in prompts),
+            answer=sum(m.output_tokens for m in metrics),
+            thought=thought,
+        )
+
+    @property
+    def _progress(self) -> Progress:
+        """Of the first prompt."""
+        request = self.handles[0].request
+        waiting = list(self._served.engine.sched.waiting) if request.slot is None else []
+        return Progress(
+            total=len(request.prompt),
+            cached=request.reused,
+            read=request.prefilled,
+            before=sum(id < request.id for id in waiting),
+            seconds=time.perf_counter() - self._came,
+        )
+
+    def _silence(self) -> bytes:
+        """While the prompt is read, a stream tells how far this has come."""
+        if self._times[0]:
+            return b""
+        progress = self._progress
+        return self.shape.progress(progress) if self.wish.progress else progress.comment
 
     def _failure(self) -> Refusal | None:
         """What to say if a choice has ended without being complete."""
@@ -314,9 +400,9 @@ class Answer:
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)
         visit.note(
             reason=visit.call.reason or worst(handle.finish_reason for handle in self.handles),
-            prompt_tokens=total["prompt_tokens"],
-            cached_tokens=total["prompt_tokens_details"]["cached_tokens"],
-            tokens=total["completion_tokens"],
+            prompt_tokens=total.prompt,
+            cached_tokens=total.cached,
+            tokens=total.answer,
             ttft_s=times[0] - began if times else first.ttft_s,
             prompt_tps=(first.prompt_tokens - first.cached_tokens) / reading
             if reading > 0
@@ -325,13 +411,35 @@ class Answer:
         )
 
 
-def read_prompt(engine: AnyEngine, prompt: str | list) -> Prompt:
+def check_tools(engine: AnyEngine, wish: Wish) -> None:
+    """Tools need a model whose way to call them is known."""
+    chat = wish.prompts[0]
+    if not isinstance(chat, Chat):
+        return
+    calls = any(message["role"] == "tool" or "tool_calls" in message for message in chat.messages)
+    if (chat.tools or calls) and not engine.text.speech.format:
+        param = "tools" if chat.tools else "messages"
+        raise Refusal(400, engine.text.speech.why, "unsupported_parameter", param)
+    if wish.must_call:
+        words = "tool_choice asks for a call, and a call cannot be forced here; give 'auto'"
+        raise Refusal(400, words, "unsupported_parameter", "tool_choice")
+
+
+def count(served: Served, protocol: Speaks, body: bytes) -> int:
+    """The tokens of a prompt, without an answer."""
+    wish = protocol.understand(body, (served.name, "default"))
+    check_tools(served.engine, wish)
+    return len(read_prompt(served.engine, wish.prompts[0]).ids)
+
+
+def read_prompt(engine: AnyEngine, prompt: str | list | Chat) -> Prompt:
     """A prompt's tokens, if a slot has room for them and for one more."""
     text, max_len = engine.text, engine.sched.max_len
-    param = "messages" if isinstance(prompt, list) and isinstance(prompt[0], dict) else "prompt"
-    size = (
-        sum(len(message["content"]) for message in prompt) if param == "messages" else len(prompt)
-    )
+    param = "prompt"
+    size = len(prompt)
+    if isinstance(prompt, Chat):
+        param = "messages"
+        size = sum(len(message["content"]) for message in prompt.messages)
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
         # Else it would take long, and all for nothing

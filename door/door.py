@@ -37,11 +37,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 
-from door import http, openai, page
-from door.bridge import Answer, Mailbox, Served, defaults_of
+from door import http, messages, openai, page, responses
+from door.bridge import Answer, Mailbox, Served, count, defaults_of
 from door.http import Gone, Options, Visit, refused, reply
 from door.journal import ACCESS_LOG, DoorView, Figures, Journal
-from door.openai import Refusal, ending
+from door.protocol import Refusal, Speaks, check_model, ending
 from door.watch import WATCHERS, Watched, watch
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe, show_fault
@@ -50,6 +50,13 @@ from parts.api.views import Snapshot
 from parts.checks import shown
 
 LONG = 2**14  # bytes of a body; a longer one may take seconds to turn into tokens
+PROTOCOLS = {
+    "/v1/chat/completions": openai.CHAT,
+    "/v1/completions": openai.COMPLETIONS,
+    "/v1/responses": responses.RESPONSES,
+    "/v1/messages": messages.MESSAGES,
+}
+COUNT = "/v1/messages/count_tokens"
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
 
 
@@ -100,13 +107,15 @@ class Door:
     def _routes(self) -> Router:
         """Each path and what answers it. If the door is open to this machine alone, it has few
         names."""
-        chat = Handler(partial(self._complete, True))
-        completions = Handler(partial(self._complete, False))
+        asks = []
+        for path, protocol in PROTOCOLS.items():
+            handler = Handler(partial(self._complete, protocol))
+            asks.append(Route(path, handler, methods=["POST"], max_body_size=http.BODY))
         hosts = self.options.names if self.is_local else ["*"]
         return Router(
             [
-                Route("/v1/chat/completions", chat, methods=["POST"], max_body_size=http.BODY),
-                Route("/v1/completions", completions, methods=["POST"], max_body_size=http.BODY),
+                *asks,
+                Route(COUNT, Handler(self._count), methods=["POST"], max_body_size=http.BODY),
                 Route("/v1/models", Handler(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", Handler(self._models), methods=["GET"]),
                 Route("/health", Handler(self._health), methods=["GET"]),
@@ -217,6 +226,8 @@ class Door:
         number = self.journal.begin(client, f"{request.method} {scope['path']}"[:200])
         visit = Visit(request, number, send, self.journal)
         scope["state"]["visit"] = visit
+        if scope["path"].startswith("/v1/messages"):
+            visit.error = messages.error
         visit.connection.begin_visit(visit)
         self._visits.add(visit)
         await self._pages(scope, receive, send)
@@ -279,7 +290,7 @@ class Door:
         asked = visit.request.path_params.get("name")
         if not asked:
             return reply(openai.models(own, self._born, max_len))
-        openai.check_model(asked, (own, "default"))
+        check_model(asked, (own, "default"))
         return reply(openai.model(own, self._born, max_len))
 
     async def _health(self, visit: Visit) -> Response:
@@ -327,7 +338,15 @@ class Door:
 
     # --- a prompt and its answer
 
-    async def _complete(self, chat: bool, visit: Visit) -> Response | None:
+    async def _count(self, visit: Visit) -> Response:
+        """How many tokens a prompt has."""
+        body = await http.read_body(visit.request)
+        pool = self._slow_pool if len(body) > LONG else self._pool
+        events = asyncio.get_running_loop()
+        tokens = await events.run_in_executor(pool, count, self.served, messages.COUNT, body)
+        return reply({"input_tokens": tokens})
+
+    async def _complete(self, protocol: Speaks, visit: Visit) -> Response | None:
         """From a body to its answer, whole or as a stream, while somebody listens."""
         visit.is_news = True
         body = await http.read_body(visit.request)
@@ -339,7 +358,7 @@ class Door:
         tasks = []
         try:
             pool = self._slow_pool if len(body) > LONG else self._pool
-            await events.run_in_executor(pool, answer.ask, chat, body, visit.call.client)
+            await events.run_in_executor(pool, answer.ask, protocol, body, visit.call.client)
             requests = tuple(handle.id for handle in answer.handles)
             visit.note(id=answer.shape.id, requests=requests, stream=answer.wish.stream)
             work = answer.stream(visit) if answer.wish.stream else answer.whole(self._slow_pool)

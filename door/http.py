@@ -21,6 +21,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -33,7 +34,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from door.journal import Call, Journal
-from door.openai import Refusal, dump
+from door.protocol import Refusal, dump
 from parts.checks import shown
 
 CONNECTIONS = 512  # open at once; one more gets a 429
@@ -48,6 +49,7 @@ BODY_S = 30.0  # a body must have come by then
 STUCK_S = 60.0  # a client that takes nothing for so long is gone
 FAREWELL_S = 2.0  # a client that is still sending has so long to read why we do not listen
 PING_S = 10.0  # in so long a silence, a comment says that we are still here
+PROGRESS_S = 0.4  # in so long a silence before the first word, what goes on is told
 PING = b": ping\n\n"
 # So long after a client's last word the door tries whether the client still listens. What it writes
 # may come before an answer more than once, but some clients refuse more than five.
@@ -91,6 +93,10 @@ class Visit:
         self._journal = journal
         # While the answer is a stream: when the stream last said something
         self._wrote: float | None = None
+        # A refusal's body: a protocol may have a form of its own
+        self.error: Callable[[Refusal], dict] = attrgetter("body")
+        # What a stream says that waits for its first word
+        self.waits_for: Callable[[], bytes] = bytes
 
     @property
     def call(self) -> Call:
@@ -144,13 +150,14 @@ class Visit:
             pass
 
     async def break_silence(self, now: float) -> None:
-        """Proxies close a connection on which nothing moves."""
-        if (
-            self._wrote is not None
-            and now - self._wrote > PING_S
-            and not self.connection.is_blocked
-        ):
+        """Proxies close a connection on which nothing moves, and people wonder what goes on."""
+        if self._wrote is None or self.connection.is_blocked:
+            return
+        silence = now - self._wrote
+        if silence > PING_S:
             await self.write(PING)
+        elif silence > PROGRESS_S and (said := self.waits_for()):
+            await self.write(said)
 
     def probe(self) -> None:
         """Write something that asks for nothing. To a client that is gone, the second time
@@ -206,9 +213,10 @@ def guard(request: Request, options: Options, pages: CORSMiddleware, connections
 
 def has_key(request: Request, key: str) -> bool:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        given = request.headers.get("x-api-key", "")  # as Anthropic's clients send it
     # In constant time
-    is_right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
-    return is_right and scheme.lower() == "bearer"
+    return hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
 
 
 def without_port(host: str) -> str:
@@ -514,4 +522,4 @@ def refused(visit: Visit, refusal: Refusal) -> Response:
         message=refusal.message,
         status=visit.status or refusal.status,
     )
-    return reply(refusal.body, refusal.status, refusal.headers)
+    return reply(visit.error(refusal), refusal.status, refusal.headers)

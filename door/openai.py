@@ -14,25 +14,43 @@ Where next: `bridge.py`, which reads and writes them.
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 import time
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from door.protocol import (
+    Progress,
+    Refusal,
+    Said,
+    Speaks,
+    Usage,
+    Wish,
+    bad,
+    boolean,
+    call_of,
+    check_count,
+    check_length,
+    check_model,
+    choose_tools,
+    dump,
+    event,
+    new_id,
+    number,
+    read_json,
+    read_stop,
+    read_text,
+    read_tools,
+    refuse_what_cannot_be_kept,
+)
 from parts.api.handle import TokenLogprob
-from parts.api.views import Metrics
-from parts.checks import shown, whole
-from parts.text.tokens import Text
+from parts.text.speech import Part
+from parts.text.tokens import Chat, Text
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # The most of each in one request
-N, CHOICES, STOPS, STOP_LENGTH, BIASES, TOP = 16, 128, 16, 1000, 1000, 20
-MESSAGES = 2048  # and their parts, together
-MARKS = 100_000  # brackets, braces and colons of a body, in texts, too
-SCORES = 200_000  # log probabilities in one answer, over all its choices
+N, CHOICES, BIASES, TOP = 16, 128, 1000, 20
 
 # These go to `Sampling` as they are, and it checks them.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "ignore_eos")
@@ -45,6 +63,9 @@ KNOWN = {
     "max_completion_tokens",
     "n",
     "stop",
+    "logprobs",
+    "logit_bias",
+    "return_progress",
 }
 # What an answer must be: a name of vLLM's, and what `Sampling.grammar` calls it.
 GUIDED = {
@@ -54,21 +75,19 @@ GUIDED = {
     "guided_grammar": "lark",
 }
 KNOWN |= {"response_format", *GUIDED}
-CHAT = {*KNOWN, "logprobs", "logit_bias", "messages", "top_logprobs"}
-COMPLETIONS = {*KNOWN, "logprobs", "logit_bias", "prompt"}
-# They change nothing in an answer: a user's name, notes for a bill, hints for a cache.
-NO_WISH = {
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
+OF_CHAT = {
+    *KNOWN,
+    "messages",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
     "parallel_tool_calls",
+    "chat_template_kwargs",
 }
-# What else asks for nothing. So does everything that is null, false, zero or empty.
+OF_COMPLETIONS = {*KNOWN, "prompt"}
+# What else asks for nothing.
 NEUTRAL = {
     "best_of": (1,),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
@@ -82,73 +101,7 @@ NEUTRAL = {
 }
 
 
-class Refusal(Exception):
-    """An answer that is an error. OpenAI's clients make an exception of their own of each
-    status."""
-
-    TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # noqa: RUF012
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        **headers: str | None,
-    ):
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items() if value}
-
-    @property
-    def body(self) -> dict:
-        kind = self.TYPES.get(self.status, "invalid_request_error")
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
-
-
-def ending() -> Refusal:
-    return Refusal(503, "the server is ending", "draining", Retry_After="5")
-
-
-# `json.dumps` would make one each time
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-
-
-def dump(body: Any) -> bytes:
-    """JSON as UTF-8. A message may quote half a surrogate pair, which UTF-8 does not have."""
-    return ENCODER.encode(body).encode(errors="replace")
-
-
-def dump_politely(body: Any) -> bytes:
-    """The same bytes, of a body that may be huge: `dump` lets no other thread run until it has
-    ended."""
-    return "".join(ENCODER.iterencode(body)).encode(errors="replace")
-
-
 # --- what a body asks for -----------------------------------------------------------------------
-
-
-class Wish(NamedTuple):
-    """What one body asks for. Each prompt is a text, chat messages, or token ids; each gets `n`
-    choices."""
-
-    prompts: list
-    settings: dict[str, Any]  # for `Sampling`
-    max_tokens: int | None
-    n: int
-    stream: bool
-    usage: bool  # at the end of the stream
-
-    @property
-    def most_tokens(self) -> int:
-        """How long an answer may be. Log probabilities of 20 tokens beside each one take
-        kilobytes."""
-        top = self.settings["logprobs"]
-        if top is None:
-            return sys.maxsize
-        return SCORES // (self.n * len(self.prompts) * (1 + top))
 
 
 def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
@@ -156,10 +109,12 @@ def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
     are here."""
     given = read_json(body)
     asked = {name: value for name, value in given.items() if value is not None}
-    refuse_what_cannot_be_kept(asked, CHAT if chat else COMPLETIONS)
+    refuse_what_cannot_be_kept(asked, OF_CHAT if chat else OF_COMPLETIONS, NEUTRAL)
     check_model(asked.get("model", names[0]), names)
-    prompts = [read_messages(asked.get("messages"))] if chat else read_prompts(asked.get("prompt"))
-    stream, options = boolean(asked, "stream"), asked.get("stream_options", {})
+    wish = read_chat(asked) if chat else Wish(read_prompts(asked.get("prompt")))
+    prompts = wish.prompts
+    stream = boolean(asked, "stream")
+    options = asked.get("stream_options", {})
     if not isinstance(options, dict):
         raise bad("stream_options", options, "an object")
     lengths = [
@@ -183,94 +138,87 @@ def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
     if grammar := read_grammar(asked):
         settings["grammar"] = grammar
     settings["logprobs"] = chat_logprobs(asked) if chat else completions_logprobs(asked)
-    return Wish(
-        prompts,
-        settings,
-        min(lengths, default=None),
-        n,
-        stream,
-        boolean(options, "include_usage", "stream_options"),
+    progress = boolean(asked, "return_progress")
+    if progress and not stream:
+        words = "return_progress is given without stream; set stream to true"
+        raise Refusal(400, words, "invalid_value", "return_progress")
+    return wish._replace(
+        settings=settings,
+        max_tokens=min(lengths, default=None),
+        n=n,
+        stream=stream,
+        usage=boolean(options, "include_usage", "stream_options"),
+        progress=progress,
     )
 
 
-def read_json(body: bytes) -> dict[str, Any]:
-    # Of 4 MiB of "[]," Python makes a million lists, and lets no other thread run for half a second
-    marks = sum(map(body.count, (b"[", b"{", b":")))
-    if marks > MARKS:
-        words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MARKS:,}"
-        raise Refusal(413, words, "request_too_large")
-
-    def no_number(name: str) -> None:
-        raise ValueError(f"{name} is no JSON")
-
-    try:
-        given = json.loads(body.decode("utf-8-sig"), parse_constant=no_number)
-    except UnicodeDecodeError as error:
-        raise Refusal(400, f"the body is no UTF-8 at byte {error.start}", "invalid_json") from None
-    except RecursionError:
-        raise Refusal(400, "the body is nested too deep", "invalid_json") from None
-    except ValueError as error:
-        raise Refusal(
-            400, f"the body is no valid JSON: {str(error)[:200]}", "invalid_json"
-        ) from None
-    if not isinstance(given, dict):
-        raise Refusal(
-            400, f"the body is {shown(given)}, but it must be a JSON object", "invalid_json"
-        )
-    return given
+def read_chat(asked: dict[str, Any]) -> Wish:
+    """The messages, and what goes into the template beside them."""
+    messages = asked.get("messages")
+    check_length("messages", messages, "content")
+    messages = [read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    options = asked.get("chat_template_kwargs", {})
+    if not isinstance(options, dict):
+        raise bad("chat_template_kwargs", options, "an object")
+    hints = {"enable_thinking": False} if asked.get("reasoning_effort") == "none" else {}
+    kind = asked.get("tool_choice", "auto")
+    name = None
+    if isinstance(kind, dict):
+        function = kind.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        kind = kind.get("type")
+    tools, must_call = choose_tools(read_tools(asked.get("tools"), "function"), kind, name)
+    parallel = asked.get("parallel_tool_calls") is None or boolean(asked, "parallel_tool_calls")
+    chat = Chat(messages, tools, options, hints)
+    return Wish([chat], must_call=must_call, is_single=not parallel)
 
 
-def refuse_what_cannot_be_kept(asked: dict[str, Any], known: set[str]) -> None:
-    for name, value in asked.items():
-        if name in known or name in NO_WISH or not value or value in NEUTRAL.get(name, ()):
-            continue
-        if name == "best_of" and value == asked.get("n"):
-            continue
-        words = f"{shown(name).strip(chr(39))} = {shown(value)} is not supported here; leave it out"
-        raise Refusal(400, words, "unsupported_parameter", name[:100])
-
-
-def check_model(model: Any, names: Sequence[str]) -> None:
-    if not isinstance(model, str):
-        raise bad("model", model, "a string")
-    if model not in names:
-        words = f"the model {shown(model, 200)} does not exist here; there is {names[0]!r}, also as 'default'"
-        raise Refusal(404, words, "model_not_found", "model")
-
-
-def read_messages(messages: Any) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
-        raise bad("messages", messages, "a list of at least one message")
-    contents = (message.get("content") for message in messages if isinstance(message, dict))
-    parts = sum(len(content) for content in contents if isinstance(content, list))
-    # A template takes time for each message, be it empty or not
-    check_count("messages", len(messages) + parts, "messages and parts of messages", MESSAGES)
-    return [read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
-
-
-def read_message(place: str, message: Any) -> dict[str, str]:
+def read_message(place: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise bad(place, message, "an object with a role and a content", "messages")
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
     if role not in ROLES:
         raise bad(f"{place}.role", role, f"one of {', '.join(ROLES)}", "messages")
-    for name in message.keys() - {"role", "content", "name"}:
-        said = message[name]  # tool_calls, audio, ...
+    known = {"role", "content", "name"}
+    # Templates know no developer: it is the newer name of the system's role.
+    read = {"role": "system" if role == "developer" else role, "content": ""}
+    if role == "tool":
+        known.add("tool_call_id")
+        if not isinstance(message.get("tool_call_id"), str):
+            what = "the id of a call"
+            raise bad(f"{place}.tool_call_id", message.get("tool_call_id"), what, "messages")
+        read["tool_call_id"] = message["tool_call_id"]
+    if role == "assistant":
+        known |= {"tool_calls", "reasoning_content"}
+        read |= read_own(place, message)
+    for name in message.keys() - known:
+        said = message[name]  # audio, ...
         if any(said.values()) if isinstance(said, dict) else said:
             words = f"{place}.{name[:40]} is not supported here; leave it out"
             raise Refusal(400, words, "unsupported_parameter", "messages")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            words = f"{place} has a part of type {shown(kind)}, but only text can be read here"
-            raise Refusal(400, words, "unsupported_content", "messages")
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise bad(f"{place}.content", content, "a text or a list of parts of text", "messages")
-        texts.append(part["text"])
-    # Templates know no developer: it is the newer name of the system's role.
-    return {"role": "system" if role == "developer" else role, "content": "".join(texts)}
+    if message.get("content") is not None or "tool_calls" not in read:
+        read["content"] = read_text(place, message.get("content"), "messages")
+    return read
+
+
+def read_own(place: str, message: dict) -> dict[str, Any]:
+    """What an assistant has thought, and which tools were called."""
+    read = {}
+    thought = message.get("reasoning_content")
+    if thought:
+        read["reasoning_content"] = read_text(place, thought, "messages")
+    calls = message.get("tool_calls")
+    if not calls:
+        return read
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise bad(f"{place}.tool_calls", calls, "a list of calls", "messages")
+    read["tool_calls"] = []
+    for call in calls:
+        function = call.get("function")
+        function = function if isinstance(function, dict) else {}
+        given = call_of(place, call.get("id"), function.get("name"), function.get("arguments"))
+        read["tool_calls"].append(given)
+    return read
 
 
 def read_prompts(prompt: Any) -> list:
@@ -295,22 +243,6 @@ def read_prompts(prompt: Any) -> list:
     return prompts
 
 
-def read_stop(stop: Any) -> list[str]:
-    """Texts alone: `Sampling` would take a number for a token id."""
-    stops = [stop] if isinstance(stop, str) else stop
-    if isinstance(stops, list):
-        check_count("stop", len(stops), "texts", STOPS)
-    if not isinstance(stops, list) or not all(
-        isinstance(text, str) and 0 < len(text) <= STOP_LENGTH for text in stops
-    ):
-        raise bad(
-            "stop",
-            stop,
-            f"a text or a list of texts, none empty or longer than {STOP_LENGTH:,} characters",
-        )
-    return stops
-
-
 def read_bias(bias: Any) -> dict[int, float]:
     if isinstance(bias, dict):
         check_count("logit_bias", len(bias), "entries", BIASES)
@@ -331,38 +263,6 @@ def chat_logprobs(asked: dict[str, Any]) -> int | None:
 def completions_logprobs(asked: dict[str, Any]) -> int | None:
     wanted = asked.get("logprobs")  # 0: the tokens' own, and no others beside them
     return None if wanted is None or wanted is False else number(asked, "logprobs", 0, TOP)
-
-
-def boolean(asked: dict[str, Any], name: str, param: str | None = None) -> bool:
-    value = asked.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise bad(name, value, "true or false", param)
-    return bool(value)
-
-
-def number(asked: dict[str, Any], name: str, least: int, most: int) -> int:
-    try:
-        return whole(name, asked[name], least, most)
-    except ValueError as error:
-        raise Refusal(400, str(error), "invalid_value", name) from None
-
-
-def check_count(name: str, count: int, what: str, most: int) -> None:
-    """Refuse too many of something before any of them is looked at."""
-    if count > most:
-        words = f"{name} has {count:,} {what}, but there may be at most {most:,}"
-        raise Refusal(400, words, "invalid_value", name)
-
-
-def bad(name: str, value: Any, what: str, param: str | None = None) -> Refusal:
-    words = (
-        f"{name} is missing; give {what}"
-        if value is None
-        else f"{name} = {shown(value)}, but it must be {what}"
-    )
-    return Refusal(
-        400, words, "missing_parameter" if value is None else "invalid_value", param or name
-    )
 
 
 def read_grammar(asked: dict[str, Any]) -> dict[str, Any] | None:
@@ -402,7 +302,9 @@ def of_sampling(error: ValueError, settings: dict[str, Any]) -> Refusal:
             if kind == "json"
             else f"guided_{'grammar' if kind == 'lark' else kind}"
         )
-    return Refusal(400, str(error), "invalid_value", name if name in CHAT | COMPLETIONS else None)
+    return Refusal(
+        400, str(error), "invalid_value", name if name in OF_CHAT | OF_COMPLETIONS else None
+    )
 
 
 # --- the tokens of an answer as text ------------------------------------------------------------
@@ -527,30 +429,41 @@ class Shape:
         }
         # By choice: the event of a piece, but for its text
         self._around: dict[int, list[bytes]] = {}
+        self._calls: dict[int, int] = {}  # by choice: so many tools have been called before
 
-    def whole(self, choices: list[dict], usage: dict) -> dict:
-        return self.head | {"choices": choices, "usage": usage}
+    def whole(self, choices: Sequence[Said], usage: Usage) -> dict:
+        entries = [self._choice(index, said) for index, said in enumerate(choices)]
+        return self.head | {"choices": entries, "usage": written(usage)}
 
-    def choice(self, index: int, text: str, reason: str, words: Sequence[Word] | None) -> dict:
-        said = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}}
-            if self.chat
-            else {"text": text}
-        )
-        return {"index": index, **said, "logprobs": self.words(words), "finish_reason": reason}
+    def _choice(self, index: int, said: Said) -> dict:
+        own = message_of(said) if self.chat else {"text": said.text("answer")}
+        logprobs = self.words(said.words)
+        return {"index": index, **own, "logprobs": logprobs, "finish_reason": said.reason}
 
     def words(self, words: Sequence[Word] | None) -> dict | None:
         if words is None:
             return None
         return chat_words(words) if self.chat else completions_words(words)
 
-    def first(self, index: int) -> dict | None:
-        """What a stream says of a choice before its first word: in a chat, who speaks."""
-        return (
-            self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
-            if self.chat
-            else None
-        )
+    def first(self, choices: int, usage: Usage) -> bytes:
+        """What a stream says before the first word: in a chat, who speaks."""
+        if not self.chat:
+            return b""
+        said = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(event(self._chunk(index, said)) for index in range(choices))
+
+    def part(self, index: int, part: Part, words: Sequence[Word] | None) -> bytes:
+        if part.kind == "answer":
+            return self.piece(index, part.text, words)
+        if part.kind == "thought":
+            return event(self._chunk(index, {"delta": {"reasoning_content": part.text}}, words))
+        call = {}
+        if part.kind == "call":
+            self._calls[index] = self._calls.get(index, -1) + 1
+            call = {"id": new_id(), "type": "function"}
+        name = {"name": part.text, "arguments": ""} if call else {"arguments": part.text}
+        call = {"index": self._calls[index], **call, "function": name}
+        return event(self._chunk(index, {"delta": {"tool_calls": [call]}}, words))
 
     def piece(self, index: int, text: str, words: Sequence[Word] | None) -> bytes:
         """The event of a piece of text. A stream has thousands, so what they have in common is
@@ -566,11 +479,28 @@ class Shape:
             index, {"delta": {"content": text}} if self.chat else {"text": text}, words
         )
 
-    def last(self, index: int, reason: str) -> dict:
-        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, None, reason)
+    def progress(self, progress: Progress) -> bytes:
+        """As llama.cpp tells it."""
+        told = {
+            "total": progress.total,
+            "cache": progress.cached,
+            "processed": progress.read,
+            "time_ms": round(progress.seconds * 1000),
+        }
+        said = {"delta": {"content": None}} if self.chat else {"text": ""}
+        return event(self._chunk(0, said) | {"prompt_progress": told})
 
-    def total(self, usage: dict) -> dict:
-        return self._head() | {"choices": [], "usage": usage}
+    def last(self, index: int, reason: str, stop: str | None) -> bytes:
+        return event(self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, None, reason))
+
+    def close(self, usage: Usage) -> bytes:
+        done = event("[DONE]")
+        if not self.usage:
+            return done
+        return event(self._head() | {"choices": [], "usage": written(usage)}) + done
+
+    def fail(self, refusal: Refusal) -> bytes:
+        return event(refusal.body) + event("[DONE]")
 
     def _head(self) -> dict:
         return self.head | ({"object": "chat.completion.chunk"} if self.chat else {})
@@ -582,14 +512,29 @@ class Shape:
         return self._head() | {"choices": [choice]} | self.usage
 
 
-def usage(prompts: Sequence[Metrics], answers: Sequence[Metrics]) -> dict:
-    """`prompts`: of the first choice of each prompt; `answers`: of all choices."""
-    read, written = sum(m.prompt_tokens for m in prompts), sum(m.output_tokens for m in answers)
+def message_of(said: Said) -> dict:
+    """A choice of a chat."""
+    calls = []
+    for name, arguments in said.calls:
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": new_id(), "type": "function", "function": function})
+    text = said.text("answer")
+    message = {"role": "assistant", "content": None if calls and not text else text}
+    message["refusal"] = None
+    if thought := said.text("thought"):
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+def written(usage: Usage) -> dict:
     return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": sum(m.cached_tokens for m in prompts)},
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.answer,
+        "total_tokens": usage.prompt + usage.answer,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.thought},
     }
 
 
@@ -607,6 +552,11 @@ def model(name: str, created: int, max_len: int) -> dict:
     }
 
 
-def event(body: dict | str) -> bytes:
-    """One server-sent event."""
-    return b"data: " + (body.encode() if isinstance(body, str) else dump(body)) + b"\n\n"
+CHAT = Speaks(
+    lambda body, names: understand(body, True, names),
+    lambda wish, *own: Shape(True, *own, wish.usage),
+)
+COMPLETIONS = Speaks(
+    lambda body, names: understand(body, False, names),
+    lambda wish, *own: Shape(False, *own, wish.usage),
+)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from door import wire
 from door.http import Visit
 from door.journal import DoorView
-from door.openai import event
+from door.protocol import event
 from parts.api.engine import AnyEngine
 from parts.api.loop import Loop
 

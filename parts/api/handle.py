@@ -106,6 +106,11 @@ class Handle:
     def finish_reason(self) -> str | None:
         return self.request.finish_reason
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._stream.stop
+
     def cancel(self) -> None:
         """End this request now, whatever it is doing. After its end, this does nothing."""
         self._engine.cancel(self)

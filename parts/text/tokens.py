@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from parts.checks import one_line, shown
 from parts.files import ModelError, check_plain, check_size, read_json, read_text
 from parts.text.grammar import Grammar, Grammars
+from parts.text.speech import MARKS, PROBE, TOOLS, Speech, learn
 
 OURS = Path(__file__).resolve().parents[2] / "demo" / "model" / "chat_template.jinja"
 
@@ -34,6 +35,16 @@ class Prompt(NamedTuple):
 
     ids: tuple[int, ...]
     shown: str  # as a person would read it
+    is_thinking: bool = False  # the template has begun a thought, which the answer goes on with
+
+
+class Chat(NamedTuple):
+    """A conversation, and what else a template is given."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = {}  # other variables, which the template has to know
+    hints: Mapping[str, Any] = {}  # and some that it need not know
 
 
 class Text:
@@ -64,7 +75,10 @@ class Text:
             raise ModelError(
                 f"{path} has the token id {largest}, but the embedding ends at {vocabulary - 1}."
             )
-        self.folder, self.vocabulary, self._silent = folder, vocabulary, silent
+        self.folder = folder
+        self.vocabulary = vocabulary
+        # Marks of calls and thoughts are shown, even where they are special tokens
+        self._silent = silent - {self.tokenizer.token_to_id(mark) for mark in MARKS}
         config = folder / "tokenizer_config.json"
         older = folder / "special_tokens_map.json"
         self.config = (read_json(older) if older.exists() else {}) | (
@@ -123,15 +137,22 @@ class Text:
         writes."""
         return self._ids(self.render(messages), False)
 
-    def read(self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt) -> Prompt:
+    def read(
+        self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Chat | Prompt
+    ) -> Prompt:
         """A prompt is a text, chat messages, or ids as they are. One that has been read stays as it
         is."""
         if isinstance(prompt, Prompt):
             return prompt
-        if isinstance(prompt, str):
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            prompt = Chat(prompt)
+        is_thinking = False
+        if isinstance(prompt, Chat):
+            text = self.render(*prompt)
+            is_thinking = self.speech.is_thinking(text)
+            ids, shown = self._ids(text, False), str(prompt.messages[-1].get("content"))
+        elif isinstance(prompt, str):
             ids, shown = self.encode(prompt) if prompt else (), prompt
-        elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            ids, shown = self.encode_chat(prompt), str(prompt[-1].get("content"))
         else:
             ids, shown = prompt, "token ids"
         if (
@@ -145,7 +166,7 @@ class Text:
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         self.check_ids((min(ids), max(ids)))
-        return Prompt(tuple(ids), shown)
+        return Prompt(tuple(ids), shown, is_thinking)
 
     @cached_property
     def longest(self) -> int:
@@ -216,10 +237,13 @@ class Text:
             return source, ""
         from parts.text.template import TRIALS, try_out
 
-        why = try_out(source, [self._variables(messages) for messages in TRIALS])
+        trials = [*map(self._variables, TRIALS), self._variables(PROBE, TOOLS)]
+        why = try_out(source, trials)
         return source, why and f"{path}: the chat template {why}; mend it, or give plain text."
 
-    def _variables(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _variables(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
         """What a template can ask for."""
         specials = {
             name: self.special(name)
@@ -229,7 +253,7 @@ class Text:
         return {
             "messages": messages,
             "add_generation_prompt": True,
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             **specials,
         }
@@ -240,9 +264,20 @@ class Text:
 
         return Template(self._source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    @cached_property
+    def speech(self) -> Speech:
+        """How the model marks its thoughts, and calls of tools."""
+        return learn(self._source, self.render)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] = {},
+        hints: Mapping[str, Any] = {},
+    ) -> str:
         """The text that the template makes of a conversation. It ends where the assistant's answer
-        begins."""
+        begins. The other arguments are those of a `Chat`."""
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(
@@ -252,12 +287,17 @@ class Text:
             raise ModelError(self.unfit)
         if self._source is None:
             raise ValueError("this model has no chat template; give it a plain text")
+        for name in options:
+            if not isinstance(name, str) or name not in self._source:
+                raise ValueError(f"the chat template knows no {shown(name)}; leave it out")
+        hints = {name: value for name, value in hints.items() if name in self._source}
         messages = [
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
         try:
-            return self._template.render(self._variables(messages))
+            variables = {**hints, **options, **self._variables(messages, tools)}
+            return self._template.render(variables)
         except Exception as error:  # a template is another author's program, and may raise anything
             raise ValueError(
                 f"the chat template refuses these messages: {one_line(error)}"
@@ -294,6 +334,7 @@ class TextStream:
         self._held = ""  # text that is final, but may be the beginning of a stop string
         self._decoded = 0  # how many characters are final
         self.stopped = False
+        self.stop: str | None = None  # the stop string that has come
 
     @property
     def open(self) -> int:
@@ -326,7 +367,8 @@ class TextStream:
         return self._release(piece)
 
     def _decode(self, tokens: list[int]) -> str:
-        return calmly(self._tokenizer.decode, tokens, skip_special_tokens=True)
+        tokens = [token for token in tokens if token not in self._silent]
+        return calmly(self._tokenizer.decode, tokens, skip_special_tokens=False)
 
     def _complete(self) -> int:
         """How many of the waiting tokens form a text that no later token can change; not all of
@@ -351,10 +393,11 @@ class TextStream:
             for stop in self._stops:
                 stop.push(character)
             # The stop string that is complete first counts, however the text was cut into tokens
-            complete = [len(stop.text) for stop in self._stops if stop.matched == len(stop.text)]
+            complete = [s.text for s in self._stops if s.matched == len(s.text)]
             if complete:
+                self.stop = max(complete, key=len)
                 self.stopped, self._held = True, ""
-                return text[: end - max(complete)]
+                return text[: end - len(self.stop)]
         shown = len(text) - max(stop.matched for stop in self._stops)
         self._held = text[shown:]
         return text[:shown]

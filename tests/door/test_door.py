@@ -19,7 +19,7 @@ import pytest
 from doors import COMPLETIONS, Line, Server
 from soak_http import soak
 
-from door import bridge, http, openai
+from door import bridge, http, openai, protocol
 from door.bridge import Answer, Served
 from door.door import LONG, Door
 from door.http import Options
@@ -416,7 +416,7 @@ def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(cha
         assert (choice["index"], written) == (index, text.replace("\ud83e", "?"))
         said = json.loads(shape.piece(index, text, []).removeprefix(b"data: "))
         said["choices"][0]["logprobs"] = None
-        assert shape.piece(index, text, None) == openai.event(said)
+        assert shape.piece(index, text, None) == protocol.event(said)
 
 
 def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
@@ -527,20 +527,20 @@ def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypa
     """By count, and not by time: each of 130,000 empty messages took a template 90 us."""
     asked = []
     monkeypatch.setattr(engine.text, "read", lambda prompt: asked.append(prompt))
-    for chat, body in (
-        (True, {"messages": [{"role": "user", "content": ""}] * 2049}),
-        (True, {"messages": [{"role": "user", "content": ""}] * 130_000}),
-        (False, {"prompt": ["a"] * 129}),
+    for speaks, body in (
+        (openai.CHAT, {"messages": [{"role": "user", "content": ""}] * 2049}),
+        (openai.CHAT, {"messages": [{"role": "user", "content": ""}] * 130_000}),
+        (openai.COMPLETIONS, {"prompt": ["a"] * 129}),
     ):
-        with pytest.raises(openai.Refusal):
-            Answer(Served(engine, "small", {})).ask(chat, json.dumps(body).encode(), "")
+        with pytest.raises(protocol.Refusal):
+            Answer(Served(engine, "small", {})).ask(speaks, json.dumps(body).encode(), "")
     assert not asked
 
 
 def test_what_log_probabilities_take_is_bounded_by_a_shorter_answer(here):
     """128 choices of 1,000 tokens with 20 log probabilities each: 170 MB of JSON, and 18 s in which
     the door did nothing else."""
-    for tops, n, most in ((20, 16, openai.SCORES // (16 * 21)), (0, 16, openai.SCORES // 16)):
+    for tops, n, most in ((20, 16, protocol.SCORES // (16 * 21)), (0, 16, protocol.SCORES // 16)):
         wish = openai.understand(
             json.dumps({"prompt": "x", "n": n, "logprobs": tops}).encode(), False, ("small",)
         )
@@ -553,16 +553,16 @@ def test_what_log_probabilities_take_is_bounded_by_a_shorter_answer(here):
 
 def test_a_large_answer_is_written_beside_the_doors_thread(here, monkeypatch):
     """JSON of megabytes, in the thread that serves all clients, let them all wait."""
-    wrote, write = [], openai.dump_politely
+    wrote, write = [], protocol.dump_politely
 
     def noted(body) -> bytes:
         wrote.append(threading.current_thread().name)
         return write(body)
 
-    monkeypatch.setattr(bridge.openai, "dump_politely", noted)
+    monkeypatch.setattr(bridge, "dump_politely", noted)
     said = here.complete(logprobs=5).json["choices"][0]["logprobs"]
     assert len(said["tokens"]) == 8 and wrote and "long" in wrote[0]
-    assert openai.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
+    assert protocol.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
 
 
 def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypatch):

@@ -529,7 +529,7 @@ def test_errors_become_the_clients_own_exceptions(client):
     with pytest.raises(openai.NotFoundError, match="chat/completions"):
         client.embeddings.create(model="demo", input="x")
     with pytest.raises(openai.NotFoundError, match="there is no"):
-        client.responses.create(model="demo", input="x")
+        client.moderations.create(model="demo", input="x")
 
 
 def test_unknown_paths_and_methods_say_what_there_is(server):

@@ -1,0 +1,279 @@
+"""Anthropic's Messages: what a body asks for, and the events of the answer.
+
+    POST /v1/messages                {"model": "default", "max_tokens": 99, "messages": [...]}
+    POST /v1/messages/count_tokens   how many tokens that would be
+
+The problem. A message is a list of *blocks* here: text, thinking, the use of a tool. The result of
+a tool is a block in the user's next message. A stream tells of each block that it starts, how it
+grows, and that it stops.
+
+    message_start  content_block_start  content_block_delta ...  content_block_stop  message_delta  message_stop
+
+What this file keeps. A body is understood completely, as in `openai.py`. Errors have Anthropic's
+form.
+
+Where next: `bridge.py`, the way of a request to the engine and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from door.protocol import (
+    Refusal,
+    Said,
+    Speaks,
+    Usage,
+    Wish,
+    bad,
+    boolean,
+    call_of,
+    check_length,
+    check_model,
+    choose_tools,
+    named_event,
+    new_id,
+    number,
+    read_json,
+    read_stop,
+    read_text,
+    read_tools,
+    refuse_what_cannot_be_kept,
+)
+from parts.text.speech import Part, loads
+from parts.text.tokens import Chat
+
+PLAIN = ("temperature", "top_p", "top_k")
+KNOWN = {
+    *PLAIN,
+    "max_tokens",
+    "messages",
+    "model",
+    "stop_sequences",
+    "stream",
+    "system",
+    "thinking",
+    "tool_choice",
+    "tools",
+}
+NEUTRAL = {"service_tier": ("auto", "standard_only")}
+THINKING = ("enabled", "adaptive", "disabled")
+# How Anthropic calls what others call "none", "auto", "required" and "function"
+CHOICES = {"none": "none", "auto": "auto", "any": "required", "tool": "function"}
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def error(refusal: Refusal) -> dict:
+    kind = ERRORS.get(refusal.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": refusal.message}}
+
+
+# --- what a body asks for -----------------------------------------------------------------------
+
+
+def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wish:
+    """`is_count`: nothing is to be answered, so a length need not be given."""
+    asked = {name: value for name, value in read_json(body).items() if value is not None}
+    refuse_what_cannot_be_kept(asked, KNOWN, NEUTRAL)
+    check_model(asked.get("model", names[0]), names)
+    if "max_tokens" not in asked and not is_count:
+        raise bad("max_tokens", None, "the most tokens of an answer")
+    choice = asked.get("tool_choice", {"type": "auto"})
+    if not isinstance(choice, dict):
+        raise bad("tool_choice", choice, "an object with a type")
+    kind = choice.get("type")
+    kind = CHOICES.get(kind) if isinstance(kind, str) else None
+    tools = read_tools(asked.get("tools"), schema="input_schema", type="custom")
+    tools, must_call = choose_tools(tools, kind, choice.get("name"))
+    return Wish(
+        [Chat(read_messages(asked), tools, hints=read_thinking(asked))],
+        settings={name: asked[name] for name in PLAIN if name in asked}
+        | {"stop": read_stop(asked.get("stop_sequences", []), "stop_sequences")},
+        max_tokens=number(asked, "max_tokens", 1, 2**63 - 1) if "max_tokens" in asked else None,
+        stream=boolean(asked, "stream"),
+        must_call=must_call,
+        is_single=boolean(choice, "disable_parallel_tool_use", "tool_choice"),
+    )
+
+
+def read_thinking(asked: dict[str, Any]) -> dict[str, Any]:
+    """How long a thought may be is a hint."""
+    thinking = asked.get("thinking", {"type": "enabled"})
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    if kind not in THINKING:
+        raise bad("thinking", thinking, f"an object whose type is one of {', '.join(THINKING)}")
+    return {"enable_thinking": False} if kind == "disabled" else {}
+
+
+def read_messages(asked: dict[str, Any]) -> list[dict]:
+    found = []
+    if system := asked.get("system"):
+        found.append({"role": "system", "content": read_text("system", system, "system")})
+    messages = asked.get("messages")
+    check_length("messages", messages, "content")
+    for i, message in enumerate(messages):
+        place = f"messages[{i}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("user", "assistant"):
+            raise bad(f"{place}.role", role, "user or assistant", "messages")
+        content = message.get("content")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+            raise bad(f"{place}.content", content, "a text or a list of blocks", "messages")
+        found += read_own(place, blocks) if role == "assistant" else read_user(place, blocks)
+    if found[-1]["role"] == "assistant":
+        words = "the last message is the assistant's, but an answer cannot be begun by the client"
+        raise Refusal(400, words, "unsupported_content", "messages")
+    return found
+
+
+def read_user(place: str, blocks: list[dict]) -> list[dict]:
+    """Results of tools are messages of their own, and stand before what the user says."""
+    results = []
+    texts = []
+    for block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        id = block.get("tool_use_id")
+        if not isinstance(id, str):
+            raise bad(f"{place}: tool_use_id", id, "the id of a tool_use", "messages")
+        text = read_text(place, block.get("content") or "", "messages")
+        results.append({"role": "tool", "tool_call_id": id, "content": text})
+    if texts or not results:
+        results.append({"role": "user", "content": read_text(place, texts, "messages")})
+    return results
+
+
+def read_own(place: str, blocks: list[dict]) -> list[dict]:
+    """What the assistant has thought, said, and called."""
+    texts = []
+    message: dict[str, Any] = {"role": "assistant"}
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "thinking":
+            thought = read_text(place, block.get("thinking"), "messages")
+            message["reasoning_content"] = message.get("reasoning_content", "") + thought
+        elif kind == "tool_use":
+            call = call_of(place, block.get("id"), block.get("name"), block.get("input"))
+            message.setdefault("tool_calls", []).append(call)
+        elif kind != "redacted_thinking":
+            texts.append(block)
+    return [message | {"content": read_text(place, texts, "messages")}]
+
+
+# --- the bodies of the answer -------------------------------------------------------------------
+
+# For each kind of a part: the field of its block, and of a piece of it
+FIELDS = {
+    "answer": ("text", "text_delta", "text"),
+    "thought": ("thinking", "thinking_delta", "thinking"),
+    "arguments": ("input", "input_json_delta", "partial_json"),
+}
+
+
+class Shape:
+    """One message. Its blocks grow as parts of the answer come."""
+
+    def __init__(self, wish: Wish, number: int, suffix: str, model: str):
+        self.id = f"msg_{number}_{suffix}"
+        self._model = model
+        self._count = 0  # blocks that have been started
+        self._kind = ""  # of the open block; empty if there is none
+        self._end: dict[str, str | None] = {}
+
+    def first(self, choices: int, usage: Usage) -> bytes:
+        message = self._message([], written(usage), stop_reason=None, stop_sequence=None)
+        return named_event({"type": "message_start", "message": message})
+
+    def part(self, index: int, part: Part, words: Any = None) -> bytes:
+        if part.kind == "call":
+            return self._stop() + self._start("arguments", tool_use(part.text, {}))
+        said = b""
+        _, kind, field = FIELDS[part.kind]
+        if part.kind != self._kind:
+            said = self._stop() + self._start(part.kind, block_of(part.kind, ""))
+        delta = {"type": kind, field: part.text}
+        place = self._count - 1
+        event = {"type": "content_block_delta", "index": place, "delta": delta}
+        return said + named_event(event)
+
+    def last(self, index: int, reason: str, stop: str | None) -> bytes:
+        self._end = ended(reason, stop)
+        return self._stop()
+
+    def close(self, usage: Usage) -> bytes:
+        delta = {"type": "message_delta", "delta": self._end, "usage": written(usage)}
+        return named_event(delta) + named_event({"type": "message_stop"})
+
+    def fail(self, refusal: Refusal) -> bytes:
+        return named_event(error(refusal))
+
+    def whole(self, choices: Sequence[Said], usage: Usage) -> dict:
+        (said,) = choices
+        blocks = []
+        for kind in ("thought", "answer"):
+            if text := said.text(kind):
+                blocks.append(block_of(kind, text))
+        for name, arguments in said.calls:
+            given = loads(arguments)
+            # What was cut off is no object
+            blocks.append(tool_use(name, given if isinstance(given, dict) else {}))
+        return self._message(blocks, written(usage), **ended(said.reason, said.stop))
+
+    def _message(self, blocks: list[dict], usage: dict, **end: str | None) -> dict:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
+        return head | {"content": blocks, **end, "usage": usage}
+
+    def _start(self, kind: str, block: dict) -> bytes:
+        self._kind = kind
+        self._count += 1
+        place = self._count - 1
+        event = {"type": "content_block_start", "index": place, "content_block": block}
+        return named_event(event)
+
+    def _stop(self) -> bytes:
+        if not self._kind:
+            return b""
+        self._kind = ""
+        return named_event({"type": "content_block_stop", "index": self._count - 1})
+
+
+def block_of(kind: str, text: str) -> dict:
+    name = FIELDS[kind][0]
+    # A signature would prove that the thought is the model's own, and nobody checks it here
+    return {"type": name, name: text} | ({"signature": ""} if kind == "thought" else {})
+
+
+def tool_use(name: str, given: dict) -> dict:
+    return {"type": "tool_use", "id": new_id(), "name": name, "input": given}
+
+
+def ended(reason: str, stop: str | None) -> dict[str, str | None]:
+    if stop is not None and reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": REASONS[reason], "stop_sequence": None}
+
+
+def written(usage: Usage) -> dict:
+    """What was cached is not counted among the input."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.answer,
+    }
+
+
+MESSAGES = Speaks(lambda body, names: understand(body, names), Shape)
+COUNT = Speaks(lambda body, names: understand(body, names, is_count=True), Shape)

@@ -1,0 +1,224 @@
+"""Tools, thoughts, Responses and Messages, with a model that says what it is told to.
+
+The points of `tools/conform.py` say what the protocols want. Here they run one by one.
+"""
+
+import json
+
+import pytest
+from conform import (
+    CALL,
+    CALLS,
+    COUNT,
+    FLAT,
+    MESSAGES,
+    POINTS,
+    RESPONSES,
+    SCHEMAS,
+    TOOLS,
+    data,
+    said,
+)
+from doors import CHAT, Server
+from parrot import Parrot
+
+
+class Taught(Server):
+    """A door in this process, spoken to like a server in another."""
+
+    def __init__(self, **options):
+        self.parrot = Parrot(**options)
+        self.address = self.parrot.door.address
+        self.host, _, port = self.address.removeprefix("http://").rpartition(":")
+        self.port = int(port)
+
+    def __exit__(self, *exception) -> None:
+        self.parrot.close()
+
+
+@pytest.fixture(scope="module")
+def taught():
+    with Taught() as taught:
+        yield taught
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.__name__)
+def test_the_protocols_are_kept(taught, point):
+    point(taught)
+
+
+def test_enough_points_are_kept():
+    assert len(POINTS) >= 60
+
+
+# --- models that speak otherwise ----------------------------------------------------------------
+
+TURNS = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}\
+{% for call in message.tool_calls or [] %}CALL{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}\
+{{ '<|im_start|>assistant\\n' }}"""
+LISTED = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+LLAMA = '{{ \'{"name": "\' + call.function.name + \'", "parameters": \' }}{{ call.function.arguments | tojson }}}'
+MISTRAL = "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}"
+XML = "<tool_call><function={{ call.function.name }}></function></tool_call>"
+
+
+def with_calls(written: str) -> str:
+    return LISTED + TURNS.replace("CALL", written)
+
+
+def ask_with_tools(template: str, text: str, **fields):
+    with Taught(template=template) as taught:
+        body = {"messages": [said(text)], "tools": TOOLS, "max_tokens": 300, **fields}
+        return taught.ask(CHAT, body)
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (LLAMA, '{"name": "get_weather", "parameters": {"city": "Paris"}}'),
+        (MISTRAL, '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]'),
+    ],
+)
+def test_a_call_is_read_in_the_format_that_the_template_writes(written, text):
+    choice = ask_with_tools(with_calls(written), text).json["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    function = choice["message"]["tool_calls"][0]["function"]
+    assert function["name"] == "get_weather"
+    assert json.loads(function["arguments"]) == {"city": "Paris"}
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [(with_calls(XML), "<function=is_called>"), (TURNS, "takes no tools")],
+)
+def test_a_format_that_is_not_known_is_named_in_the_refusal(template, words):
+    reply = ask_with_tools(template, "x")
+    assert (reply.status, reply.error["param"]) == (400, "tools") and words in reply.error[
+        "message"
+    ]
+
+
+def test_a_template_that_opens_the_thought_leaves_its_end_to_the_model():
+    template = TURNS.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}") + "{# </think> #}"
+    with Taught(template=template) as taught:
+        body = {"messages": [said("Hm.\n</think>\n\nYes.")]}
+        message = taught.ask(CHAT, body).json["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+
+
+# --- what else may happen -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [said("x")]}),
+        (RESPONSES, {"input": "x"}),
+        (MESSAGES, {"messages": [said("x")], "max_tokens": 9}),
+    ],
+)
+def test_a_stream_that_fails_ends_with_an_error_in_its_protocol(taught, path, body, monkeypatch):
+    engine = taught.parrot.engine
+
+    def fail(*arguments):
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(engine.runner, "begin", fail)
+    said = taught.ask(path, body | {"stream": True}).body.decode()
+    monkeypatch.undo()
+    assert "the device is on fire" in said
+    assert 'finish_reason":"stop' not in said and "completed" not in said
+    last = {CHAT: "[DONE]", RESPONSES: "response.failed", MESSAGES: "event: error"}
+    assert last[path] in said.strip().split("\n\n")[-1]
+    assert taught.ask(path, body).status == 200
+
+
+def test_while_a_prompt_waits_its_stream_tells_how_far_it_is(taught):
+    """A comment, which no client takes for an event: people saw nothing at all for minutes."""
+    body = {"messages": [said("Yes.")], "stream": True}
+    taught.parrot.loop.pause()
+    line = taught.line().post(CHAT, body)
+    assert b"/" in line.until(b": prompt 0/") + line.until(b"\n\n")
+    taught.parrot.loop.resume()
+    assert b"prompt_progress" not in line.until(b"[DONE]")
+
+
+def test_who_waits_in_line_is_told_how_many_are_before():
+    with Taught(slots=1) as taught:
+        taught.parrot.loop.pause()
+        lines = []
+        for _ in range(3):
+            lines.append(taught.line().post(CHAT, {"messages": [said("Yes.")], "stream": True}))
+            lines[-1].until(b"\r\n\r\n")
+        assert lines[2].until(b" before you").endswith(b", 2 before you")
+        taught.parrot.loop.resume()
+        for line in lines:
+            line.until(b"[DONE]")
+
+
+def test_anthropics_clients_send_the_key_in_a_header_of_their_own():
+    with Taught(api_key="secret") as taught:
+        body = {"messages": [said("Yes.")], "max_tokens": 9}
+        assert taught.ask(MESSAGES, body, x_api_key="secret").status == 200
+        assert taught.ask(MESSAGES, body, Authorization="Bearer secret").status == 200
+        for headers in ({}, {"x_api_key": "wrong"}, {"Authorization": "Basic secret"}):
+            reply = taught.ask(MESSAGES, body, **headers)
+            assert (reply.status, reply.error["type"]) == (401, "authentication_error")
+            assert reply.json["type"] == "error"
+
+
+DEEP = json.loads("[" * 200 + "]" * 200)
+HOSTILE = {
+    CHAT: [
+        {"messages": [said("x")], "tools": TOOLS * 65},
+        {"messages": [said("x")], "tools": DEEP},
+        {"messages": [said("x")], "tools": TOOLS, "tool_choice": DEEP},
+        {"messages": [{"role": "assistant", "tool_calls": DEEP}]},
+        {"messages": [{"role": "tool", "tool_call_id": {}, "content": "x"}]},
+        {"messages": [said("x")], "chat_template_kwargs": {"messages_": 1}},
+    ],
+    RESPONSES: [
+        {"input": [{"type": DEEP}]},
+        {"input": [{"type": {}, "role": {}}]},
+        {"input": [{"role": "user", "content": "x"}] * 2049},
+        {"input": [{"type": "reasoning", "content": 5}]},
+        {"input": "x", "text": {"format": DEEP}},
+        {"input": "x", "reasoning": 5},
+        {"input": "x", "tools": FLAT, "tool_choice": {"type": {}}},
+    ],
+    MESSAGES: [
+        {"messages": [{"role": "user", "content": [{"type": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": {}}]}]},
+        {"messages": [said("x")] * 2049},
+        {"messages": [said("x")], "system": DEEP},
+        {"messages": [said("x")], "thinking": DEEP},
+        {"messages": [said("x")], "tools": SCHEMAS, "tool_choice": {"type": []}},
+        {"messages": [said("x")], "stop_sequences": [""]},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(path, body) for path, bodies in HOSTILE.items() for body in bodies]
+)
+def test_a_hostile_body_is_refused_in_one_line(taught, path, body):
+    reply = taught.ask(path, {"max_tokens": 9} | body if path == MESSAGES else body)
+    assert reply.status == 400 and 0 < len(reply.error["message"]) < 700
+    if path == MESSAGES:
+        assert taught.ask(COUNT, body).status == 400 or "stop" in str(body)
+
+
+def test_a_call_in_a_stream_is_written_as_it_comes(taught):
+    """Arguments may be a whole file: who waits for their end sees nothing for a minute."""
+    text = CALL.replace("Paris", "Paris " * 20)
+    events = data(taught.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "stream": True}))
+    assert sum("tool_calls" in str(event) for event in events) > 60
+
+
+def test_calls_have_ids_that_every_template_takes(taught):
+    """Mistral's templates want nine letters or digits."""
+    body = {"messages": [said(CALLS)], "tools": TOOLS}
+    calls = taught.ask(CHAT, body).json["choices"][0]["message"]["tool_calls"]
+    assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)

@@ -1,0 +1,114 @@
+"""A model that says what it is told to: an engine on random weights whose tokens are replaced.
+
+Clients and tests of tools need a model that calls them. Real ones are large, and none does so on
+demand. Here the last message of a user says what the answer is:
+
+    say: <think>Easy.</think>It is 8.
+
+After the result of a tool, the answer quotes this result. All else is real: the template, the
+engine, its steps, the stream of text, in which each token is one byte.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from checkpoints import EOS, make_checkpoint
+
+from door.door import Door
+from door.http import Options
+from nanobatch import Engine
+from parts.api.loop import Loop, Stopwatch
+
+# In the manner of Hermes and Qwen
+TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n' }}
+    {%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}
+    {{- 'Answer with <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- if message.reasoning_content %}
+            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}
+"""
+
+
+def answer_to(prompt: str) -> str:
+    if "<|im_start|>" not in prompt:
+        return "Hello there."
+    turn = prompt.split("<|im_start|>")[-2].split("\n", 1)[1].rpartition("<|im_end|>")[0]
+    if turn.startswith("<tool_response>"):
+        result = turn.removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
+        return f"The tool says: {result}"
+    _, is_told, text = turn.partition("say: ")
+    return text if is_told else "Hello there."
+
+
+def teach(engine: Engine) -> None:
+    """From here on, an answer is what `answer_to` says."""
+    submit = engine.submit
+
+    def wrapped(prompt: Any, *arguments: Any, **options: Any):
+        with engine.changed:
+            handle = submit(prompt, *arguments, **options)
+            text = engine.text.tokenizer.decode(handle.request.prompt, skip_special_tokens=False)
+            script = [*engine.text.encode(answer_to(text))[1:], EOS]
+            take = handle.take
+
+            def scripted(token: int, *rest: Any) -> str | None:
+                token = script[min(len(handle.tokens), len(script)) - 1]
+                handle.tokens[-1] = token
+                return take(token, *rest)
+
+            handle.take = scripted
+        return handle
+
+    engine.submit = wrapped
+
+
+class Parrot:
+    """A door in this process, behind which such a model answers."""
+
+    def __init__(
+        self,
+        port: int = 0,
+        slots: int = 4,
+        max_len: int = 4096,
+        template: str = TEMPLATE,
+        **options: Any,
+    ):
+        folder = Path(tempfile.mkdtemp()) / "parrot"
+        make_checkpoint(folder, seed=1, max_position_embeddings=max_len)
+        (folder / "chat_template.jinja").write_text(template)
+        tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+        self.engine = Engine.load(folder, slots=slots, max_len=max_len)
+        teach(self.engine)
+        self.door = Door(Options(port=port, **options)).start()
+        self.loop = Loop(self.engine, watch=Stopwatch()).start()
+        self.door.open(self.engine, self.loop, "parrot")
+
+    def close(self) -> None:
+        self.door.close()
+        self.loop.stop()
+        self.engine.close()

@@ -1,0 +1,874 @@
+"""Does the door keep to the protocols? Points of the chat route with tools and thoughts, of
+Responses, and of Messages.
+
+    python tools/conform.py                                  # against a model that says what it is told
+    python tools/conform.py --serve 8123                     # leave that model open, for other clients
+
+The points were written from the protocols' documentation, before the code. Each is a function with
+a sentence for a name. The exit code is 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
+
+from doors import CHAT, COMPLETIONS, Reply, Server  # noqa: E402
+
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+POINTS: list[Callable[[Server], None]] = []
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "The weather in a city.", "parameters": CITY}
+TIME = {"name": "get_time", "description": "The time.", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": each} for each in (WEATHER, TIME)]
+FLAT = [{"type": "function", **each} for each in (WEATHER, TIME)]
+SCHEMAS = [
+    {"name": each["name"], "description": "What it does.", "input_schema": each["parameters"]}
+    for each in (WEATHER, TIME)
+]
+PARIS = {"city": "Paris"}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+CALLS = CALL + '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+THOUGHT = "<think>\nIt is easy.\n</think>\n\n"
+
+
+def point(function: Callable[[Server], None]) -> Callable[[Server], None]:
+    POINTS.append(function)
+    return function
+
+
+def said(text: str) -> dict:
+    return {"role": "user", "content": f"say: {text}"}
+
+
+def data(reply: Reply) -> list[dict]:
+    """A stream's events. Where they have names, each has its type's."""
+    assert reply.status == 200, reply
+    assert reply.headers["content-type"].startswith("text/event-stream"), reply.headers
+    events = []
+    for block in reply.body.decode().strip().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        if not lines:
+            continue
+        event = lines["data"] if lines["data"] == "[DONE]" else json.loads(lines["data"])
+        assert "event" not in lines or lines["event"] == event["type"], block
+        events.append(event)
+    return events
+
+
+def refused(reply: Reply, status: int = 400, *words: str) -> dict:
+    assert reply.status == status, reply
+    error = reply.error
+    missing = [word for word in words if word not in error["message"]]
+    assert not missing, (missing, error)
+    return error
+
+
+# --- chat: tools --------------------------------------------------------------------------------
+
+
+def chat(s: Server, text: str = CALL, **fields) -> Reply:
+    return s.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "max_tokens": 400, **fields})
+
+
+def choice(reply: Reply) -> dict:
+    assert reply.status == 200, reply
+    return reply.json["choices"][0]
+
+
+def deltas(reply: Reply) -> list[dict]:
+    events = data(reply)
+    assert events.pop() == "[DONE]"
+    return [event["choices"][0]["delta"] for event in events if event["choices"]]
+
+
+@point
+def a_call_is_an_entry_of_tool_calls_and_the_answer_ends_for_it(s):
+    found = choice(chat(s))
+    assert found["finish_reason"] == "tool_calls"
+    message = found["message"]
+    assert message["role"] == "assistant" and message["content"] is None
+    (call,) = message["tool_calls"]
+    assert set(call) == {"id", "type", "function"} and call["type"] == "function" and call["id"]
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == PARIS
+
+
+@point
+def two_calls_have_two_ids(s):
+    first, second = choice(chat(s, CALLS))["message"]["tool_calls"]
+    assert first["id"] != second["id"] and second["function"]["name"] == "get_time"
+    assert json.loads(second["function"]["arguments"]) == {}
+
+
+@point
+def one_call_is_told_if_parallel_calls_are_off(s):
+    assert len(choice(chat(s, CALLS, parallel_tool_calls=False))["message"]["tool_calls"]) == 1
+
+
+@point
+def text_before_a_call_is_content(s):
+    message = choice(chat(s, f"I look.\n{CALL}"))["message"]
+    assert message["content"] == "I look." and len(message["tool_calls"]) == 1
+
+
+@point
+def an_answer_without_a_call_has_no_tool_calls(s):
+    found = choice(chat(s, "No."))
+    assert found["finish_reason"] == "stop" and "tool_calls" not in found["message"]
+
+
+@point
+def a_streamed_call_begins_with_id_type_and_name_and_goes_on_with_arguments(s):
+    first, *rest = deltas(chat(s, stream=True))
+    assert first["role"] == "assistant"
+    calls = [delta["tool_calls"][0] for delta in rest if delta.get("tool_calls")]
+    assert calls[0]["index"] == 0 and calls[0]["type"] == "function" and calls[0]["id"]
+    assert calls[0]["function"] == {"name": "get_weather", "arguments": ""}
+    assert len(calls) > 3 and all(set(call) == {"index", "function"} for call in calls[1:])
+    assert json.loads("".join(call["function"]["arguments"] for call in calls)) == PARIS
+    assert not any(delta.get("content") for delta in rest)
+
+
+@point
+def a_stream_with_a_call_ends_for_it(s):
+    *events, done = data(chat(s, stream=True))
+    assert done == "[DONE]" and events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert all(event["choices"][0]["finish_reason"] is None for event in events[:-1])
+
+
+@point
+def two_streamed_calls_have_two_indices(s):
+    calls = [d["tool_calls"][0] for d in deltas(chat(s, CALLS, stream=True)) if "tool_calls" in d]
+    begun = [(call["index"], call["function"]["name"]) for call in calls if "id" in call]
+    assert begun == [(0, "get_weather"), (1, "get_time")]
+
+
+@point
+def a_stream_tells_what_the_whole_answer_tells(s):
+    text = f"{THOUGHT}I look.\n{CALLS}"
+    whole = choice(chat(s, text))["message"]
+    found = deltas(chat(s, text, stream=True))
+    assert "".join(d.get("content") or "" for d in found) == whole["content"] == "I look."
+    thought = "".join(d.get("reasoning_content") or "" for d in found)
+    assert thought == whole["reasoning_content"] == "It is easy."
+
+
+def conversation(**changes) -> list[dict]:
+    function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    call = {"id": "call_1", "type": "function", "function": function}
+    assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "17 degrees"}
+    return [said(CALL), assistant | changes.get("assistant", {}), result | changes.get("tool", {})]
+
+
+def answered(s: Server, **changes) -> str:
+    body = {"messages": conversation(**changes), "tools": TOOLS}
+    return choice(s.ask(CHAT, body))["message"]["content"]
+
+
+@point
+def a_tools_result_goes_back_in(s):
+    assert answered(s) == "The tool says: 17 degrees"
+
+
+@point
+def a_tools_result_may_be_parts_of_text(s):
+    parts = [{"type": "text", "text": "17 "}, {"type": "text", "text": "degrees"}]
+    assert answered(s, tool={"content": parts}) == "The tool says: 17 degrees"
+
+
+@point
+def a_call_may_stand_beside_text_and_a_thought(s):
+    assistant = {"content": "I look.", "reasoning_content": "It is easy.", "refusal": None}
+    assert answered(s, assistant=assistant) == "The tool says: 17 degrees"
+
+
+@point
+def a_call_whose_arguments_are_no_object_is_refused(s):
+    for arguments in ("{", "5", '"x"', 5, None):
+        function = {"name": "get_weather", "arguments": arguments}
+        call = {"id": "call_1", "type": "function", "function": function}
+        messages = conversation(assistant={"tool_calls": [call]})
+        refused(s.ask(CHAT, {"messages": messages, "tools": TOOLS}), 400, "arguments")
+
+
+@point
+def a_result_without_the_id_of_a_call_is_refused(s):
+    messages = conversation(tool={"tool_call_id": None})
+    refused(s.ask(CHAT, {"messages": messages, "tools": TOOLS}), 400, "tool_call_id")
+
+
+@point
+def tool_choice_none_calls_nothing(s):
+    found = choice(chat(s, tool_choice="none"))
+    assert found["finish_reason"] == "stop" and "get_weather" in found["message"]["content"]
+
+
+@point
+def tool_choice_auto_is_the_default(s):
+    assert choice(chat(s, tool_choice="auto"))["finish_reason"] == "tool_calls"
+
+
+@point
+def a_tool_choice_that_is_none_is_refused(s):
+    unknown = {"type": "function", "function": {"name": "nothing"}}
+    for wrong in ("always", 5, {"type": "function"}, unknown):
+        assert refused(chat(s, tool_choice=wrong), 400, "tool_choice")["param"] == "tool_choice"
+
+
+@point
+def tool_choice_required_needs_tools(s):
+    refused(s.ask(CHAT, {"messages": [said("x")], "tool_choice": "required"}), 400, "tools")
+
+
+@point
+def tools_that_are_none_are_refused(s):
+    wrong = [5, [5], [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}]]
+    wrong.append([{"type": "function", "function": {"name": "a", "parameters": 5}}])
+    wrong.append([{"type": "function", "function": {"name": ""}}])
+    for tools in wrong:
+        assert refused(chat(s, tools=tools), 400, "tools")["param"] == "tools", tools
+
+
+@point
+def a_tool_that_is_no_function_is_refused_by_name(s):
+    refused(chat(s, tools=[{"type": "web_search"}]), 400, "web_search")
+
+
+@point
+def the_older_functions_are_refused(s):
+    refused(chat(s, tools=[], functions=[WEATHER]), 400, "functions")
+
+
+@point
+def a_tool_needs_no_parameters_and_may_be_strict(s):
+    tools = [{"type": "function", "function": {"name": "now", "strict": True}}]
+    assert choice(chat(s, "No.", tools=tools))["message"]["content"] == "No."
+
+
+@point
+def a_call_that_is_cut_off_ends_for_its_length(s):
+    found = choice(chat(s, max_tokens=60))
+    assert found["finish_reason"] == "length"
+    assert found["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"')
+
+
+@point
+def what_is_no_call_is_content(s):
+    found = choice(chat(s, "<tool_call>junk</tool_call>"))
+    assert found["message"]["content"] == "<tool_call>junk</tool_call>"
+    assert found["finish_reason"] == "stop"
+
+
+@point
+def each_of_several_choices_has_its_calls(s):
+    choices = chat(s, n=2).json["choices"]
+    ids = {each["message"]["tool_calls"][0]["id"] for each in choices}
+    assert len(ids) == 2 and {each["index"] for each in choices} == {0, 1}
+
+
+@point
+def tools_stand_in_the_prompt(s):
+    with_tools = chat(s, "No.").json["usage"]["prompt_tokens"]
+    assert with_tools > chat(s, "No.", tools=[]).json["usage"]["prompt_tokens"] + 100
+
+
+# --- chat: thoughts and progress ----------------------------------------------------------------
+
+
+@point
+def a_thought_is_reasoning_content(s):
+    for tools in ([], TOOLS):
+        message = choice(chat(s, f"{THOUGHT}Yes.", tools=tools))["message"]
+        assert (message["reasoning_content"], message["content"]) == ("It is easy.", "Yes.")
+
+
+@point
+def a_thought_is_streamed_before_the_answer(s):
+    found = deltas(chat(s, f"{THOUGHT}Yes.", tools=[], stream=True))
+    kinds = [next(iter(delta)) for delta in found[1:] if any(delta.values())]
+    assert len(kinds) > 5 and kinds == sorted(kinds, reverse=True)
+    assert set(kinds) == {"reasoning_content", "content"}
+
+
+@point
+def thoughts_are_counted_in_usage(s):
+    body = f"{THOUGHT}Yes."
+    usage = chat(s, body, tools=[]).json["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len(THOUGHT) - 2
+    events = data(chat(s, body, tools=[], stream=True, stream_options={"include_usage": True}))
+    assert events[-2]["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
+
+
+@point
+def an_answer_without_a_thought_has_none(s):
+    reply = chat(s, "Yes.", tools=[])
+    assert "reasoning_content" not in choice(reply)["message"]
+    details = reply.json["usage"].get("completion_tokens_details", {})
+    assert details.get("reasoning_tokens", 0) == 0
+
+
+@point
+def a_thought_that_is_cut_off_is_no_content(s):
+    found = choice(chat(s, THOUGHT, tools=[], max_tokens=12))
+    assert found["finish_reason"] == "length" and not found["message"]["content"]
+    assert "It i" in THOUGHT and "It".startswith(found["message"]["reasoning_content"][:2])
+
+
+@point
+def a_template_may_be_told_not_to_think(s):
+    plain = chat(s, "Yes.", tools=[]).json["usage"]["prompt_tokens"]
+    options = {"enable_thinking": False}
+    reply = chat(s, "Yes.", tools=[], chat_template_kwargs=options)
+    assert reply.json["usage"]["prompt_tokens"] == plain + len("<think>\n\n</think>\n\n")
+
+
+@point
+def a_setting_that_the_template_does_not_know_is_refused(s):
+    refused(chat(s, "x", chat_template_kwargs={"documents_of": 5}), 400, "documents_of")
+    refused(chat(s, "x", chat_template_kwargs=5), 400, "chat_template_kwargs")
+
+
+@point
+def log_probabilities_cover_thoughts_and_calls(s):
+    text = f"{THOUGHT}Yes."
+    found = choice(chat(s, text, tools=[], logprobs=True))["logprobs"]["content"]
+    assert "".join(token["token"] for token in found) == text
+    events = data(chat(s, text, tools=[], logprobs=True, stream=True))[:-1]
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    tokens = [token for part in parts if part for token in part["content"]]
+    assert "".join(token["token"] for token in tokens) == text
+
+
+@point
+def progress_of_the_prompt_is_told_if_asked_for(s):
+    for path, prompt in ((CHAT, {"messages": [said("Yes.")]}), (COMPLETIONS, {"prompt": "x" * 99})):
+        options = {"return_progress": True, "stream": True, "max_tokens": 4}
+        options |= {"stream_options": {"include_usage": True}}
+        events = data(s.ask(path, prompt | options))
+        found = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        assert found and all(set(p) == {"total", "cache", "processed", "time_ms"} for p in found)
+        assert found[-1]["processed"] == found[-1]["total"]
+        assert found[0]["total"] == events[-2]["usage"]["prompt_tokens"]
+        counts = [p["processed"] for p in found]
+        assert counts == sorted(counts) and found[-1]["time_ms"] >= 0
+
+
+@point
+def progress_needs_a_stream(s):
+    refused(chat(s, return_progress=True), 400, "stream")
+
+
+# --- Responses ----------------------------------------------------------------------------------
+
+
+def respond(s: Server, text: str = "Yes.", **fields) -> Reply:
+    return s.ask(RESPONSES, {"model": "default", "input": f"say: {text}", **fields})
+
+
+def output(reply: Reply) -> list[dict]:
+    assert reply.status == 200, reply
+    return reply.json["output"]
+
+
+@point
+def a_response_is_an_object_with_a_message(s):
+    body = respond(s).json
+    assert body["object"] == "response" and body["id"].startswith("resp_")
+    assert body["status"] == "completed" and body["error"] is body["incomplete_details"] is None
+    (message,) = body["output"]
+    assert (message["type"], message["role"]) == ("message", "assistant")
+    assert message["status"] == "completed" and message["id"].startswith("msg_")
+    (part,) = message["content"]
+    assert (part["type"], part["text"], part["annotations"]) == ("output_text", "Yes.", [])
+
+
+@point
+def a_response_repeats_what_it_was_asked_for(s):
+    options = {"instructions": "Be kind.", "temperature": 0.5, "top_p": 0.9}
+    options |= {"max_output_tokens": 99, "metadata": {"a": "b"}, "tools": FLAT}
+    body = respond(s, **options).json
+    for name in ("instructions", "temperature", "top_p", "max_output_tokens", "metadata"):
+        assert body[name] == options[name], name
+    assert [tool["name"] for tool in body["tools"]] == ["get_weather", "get_time"]
+    assert body["tool_choice"] == "auto" and body["parallel_tool_calls"] is True
+    assert body["previous_response_id"] is None and body["store"] is False
+    assert body["truncation"] == "disabled" and body["text"]["format"] == {"type": "text"}
+
+
+@point
+def a_response_counts_its_tokens(s):
+    usage = respond(s, f"{THOUGHT}Yes.").json["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert usage["input_tokens_details"]["cached_tokens"] >= 0
+    assert usage["output_tokens_details"]["reasoning_tokens"] == len(THOUGHT) - 2
+
+
+def items(s: Server, *given: dict, **fields) -> Reply:
+    return s.ask(RESPONSES, {"model": "default", "input": [*given], **fields})
+
+
+@point
+def input_may_be_items_with_texts_or_parts(s):
+    parts = [{"type": "input_text", "text": "say: "}, {"type": "input_text", "text": "Yes."}]
+    for content in ("say: Yes.", parts):
+        for kind in ({}, {"type": "message"}):
+            reply = items(s, kind | {"role": "user", "content": content})
+            assert output(reply)[0]["content"][0]["text"] == "Yes."
+
+
+@point
+def what_was_answered_may_go_back_in(s):
+    first = output(respond(s, f"{THOUGHT}Yes."))
+    last = {"role": "user", "content": "say: Again."}
+    reply = items(s, {"role": "developer", "content": "x"}, said("Yes."), *first, last)
+    assert output(reply)[0]["content"][0]["text"] == "Again."
+
+
+@point
+def instructions_stand_in_the_prompt(s):
+    plain = respond(s).json["usage"]["input_tokens"]
+    assert respond(s, instructions="Be kind.").json["usage"]["input_tokens"] > plain + 8
+
+
+@point
+def a_function_call_is_an_item(s):
+    (item,) = output(respond(s, CALL, tools=FLAT))
+    assert item["type"] == "function_call" and item["id"].startswith("fc_")
+    assert item["name"] == "get_weather" and item["status"] == "completed" and item["call_id"]
+    assert json.loads(item["arguments"]) == PARIS
+
+
+@point
+def text_a_thought_and_two_calls_are_four_items(s):
+    found = output(respond(s, f"{THOUGHT}I look.\n{CALLS}", tools=FLAT))
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [item["type"] for item in found] == kinds
+    assert len({item["id"] for item in found}) == 4
+    assert found[2]["call_id"] != found[3]["call_id"]
+
+
+@point
+def a_functions_output_goes_back_in(s):
+    (call,) = output(respond(s, CALL, tools=FLAT))
+    for value in ("17 degrees", [{"type": "input_text", "text": "17 degrees"}]):
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": value}
+        reply = items(s, said(CALL), call, result, tools=FLAT)
+        assert output(reply)[0]["content"][0]["text"] == "The tool says: 17 degrees"
+
+
+@point
+def a_thought_is_a_reasoning_item(s):
+    item, message = output(respond(s, f"{THOUGHT}Yes."))
+    assert item["type"] == "reasoning" and item["summary"] == [] and item["id"].startswith("rs_")
+    assert item["content"] == [{"type": "reasoning_text", "text": "It is easy."}]
+    assert message["content"][0]["text"] == "Yes."
+
+
+@point
+def a_response_that_is_cut_off_is_incomplete(s):
+    body = respond(s, "A long answer.", max_output_tokens=4).json
+    assert body["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["output"][0]["status"] == "incomplete"
+
+
+@point
+def what_needs_a_memory_is_refused(s):
+    refused(respond(s, previous_response_id="resp_1"), 400, "previous_response_id")
+    refused(respond(s, store=True), 400, "store")
+    refused(respond(s, conversation="conv_1"), 400, "conversation")
+    refused(respond(s, background=True), 400, "background")
+    refused(items(s, {"type": "item_reference", "id": "msg_1"}), 400, "item_reference")
+
+
+@point
+def what_asks_for_nothing_is_accepted(s):
+    neutral = {"store": False, "previous_response_id": None, "truncation": "disabled"}
+    neutral |= {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "x"}
+    neutral |= {"reasoning": None, "text": {"format": {"type": "text"}}, "user": "me", "tools": []}
+    neutral |= {"parallel_tool_calls": True, "tool_choice": "auto", "stream_options": None}
+    assert respond(s, **neutral).status == 200
+
+
+@point
+def what_cannot_be_kept_is_refused_by_name(s):
+    refused(respond(s, tools=[{"type": "web_search"}]), 400, "web_search")
+    refused(respond(s, truncation="auto"), 400, "truncation")
+    refused(respond(s, include=["file_search_call.results"]), 400, "include")
+    refused(respond(s, max_tool_calls=3), 400, "max_tool_calls")
+    image = {"type": "input_image", "image_url": "data:"}
+    refused(items(s, {"role": "user", "content": [image]}), 400, "input_image")
+    refused(items(s, {"type": "computer_call"}), 400, "computer_call")
+
+
+@point
+def an_input_that_is_none_is_refused(s):
+    for wrong in (None, 5, [], [5], [{}], [{"role": "wizard", "content": "x"}]):
+        refused(s.ask(RESPONSES, {"model": "default", "input": wrong}), 400, "input")
+    refused(items(s, {"type": "function_call_output", "output": "x"}), 400, "call_id")
+
+
+@point
+def a_model_that_is_not_here_is_a_404_in_responses(s):
+    assert refused(respond(s, model="gpt-5"), 404)["code"] == "model_not_found"
+
+
+@point
+def a_forced_function_that_is_not_given_is_refused(s):
+    wrong = {"type": "function", "name": "nothing"}
+    refused(respond(s, tools=FLAT, tool_choice=wrong), 400, "tool_choice")
+
+
+@point
+def tool_choice_none_calls_nothing_in_responses(s):
+    assert output(respond(s, CALL, tools=FLAT, tool_choice="none"))[0]["type"] == "message"
+
+
+TEXT = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+TEXT = ["created", "in_progress", "output_item.added", *TEXT, "output_item.done", "completed"]
+
+
+def once(events: list[dict]) -> list[str]:
+    """Their types, without `response.`, repeated ones once."""
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    return [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
+
+
+@point
+def a_streamed_response_is_a_sequence_of_typed_events(s):
+    events = data(respond(s, stream=True))
+    assert once(events) == TEXT
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+@point
+def streamed_text_joins_to_the_text_of_the_item_and_of_the_response(s):
+    events = data(respond(s, "Count to three.", stream=True))
+    text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+    by_type = {event["type"].removeprefix("response."): event for event in events}
+    assert text == by_type["output_text.done"]["text"] == "Count to three."
+    assert by_type["content_part.done"]["part"]["text"] == text
+    item = by_type["output_item.done"]["item"]
+    assert item["content"][0]["text"] == text and item["status"] == "completed"
+    last = by_type["completed"]["response"]
+    assert last["output"] == [item] and last["usage"]["output_tokens"] > 0
+    assert by_type["created"]["response"]["status"] == "in_progress"
+    assert by_type["created"]["response"]["id"] == last["id"]
+    delta = by_type["output_text.delta"]
+    assert (delta["item_id"], delta["output_index"], delta["content_index"]) == (item["id"], 0, 0)
+
+
+@point
+def a_streamed_function_call_is_added_filled_and_done(s):
+    events = data(respond(s, CALL, tools=FLAT, stream=True))
+    kinds = ["created", "in_progress", "output_item.added", "function_call_arguments.delta"]
+    kinds += ["function_call_arguments.done", "output_item.done", "completed"]
+    assert once(events) == kinds
+    added = events[2]["item"]
+    assert added["type"] == "function_call" and added["arguments"] == ""
+    assert added["status"] == "in_progress" and added["name"] == "get_weather"
+    arguments = "".join(e["delta"] for e in events if e["type"].endswith("arguments.delta"))
+    done = next(e for e in events if e["type"].endswith("arguments.done"))
+    assert done["arguments"] == arguments and json.loads(arguments) == PARIS
+    item = events[-1]["response"]["output"][0]
+    assert (item["id"], item["call_id"]) == (added["id"], added["call_id"])
+
+
+@point
+def a_streamed_thought_is_a_reasoning_item(s):
+    events = data(respond(s, f"{THOUGHT}Yes.", stream=True))
+    thought = "".join(e["delta"] for e in events if e["type"] == "response.reasoning_text.delta")
+    assert thought == "It is easy."
+    assert [i["type"] for i in events[-1]["response"]["output"]] == ["reasoning", "message"]
+    places = [e["output_index"] for e in events if e["type"] == "response.output_item.added"]
+    assert places == [0, 1]
+
+
+@point
+def a_stream_that_is_cut_off_ends_with_incomplete(s):
+    events = data(respond(s, "A long answer.", max_output_tokens=4, stream=True))
+    assert events[-1]["type"] == "response.incomplete"
+    assert events[-1]["response"]["incomplete_details"]["reason"] == "max_output_tokens"
+
+
+@point
+def a_response_cannot_be_asked_for_later(s):
+    assert s.ask("/v1/responses/resp_1").status == 404
+
+
+# --- Messages -----------------------------------------------------------------------------------
+
+
+def message(s: Server, text: str = "Yes.", path: str = MESSAGES, **fields) -> Reply:
+    body = {"model": "default", "max_tokens": 300, "messages": [said(text)]}
+    headers = {"anthropic_version": "2023-06-01", "anthropic_beta": "x"}
+    return s.ask(path, body | fields, **headers)
+
+
+def content(reply: Reply) -> list[dict]:
+    assert reply.status == 200, reply
+    return reply.json["content"]
+
+
+@point
+def a_message_has_blocks_and_a_reason(s):
+    body = message(s).json
+    assert (body["type"], body["role"]) == ("message", "assistant")
+    assert body["id"].startswith("msg_") and body["model"]
+    assert body["content"] == [{"type": "text", "text": "Yes."}]
+    assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
+    assert body["usage"]["output_tokens"] == 5 and body["usage"]["input_tokens"] >= 1
+
+
+@point
+def what_was_cached_is_counted_apart(s):
+    usages = [message(s, "The same again.").json["usage"] for _ in range(2)]
+    sums = [u["input_tokens"] + u["cache_read_input_tokens"] for u in usages]
+    assert sums[0] == sums[1] and usages[1]["cache_read_input_tokens"] > 0
+
+
+@point
+def system_may_be_a_text_or_blocks(s):
+    block = {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}
+    counts = []
+    for system in ("Be kind.", [block]):
+        counts.append(message(s, path=COUNT, system=system).json["input_tokens"])
+    assert counts[0] == counts[1] > message(s, path=COUNT).json["input_tokens"] + 8
+
+
+@point
+def content_may_be_blocks(s):
+    blocks = [{"type": "text", "text": "say: "}, {"type": "text", "text": "Yes."}]
+    blocks[1]["cache_control"] = {"type": "ephemeral"}
+    reply = message(s, messages=[{"role": "user", "content": blocks}])
+    assert content(reply)[0]["text"] == "Yes."
+
+
+@point
+def a_call_is_a_tool_use_block(s):
+    reply = message(s, f"I look.\n{CALL}", tools=SCHEMAS)
+    text, use = content(reply)
+    assert text == {"type": "text", "text": "I look."}
+    assert set(use) == {"type", "id", "name", "input"} and use["type"] == "tool_use"
+    assert (use["name"], use["input"]) == ("get_weather", PARIS)
+    assert reply.json["stop_reason"] == "tool_use"
+
+
+def with_result(**result) -> list[dict]:
+    use = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": PARIS}
+    block = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "17 degrees"} | result
+    assistant = {"role": "assistant", "content": [{"type": "text", "text": "I look."}, use]}
+    return [said(CALL), assistant, {"role": "user", "content": [block]}]
+
+
+@point
+def a_tool_result_goes_back_in(s):
+    parts = [{"type": "text", "text": "17 degrees"}]
+    for result in ({}, {"content": parts}, {"is_error": True}):
+        reply = message(s, messages=with_result(**result), tools=SCHEMAS)
+        assert content(reply) == [{"type": "text", "text": "The tool says: 17 degrees"}]
+
+
+@point
+def a_tool_result_may_be_empty_and_text_may_follow_it(s):
+    reply = message(s, messages=with_result(content=None), tools=SCHEMAS)
+    assert reply.status == 200
+    messages = with_result()
+    messages[2]["content"].append({"type": "text", "text": "say: And you?"})
+    assert content(message(s, messages=messages, tools=SCHEMAS))[0]["text"] == "And you?"
+
+
+@point
+def max_tokens_is_required_and_errors_have_anthropics_form(s):
+    reply = message(s, max_tokens=None)
+    refused(reply, 400, "max_tokens")
+    assert reply.json["type"] == "error" and reply.error["type"] == "invalid_request_error"
+
+
+@point
+def a_message_may_end_for_its_length_or_a_stop_sequence(s):
+    assert message(s, max_tokens=2).json["stop_reason"] == "max_tokens"
+    body = message(s, "One, two, three.", stop_sequences=["four", ", thr"]).json
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", ", thr")
+    assert body["content"][0]["text"] == "One, two"
+
+
+@point
+def a_thought_is_a_thinking_block(s):
+    thinking, text = content(message(s, f"{THOUGHT}Yes."))
+    assert thinking["type"] == "thinking" and thinking["thinking"] == "It is easy."
+    assert "signature" in thinking and text["text"] == "Yes."
+
+
+@point
+def thinking_blocks_go_back_in(s):
+    first = content(message(s, f"{THOUGHT}Yes."))
+    messages = [said("x"), {"role": "assistant", "content": first}, said("Again.")]
+    assert content(message(s, messages=messages))[0]["text"] == "Again."
+
+
+@point
+def thinking_may_be_asked_for_or_not(s):
+    plain = message(s, path=COUNT).json["input_tokens"]
+    enabled = {"type": "enabled", "budget_tokens": 1024}
+    assert message(s, path=COUNT, thinking=enabled).json["input_tokens"] == plain
+    disabled = message(s, path=COUNT, thinking={"type": "disabled"}).json["input_tokens"]
+    assert disabled == plain + len("<think>\n\n</think>\n\n")
+    refused(message(s, thinking={"type": "later"}), 400, "thinking")
+
+
+@point
+def a_streamed_message_is_a_sequence_of_named_events(s):
+    reply = message(s, stream=True)
+    events = [event for event in data(reply) if event["type"] != "ping"]
+    kinds = ["message_start", "content_block_start", "content_block_delta"]
+    kinds += ["content_block_stop", "message_delta", "message_stop"]
+    assert once(events) == kinds
+    assert re.findall(rb"event: (\w+)", reply.body)[0] == b"message_start"
+    start = events[0]["message"]
+    assert start["content"] == [] and start["stop_reason"] is None
+    assert start["usage"]["input_tokens"] > 0
+    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] == 5
+
+
+@point
+def streamed_text_is_text_deltas(s):
+    events = data(message(s, "Count to three.", stream=True))
+    begun = next(e for e in events if e["type"] == "content_block_start")
+    assert begun["index"] == 0 and begun["content_block"] == {"type": "text", "text": ""}
+    found = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    assert {delta["type"] for delta in found} == {"text_delta"}
+    assert "".join(delta["text"] for delta in found) == "Count to three."
+
+
+@point
+def a_streamed_call_is_partial_json(s):
+    events = data(message(s, f"I look.\n{CALLS}", tools=SCHEMAS, stream=True))
+    begun = [e for e in events if e["type"] == "content_block_start"]
+    assert [e["index"] for e in begun] == [0, 1, 2]
+    use = begun[1]["content_block"]
+    assert (use["type"], use["name"], use["input"]) == ("tool_use", "get_weather", {})
+    found = [e for e in events if e["type"] == "content_block_delta" and e["index"] == 1]
+    assert {e["delta"]["type"] for e in found} == {"input_json_delta"}
+    assert json.loads("".join(e["delta"]["partial_json"] for e in found)) == PARIS
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    ended = [e["index"] for e in events if e["type"] == "content_block_stop"]
+    assert ended == [0, 1, 2]
+
+
+@point
+def a_streamed_thought_is_thinking_deltas(s):
+    events = data(message(s, f"{THOUGHT}Yes.", stream=True))
+    found = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    text = "".join(d["thinking"] for d in found if d["type"] == "thinking_delta")
+    assert text == "It is easy." and found[-1]["type"] == "text_delta"
+
+
+@point
+def a_choice_of_tools_is_kept_or_refused(s):
+    for kind in ("auto", {"type": "auto"}, {"type": "always"}, {"type": "tool", "name": "x"}):
+        reply = message(s, tools=SCHEMAS, tool_choice=kind)
+        if kind == {"type": "auto"}:
+            assert reply.status == 200, reply
+        else:
+            refused(reply, 400, "tool_choice")
+    none = message(s, CALL, tools=SCHEMAS, tool_choice={"type": "none"})
+    assert content(none)[0]["type"] == "text"
+    single = {"type": "auto", "disable_parallel_tool_use": True}
+    assert len(content(message(s, CALLS, tools=SCHEMAS, tool_choice=single))) == 1
+
+
+@point
+def blocks_and_tools_that_are_not_supported_are_refused_by_name(s):
+    image = {"type": "image", "source": {}}
+    refused(message(s, messages=[{"role": "user", "content": [image]}]), 400, "image")
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    refused(message(s, tools=[search]), 400, "web_search_20250305")
+    refused(message(s, container="x"), 400, "container")
+    refused(message(s, mcp_servers=[{"url": "x"}]), 400, "mcp_servers")
+
+
+@point
+def messages_that_are_none_are_refused(s):
+    use = {"type": "tool_use", "id": "x", "name": "get_weather", "input": 5}
+    result = {"type": "tool_result", "content": "x"}
+    wrong = [None, 5, [], [5], [{"role": "wizard", "content": "x"}], [{"role": "user"}]]
+    wrong += [[{"role": "assistant", "content": [use]}], [{"role": "user", "content": [result]}]]
+    for messages in wrong:
+        refused(message(s, messages=messages), 400, "message")
+
+
+@point
+def an_answer_cannot_be_begun_by_the_client(s):
+    messages = [said("x"), {"role": "assistant", "content": "It is"}]
+    refused(message(s, messages=messages), 400, "assistant")
+
+
+@point
+def what_asks_for_nothing_is_accepted_in_messages(s):
+    neutral = {"metadata": {"user_id": "x"}, "service_tier": "auto", "stop_sequences": []}
+    neutral |= {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "stream": False, "tools": []}
+    assert message(s, **neutral, path=f"{MESSAGES}?beta=true").status == 200
+
+
+@point
+def a_model_that_is_not_here_is_a_404_in_messages(s):
+    reply = message(s, model="claude-sonnet-4-5")
+    refused(reply, 404, "claude-sonnet-4-5")
+    assert reply.error["type"] == "not_found_error"
+
+
+@point
+def tokens_are_counted_without_an_answer(s):
+    usage = message(s, "Count me.", tools=SCHEMAS).json["usage"]
+    body = {"model": "default", "messages": [said("Count me.")], "tools": SCHEMAS}
+    count = s.ask(COUNT, body).json
+    assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+# --- the program --------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--serve", type=int, metavar="PORT", help="only serve, for other clients")
+    parser.add_argument("--max-len", type=int, default=16384)
+    parser.add_argument("-k", default="", help="only points with this in their name")
+    args = parser.parse_args()
+    from parrot import Parrot
+
+    parrot = Parrot(args.serve or 0, max_len=args.max_len)
+    if args.serve:
+        print(parrot.door.address, flush=True)
+        while True:
+            time.sleep(60)
+    server = Server.__new__(Server)
+    server.host, _, port = parrot.door.address.removeprefix("http://").rpartition(":")
+    server.port = int(port)
+    failed = 0
+    chosen = [point for point in POINTS if args.k in point.__name__]
+    for point in chosen:
+        try:
+            point(server)
+        except Exception:
+            failed += 1
+            print(f"FAILED {point.__name__}\n{traceback.format_exc(limit=-2)}")
+    print(f"{len(chosen) - failed} of {len(chosen)} points")
+    parrot.close()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
