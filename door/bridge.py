@@ -20,11 +20,11 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
@@ -48,7 +48,7 @@ from parts.api.faults import describe
 from parts.api.handle import Handle
 from parts.api.settings import Sampling
 from parts.files import read_json
-from parts.text.speech import Parser, Part
+from parts.text.speech import Parser, Part, grammar, loads
 from parts.text.tokens import Chat, Prompt
 from sched import QueueFull
 
@@ -152,6 +152,8 @@ class Answer:
                 settings = (
                     defaults | wish.settings | {"max_tokens": min(wish.max_tokens or room, room)}
                 )
+                if held := grammar_of(engine, wish, read):
+                    settings["grammar"] = held
                 for i in range(wish.n):
                     seed = (
                         {"seed": settings["seed"] + i} if type(settings.get("seed")) is int else {}
@@ -420,9 +422,34 @@ def check_tools(engine: AnyEngine, wish: Wish) -> None:
     if (chat.tools or calls) and not engine.text.speech.format:
         param = "tools" if chat.tools else "messages"
         raise Refusal(400, engine.text.speech.why, "unsupported_parameter", param)
-    if wish.must_call:
-        words = "tool_choice asks for a call, and a call cannot be forced here; give 'auto'"
-        raise Refusal(400, words, "unsupported_parameter", "tool_choice")
+
+
+def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, Any] | None:
+    """What the answer to a prompt is held to: calls that have to come, or what the wish says,
+    beside calls that may come and behind a thought."""
+    given = wish.settings.get("grammar")
+    chat = wish.prompts[0]
+    is_free = not wish.must_call and (given is None or "json" not in given)
+    if is_free or not isinstance(chat, Chat):
+        return given
+    speech = engine.text.speech
+    if not chat.tools and not speech.thought:
+        return given
+    answer = None
+    if not wish.must_call:
+        answer = loads(given["json"]) if isinstance(given["json"], str) else given["json"]
+        if not isinstance(answer, dict):
+            return given
+    names = wish.must_call or [tool["function"]["name"] for tool in chat.tools]
+    text = grammar(
+        speech,
+        [tool for tool in chat.tools if tool["function"]["name"] in names],
+        answer=answer,
+        is_single=wish.is_single,
+        is_thinking=prompt.is_thinking,
+        special=engine.text.special_marks,
+    )
+    return {"lark": text}
 
 
 def count(served: Served, protocol: Speaks, body: bytes) -> int:

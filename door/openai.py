@@ -296,12 +296,10 @@ def of_sampling(error: ValueError, settings: dict[str, Any]) -> Refusal:
     """What `Sampling` or the engine said, with the field that it names."""
     name = re.match(r"\w*", str(error))[0]
     if name == "grammar":
-        kind = next(iter(settings["grammar"]))
-        name = (
-            "response_format"
-            if kind == "json"
-            else f"guided_{'grammar' if kind == 'lark' else kind}"
-        )
+        names = {"json": "response_format", "lark": "guided_grammar"}
+        # Without one of the body's, it is a grammar of calls
+        kind = next(iter(settings.get("grammar", ())), "")
+        name = names.get(kind, f"guided_{kind}") if kind else "tools"
     return Refusal(
         400, str(error), "invalid_value", name if name in OF_CHAT | OF_COMPLETIONS else None
     )

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -70,6 +70,8 @@ class Speech(NamedTuple):
     thought: tuple[str, str] | None = None  # the marks around a thought
     format: Format | None = None
     why: str = ""  # if there is no format: why the model can be given no tools
+    # What stands between a tool's name and its arguments, if the name stands before the body
+    behind_name: str | None = None
 
     def parser(
         self, tools: Collection[str] = (), is_thinking: bool = False, is_single: bool = False
@@ -118,7 +120,9 @@ def learn(source: str | None, render: Callable[[list, list], str]) -> Speech:
     place = text.index("is_called")
     for format in FORMATS:
         if reads_back(format, text, place):
-            return Speech(thought, format)
+            is_named = not text[:place].endswith('"')
+            behind = "[ARGS]" if "[ARGS]" in text[place:] else ""
+            return Speech(thought, format, behind_name=behind if is_named else None)
     written = " ".join(text[max(place - 40, 0) : place + 40].split())
     known = ", ".join(format.name for format in FORMATS)
     why = f"this model writes a call as {written!r}, but only these formats are known: {known}"
@@ -150,6 +154,83 @@ def joined(parts: Sequence[Part]) -> list[Part]:
             whole.append(part)
             texts.append([part.text])
     return [Part(part.kind, "".join(text)) for part, text in zip(whole, texts, strict=True)]
+
+
+# --- calls that have to come --------------------------------------------------------------------
+
+# White space between the parts of JSON: a model that may write more could write nothing else
+FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def grammar(
+    speech: Speech,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    answer: Mapping[str, Any] | None = None,
+    is_single: bool = False,
+    is_thinking: bool = False,
+    special: Mapping[str, int] = {},
+) -> str:
+    """In the notation of `grammar.py`: an answer that calls these tools, behind a thought if the
+    model thinks.
+
+    `answer`: a JSON schema of what may be said instead.
+    `special`: the ids of marks that are special tokens.
+    """
+
+    def mark(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else json.dumps(text)
+
+    rules = []
+    ways = []
+    if answer is not None:
+        ways.append("answer")
+        rules.append(f"answer: %json {json.dumps({**answer, 'x-guidance': FORM})}")
+    if tools:
+        ways.append("calls")
+        bodies = [body_rule(speech, tool["function"], mark) for tool in tools]
+        rules.append(f"body: {' | '.join(bodies)}")
+        rules.append(f"calls: {calls_rule(speech, is_single, mark)}")
+    start = ""
+    if speech.thought:
+        start = "thought SPACE" if is_thinking else "thought? SPACE"
+        opens, closes = speech.thought
+        opens = "" if is_thinking else opens
+        if closes in special:
+            rules.append(f"thought: {opens and mark(opens)} TEXT {mark(closes)}")
+            rules.append("TEXT: /(?s:.*)/")
+        else:
+            text = f"{re.escape(opens)}(?s:.*){re.escape(closes)}".replace("/", r"\/")
+            rules.append(f"thought[lazy]: /{text}/")
+        rules.append(r"SPACE: /[ \n]{0,4}/")
+    return "\n".join([f"start: {start} ({' | '.join(ways)})", *rules])
+
+
+def body_rule(speech: Speech, function: Mapping[str, Any], mark: Callable[[str], str]) -> str:
+    name = function["name"]
+    parameters = dict(function["parameters"])
+    if speech.behind_name is not None:
+        behind = mark(speech.behind_name) if speech.behind_name else ""
+        return f"{json.dumps(name)} {behind} %json {json.dumps({**parameters, 'x-guidance': FORM})}"
+    key = speech.format.key
+    # What parameters refer to is looked for in the whole schema's own definitions
+    whole = {name: parameters.pop(name) for name in ("$defs", "definitions") if name in parameters}
+    whole |= {"type": "object", "properties": {"name": {"const": name}, key: parameters}}
+    whole |= {"required": ["name", key], "additionalProperties": False, "x-guidance": FORM}
+    return f"%json {json.dumps(whole)}"
+
+
+def calls_rule(speech: Speech, is_single: bool, mark: Callable[[str], str]) -> str:
+    format = speech.format
+    opens = mark(format.opens)
+    if format.is_single:
+        return "body"
+    if format.closes:
+        call = rf'{opens} "\n" body "\n" {mark(format.closes)}'
+        return call if is_single else rf'{call} ("\n" {call})*'
+    if speech.behind_name is not None:
+        return f"{opens} body" if is_single else f"({opens} body)+"
+    return f'{opens} "[" body "]"' if is_single else f'{opens} "[" body (", " body)* "]"'
 
 
 # --- the machine --------------------------------------------------------------------------------

@@ -78,7 +78,9 @@ class Text:
         self.folder = folder
         self.vocabulary = vocabulary
         # Marks of calls and thoughts are shown, even where they are special tokens
-        self._silent = silent - {self.tokenizer.token_to_id(mark) for mark in MARKS}
+        marks = {mark: self.tokenizer.token_to_id(mark) for mark in MARKS}
+        self.special_marks = {mark: id for mark, id in marks.items() if id in silent}
+        self._silent = silent - {*self.special_marks.values()}
         config = folder / "tokenizer_config.json"
         older = folder / "special_tokens_map.json"
         self.config = (read_json(older) if older.exists() else {}) | (

@@ -536,7 +536,7 @@ def test_unknown_paths_and_methods_say_what_there_is(server):
     for path in (
         "/v1",
         "/v1/embeddings",
-        "/v1/responses",
+        "/v1/threads",
         f"{CHAT}/",
         "/..%2f",
         "/%ff%00",

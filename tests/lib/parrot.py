@@ -95,6 +95,7 @@ class Parrot:
         slots: int = 4,
         max_len: int = 4096,
         template: str = TEMPLATE,
+        is_taught: bool = True,
         **options: Any,
     ):
         folder = Path(tempfile.mkdtemp()) / "parrot"
@@ -103,7 +104,8 @@ class Parrot:
         tokens = {"bos_token": "<s>", "eos_token": "</s>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
         self.engine = Engine.load(folder, slots=slots, max_len=max_len)
-        teach(self.engine)
+        if is_taught:
+            teach(self.engine)
         self.door = Door(Options(port=port, **options)).start()
         self.loop = Loop(self.engine, watch=Stopwatch()).start()
         self.door.open(self.engine, self.loop, "parrot")
