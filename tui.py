@@ -297,6 +297,8 @@ class Screen(App):
         self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
 
     def paint(self, but: Sequence[str] = ()) -> None:
+        if not self.screen_stack:  # a timer has run out while the program ends
+            return
         for pane in self.screen.query(Pane):
             if pane.id not in but:
                 pane.paint()

@@ -91,3 +91,16 @@ def test_a_traceback_of_any_width_fits_its_page(width):
         and text.count("x") >= 300
         and text.count("文") == 90
     )
+
+
+def test_a_notice_whose_time_is_over_when_the_screen_has_gone_is_no_fault():
+    """Its timer may come while the program ends: a traceback instead of a clean end."""
+    apps = []
+
+    async def scenario(it):
+        await it.press("b")
+        apps.append(it.app)
+
+    stage = show(scenario)
+    assert not apps[0].screen_stack
+    apps[0].hush(stage.state.said)

@@ -163,7 +163,7 @@ def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and
         terminal.sees("quiz: xbrpc?q")
         terminal.sees("1 ended")
         terminal.type("/set burst=12\r")
-        terminal.sees("set burst=12")
+        terminal.sees("  set burst=12")  # what the screen says to it, and not what was typed
         terminal.type("b")
         terminal.sees("13 ended", "idle")
         terminal.type("p")
