@@ -138,7 +138,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     for path in filter(None, (args.json, args.plot)):
         try:
-            Path(path).open("a").close()
+            program.check_writable(path)
         except OSError as error:
             parser.error(
                 f"{path!r} cannot be written ({error.strerror}); name a file in a folder that is there"

@@ -76,6 +76,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         args.max_len = args.max_len and read_whole("--max-len", args.max_len, 2, 2**24)
         args.max_queue = read_whole("--max-queue", args.max_queue, 1, 10**6)
         program.check_model(args.model)
+        if args.log_file:
+            program.check_writable(args.log_file)
         args.log = open(args.log_file, "a", encoding="utf-8") if args.log_file else sys.stderr  # noqa: SIM115
     except (ValueError, OSError) as error:
         parser.error(str(error))

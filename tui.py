@@ -674,11 +674,10 @@ def read_prompts(file: str | None) -> list[str]:
 
 
 def check_writable(option: str, file: str | None) -> None:
-    """Better to learn now that a file cannot be written than at the end."""
     if file:
         remedy = "name a file in a folder that is there and can be written"
         with about(f"--{option} {shown(file)}", remedy):
-            Path(file).open("a").close()
+            program.check_writable(file)
 
 
 def load_engine(
@@ -755,7 +754,7 @@ def write_record(args: argparse.Namespace, session: Session) -> None:
 
     try:
         recording = record.record(session.state, about, ids)
-        print(f"nanobatch: {args.record}: {record.contents(recording)}", file=sys.stderr)
+        print(f"nanobatch: {shown(args.record)}: {record.contents(recording)}", file=sys.stderr)
         record.write(args.record, recording)
     except (ValueError, OSError) as error:
         print(f"nanobatch: --record {shown(args.record)}: {error}", file=sys.stderr)
@@ -788,7 +787,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         return serve.follow(args)
     if args.record:
-        print(f"nanobatch: {args.record} will hold {record.HOLDS}", file=sys.stderr)
+        print(f"nanobatch: {shown(args.record)} will hold {record.HOLDS}", file=sys.stderr)
     settings = Settings(seed=args.seed)
     prompts = [(prompt, settings.max_tokens) for prompt in args.asks] or BURST
     try:
@@ -825,7 +824,10 @@ def main(arguments: list[str] | None = None) -> int:
         code = 0 if args.serve and code in (130, 143) else code  # for a server, this is how it ends
         room.drain()
         if args.trace:
-            write_trace(args.trace, session)
+            try:
+                write_trace(args.trace, session)
+            except OSError as error:  # its folder is gone, or the disk is full
+                print(f"nanobatch: --trace {shown(args.trace)}: {error}", file=sys.stderr)
         if args.record:
             write_record(args, session)
         # A download or a very long step cannot be interrupted, but it can be left

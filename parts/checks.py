@@ -14,8 +14,10 @@ import math
 import re
 
 # What a terminal obeys instead of showing it: the C0 and C1 control characters, except tab and
-# newline, and the marks that change the direction of writing.
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# newline, and the marks that change the direction of writing or begin a line.
+CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]"
+)
 
 
 def whole(name: str, value: object, least: int, most: float = math.inf) -> int:

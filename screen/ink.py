@@ -14,6 +14,7 @@ Where next: `timeline.py`.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,31 +25,50 @@ from rich.style import Style
 from textual.color import Color
 from textual.theme import Theme
 
-# A terminal would obey control characters, and characters without a width of their own would shift
-# what stands beside them. Control characters are shown as pictures (␛), a tab as blanks; the others
-# are left out. A newline is kept.
-_INVISIBLE = (
-    *range(0x80, 0xA0),
-    0xAD,
-    *range(0x200B, 0x2010),
-    *range(0x2028, 0x202F),
-    *range(0x2060, 0x2070),
-    0xFEFF,
+# Letters and marks that draw nothing have these words in their names.
+EMPTY_NAMES = re.compile("FILLER|SELECTOR|GRAPHEME JOINER|VOWEL INHERENT")
+# Unicode will never give these a form: some are no characters, the others are kept for what draws
+# nothing. Any other code point without a name may be an emoji that is younger than this Python.
+RESERVED = re.compile("[\u2065\ufdd0-\ufdef\ufff0-\ufff8\U000e0000-\U000e0fff]")
+# Where these stand in ordinary text they are left out: a joiner between two characters that are no
+# ASCII, as in a family of emoji, and a selector of a form behind a character. Terminals disagree on
+# how wide joined emoji are, and what stands beside them would shift. Side by side, all agree.
+ORDINARY = re.compile(
+    "(?<=[^\x00-\x7f\u200c\u200d])[\u200c\u200d](?=[^\x00-\x7f\u200c\u200d]|$)"
+    "|(?<=[^\\s\ufe0e\ufe0f\u200c\u200d])[\ufe0e\ufe0f]"
 )
-_UNSAFE = dict.fromkeys(
-    (*_INVISIBLE, *range(0xFE00, 0xFE10), *range(0xD800, 0xE000), *range(0xE0000, 0xE0080))
-)
-_UNSAFE |= {code: 0x2400 + code for code in range(32)} | {
-    0x7F: "␡",
-    ord("\t"): "    ",
-    ord("\r"): None,
-}
-del _UNSAFE[ord("\n")]
+UNUSUAL = re.compile(r"[^\n -~]")
+PICTURES = {"\t": "    ", "\r": "", "\x7f": "␡"}
 
 
 def clean(text: str) -> str:
-    """Text that may stand in the cells of the screen, or in its lines."""
-    return text.translate(_UNSAFE)
+    """Text that may stand in the cells of the screen, or in a line of the log.
+
+    A terminal would obey control characters. Others draw nothing, or turn the direction of writing:
+    a prompt could hide words in them, and shift what stands beside it. All of those are shown as
+    such: ␛, or <U+202E>. A newline stays, and a tab becomes blanks.
+    """
+    return UNUSUAL.sub(lambda found: visible(found[0]), ORDINARY.sub("", text))
+
+
+@lru_cache(4096)
+def visible(character: str) -> str:
+    """A character that draws something, or what stands for one that does not."""
+    code = ord(character)
+    if character in PICTURES:
+        return PICTURES[character]
+    if code < 32:
+        return chr(0x2400 + code)
+    category = unicodedata.category(character)
+    # Cf: all that guides the drawing of others. Arabic signs of this kind (AN) have forms.
+    hides = category in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    if category == "Cf" and unicodedata.bidirectional(character) == "AN":
+        hides = False
+    if category == "Cn":
+        hides = code & 0xFFFE == 0xFFFE or RESERVED.match(character)
+    if category in ("Lo", "Mn"):
+        hides = EMPTY_NAMES.search(unicodedata.name(character, ""))
+    return f"<U+{code:04X}>" if hides else character
 
 
 # Okabe and Ito's hues, without grey and black: colour-blind people can tell them apart. Hues fill

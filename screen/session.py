@@ -300,7 +300,8 @@ class PlainLog:
     reader."""
 
     def __init__(self, session: Session, write: Callable[[str], None]):
-        self.session, self.write = session, write
+        self.session = session
+        self.write = lambda line: write(clean(line))  # it may quote anything
         # Open requests, as they were when last written about
         self._told: dict[int, RequestView] = {}
         self._done = self._faults = 0  # how many stages and faults have been written
@@ -321,7 +322,7 @@ class PlainLog:
             end = (
                 f"{call.status} {call.reason}{', hung up' if call.hung_up else ''}: {call.message}"
             )
-            self.write(f"{call.client} {call.route} → {clean(end).rstrip(': ')}")
+            self.write(" ".join(f"{call.client} {call.route} → {end.rstrip(': ')}".split()))
         if (engine := view.engine) is None:
             return
         if view.life != self._life:  # what has happened there before is no news
@@ -397,7 +398,7 @@ class PlainLog:
             )
             yield (
                 r.ended,
-                f"r{r.id} ends ({r.reason}): {figures}: {' '.join(clean(r.text).split())}",
+                f"r{r.id} ends ({r.reason}): {figures}: {' '.join(r.text.split())}",
             )
 
     def obey(self, line: str) -> None:

@@ -3,10 +3,12 @@ what is wrong.
 
     python tools/soak_http.py --requests 2000
     python tools/soak_http.py --requests 1000 --ranks 2     # one model over two processes
+    python tools/soak_http.py --requests 5000 --attack      # one in ten is hostile, 64 at a time
 
 It starts a server of its own. In the end each request has been answered or was hung up on, all
-slots are free, answers that were not cut off are those that the same request gets alone, and memory
-has not grown since a quarter of them had come, but for the thousand calls and ends that are kept.
+slots are free, answers that were not cut off are those that the same request gets alone, as many
+files are open as at first, and memory has not grown in the second half, but for the thousand calls
+and ends that are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +61,51 @@ GRAMMARS = [
     {"guided_regex": "[0-9]{1,3}(, [0-9]{1,3}){2,8}"},
     {"guided_json": {"type": "array", "items": {"type": "integer"}, "maxItems": 5}},
 ]
+SAID = [{"role": "user", "content": "x"}]
+# What asks for much work in few bytes, or in as many as are let in.
+HEAVY = [
+    (CHAT, {"messages": [{"role": "user", "content": ""}] * 130_000}),
+    (CHAT, {"messages": [{"role": "user", "content": ""}] * 2_048}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 40_000}]}),
+    (CHAT, b'{"messages":[{"role":"user","content":"x"}],"metadata":[' + b"[]," * 10**6 + b"[]]}"),
+    (CHAT, b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}"),
+    (CHAT, b'{"a":' * 40_000),
+    (CHAT, b'{"seed":' + b"9" * 10**6 + b"}"),
+    (CHAT, {"messages": SAID, "temperature": 10**4000}),
+    (CHAT, {"messages": SAID, "stop": ["a"] * 100_000}),
+    (CHAT, {"messages": SAID, "logit_bias": {str(token): 1 for token in range(50_000)}}),
+    (CHAT, {"messages": SAID, "tools": [{"type": "function"}] * 10_000}),
+    (CHAT, {"messages": [{"role": "user", "content": "\ufdfa\u0301👩‍👧" * 100_000}]}),
+    (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "data:" + "A" * 10**6}}],
+                }
+            ]
+        },
+    ),
+    (COMPLETIONS, {"prompt": ["x"] * 500_000}),
+    (COMPLETIONS, {"prompt": [5] * 500_000}),
+    (COMPLETIONS, {"prompt": [int("9" * 4000)]}),
+    (COMPLETIONS, b"x" * 5_000_000),
+]
+# What is no request, or none for this server. All end with a refusal, or with their connection.
+RAW = [
+    b"hello\r\n\r\n",
+    b"\x16\x03\x01" * 200 + b"\r\n\r\n",
+    b"GET /" + b"x" * 70_000,
+    b"GET / HTTP/1.1\r\nA: " + b"x" * 70_000,
+    b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
+    b"GET /watch HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\n\r\n",
+    b"GET /%1b]0;x%07%e2%80%ae HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300,
+]
+ENDLESS = {"max_tokens": 900, "ignore_eos": True}
 PROMPTS = [
     "Count from {n} to {m}.",
     "Tell me a story about fox number {n}.",
@@ -103,9 +150,64 @@ def text_of(reply, stream: bool) -> str:
     return "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
 
 
+def ask_grammar(server: Server, dice: random.Random) -> None:
+    reply = server.ask(CHAT, make_case(0) | {"max_tokens": 8} | dice.choice(HOSTILE))
+    assert reply.status in (200, 400, 500), reply
+    assert reply.status == 200 or reply.error["message"], reply
+
+
+def attack(server: Server, dice: random.Random) -> str:
+    """Something hostile. What became of it: "refused", or "hung_up" if it was cut off."""
+    kind = dice.randrange(7)
+    if kind == 6:
+        ask_grammar(server, dice)
+        return "refused"
+    if kind < 2:
+        reply = server.ask(*dice.choice(BAD if kind else HEAVY))
+        assert reply.status in (400, 404, 413) and len(reply.error["message"]) < 600, reply
+        return "refused"
+    line = server.line()
+    line.socket.settimeout(server.patience)
+    if kind == 2:
+        # It may end the connection before all has been sent
+        with suppress(OSError):
+            line.send(dice.choice(RAW))
+            line.socket.shutdown(socket.SHUT_WR)
+            line.everything()
+    else:
+        many = {"logprobs": True, "top_logprobs": 20, "n": dice.choice([1, 8])}
+        line.post(CHAT, {"messages": SAID, "stream": dice.random() < 0.8} | ENDLESS | many)
+        if kind == 3:  # half a connection, which nobody reads
+            line.socket.shutdown(socket.SHUT_WR)
+        time.sleep(dice.choice([0, 0.05, 0.5]))
+        if kind == 4:  # a reset instead of a farewell
+            linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+            line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    line.hang_up()
+    return "hung_up"
+
+
+def hang_up(server: Server, dice: random.Random, body: dict) -> None:
+    """In the head of a request, its body, or later."""
+    line = server.line()
+    data = json.dumps(body | ENDLESS)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    sent = dice.choice([10, len(head) + 20, len(head) + len(data)])
+    line.send((head + data)[:sent].encode())
+    time.sleep(dice.choice([0, 0.01, 0.1, 0.5]))
+    line.hang_up()
+
+
 def soak(
-    server: Server, requests: int, clients: int = 16, cases: int = 40, seed: int = 0, log=None
+    server: Server,
+    requests: int,
+    clients: int = 16,
+    cases: int = 40,
+    seed: int = 0,
+    log=None,
+    hostile: float = 0.0,
 ) -> Report:
+    """`hostile`: such a part of the requests is; 0: some are wrong, and a third is hung up on."""
     report, lock, alone = Report(), threading.Lock(), {}
     for number in range(cases):
         alone[number] = text_of(server.ask(CHAT, make_case(number)), False)
@@ -137,26 +239,17 @@ def soak(
 
     def one(dice: random.Random) -> str:
         kind, case, stream = dice.random(), dice.randrange(cases), dice.random() < 0.6
-        if kind < 0.08:
+        if kind < hostile:
+            return attack(server, dice)
+        if not hostile and kind < 0.08:
             reply = server.ask(*dice.choice(BAD))
             assert reply.status in (400, 404) and reply.error["message"], reply
             return "refused"
-        if kind < 0.1:
-            reply = server.ask(CHAT, make_case(0) | {"max_tokens": 8} | dice.choice(HOSTILE))
-            assert reply.status in (200, 400, 500), reply
-            assert reply.status == 200 or reply.error["message"], reply
+        if not hostile and kind < 0.1:
+            ask_grammar(server, dice)
             return "refused"
-        if kind < 0.42:
-            line = server.line()
-            data = json.dumps(
-                make_case(case) | {"stream": stream, "max_tokens": 900, "ignore_eos": True}
-            )
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-            # In its head, its body, or later
-            sent = dice.choice([10, len(head) + 20, len(head) + len(data)])
-            line.send((head + data)[:sent].encode())
-            time.sleep(dice.choice([0, 0.01, 0.1, 0.5]))
-            line.hang_up()
+        if not hostile and kind < 0.42:
+            hang_up(server, dice, make_case(case) | {"stream": stream})
             return "hung_up"
         reply = server.ask(CHAT, make_case(case) | {"stream": stream})
         assert reply.status == 200, reply
@@ -201,24 +294,40 @@ def ring(size: int) -> Iterator[dict[str, str]]:
         assert not any(codes), codes
 
 
+def open_files(server: Server) -> int:
+    """How many the server has, when its clients have gone."""
+    deadline = time.monotonic() + server.patience
+    while server.gauge("http_connections") > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--attack", action="store_true", help="one in ten is hostile")
     args = parser.parse_args()
+    many = {"clients": 64, "hostile": 0.1} if args.attack else {}
     began = time.monotonic()
     with ring(args.ranks) as environment, Server("--slots", "8", **environment) as server:
         # The ring's threads look for numbers all the time
-        server.patience *= 1 if args.ranks == 1 else 10
-        report = soak(server, args.requests, seed=args.seed, log=sys.stdout)
+        server.patience *= 1 if args.ranks == 1 and not args.attack else 10
+        server.ask("/v1/models")
+        files = open_files(server)
+        report = soak(server, args.requests, seed=args.seed, log=sys.stdout, **many)
+        left = open_files(server)
         code = server.stop()
+    if left > files:
+        report.faults.append(f"{left} files are open, and there were {files}")
     memory = [size for _, size in sorted(report.memory.rss)]
-    before, after = memory[len(memory) // 4], memory[-1]
+    before, after = memory[len(memory) // (2 if args.attack else 4)], memory[-1]
     print(
         f"{args.requests:,} requests in {time.monotonic() - began:.0f} s: {report.answered:,} answered as alone, "
         f"{report.refused:,} refused, {report.hung_up:,} hung up, {len(report.faults)} wrong; exit code {code}; "
-        f"{before:.1f} MiB after a quarter, {after:.1f} at the end, {report.memory.slope:+.2f} per 1,000 requests"
+        f"{before:.1f} MiB after a {'half' if args.attack else 'quarter'}, {after:.1f} at the end, "
+        f"{report.memory.slope:+.2f} per 1,000 requests; open files: {files}, then {left}"
     )
     print(*report.faults[:10], sep="\n")
     return 1 if report.faults or code or after > 1.05 * before else 0

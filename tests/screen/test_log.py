@@ -1,16 +1,21 @@
 """The command line of the screen, the plain log and the trace."""
 
 import json
+import os
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from stage import Stage, disturb, show
 
 import tui
+from door.journal import Call, DoorView
 from sched import POLICIES
 from screen import session, trace
+from screen.ink import clean
 
 
 @pytest.mark.parametrize(
@@ -124,6 +129,57 @@ def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(
     with pytest.raises(SystemExit):
         tui.parse_arguments(arguments)
     assert capsys.readouterr().err.startswith(f"nanobatch: {words}")
+
+
+@pytest.mark.parametrize("option", ["--trace", "--screenshot", "--record"])
+def test_a_pipe_that_nobody_reads_is_refused_and_not_waited_for(option, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe.svg")
+    with pytest.raises(SystemExit):
+        tui.parse_arguments([option, str(tmp_path / "pipe.svg")])
+    assert "No such device" in capsys.readouterr().err
+
+
+# Of each kind one: what a terminal obeys, what turns the direction, what draws nothing, half a pair.
+HOSTILE = "\x1b]0;title\x07\x9b2J\u202e\u061c\ufff9\u115f\u3164\U000e0100\U000e0041\ud83e\r\n"
+
+
+def is_plain(text: str) -> bool:
+    """Does it hold nothing that draws nothing, and nothing that a terminal obeys?"""
+    return clean(text) == text and "\n" not in text
+
+
+def test_a_plain_log_quotes_nothing_that_a_terminal_obeys():
+    """A path over HTTP is percent-decoded, and stood in the log as it was."""
+    stage = Stage(slots=2).load()
+    call = Call(1, 0.0, "127.0.0.1", f"GET /{HOSTILE}", status=404, message=HOSTILE)
+    ended = [(call,)]
+    stage.room.door = SimpleNamespace(
+        look=lambda since: DoorView("", False, 1, 0, (), ended.pop() if ended else (), 0, 1),
+        journal=SimpleNamespace(changes=1),
+    )
+    lines: list[str] = []
+    log = session.PlainLog(stage.session, lines.append)
+    log.obey(HOSTILE.strip())
+    log.obey(f"/{HOSTILE.strip()}")
+    for _ in range(60):
+        stage.room.loop.turn()
+        log.look()
+    told = [line for line in lines if "GET /" in line]
+    assert len(told) == 1 and "<U+202E>" in told[0]
+    assert len(lines) > 3 and all(map(is_plain, lines)), lines
+
+
+def test_a_trace_of_hostile_prompts_names_its_tracks_in_plain_text(tmp_path):
+    stage = Stage().load()
+    stage.session.obey("hello")
+    stage.finish()
+    for id, request in stage.state.requests.items():
+        stage.state.requests[id] = replace(request, prompt=HOSTILE)
+    session.write_trace(str(tmp_path / "\x1b]0;x\x07 ü.json"), stage.session)
+    (file,) = tmp_path.iterdir()
+    events = json.loads(file.read_bytes())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["ph"] == "M"]
+    assert any("␛]0;title␇<U+009B>" in name for name in names) and all(map(is_plain, names))
 
 
 def test_right_options_are_taken(tmp_path):
