@@ -383,6 +383,11 @@ class Connection(HttpToolsProtocol):
         self._in_head = True
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Headers may stand behind a body, too. Those are not kept: nothing bounds them."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Say which host is asked for. Of several headers `Host` Starlette reads the first one."""
         self._waiting += 1

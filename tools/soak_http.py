@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests" / "lib"), str(HERE)]
@@ -322,11 +323,12 @@ def main() -> int:
     if left > files:
         report.faults.append(f"{left} files are open, and there were {files}")
     memory = [size for _, size in sorted(report.memory.rss)]
-    before, after = memory[len(memory) // (2 if args.attack else 4)], memory[-1]
+    quarter = len(memory) // 4
+    before, after = fmean(memory[-2 * quarter : -quarter]), fmean(memory[-quarter:])
     print(
         f"{args.requests:,} requests in {time.monotonic() - began:.0f} s: {report.answered:,} answered as alone, "
         f"{report.refused:,} refused, {report.hung_up:,} hung up, {len(report.faults)} wrong; exit code {code}; "
-        f"{before:.1f} MiB after a {'half' if args.attack else 'quarter'}, {after:.1f} at the end, "
+        f"{before:.1f} MiB in the third quarter, {after:.1f} in the last, "
         f"{report.memory.slope:+.2f} per 1,000 requests; open files: {files}, then {left}"
     )
     print(*report.faults[:10], sep="\n")

@@ -338,6 +338,22 @@ def test_a_flood_of_requests_before_their_turn_ends_its_connection(here):
     assert here.complete().status == 200
 
 
+def test_headers_behind_a_body_are_not_kept(here):
+    """A body in chunks may end with headers, and may never end with them: 38 MB of those were 660
+    MB of memory."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
+    data = json.dumps(BODY).encode()
+    line = here.line().send(head).send(f"{len(data):x}\n".encode().replace(b"\n", b"\r\n") + data)
+    line.send("\n0\n").send("A: b\n" * 20_000)
+    deadline = time.monotonic() + 20
+    while not here.door.look().open:
+        assert time.monotonic() < deadline
+    (connection,) = here.door._server.server_state.connections
+    assert len(connection.headers) < 10
+    assert line.send("\n").reply().status == 200
+    assert len(connection.headers) < 10
+
+
 def test_a_page_may_ask_often_on_one_connection(here):
     """What Starlette answers by itself, a preflight, was counted as a request whose turn never
     came."""
