@@ -484,7 +484,8 @@ def run_plain(session: Session, script: str, stays: bool = False) -> int:
 def write_trace(path: str, session: Session) -> None:
     session.look()
     state, engine = session.state, session.state.view.engine
-    events = trace_events(state.history, state.requests.values(), engine.now if engine else 0.0)
+    requests = [replace(request, prompt=prompt_of(request)) for request in state.requests.values()]
+    events = trace_events(state.history, requests, engine.now if engine else 0.0)
     Path(path).write_text(json.dumps({"traceEvents": events}))
 
 

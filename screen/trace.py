@@ -20,8 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 
 from parts.api.views import RequestView
-from screen.ink import EMPTY, NAMES, shorten
-from screen.state import prompt_of
+from screen.ink import EMPTY, NAMES, clean, shorten
 from screen.timeline import Column
 
 SLOTS, ENGINE, REQUESTS = 1, 2, 3  # the processes; 0 would be an idle processor's
@@ -40,7 +39,7 @@ def trace_events(
         (ENGINE, ODD): "steps, odd",
         (ENGINE, EVEN): "steps, even",
     }
-    tracks |= {(REQUESTS, r.id): f"r{r.id} {shorten(prompt_of(r), 40)}" for r in requests}
+    tracks |= {(REQUESTS, r.id): f"r{r.id} {shorten(clean(r.prompt), 40)}" for r in requests}
     out = [
         _name("process_name", pid, 0, name)
         for pid, name in enumerate(("slots", "engine", "requests"), start=1)
