@@ -108,6 +108,7 @@ def page(
         f"style-src {hash_of(style)}",
         f"connect-src {connects}",
         "worker-src blob:",
+        "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",
     )

@@ -27,7 +27,7 @@ from door import page
 from measure import report
 from sched import POLICIES, Scheduler
 from screen import record
-from screen.ink import span
+from screen.ink import count, span
 from web import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +35,11 @@ MOST = 400_000  # bytes of a page: it is sent over slow lines, too
 EMBEDDED = re.compile(r'<script type="application/json" id="data-recording">(.*?)</script>')
 LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, and prompts a second
 SECTIONS = ("lab", "game", "story")
+LEAD = """A language model serves many people at once: each step of it makes one more token for all of
+them. <b>Static</b> batching lets {slots} prompts in together, and shuts the door until the slowest is done.
+<b>Continuous</b> batching gives a slot to the next in line as soon as it is free. Same model, same machine, the
+same answers letter for letter: {fast} instead of {slow}. This is a real run, recorded step by step. Each
+rectangle is something that the scheduler decided."""
 COLUMNS = ("nanobatch continuous", "mlx-lm", "llama.cpp")
 
 
@@ -70,6 +75,7 @@ def make(recordings: list[dict], pyodide_at: str = "") -> str:
     pyodide["at"] = pyodide_at or pyodide["at"]
     parts = {name: (page.FOLDER / f"{name}.html").read_text(encoding="utf-8") for name in SECTIONS}
     parts["story"] = filled(parts["story"], recording)
+    parts |= head_of(recording)
     parts["game"] = parts["game"].replace("{slower}", "25")
     data = {"recording": recording, "lab": lab_of(recording, pyodide), "game": game_of(recording)}
     return page.page(data, parts=parts, connects=pyodide["at"])
@@ -138,6 +144,25 @@ def figures_of(played: dict, hand: list[simulate.Wish]) -> dict[str, float]:
 
 
 # --- the words beside it --------------------------------------------------------------------------
+
+
+def head_of(recording: dict) -> dict[str, str]:
+    """The title, and what is said before anything is seen."""
+    runs = recording["runs"]
+    many = len(runs[0]["requests"])
+    ends = {run["policy"]: run["clock"][-1][1] for run in runs}
+    if set(ends) != {"static", "continuous"} or runs[0]["hashes"] != runs[1]["hashes"]:
+        lead = (
+            "Recorded step by step while it ran: each rectangle is something the scheduler decided."
+        )
+        return {"title": f"{count(many, 'prompt')}, as they were answered", "lead": lead}
+    slots = recording["fields"]["Limits"].index("slots")
+    facts = {
+        "slots": {8: "eight"}.get(runs[0]["limits"][slots], runs[0]["limits"][slots]),
+        "slow": span(ends["static"]).replace(" ", "&nbsp;"),
+        "fast": span(ends["continuous"]).replace(" ", "&nbsp;"),
+    }
+    return {"title": f"The same {many} prompts, twice", "lead": LEAD.format(**facts)}
 
 
 def filled(story: str, recording: dict) -> str:

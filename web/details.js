@@ -19,7 +19,7 @@ export class StepView {
     this.shown = "";
     this.told = 0; // when words were written last
     this.#makeTabs();
-    this.canvas.addEventListener("pointerdown", (event) => this.#point(event));
+    this.canvas.addEventListener("click", (event) => this.#point(event));
   }
 
   #makeTabs() {
@@ -66,15 +66,18 @@ export class StepView {
   }
 }
 
-// All requests, each with its life in every lane. The chosen one is open.
+// All requests, each with its life in every lane. The chosen one is open: where it was chosen, below the
+// timelines (`home`) or in the list.
 export class RequestsView {
-  constructor(player, place, choose) {
+  constructor(player, place, home, choose) {
     this.player = player;
     this.choose = choose;
     this.list = place.querySelector("[data-requests]");
-    this.detail = place.querySelector("[data-request]");
+    this.home = home;
+    this.detail = home.querySelector("[data-request]");
     this.rows = new Map(); // by number
-    this.shown = 0;
+    this.shown = "";
+    this.answer = null;
   }
 
   // Of a server, the newest requests; of a recording, all.
@@ -91,9 +94,12 @@ export class RequestsView {
     const button = make("button", "request", "", [make("span", "number", String(number)), prompt]);
     button.type = "button";
     button.style.setProperty("--hue", hueOf(number));
-    button.addEventListener("click", () => this.choose(number === this.player.chosen ? 0 : number));
+    button.addEventListener("click", () => {
+      this.choose(number === this.player.chosen ? 0 : number);
+      element.append(this.detail);
+    });
     const element = make("li", "", "", [button, make("span", "lives", "", lives)]);
-    const row = { element, lives, button };
+    const row = { element, lives, button, shown: [] };
     this.rows.set(number, row);
     return row;
   }
@@ -109,29 +115,46 @@ export class RequestsView {
       row.button.setAttribute("aria-pressed", String(numbers[i] === player.chosen));
       row.lives.forEach((canvas, lane) => {
         const request = player.lanes[lane].requests.get(numbers[i]);
-        if (request) drawLife(canvas, player.lanes[lane], request, { from, to: player.end, now: player.now, height: 8 });
+        if (!request) return;
+        // Most lives have not begun, or are over: their pictures stay as they are
+        const now = Math.max(Math.min(player.now, request.last ?? Infinity), request.arrived);
+        const key = `${now} ${from} ${player.end} ${innerWidth} ${player.looks}`;
+        if (row.shown[lane] === key) return;
+        row.shown[lane] = key;
+        drawLife(canvas, player.lanes[lane], request, { from, to: player.end, now: player.now, height: 8 });
       });
     });
-    this.#drawDetail();
   }
 
-  #drawDetail() {
+  // What stands there is made once for a request; its answer grows with each frame.
+  drawDetail() {
     const { player } = this;
-    const number = player.chosen;
-    const key = `${number} ${player.now}`;
-    if (key === this.shown) return;
-    this.shown = key;
-    this.detail.hidden = !number;
-    if (!number) return;
-    const known = player.lanes.map((lane) => ({ lane, request: lane.requests.get(number) })).filter((one) => one.request);
+    const known = player.lanes
+      .map((lane) => ({ lane, request: lane.requests.get(player.chosen) }))
+      .filter((one) => one.request);
+    this.detail.hidden = !known.length;
     if (!known.length) return;
+    const { lane, request } = known[known.length - 1];
+    const key = `${player.chosen} ${player.looks} ${innerWidth} ${player.window && request.tokenSteps.length}`;
+    if (key !== this.shown) {
+      this.shown = key;
+      this.#fillDetail(known);
+    }
+    write(this.answer, lane.textAt(request, player.now));
+  }
+
+  #fillDetail(known) {
     const { request } = known[0];
-    const head = make("p", "asked", "", [chip(number, this.choose), make("bdi", "", request.prompt || "(not shown)")]);
-    const parts = known.map(({ lane, request: own }) => this.#lifeOf(lane, own));
-    const answer = make("bdi", "answer", known[known.length - 1].lane.textAt(known[known.length - 1].request, player.now));
+    const close = make("button", "tab", "close");
+    close.type = "button";
+    close.addEventListener("click", () => this.choose(0));
+    const prompt = make("bdi", "", request.prompt || "(not shown)");
+    const head = make("p", "asked", "", [chip(request.id, this.choose), prompt, close]);
+    const lives = known.map(({ lane, request: own }) => this.#lifeOf(lane, own));
+    this.answer = make("bdi", "answer");
     const facts = make("p", "facts", factsOf(known));
-    this.detail.replaceChildren(head, answer, ...parts.map((part) => part.element), facts);
-    for (const part of parts) part.draw();
+    this.detail.replaceChildren(head, ...lives.map((life) => life.element), this.answer, facts);
+    for (const life of lives) life.draw();
   }
 
   #lifeOf(lane, request) {

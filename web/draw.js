@@ -19,11 +19,20 @@ export function hueOf(request) {
   return HUES[(request - 1) % HUES.length];
 }
 
-// The colours of the style sheet, as it is now.
+// The colours of the style sheet, read once for each scheme: to ask for them takes longer than to draw.
+let known = null;
+
 export function inks() {
+  if (known) return known;
   const style = getComputedStyle(document.documentElement);
   const ink = (name) => style.getPropertyValue(`--${name}`).trim();
-  return { ink: ink("ink"), muted: ink("muted"), line: ink("line"), shut: ink("shut"), now: ink("now"), paper: ink("paper") };
+  const names = ["ink", "muted", "line", "shut", "now", "paper"];
+  known = Object.fromEntries(names.map((name) => [name, ink(name)]));
+  return known;
+}
+
+export function forgetInks() {
+  known = null;
 }
 
 // A canvas of this size, sharp on every screen. What it showed is gone.

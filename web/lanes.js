@@ -51,7 +51,7 @@ export class LaneView {
     this.rows = Array.from({ length: lane.slots }, (_, slot) => this.#makeRow(slot));
     this.title = make("h4", "", lane.policy);
     this.answers = make("div", "answers", "", [this.title, this.slots, this.queue]);
-    this.canvas.addEventListener("pointerdown", (event) => this.#point(event));
+    this.canvas.addEventListener("click", (event) => this.#point(event));
     this.range = { from: 0, to: 1 };
   }
 

@@ -10,6 +10,7 @@ import { RequestsView, StepView } from "./details.js";
 import { count, span, verdict } from "./words.js";
 import { Game } from "./game.js";
 import { Lab } from "./lab.js";
+import { forgetInks } from "./draw.js";
 import { follow } from "./live.js";
 
 const PLAYS = 18; // seconds that a recording takes on the page, about
@@ -24,14 +25,31 @@ export function dataOf(name) {
 export class Page {
   constructor(lanes) {
     this.player = new Player(lanes, () => this.draw());
-    this.choose = (request) => this.player.change({ chosen: request });
+    this.choose = (request) => {
+      $("opened").append(document.querySelector("[data-request]")); // unless the list takes it
+      this.player.change({ chosen: request });
+    };
     this.views = lanes.map((lane) => new LaneView(lane, this.player, this.choose));
     $("race").replaceChildren(...this.views.map((view) => view.element));
     $("answers").replaceChildren(...this.views.map((view) => view.answers));
     $("answers").classList.toggle("two", lanes.length > 1);
     this.step = new StepView(this.player, $("step"), this.choose);
-    this.requests = new RequestsView(this.player, $("all"), this.choose);
+    this.requests = new RequestsView(this.player, $("all"), $("opened"), this.choose);
+    this.#watchSight();
     this.#wire();
+  }
+
+  // What nobody sees is not drawn.
+  #watchSight() {
+    this.inSight = new Set();
+    const observer = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        if (isIntersecting) this.inSight.add(target);
+        else this.inSight.delete(target);
+      }
+      this.player.change();
+    }, { rootMargin: "200px" });
+    for (const section of [$("step"), $("all")]) observer.observe(section);
   }
 
   // --- what can be pressed
@@ -49,7 +67,10 @@ export class Page {
     });
     document.addEventListener("keydown", (event) => this.key(event));
     window.addEventListener("resize", () => player.change());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => player.change());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      forgetInks();
+      player.change({ looks: player.looks + 1 });
+    });
   }
 
   toggle() {
@@ -97,8 +118,9 @@ export class Page {
     const { player } = this;
     const range = { from: player.start, to: player.end };
     for (const view of this.views) view.draw(range);
-    this.step.draw();
-    this.requests.draw();
+    if (this.inSight.has($("step"))) this.step.draw();
+    if (this.inSight.has($("all"))) this.requests.draw();
+    this.requests.drawDetail();
     const runs = player.playing || player.follows;
     write($("play"), runs ? "Pause" : player.window ? "Live" : player.now >= player.end ? "Play again" : "Play");
     write($("pace"), player.pace === 1 ? "as fast as it ran" : `${player.pace} × slower`);

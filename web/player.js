@@ -24,6 +24,7 @@ export class Player {
     this.lane = lanes.length - 1; // the one whose steps are stepped through
     this.chosen = 0; // a request
     this.frames = 0;
+    this.looks = 0; // changes with the colours
     this.draw = draw;
     this.asked = false; // for a frame
     this.before = null; // when the last frame was

@@ -157,7 +157,7 @@ def test_hostile_texts_are_shown_and_do_nothing(opens, tmp_path):
         tab.evaluate(f"nanobatch.choose({number})")
         until(
             tab,
-            f"document.querySelector('[data-request] .answer').textContent === {json.dumps(prompt.split(chr(34))[1])}",
+            f"document.querySelector('[data-request] .answer')?.textContent === {json.dumps(prompt.split(chr(34))[1])}",
         )
     assert tab.evaluate("document.querySelectorAll('img, iframe').length") == 0
     kinds = tab.evaluate(

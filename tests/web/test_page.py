@@ -65,7 +65,8 @@ def test_the_page_may_run_its_own_script_alone_and_load_nothing():
     styles = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
     assert len(styles) == 1 and rules["style-src"] == page.hash_of(styles[0])
     loads = [a for t, a in found.tags if t in ("link", "img", "iframe", "object") or "src" in a]
-    assert not loads and not any("style" in a or "onclick" in a for _, a in found.tags)
+    assert [a["rel"] for a in loads] == ["icon"] and loads[0]["href"].startswith("data:")
+    assert not any("style" in a or "onclick" in a for _, a in found.tags)
 
 
 def test_no_module_writes_markup():
