@@ -118,6 +118,8 @@ class Answer:
         self.handles: list[Handle] = []
         self.left = 0  # choices that have not been seen to end
         self._served = served
+        self._protocol: Speaks | None = None
+        self._asks: Sequence[tuple] = ()  # prompts and settings, once they have been understood
         self._words: list[Words | None] = []  # for each choice, if log probabilities are wanted
         # For each choice, if thoughts or calls are to be told from the answer
         self._parsers: list[Parser | None] = []
@@ -136,9 +138,14 @@ class Answer:
     # --- in a thread beside the door's
 
     def ask(self, protocol: Speaks, body: bytes, client: str) -> None:
-        """Understand a body and put its prompts in line: a choice for each, or none at all."""
+        """Understand a body and put its prompts in line: a choice for each, or none at all.
+
+        With a grammar, this is left to a call of `submit` in another thread. A grammar may take
+        seconds to be made, and those who want none must not wait for it.
+        """
         engine, name, defaults = self._served
         wish = self.wish = protocol.understand(body, (name, "default"))
+        self._protocol = protocol
         check_tools(engine, wish)
         asks = []
         try:
@@ -163,14 +170,25 @@ class Answer:
                 raise ValueError(
                     f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
                 )
-            self._submit(asks, client)
+        except ValueError as error:
+            raise openai.of_sampling(error, wish.settings) from None
+        self._asks = asks
+        if not any(sampling.grammar for _, sampling in asks):
+            self.submit(client)
+
+    def submit(self, client: str) -> None:
+        """Put what has been understood in line. With a grammar this may take seconds."""
+        wish = self.wish
+        try:
+            self._submit(self._asks, client)
         except ValueError as error:
             raise openai.of_sampling(error, wish.settings) from None
         except QueueFull as error:
             raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
         except RuntimeError:  # the engine has been closed meanwhile
             raise ending() from None
-        self.shape = protocol.shape(wish, self.handles[0].id, SUFFIX, name)
+        number = self.handles[0].id
+        self.shape = self._protocol.shape(wish, number, SUFFIX, self._served.name)
 
     def _submit(self, asks: Sequence[tuple], client: str) -> None:
         self.left = len(asks)

@@ -97,6 +97,7 @@ class Door:
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
         # For those that are long: nobody waits for them who has asked for little
         self._slow_pool = ThreadPoolExecutor(2, "door, long")
+        self._grammar_pool = ThreadPoolExecutor(2, "door, grammars")
         self.is_local = ipaddress.ip_address(host).is_loopback  # open to this machine alone
         self._router = self._routes()
         self._pages = http.for_pages(self._answer, options)
@@ -183,7 +184,7 @@ class Door:
             self._ended.wait(5)
         if self.served:
             self.served.engine.on_commit = None
-        for pool in (self._pool, self._slow_pool):
+        for pool in (self._pool, self._slow_pool, self._grammar_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
 
@@ -359,6 +360,8 @@ class Door:
         try:
             pool = self._slow_pool if len(body) > LONG else self._pool
             await events.run_in_executor(pool, answer.ask, protocol, body, visit.call.client)
+            if not answer.handles:
+                await events.run_in_executor(self._grammar_pool, answer.submit, visit.call.client)
             requests = tuple(handle.id for handle in answer.handles)
             visit.note(id=answer.shape.id, requests=requests, stream=answer.wish.stream)
             work = answer.stream(visit) if answer.wish.stream else answer.whole(self._slow_pool)

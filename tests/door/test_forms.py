@@ -64,7 +64,7 @@ def test_every_choice_of_several_keeps_to_it_streamed_or_whole(server):
 
 def test_json_object_is_any_object(server):
     for seed in range(4):
-        wish = say(response_format={"type": "json_object"}, seed=seed, max_tokens=900)
+        wish = say(response_format={"type": "json_object"}, seed=seed, max_tokens=200)
         (choice,) = server.ask(CHAT, wish).json["choices"]
         assert choice["finish_reason"] in ("stop", "length")
         if choice["finish_reason"] == "stop":
@@ -141,3 +141,15 @@ def test_the_openai_client_parses_an_answer_into_a_class(client):
     )
     dog = answer.choices[0].message.parsed
     assert isinstance(dog, Dog) and 0 <= dog.age <= 20
+
+
+def test_those_who_want_no_form_do_not_wait_for_the_grammars_of_others(server):
+    """Four hostile schemas once took all threads that read bodies, for seconds."""
+    slow = {"allOf": [{"multipleOf": p} for p in (2, 3, 5, 7, 11, 13)]}
+    lines = [server.line() for _ in range(5)]
+    for line in lines:
+        line.post(CHAT, say(guided_json=slow, max_tokens=3))
+    replies = [server.ask(CHAT, say(max_tokens=1)) for _ in range(5)]
+    assert [reply.status for reply in replies] == [200] * 5
+    for line in lines:
+        line.hang_up()
