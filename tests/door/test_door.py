@@ -645,5 +645,5 @@ def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
 
 def test_every_setting_of_a_request_can_be_asked_for_over_http():
     """A new sampler that the door does not know would be refused as an unknown field."""
-    by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs"}
+    by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs", "grammar"}
     assert {field.name for field in fields(Sampling)} - by_another_way == {*openai.PLAIN}
