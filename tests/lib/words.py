@@ -14,6 +14,7 @@ from parts.device.mlx import mx
 from parts.model.config import Config
 from parts.model.rope import Rope
 from parts.ranks.ranks import ALONE
+from parts.text.tokens import Prompt
 from sched import Scheduler
 
 STORY = (
@@ -62,8 +63,10 @@ class WordText:
     def ask(self, text: str) -> list[int]:
         return list(map(ord, text))
 
-    def read(self, ids: Sequence[int]) -> tuple[tuple[int, ...], str]:
-        return tuple(ids), f"{len(ids)} token ids"
+    def read(self, prompt: Prompt | Sequence[int]) -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt
+        return Prompt(tuple(prompt), f"{len(prompt)} token ids")
 
     def check_ids(self, ids: Sequence[int]) -> None:
         pass
