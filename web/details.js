@@ -7,6 +7,15 @@ import { chip, make, write } from "./lanes.js";
 
 const READABLE = 400; // milliseconds
 
+// Steps that are worth a look: what to call one, and how to know it.
+const EXAMPLES = [
+  ["an admission in mid-decode", (step) => step.admitted.length > 0 && step.decode.length > 4],
+  ["a prompt in chunks", (step, lane) => step.prefill.some(([, r, , stop]) => stop < lane.requests.get(r)?.promptTokens)],
+  ["a beginning that was known", (step, lane) => step.prefill.some(([, r, start]) => start && lane.requests.get(r)?.chunks[0].start === start)],
+  ["a ghost", (step) => step.ghosts.length > 0],
+  ["a shut slot", (step) => step.blocked.length > 2],
+];
+
 export class StepView {
   constructor(player, place, choose) {
     this.player = player;
@@ -19,6 +28,7 @@ export class StepView {
     this.shown = "";
     this.told = 0; // when words were written last
     this.#makeTabs();
+    this.#makeExamples(place.querySelector("[data-examples]"));
     this.canvas.addEventListener("click", (event) => this.#point(event));
   }
 
@@ -31,6 +41,27 @@ export class StepView {
       return tab;
     });
     this.tabs.replaceChildren(...tabs);
+  }
+
+  // The first step of each kind, of the lane that is shown if it has one.
+  #makeExamples(place) {
+    const { player } = this;
+    if (player.lanes.every((lane) => !lane.steps.length)) return;
+    const buttons = EXAMPLES.map(([name, isOne]) => {
+      const lanes = [...player.lanes.keys()].reverse();
+      const found = lanes
+        .map((lane) => [lane, player.lanes[lane].steps.findIndex((step) => isOne(step, player.lanes[lane]))])
+        .find(([, index]) => index >= 0);
+      if (!found) return null;
+      const button = make("button", "tab", name);
+      button.type = "button";
+      button.addEventListener("click", () => {
+        [player.lane] = found;
+        player.goToStep(found[1]);
+      });
+      return button;
+    });
+    place.replaceChildren("Show me ", ...buttons.filter(Boolean));
   }
 
   #point(event) {

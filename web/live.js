@@ -136,28 +136,58 @@ export class LiveLane {
 }
 
 // Asks the server until the page is left. `show(live, isNew)` is told of each frame, `say` what a person
-// should know, and `askForKey` answers with a key, once somebody has typed one.
-export async function follow(shape, { show, say, askForKey }) {
-  let key = "";
-  for (;;) {
-    try {
-      const headers = key ? { authorization: `Bearer ${key}` } : {};
-      const answer = await fetch("watch", { headers, cache: "no-store", credentials: "omit" });
-      if (answer.status === 401) {
-        key = await askForKey(key ? "The server does not take this key." : "The server wants a key.");
-        continue;
+// should know, and `wantKey` that a key is missing or wrong; `useKey` is how one comes.
+export class Watcher {
+  constructor(shape, { show, say, wantKey }) {
+    this.shape = shape;
+    this.show = show;
+    this.say = say;
+    this.wantKey = wantKey;
+    this.key = "";
+    this.left = null; // ends what is being read
+    this.wake = () => {}; // ends a wait
+  }
+
+  useKey(key) {
+    this.key = key;
+    this.left?.abort();
+    this.wake();
+  }
+
+  async run() {
+    for (;;) {
+      this.left = new AbortController();
+      let rest = AGAIN;
+      try {
+        const isRefused = await this.#watch(this.left.signal);
+        if (isRefused) rest = Infinity; // until there is another key
+        else this.say("The server has ended. It is asked again.");
+      } catch (error) {
+        if (this.left.signal.aborted) continue;
+        this.say(`No news from the server: ${error.message}. It is asked again.`);
       }
-      if (!answer.ok) throw new Error((await answer.json()).error?.message ?? `${answer.status}`);
-      const live = new LiveLane(shape);
-      for await (const { event, data } of eventsOf(answer.body)) {
-        if (event !== "hello") show(live, live.take(data));
-        else if (data.protocol !== shape.protocol) throw new Error("the server is of another version; load this page again");
-        else live.hello = data;
-      }
-      say("The server has ended. It is asked again.");
-    } catch (error) {
-      say(`No news from the server: ${error.message}. It is asked again.`);
+      await new Promise((wake) => {
+        this.wake = wake;
+        if (isFinite(rest)) setTimeout(wake, rest);
+      });
     }
-    await new Promise((wake) => setTimeout(wake, AGAIN));
+  }
+
+  // One stream, from its first event to its last. True if the server wants another key.
+  async #watch(signal) {
+    const headers = this.key ? { authorization: `Bearer ${this.key}` } : {};
+    const answer = await fetch("watch", { headers, signal, cache: "no-store", credentials: "omit" });
+    if (answer.status === 401) {
+      this.wantKey(this.key ? "The server does not take this key." : "The server wants a key.");
+      return true;
+    }
+    if (!answer.ok) throw new Error((await answer.json()).error?.message ?? String(answer.status));
+    const live = new LiveLane(this.shape);
+    for await (const { event, data } of eventsOf(answer.body)) {
+      if (event !== "hello") this.show(live, live.take(data));
+      else if (data.protocol === this.shape.protocol) live.hello = data;
+      else throw new Error("it is of another version; load this page again");
+    }
+    return false;
   }
 }

@@ -11,7 +11,7 @@ import { count, span, verdict } from "./words.js";
 import { Game } from "./game.js";
 import { Lab } from "./lab.js";
 import { forgetInks } from "./draw.js";
-import { follow } from "./live.js";
+import { Watcher } from "./live.js";
 
 const PLAYS = 18; // seconds that a recording takes on the page, about
 
@@ -169,6 +169,7 @@ const WINDOW = 20; // seconds of a server's time that are in sight
 
 function show(live, isNew) {
   live.lane.hidesTexts = !live.hello.texts;
+  $("key-form").hidden = live.hello.texts; // another key may show more
   let page = window.nanobatch;
   if (!page) {
     page = window.nanobatch = new Page([live.lane]);
@@ -188,27 +189,29 @@ function show(live, isNew) {
   write($("status"), said.join(" "));
 }
 
-// Answers with what somebody types. The key goes into a header, and nowhere else.
-function askForKey(why) {
+// A key that is typed goes into a header, and nowhere else.
+function watch(shape) {
   const form = $("key-form");
-  write($("status"), why);
-  form.hidden = false;
-  $("key").focus();
-  return new Promise((give) => {
-    form.onsubmit = (event) => {
-      event.preventDefault();
-      form.hidden = true;
-      give($("key").value.trim());
-      $("key").value = "";
-    };
+  const wantKey = (why) => {
+    write($("status"), why);
+    form.hidden = false;
+    $("key").focus();
+  };
+  const watcher = new Watcher(shape, { show, wantKey, say: (text) => write($("status"), text) });
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    form.hidden = true;
+    watcher.useKey($("key").value.trim());
+    $("key").value = "";
   });
+  watcher.run();
 }
 
 function begin() {
   leadToRepository();
   const recording = dataOf("recording");
   if (recording) window.nanobatch = play(recording); // for the console, and for tests
-  else follow(dataOf("shape"), { show, askForKey, say: (text) => write($("status"), text) });
+  else watch(dataOf("shape"));
 }
 
 begin();

@@ -39,27 +39,16 @@ const slotsNamed = (slots) => `${slots.length > 1 ? "slots" : "slot"} ${listed(s
 export function planInWords(lane, index) {
   const step = lane.steps[index];
   const said = [];
-  for (const [i, [slot, request]] of step.admitted.entries()) {
-    const why = step.why[i] ? ` (${step.why[i]})` : "";
-    said.push(`${r(request)} is admitted to slot ${slot}${why}.`);
-  }
-  for (const [slot, request, start, stop] of step.prefill) {
-    const whole = lane.requests.get(request)?.promptTokens;
-    const copied = start && isFirstChunk(lane, request, index) ? copiedWords(start) : "";
-    if (start === 0 && stop === whole) {
-      said.push(`The whole prompt of ${r(request)}, ${count(stop, "token")}, goes into slot ${slot}.`);
-    } else {
-      const part = `${start} to ${stop}${whole ? ` of ${whole}` : ""}`;
-      said.push(`Tokens ${part} of ${r(request)}'s prompt go into slot ${slot}.${copied}`);
-    }
-  }
+  said.push(...admissionsInWords(step), ...chunksInWords(lane, step, index));
   const decoding = step.decode.filter(([slot]) => !step.ghosts.includes(slot));
   if (decoding.length) {
     const names = listed(decoding.map(([, request]) => r(request)));
     said.push(`${count(decoding.length, "row")} decode${decoding.length > 1 ? "" : "s"}: one more token for ${names}.`);
   }
-  for (const [, request] of step.held) {
-    said.push(`${r(request)} is held: the budget is spent, or a beginning that it shares is being written.`);
+  if (step.held.length) {
+    const names = listed(step.held.map(([, request]) => r(request)));
+    const is = step.held.length > 1 ? "are" : "is";
+    said.push(`${names} ${is} held: the budget is spent, or a beginning that is shared is just being written.`);
   }
   for (const slot of step.ghosts) {
     said.push(`Slot ${slot} runs a ghost: its request had ended when this step was planned, but that was not known yet. Its token is dropped.`);
@@ -67,6 +56,37 @@ export function planInWords(lane, index) {
   if (step.blocked.length) {
     const [is, are] = step.blocked.length > 1 ? ["are", "stay"] : ["is", "stays"];
     said.push(`${capital(slotsNamed(step.blocked))} ${is} free, but ${are} shut while ${count(step.waiting, "request")} wait${step.waiting === 1 ? "s" : ""}.`);
+  }
+  return said;
+}
+
+const FEW = 2; // so many are told one by one
+
+function admissionsInWords(step) {
+  if (step.admitted.length > FEW) {
+    const names = listed(step.admitted.map(([, request]) => r(request)));
+    return [`${names} are admitted, to ${slotsNamed(step.admitted.map(([slot]) => slot))}.`];
+  }
+  return step.admitted.map(([slot, request], i) => {
+    const why = step.why[i] ? ` (${step.why[i]})` : "";
+    return `${r(request)} is admitted to slot ${slot}${why}.`;
+  });
+}
+
+function chunksInWords(lane, step, index) {
+  const lengthOf = (request) => lane.requests.get(request)?.promptTokens;
+  const whole = step.prefill.filter(([, request, start, stop]) => start === 0 && stop === lengthOf(request));
+  const parts = step.prefill.filter((chunk) => !whole.includes(chunk));
+  const said = [];
+  if (whole.length === 1) said.push(`The whole prompt of ${r(whole[0][1])}, ${count(whole[0][3], "token")}, is read.`);
+  if (whole.length > 1) {
+    const names = whole.map(([, request, , stop], i) => `${r(request)} (${i ? stop : count(stop, "token")})`);
+    said.push(`The whole prompts of ${listed(names)} are read.`);
+  }
+  for (const [, request, start, stop] of parts) {
+    const length = lengthOf(request);
+    const copied = start && isFirstChunk(lane, request, index) ? copiedWords(start) : "";
+    said.push(`Of ${r(request)}'s prompt, tokens ${start} to ${stop}${length ? ` of ${length}` : ""} are read.${copied}`);
   }
   return said;
 }

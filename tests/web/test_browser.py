@@ -111,6 +111,16 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
     until(tab, f"nanobatch.player.pace > {pace}")
 
 
+def test_steps_that_are_worth_a_look_can_be_shown(opens):
+    tab = opens(DEMO)
+    buttons = tab.locator("[data-examples] button")
+    words = ("admitted", "of 80 are read", "known already", "a ghost", "stay shut")
+    assert buttons.count() == len(words)
+    for number, word in enumerate(words):
+        buttons.nth(number).click()
+        until(tab, f"document.querySelector('[data-step-words]').textContent.includes('{word}')")
+
+
 def test_a_press_on_a_timeline_opens_the_request_there(opens):
     tab = opens(DEMO)
     tab.evaluate("nanobatch.player.goTo(nanobatch.player.end)")
@@ -288,8 +298,14 @@ def test_a_typed_key_opens_a_servers_page_and_stays_out_of_the_address(opens):
         tab.fill("[data-key]", "wrong")
         tab.keyboard.press("Enter")
         until(tab, "document.querySelector('[data-status]').textContent.includes('not take')")
+        tab.fill("[data-key]", "hush")  # with it one may ask, and not read what others ask
+        tab.keyboard.press("Enter")
+        until(tab, "document.querySelector('[data-status]').textContent.includes('not shown')")
+        assert tab.is_visible("[data-key]")
         tab.fill("[data-key]", "eye")
         tab.keyboard.press("Enter")
+        until(tab, "!document.querySelector('[data-status]').textContent.includes('not shown')")
         until(tab, "document.querySelector('[data-status]').textContent.includes('demo')")
-        assert asked and not any("eye" in url or "wrong" in url for url in asked)
+        assert not tab.is_visible("[data-key]")
+        assert asked and not [url for url in asked if url != f"{server.address}/watch"]
         tab.said.clear()  # the browser's own lines about 401

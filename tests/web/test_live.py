@@ -33,7 +33,7 @@ def test_the_servers_page_needs_no_key_and_holds_nothing_of_the_servers():
 
 def test_the_key_goes_into_a_header_and_never_into_an_address():
     text = (page.FOLDER / "live.js").read_text()
-    assert "Bearer ${key}" in text and 'fetch("watch", ' in text
+    assert "Bearer ${this.key}" in text and 'fetch("watch", ' in text
     assert "new EventSource" not in text and "localStorage" not in text
 
 
