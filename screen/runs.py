@@ -233,7 +233,7 @@ def replayed(
     `halts`: is this step planned only after the one before has been read?
     """
     sched = Scheduler(**limits._asdict(), policy=policy)
-    coming = deque(as_it_came(r, moment(r.arrived)) for r in requests)
+    coming = deque(as_it_came(r, moment(r.arrived), limits.max_len) for r in requests)
     now, flight = 0.0, None
 
     lengths = {r.id: r.metrics.output_tokens for r in requests}
@@ -259,11 +259,12 @@ def replayed(
         flight = plan
 
 
-def as_it_came(request: RequestView, arrived: float) -> Request:
+def as_it_came(request: RequestView, arrived: float, max_len: int) -> Request:
     """A request for the scheduler of a replay. If a token ended it, the engine did not know that
-    before, and planned one more."""
+    before, and planned one more, unless the slot was full."""
     metrics = request.metrics
-    unforeseen = request.reason == "stop"
+    is_full = metrics.prompt_tokens + metrics.output_tokens == max_len
+    unforeseen = request.reason == "stop" and not is_full
     return Request(
         request.id,
         (0,) * metrics.prompt_tokens,

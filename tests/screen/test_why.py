@@ -195,6 +195,18 @@ def test_what_cannot_be_replayed_says_why():
     assert "not all steps of that time are remembered" in "\n".join(plain(drawn(stage, "2")))
 
 
+def test_an_answer_that_a_token_ends_where_its_slot_is_full_is_replayed():
+    """The replay planned one token more than the slot holds, and was refused."""
+    stage = Stage(slots=1, max_len=40).load()
+    for _ in range(2):
+        handle = stage.engine.submit([97] * 10, Sampling(max_tokens=30))
+        handle._ends = EndsAfter(handle, 30)
+    stage.finish()
+    assert [r.reason for r in stage.state.ended] == ["stop", "stop"]
+    found = {each.name: each.steps for each in outcomes(stage.state, 2)}
+    assert found["measured"] == found["continuous"]
+
+
 def test_what_is_not_known_is_refused_in_a_line():
     stage = Stage().load()
     for order in ("/why", "/why p95", "/why 7"):
