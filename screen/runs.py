@@ -88,23 +88,27 @@ LEAST = 1e-6  # seconds: a price that is lower is lost in the noise
 KNOWN = 10_000
 
 
-def undisturbed(times: Iterable[float]) -> float:
+def undisturbed(times: Iterable[float], one_in: int = 20) -> float:
     """Of the times of steps that did the same: the one that 19 of 20 exceed."""
     times = sorted(times)
-    return times[(len(times) - 1) // 20]
+    return times[(len(times) - 1) // one_in]
 
 
 class Prices:
     """What a step takes undisturbed: so much for itself, more for each row that decodes and each
-    chunk of a prompt."""
+    chunk of a prompt.
 
-    def __init__(self, steps: Iterable[StepView]):
+    `one_in`: of steps that did the same, one in so many is quicker. With 2 it is what they usually
+    take, disturbed or not. That divides a step's own seconds better, since few chunks are enough.
+    """
+
+    def __init__(self, steps: Iterable[StepView], one_in: int = 20):
         classes: dict[tuple[int, int], list[float]] = defaultdict(list)
         # Not those that the screen has missed
         for step in (step for step in steps if step.decode or step.prefill):
             classes[len(step.decode), len(step.prefill)].append(step.seconds)
         plain = [
-            (rows, undisturbed(times), len(times))
+            (rows, undisturbed(times, one_in), len(times))
             for (rows, chunks), times in classes.items()
             if not chunks
         ]
@@ -125,7 +129,7 @@ class Prices:
             if chunks
             for t in times
         ]
-        self.chunk = max(undisturbed(adds) if adds else 0.0, LEAST)
+        self.chunk = max(undisturbed(adds, one_in) if adds else 0.0, LEAST)
 
     def of(self, rows: int, chunks: int) -> float:
         return (self.step + self.row * rows if rows else 0.0) + (

@@ -30,10 +30,10 @@ from sched import POLICIES
 from screen.ink import clean, count, number, shorten, span
 from screen.room import RIVALS, Ask, EngineRoom
 from screen.runs import FIGURES, Contest
-from screen.state import State, asked, client_of, compare, prices, prompt_of, verdict
+from screen.state import State, asked, client_of, compare, life_in, prompt_of, verdict
 from screen.totals import words
 from screen.trace import trace_events
-from screen.why import at_percent, life_of, ranked, sentence
+from screen.why import at_percent, ranked, sentence
 
 SETTABLE = {  # what /set takes: the field, and its limits
     "temperature": ("temperature", read_real, 0, 1_000_000),
@@ -426,9 +426,7 @@ class PlainLog:
 
 def why_of(state: State) -> str:
     """The life of the request that is open, in a line."""
-    r, now = state.open, state.view.engine.now
-    life = life_of(r, state.requests.values(), state.history, prices(state), now)
-    return sentence(r, life, state.replayed[1])
+    return sentence(state.open, life_in(state, state.open), state.replayed[1])
 
 
 NO_WORK = "standard input has no prompt; write one a line there, or give --prompts FILE or --script burst8"

@@ -27,7 +27,7 @@ from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
 from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, renumbered, replay
 from screen.timeline import Column, column, gap, merge
 from screen.totals import Period
-from screen.why import Outcome, outcomes, ranked
+from screen.why import Life, Outcome, life_of, outcomes, ranked
 
 
 @dataclass
@@ -431,9 +431,15 @@ def client_of(request: RequestView) -> str:
 # --- comparing policies -------------------------------------------------------------------------
 
 
-def prices(state: State) -> Prices:
+def prices(state: State, one_in: int = 20) -> Prices:
     """Made new from the steps that are known now: the clock of a race, and of a comparison."""
-    return Prices(column.view for column in state.history[-KNOWN:])
+    return Prices((column.view for column in state.history[-KNOWN:]), one_in)
+
+
+def life_in(state: State, request: RequestView) -> Life:
+    """A request's life, its steps divided by what their parts usually take."""
+    usual, now = prices(state, one_in=2), state.view.engine.now
+    return life_of(request, state.requests.values(), state.history, usual, now)
 
 
 def compare(state: State, rival: str = "") -> Contest:

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 from parts.api.views import RequestView
 from screen.ink import Line, Palette, Pen, axis, entry, heading, shorten, span, style, wrap
-from screen.runs import LEAST
-from screen.state import State, client_of, prices, prompt_of
-from screen.why import Life, Outcome, at_percent, blamed, life_of, named, place_of, ranked
+from screen.state import State, client_of, life_in, prices, prompt_of
+from screen.why import Life, Outcome, at_percent, blamed, is_noisy, named, place_of, ranked
 
 MARKS = (50, 95, 99)  # percent: where the slider's marks stand
 NAMES = 16  # characters of a part's name
@@ -39,7 +38,7 @@ def draw_why(state: State, p: Palette, width: int, height: int) -> list[Line]:
         title = heading(p, width, "Why did I wait?", "Esc back", do="screen.dismiss")
         return [title, Pen().put(" Nothing has ended yet. b fires a burst.", p.muted).line]
     title = f"Why did r{r.id} wait? {r.reason or 'open'}{', ' if r.policy else ''}{r.policy}"
-    life = life_of(r, state.requests.values(), state.history, prices(state), state.view.engine.now)
+    life = life_in(state, r)
     return [
         heading(p, width, title, keys, do="screen.dismiss"),
         *draw_slider(state, p, width, r),
@@ -201,6 +200,6 @@ def disturbed(state: State, r: RequestView, found: Sequence[Outcome]) -> str:
     times = found[0].life / ran.life if ran.life else 1.0
     if times > 1.25:
         words += f" Other programs ran: it took {times:.1f} times as long as undisturbed."
-    if prices(state).chunk <= LEAST:
+    if is_noisy(prices(state)):
         words += " Too noisy to say what a chunk takes: it counts as a step of one row."
     return words

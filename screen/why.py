@@ -36,7 +36,7 @@ from screen.timeline import Column
 # The parts of a life, in the order in which they are drawn
 PARTS = {
     "line": "in line: no slot yet",
-    "slot": "in a slot, without work: the step before still ran, or the budget was spent",
+    "slot": "in a slot, without work: another step ran, or the budget was spent",
     "own chunks": "its own prompt is read",
     "others' chunks": "its steps take longer, since prompts of others are read in them",
     "others' rows": "its steps take longer, since answers of others are decoded in them",
@@ -119,9 +119,14 @@ def life_of(
     return life
 
 
+def is_noisy(prices: Prices) -> bool:
+    """A chunk has a row at least. If it seems to cost less than one, that was chance."""
+    return prices.chunk <= max(LEAST, prices.row)
+
+
 def with_a_chunk(prices: Prices) -> Prices:
     """If the clock is too noisy to give a chunk a price, it counts as much as a step of one row."""
-    if prices.chunk > LEAST:
+    if not is_noisy(prices):
         return prices
     guessed = copy(prices)
     guessed.chunk = prices.of(1, 0) or LEAST
@@ -168,7 +173,8 @@ def _look_at_slot(
         is_at_work = owner == request.id and kind in (PREFILL, DECODE, GHOST)
         if now >= end and not (is_at_work and kind == GHOST):
             break
-        stop = min(column.ended, end)
+        worked = column.ended if i == len(history) - 1 else work_ends(column)
+        stop = min(worked, end)
         if stop > now:
             shares = {"slot": 1.0}
             if column.unseen:
@@ -178,13 +184,25 @@ def _look_at_slot(
             life.pieces += _divided(shares, now, stop)
             now = stop
         if is_at_work and kind == GHOST:
-            life.pieces.append(Piece("ghost", now, column.ended))
-            now = column.ended
+            ghost = Piece("ghost", now, max(now, worked))
+            life.pieces.append(ghost)
+            now = ghost.ended
     if now < end:  # cancelled in a step that never came
         life.pieces.append(Piece("slot", now, end))
     life.before = _owner(history, slot, range(first, -1, -1), request.id)
     after = bisect_left(history, end, key=lambda column: column.ended)
     life.after = _owner(history, slot, range(after, len(history)), request.id)
+
+
+def work_ends(column: Column) -> float:
+    """When the work of a step was done.
+
+    A column ends when its tokens were read. On a CPU Python stands still while the step is started,
+    and the device works meanwhile. Then the next step is started, and only then the tokens are read.
+    """
+    view = column.view
+    started = view.began + view.plan_s + view.build_s + view.device_s
+    return min(started, column.ended) if view.device_s > view.wait_s else column.ended
 
 
 def _shares(
