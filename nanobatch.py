@@ -736,7 +736,7 @@ class Engine:
         if not isinstance(client, str):
             raise ValueError(f"client is a {type(client).__name__}; give a text")
         self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
-        ids, shown, _ = self.text.read(prompt)
+        ids, shown = self.text.read(prompt)[:2]
         grammar = self.text.grammar(sampling.grammar) if sampling.grammar else None
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
         with Held(), self.changed:
