@@ -119,10 +119,13 @@ class Ranks:
         """The numbers of each rank."""
         if self.size == 1:
             return [list(numbers)]
+        own = mx.array([numbers], mx.int32)
         with device_lock, device_stream():
-            return mx.distributed.all_gather(
-                mx.array([numbers], mx.int32), stream=self._stream
-            ).tolist()
+            try:
+                return mx.distributed.all_gather(own, stream=self._stream).tolist()
+            except RuntimeError:  # a backend may notice a lost rank before we do
+                time.sleep(NEWS_S)  # then `_listen` ends this process meanwhile
+                raise
 
     def least(self, *numbers: int) -> list[int]:
         """Of each number the least that any rank has."""
