@@ -21,9 +21,10 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling
+from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling, Text
 from parts.checks import one_line, printable
 from parts.model import find
+from parts.text.speech import Part
 
 
 def options() -> program.Parser:
@@ -121,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
                 )
             with engine.serving():
                 for handle, prompt in zip(handles, prompts, strict=True):
-                    show(handle, prompt)
+                    show(handle, prompt, engine.text)
     except (ValueError, QueueFull, UnicodeDecodeError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2
@@ -153,11 +154,23 @@ def show_models() -> int:
     return 0
 
 
-def show(handle: Handle, prompt: str) -> None:
+def shown(part: Part) -> str:
+    """On a terminal a thought is dim."""
+    text = printable(part.text)
+    return f"\x1b[2m{text}\x1b[22m" if part.kind == "thought" else text
+
+
+def show(handle: Handle, prompt: str, text: Text) -> None:
     """One answer as it comes, and one line of figures under it."""
     print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
+    parser = text.parser(handle.request.prompt) if sys.stdout.isatty() else None
+    kind = ""
     for piece in handle:
-        print(printable(piece), end="", flush=True)
+        for part in parser.push(piece) if parser else [Part("answer", piece)]:
+            print("\n" * (kind == "thought" != part.kind) + shown(part), end="", flush=True)
+            kind = part.kind
+    for part in parser.finish() if parser else ():
+        print(shown(part), end="")
     result = handle.result()
     m = result.metrics
     ttft = "-" if m.ttft_s is None else f"{m.ttft_s * 1000:.0f} ms"

@@ -30,6 +30,7 @@ SCORES = 200_000  # log probabilities in one answer, over all its choices
 
 # They change nothing in an answer: a user's name, notes for a bill, hints for a cache.
 NO_WISH = {
+    "client_metadata",
     "user",
     "metadata",
     "safety_identifier",

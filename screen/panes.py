@@ -21,6 +21,7 @@ from rich.segment import Segment
 from textual.strip import Strip
 
 from parts.api.views import RanksView, RequestView, SlotView, StepView
+from parts.text.speech import marked
 from screen import ink
 from screen.ink import (
     Line,
@@ -321,12 +322,16 @@ def draw_stream(state: State, p: Palette, width: int, height: int, slot: int) ->
     pen.put(f" {request.reason}" if request.reason else "", p.muted)
     pen.put(f" ← {client_of(request)}" if client_of(request) else "", p.muted)
     pen.put(f"  {shorten(prompt_of(request), width - pen.width - 3)}", p.muted)
-    text = (
-        wrap(clean(request.text) + ("" if request.reason else "▏"), width - 1)[-(height - 1) :]
-        if height > 1
-        else []
-    )
-    return [pen.line, *(Pen().put(line, p.text).line for line in text)]
+    lines = []
+    for kind, text in marked(clean(request.text) + ("" if request.reason else "▏")):
+        colour = colour_of(p, kind)
+        lines += [Pen().put(line, colour).line for line in wrap(text, width - 1)]
+    return [pen.line, *(lines[-(height - 1) :] if height > 1 else [])]
+
+
+def colour_of(p: Palette, kind: str) -> str:
+    """Of a part of an answer: thoughts are dim, and calls of tools stand out."""
+    return {"thought": p.muted, "call": p.accent}.get(kind, p.text)
 
 
 def draw_streams(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -537,8 +542,16 @@ def about(state: State, p: Palette, width: int, r: RequestView, now: float) -> l
         *entry(p, width, "from", client_of(r), p.muted),
         *entry(p, width, "prompt", prompt_of(r), p.muted),
         *entry(p, width, "error", clean(r.error or ""), p.bad),
-        *entry(p, width, "text", clean(r.text)),
+        *parts_of(p, width, clean(r.text)),
     ]
+
+
+def parts_of(p: Palette, width: int, text: str) -> list[Line]:
+    lines = []
+    for kind, part in marked(text):
+        name = "text" if kind == "answer" else kind
+        lines += entry(p, width, name, part, colour_of(p, kind))
+    return lines
 
 
 def life_of(state: State, request: RequestView, now: float) -> str:

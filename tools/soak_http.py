@@ -45,6 +45,13 @@ BAD = [
     (COMPLETIONS, {"prompt": "x", "stop": 5}),
     (COMPLETIONS, {"prompt": "x", "logit_bias": {"99999999": 1}}),
     ("/v1/embeddings", {"input": "x"}),
+    ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}),
+    ("/v1/responses", {"input": [{"type": "computer_call"}], "stream": True}),
+    ("/v1/responses", {"input": [{"role": "user", "content": ""}] * 5000}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}),
+    ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": []}]}]}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": "x"}]}),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}),
 ]
 CHAIN = {f"a{n}": {"items": {"$ref": f"#/$defs/a{n + 1}"}} for n in range(700)}
 HOSTILE = [  # grammars that take much, or fail when the answer has begun

@@ -233,6 +233,28 @@ def calls_rule(speech: Speech, is_single: bool, mark: Callable[[str], str]) -> s
     return f'{opens} "[" body "]"' if is_single else f'{opens} "[" body (", " body)* "]"'
 
 
+# --- for those who watch ------------------------------------------------------------------------
+
+
+def marked(text: str) -> list[Part]:
+    """The thought of an answer, what it says, and its calls: with their marks, and without to know
+    the model. (Of a thought that the prompt has begun, the end alone is seen.)"""
+    start = 0
+    for opens, closes in THOUGHTS:
+        place = text.find(closes)
+        if place >= 0:
+            start = place + len(closes)
+        elif text.lstrip().startswith(opens):
+            start = len(text)
+    places = [text.find(format.opens, start) for format in FORMATS]
+    end = min((place for place in places if place >= 0), default=len(text))
+    answer = text[start:end]
+    answer = answer.lstrip("\n") if start else answer
+    answer = answer.rstrip("\n") if end < len(text) else answer
+    parts = [("thought", text[:start]), ("answer", answer), ("call", text[end:])]
+    return [Part(*part) for part in parts if part[1]]
+
+
 # --- the machine --------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from parts.checks import one_line, shown
 from parts.files import ModelError, check_plain, check_size, read_json, read_text
 from parts.text.grammar import Grammar, Grammars
-from parts.text.speech import MARKS, PROBE, TOOLS, Speech, learn
+from parts.text.speech import MARKS, PROBE, TOOLS, Parser, Speech, learn
 
 OURS = Path(__file__).resolve().parents[2] / "demo" / "model" / "chat_template.jinja"
 
@@ -270,6 +270,11 @@ class Text:
     def speech(self) -> Speech:
         """How the model marks its thoughts, and calls of tools."""
         return learn(self._source, self.render)
+
+    def parser(self, prompt: Sequence[int]) -> Parser | None:
+        """What tells thoughts from the answer to a prompt; None if the model marks none."""
+        end = self.tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False)
+        return self.speech.parser(is_thinking=self.speech.is_thinking(end))
 
     def render(
         self,

@@ -64,7 +64,7 @@ SCREEN = """
     room
     ink places
 """
-SCREEN_MAY_IMPORT = "parts/api/* door/journal door/wire sched"
+SCREEN_MAY_IMPORT = "parts/api/* parts/text/speech door/journal door/wire sched"
 WITHOUT_MLX = "sched prefix parts/api/* door/* screen/* serve tui parts/checks parts/files parts/program parts/text/*"
 STANDARD_LIBRARY = {
     "sched": "",

@@ -24,6 +24,7 @@ import bench
 import serve
 import tui
 from parts import program
+from parts.text.speech import Part
 
 ROOT = Path(__file__).parents[2]
 
@@ -684,3 +685,8 @@ def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, mon
     }
     assert program.name_of(".") == tmp_path.name
     assert (program.name_of("owner/name"), program.name_of("demo")) == ("owner/name", "demo")
+
+
+def test_on_a_terminal_a_thought_is_dim():
+    assert ask.shown(Part("thought", "Hm\x1b[31m.")) == "\x1b[2mHm[31m.\x1b[22m"
+    assert ask.shown(Part("answer", "Yes.")) == "Yes."

@@ -7,6 +7,7 @@ from textual.theme import BUILTIN_THEMES
 
 from screen import ink
 from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL
+from screen.panes import parts_of
 
 
 def contrast(a: Color, b: Color) -> float:
@@ -35,6 +36,16 @@ def test_words_can_be_read_in_every_theme(name):
     assert contrast(Color.parse(p.bad), Color.parse(p.back)) >= 3.4
     for hue in ink.HUES:
         assert contrast(Color.parse(ink.ink_on(hue)), Color.parse(hue)) > 4.4
+
+
+def test_thoughts_are_dim_and_calls_stand_out():
+    p = ink.Palette.of(BUILTIN_THEMES["textual-dark"])
+    text = "<think>Hm.</think>\nYes.\n<tool_call>{}</tool_call>"
+    lines = parts_of(p, 80, text)
+    ends = [line[-1].text.split()[-1] for line in lines]
+    assert ends == ["<think>Hm.</think>", "Yes.", "<tool_call>{}</tool_call>"]
+    colours = [line[-1].style.color.name.lower() for line in lines]
+    assert colours == [Color.parse(colour).hex.lower() for colour in (p.muted, p.text, p.accent)]
 
 
 def test_prefill_can_be_seen_on_light_and_on_dark():

@@ -8,7 +8,7 @@ import time
 import pytest
 from checkpoints import make_tokenizer
 
-from parts.text.speech import FORMATS, THOUGHTS, Part, Speech, joined, learn
+from parts.text.speech import FORMATS, THOUGHTS, Part, Speech, joined, learn, marked
 from parts.text.tokens import TextStream
 
 ANSWERS = 500
@@ -294,3 +294,24 @@ def test_a_model_without_tools_says_why():
     assert "no role tool" in learn("{{ x }}", refuse).why
     assert "takes no tools" in learn("{{ x }}", lambda messages, tools: "Call it.").why
     assert "no chat template" in learn(None, refuse).why
+
+
+# --- for those who watch ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("Yes.", [("answer", "Yes.")]),
+        ("<think>\nHm", [("thought", "<think>\nHm")]),
+        ("Hm.\n</think>\n\nYes.", [("thought", "Hm.\n</think>"), ("answer", "Yes.")]),
+        ("I look.\n[TOOL_CALLS]x", [("answer", "I look."), ("call", "[TOOL_CALLS]x")]),
+        (
+            "<think><tool_call></think>a<tool_call>{}",
+            [("thought", "<think><tool_call></think>"), ("answer", "a"), ("call", "<tool_call>{}")],
+        ),
+    ],
+)
+def test_a_watcher_sees_thoughts_and_calls_without_to_know_the_model(text, expected):
+    assert marked(text) == expected
