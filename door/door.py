@@ -49,7 +49,6 @@ from parts.api.loop import Loop
 from parts.api.views import Snapshot
 from parts.checks import shown
 
-LONG = 2**14  # bytes of a body; a longer one may take seconds to turn into tokens
 PROTOCOLS = {
     "/v1/chat/completions": openai.CHAT,
     "/v1/completions": openai.COMPLETIONS,
@@ -341,27 +340,35 @@ class Door:
 
     async def _count(self, visit: Visit) -> Response:
         """How many tokens a prompt has."""
-        body = await http.read_body(visit.request)
-        pool = self._slow_pool if len(body) > LONG else self._pool
+        body = await http.read_body(visit, self._visits)
+        pool = self._slow_pool if len(body) > http.LONG else self._pool
         events = asyncio.get_running_loop()
         tokens = await events.run_in_executor(pool, count, self.served, messages.COUNT, body)
         return reply({"input_tokens": tokens})
 
+    def _submit(self, answer: Answer, visit: Visit) -> None:
+        """In one of a few threads, when its turn comes. The client may be gone by then."""
+        if visit.connection.lost.is_set():
+            raise Gone
+        answer.submit(visit.call.client)
+
     async def _complete(self, protocol: Speaks, visit: Visit) -> Response | None:
         """From a body to its answer, whole or as a stream, while somebody listens."""
         visit.is_news = True
-        body = await http.read_body(visit.request)
-        if self.draining:  # meanwhile
-            raise ending()
         answer = Answer(self.served)
-        self._answers[visit.number] = answer
         events = asyncio.get_running_loop()
         tasks = []
         try:
-            pool = self._slow_pool if len(body) > LONG else self._pool
+            body = await http.read_body(visit, self._visits)
+            if self.draining:  # meanwhile
+                raise ending()
+            self._answers[visit.number] = answer
+            pool = self._slow_pool if len(body) > http.LONG else self._pool
             await events.run_in_executor(pool, answer.ask, protocol, body, visit.call.client)
+            body = b""  # it may be large, and the answer take long
+            visit.size = 0
             if not answer.handles:
-                await events.run_in_executor(self._grammar_pool, answer.submit, visit.call.client)
+                await events.run_in_executor(self._grammar_pool, self._submit, answer, visit)
             requests = tuple(handle.id for handle in answer.handles)
             visit.note(id=answer.shape.id, requests=requests, stream=answer.wish.stream)
             work = answer.stream(visit) if answer.wish.stream else answer.whole(self._slow_pool)
@@ -377,4 +384,4 @@ class Door:
             answer.cancel()
             if visit.call.requests:
                 answer.account(visit, self.figures)
-            del self._answers[visit.number]
+            self._answers.pop(visit.number, None)

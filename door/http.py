@@ -19,7 +19,7 @@ import ipaddress
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -43,6 +43,8 @@ HEAD_S = 30.0  # a connection waits so long for its first request, or for the re
 IDLE_S = 75.0  # and so long for another one
 HEAD = 2**16  # bytes of a request before its body
 BODY = 4 * 2**20  # bytes; a prompt that fills a slot of 8,192 tokens has about 50,000
+LONG = 2**14  # bytes of a body; a longer one may take seconds to turn into tokens
+BODIES = 2**28  # bytes of all bodies that are read at a time; one more that is long gets a 429
 AHEAD = 2**14  # bytes that are read before their turn, about
 REQUESTS = 128  # that may come before their turn; `uvicorn` keeps two kilobytes for each
 BODY_S = 30.0  # a body must have come by then
@@ -86,6 +88,7 @@ class Visit:
         self.number = number
         self.status: int | None = None  # of the answer, once it has begun
         self.is_news = False  # a look at /health is none
+        self.size = 0  # bytes of its body, as long as those are kept
         self.connection: Connection = request.state.connection
         self._is_old = request.scope["http_version"] == "1.0"
         self.send_head = send  # for the head of an answer
@@ -499,7 +502,9 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(visit: Visit, visits: Iterable[Visit]) -> bytes:
+    """The whole body. `visits`: those that go on, with bodies of their own."""
+    request = visit.request
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if (
         kind != "application/json"
@@ -510,7 +515,14 @@ async def read_body(request: Request) -> bytes:
         raise Refusal(415, words, "unsupported_media_type")
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.body()
+            parts = []
+            async for part in request.stream():
+                parts.append(part)
+                visit.size += len(part)
+                if visit.size > LONG and sum(each.size for each in visits) > BODIES:
+                    words = f"more than {BODIES:,} bytes of bodies are being read already"
+                    raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1")
+            return b"".join(parts)
     except TimeoutError:
         words = f"the body has not come within {BODY_S:.0f} s"
         raise Refusal(408, words, "request_timeout", Connection="close") from None

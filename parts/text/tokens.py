@@ -14,6 +14,7 @@ Where next: `parts/model/config.py`, which reads the rest of a model folder.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -453,14 +454,14 @@ class StopText:
             self.matched += 1
 
 
-@lru_cache(1000)
-def shorter(text: str) -> tuple[int, ...]:
+@lru_cache(64)
+def shorter(text: str) -> array[int]:
     """For each beginning of a text: how long the longest shorter one is that it ends with. In
     "abcabd", "abcab" ends with "ab": 2."""
-    lengths = [0]
+    lengths = array("I", [0])
     for character in text[1:]:
         length = lengths[-1]
         while length and text[length] != character:
             length = lengths[length - 1]
         lengths.append(length + (text[length] == character))
-    return tuple(lengths)
+    return lengths

@@ -21,8 +21,8 @@ from soak_http import soak
 
 from door import bridge, http, openai, protocol
 from door.bridge import Answer, Served
-from door.door import LONG, Door
-from door.http import Options
+from door.door import Door
+from door.http import LONG, Options
 from door.journal import ACCESS_LOG, Lines, log_to
 from door.openai import Words
 from parts.api.handle import TokenLogprob
@@ -338,6 +338,25 @@ def test_a_flood_of_requests_before_their_turn_ends_its_connection(here):
     assert here.complete().status == 200
 
 
+def test_all_bodies_together_have_a_limit_and_short_ones_pass(here, monkeypatch):
+    """512 connections with 4 MiB each, none of which ends, were two gigabytes."""
+    monkeypatch.setattr(http, "BODIES", 10 * LONG)
+    head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 1000000\n\n"
+    lines = [here.line().send(head).send(b"x" * 4 * LONG) for _ in range(4)]
+    refused = 0
+    deadline = time.monotonic() + 20
+    while not refused:
+        assert time.monotonic() < deadline
+        refused = sum(call.status == 429 for call in here.door.look().ended)
+    assert here.complete(max_tokens=1).status == 200
+    for line in lines:
+        line.hang_up()
+    deadline = time.monotonic() + 20
+    while here.door.look().open:
+        assert time.monotonic() < deadline
+    assert here.complete(user="x" * 5 * LONG, max_tokens=1).status == 200
+
+
 def test_headers_behind_a_body_are_not_kept(here):
     """A body in chunks may end with headers, and may never end with them: 38 MB of those were 660
     MB of memory."""
@@ -539,6 +558,37 @@ def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
     assert [line.reply().status for line in lines] == [200] * 6
 
 
+def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
+    """A hundred grammars of five seconds each, whose clients had long hung up, were all made."""
+    asked, goes_on = [], threading.Event()
+
+    def slow(answer, client):
+        asked.append(answer)
+        assert goes_on.wait(20)
+        raise openai.Refusal(400, "made too late")
+
+    monkeypatch.setattr(Answer, "submit", slow)
+    body = {"prompt": "Hello", "guided_regex": "[a-z]+"}
+    lines = [here.line().post(COMPLETIONS, body) for _ in range(2)]
+    deadline = time.monotonic() + 20
+    while len(asked) < 2:
+        assert time.monotonic() < deadline
+    lines += [here.line().post(COMPLETIONS, body) for _ in range(5)]
+    while here.door.look().connections < 7 or not all(
+        visit.is_news and not visit.size for visit in list(here.door._visits)
+    ):
+        assert time.monotonic() < deadline
+    time.sleep(0.2)
+    for line in lines[2:]:
+        line.hang_up()
+    while here.door.look().connections > 2:
+        assert time.monotonic() < deadline
+    goes_on.set()
+    while here.door.look().open:
+        assert time.monotonic() < deadline
+    assert len(asked) == 2
+
+
 def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypatch):
     """By count, and not by time: each of 130,000 empty messages took a template 90 us."""
     asked = []
@@ -577,7 +627,7 @@ def test_a_large_answer_is_written_beside_the_doors_thread(here, monkeypatch):
 
     monkeypatch.setattr(bridge, "dump_politely", noted)
     said = here.complete(logprobs=5).json["choices"][0]["logprobs"]
-    assert len(said["tokens"]) == 8 and wrote and "long" in wrote[0]
+    assert said["tokens"] and wrote and "long" in wrote[0]
     assert protocol.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
 
 
@@ -615,6 +665,14 @@ def test_a_short_soak(tmp_path):
         report = soak(server, 120, clients=8, cases=12)
     assert not report.faults, report.faults[:5]
     assert report.answered > 40 and report.hung_up > 20 and report.refused > 3
+
+
+def test_a_short_soak_in_which_a_third_is_hostile():
+    """`python tools/soak_http.py --requests 5000 --attack` is the long form."""
+    with Server("--slots", "8") as server:
+        report = soak(server, 60, clients=8, cases=8, hostile=0.33)
+    assert not report.faults, report.faults[:5]
+    assert report.answered > 30 and report.hung_up > 5 and report.refused > 3
 
 
 def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
