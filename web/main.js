@@ -159,7 +159,7 @@ function play(recording) {
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) page.player.goTo(page.player.end);
   else page.player.play();
   page.lab = new Lab($("lab"), recording, dataOf("lab"));
-  page.game = new Game($("game"), dataOf("game"));
+  if ($("game")) page.game = new Game($("game"), dataOf("game"));
   return page;
 }
 

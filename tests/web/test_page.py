@@ -69,6 +69,17 @@ def test_the_page_may_run_its_own_script_alone_and_load_nothing():
     assert not any("style" in a or "onclick" in a for _, a in found.tags)
 
 
+def test_a_page_of_another_run_claims_nothing_of_the_demo():
+    """It said that our tests had run its prompts again, and named 24 of them."""
+    text = page_program.make([recording()])
+    body = text.partition("<body>")[2].partition('<script type="application/json"')[0]
+    assert "12 prompts, as they were answered" in body and "How it was made" in body
+    assert not [
+        claim for claim in ("24", "llama.cpp", "sha256", "project's tests") if claim in body
+    ]
+    assert 'id="data-game"' not in text and 'id="data-lab"' in text
+
+
 def test_no_module_writes_markup():
     """Texts enter as `textContent`. What could make markup of them is nowhere in the modules."""
     texts = {path.name: path.read_text() for path in page.FOLDER.glob("*.js")}
