@@ -182,7 +182,7 @@ def head_of(recording: dict) -> dict[str, str]:
     slots = recording["fields"]["Limits"].index("slots")
     ends = [span(run["clock"][-1][1]).replace(" ", "&nbsp;") for run in runs]
     facts = {
-        "slots": {8: "eight"}.get(runs[0]["limits"][slots], runs[0]["limits"][slots]),
+        "slots": "eight" if runs[0]["limits"][slots] == 8 else int(runs[0]["limits"][slots]),
         "slow": ends[0],
         "fast": ends[1],
     }
@@ -239,7 +239,10 @@ def main(arguments: list[str] | None = None) -> int:
         recordings = [record_demo()] if args.demo else [read(path) for path in args.recordings]
         if not recordings:
             raise ValueError("name a recording, and then the page; tui.py --record writes one")
-        text = make(recordings)
+        try:
+            text = make(recordings)
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"a recording lacks something: {error!r}") from None
     except (OSError, ValueError) as error:
         print(f"tools/page.py: {error}", file=sys.stderr)
         return 2

@@ -38,8 +38,10 @@ export async function* eventsOf(stream) {
 
 // The lane of one server, from its first frame on.
 export class LiveLane {
-  constructor(shape) {
+  constructor(shape, { most = MOST, kept = KEPT } = {}) {
     this.shape = shape;
+    this.most = most;
+    this.kept = kept;
     this.lane = null;
     this.known = new Map(); // open requests, with all of their texts
     this.raw = []; // by step of the lane: when it ended on the engine's clock
@@ -67,7 +69,7 @@ export class LiveLane {
     }
     const open = new Set(engine.requests.map((each) => named(this.shape.RequestView, each).id));
     this.known = new Map(told.filter((request) => open.has(request.id)).map((r) => [r.id, r]));
-    if (this.lane.steps.length > MOST) this.#shorten(open);
+    if (this.lane.steps.length > this.most) this.#shorten(open);
     return this.lane !== before;
   }
 
@@ -116,7 +118,7 @@ export class LiveLane {
   // The newest steps in a new lane, with the requests that are in them.
   #shorten(open) {
     const old = this.lane;
-    const first = old.steps.length - KEPT;
+    const first = old.steps.length - this.kept;
     const from = old.began[first];
     this.lane = new Lane(old.policy, old.limits);
     for (const request of old.requests.values()) {

@@ -41,7 +41,7 @@ TAKES = """
 import { LiveLane, eventsOf } from "%s/web/live.js";
 import { readFileSync } from "node:fs";
 const asked = JSON.parse(readFileSync(process.argv[2], "utf8"));
-const live = new LiveLane(asked.shape);
+const live = new LiveLane(asked.shape, asked.bounds);
 const texts = [];
 for (const frame of asked.frames) {
   live.take(frame);
@@ -64,9 +64,10 @@ console.log(JSON.stringify({ texts, events, steps: lane.steps.length, figures, a
 """
 
 
-def play(tmp_path: Path, frames: list[str]) -> dict:
+def play(tmp_path: Path, frames: list[str], **bounds: int) -> dict:
     shape = page.SHAPE | {"protocol": wire.PROTOCOL}
-    asked = json.dumps({"shape": shape, "frames": [json.loads(frame) for frame in frames]})
+    told = [json.loads(frame) for frame in frames]
+    asked = json.dumps({"shape": shape, "frames": told, "bounds": bounds})
     (tmp_path / "asked.json").write_text(asked)
     (tmp_path / "takes.mjs").write_text(TAKES % ROOT)
     command = ["node", str(tmp_path / "takes.mjs"), str(tmp_path / "asked.json")]
@@ -106,6 +107,19 @@ def test_the_page_rebuilds_each_text_as_it_grew(engine, tmp_path, begin):
             compared += len(text) > 5
     assert compared > 100
     assert played["figures"]["answered"] == 5 and played["ascending"]
+
+
+@NODE
+def test_a_page_that_stays_open_forgets_old_steps_and_no_text(engine, tmp_path):
+    frames, told = frames_of(engine, True)
+    played = play(tmp_path, frames, most=40, kept=15)
+    assert 15 <= played["steps"] <= 41 and played["ascending"]
+    compared = 0
+    for got, sent in zip(played["texts"], told, strict=True):
+        for number, text in sent:
+            assert dict(map(tuple, got))[number] == text
+            compared += len(text) > 5
+    assert compared > 100
 
 
 @NODE

@@ -114,6 +114,20 @@ def test_another_file_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "run.json").write_text('{"format": 0}')
     assert page_program.main([str(tmp_path / "run.json"), str(tmp_path / "out.html")]) == 2
     assert "is no recording of this version" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text('{"format": 1, "runs": [{"policy": "x"}]}')
+    assert page_program.main([str(tmp_path / "run.json"), str(tmp_path / "out.html")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tools/page.py: a recording lacks something") and said.count("\n") == 1
+
+
+def test_the_words_of_a_recording_are_no_markup():
+    """Of its head, too: the command, the version, the policy."""
+    run = recording()
+    run["about"] = dict.fromkeys(("command", "version", "processor", "model"), "<b>x</b>")
+    for each in run["runs"]:
+        each["policy"] = "<b>x</b>"
+    text = page_program.make([run, run])
+    assert "<b>x</b>" not in text and text.count("&lt;b&gt;x") >= 4
 
 
 PLAYS = """
