@@ -171,7 +171,7 @@ class Answer:
                     f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
                 )
         except ValueError as error:
-            raise openai.of_sampling(error, wish.settings) from None
+            raise openai.of_sampling(error, wish.settings, protocol.form) from None
         self._asks = asks
         if not any(sampling.grammar for _, sampling in asks):
             self.submit(client)
@@ -182,7 +182,7 @@ class Answer:
         try:
             self._submit(self._asks, client)
         except ValueError as error:
-            raise openai.of_sampling(error, wish.settings) from None
+            raise openai.of_sampling(error, wish.settings, self._protocol.form) from None
         except QueueFull as error:
             raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
         except RuntimeError:  # the engine has been closed meanwhile
@@ -485,6 +485,8 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat) -> Prompt:
     if isinstance(prompt, Chat):
         param = "messages"
         size = sum(len(message["content"]) for message in prompt.messages)
+        calls = [message["tool_calls"] for message in prompt.messages if "tool_calls" in message]
+        size += len(str([prompt.tools, calls]))
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
         # Else it would take long, and all for nothing

@@ -36,6 +36,7 @@ from door.protocol import (
     new_id,
     number,
     read_json,
+    read_schema,
     read_stop,
     read_text,
     read_tools,
@@ -50,6 +51,7 @@ KNOWN = {
     "max_tokens",
     "messages",
     "model",
+    "output_config",
     "stop_sequences",
     "stream",
     "system",
@@ -57,7 +59,8 @@ KNOWN = {
     "tool_choice",
     "tools",
 }
-NEUTRAL = {"service_tier": ("auto", "standard_only")}
+KEEP = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+NEUTRAL = {"service_tier": ("auto", "standard_only"), "context_management": (KEEP,)}
 THINKING = ("enabled", "adaptive", "disabled")
 # How Anthropic calls what others call "none", "auto", "required" and "function"
 CHOICES = {"none": "none", "auto": "auto", "any": "required", "tool": "function"}
@@ -95,10 +98,17 @@ def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wis
     kind = CHOICES.get(kind) if isinstance(kind, str) else None
     tools = read_tools(asked.get("tools"), schema="input_schema", type="custom")
     tools, must_call = choose_tools(tools, kind, choice.get("name"))
+    settings = {name: asked[name] for name in PLAIN if name in asked}
+    settings["stop"] = read_stop(asked.get("stop_sequences", []), "stop_sequences")
+    config = asked.get("output_config", {})  # beside a schema it has an effort, which is a hint
+    if not isinstance(config, dict):
+        raise bad("output_config", config, "an object")
+    schema = read_schema("output_config", config.get("format"), None)
+    if schema is not None:
+        settings["grammar"] = {"json": schema}
     return Wish(
         [Chat(read_messages(asked), tools, hints=read_thinking(asked))],
-        settings={name: asked[name] for name in PLAIN if name in asked}
-        | {"stop": read_stop(asked.get("stop_sequences", []), "stop_sequences")},
+        settings=settings,
         max_tokens=number(asked, "max_tokens", 1, 2**63 - 1) if "max_tokens" in asked else None,
         stream=boolean(asked, "stream"),
         must_call=must_call,
@@ -124,13 +134,16 @@ def read_messages(asked: dict[str, Any]) -> list[dict]:
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
         role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("user", "assistant"):
-            raise bad(f"{place}.role", role, "user or assistant", "messages")
+        if role not in ("user", "assistant", "system"):
+            raise bad(f"{place}.role", role, "user, assistant or system", "messages")
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
             raise bad(f"{place}.content", content, "a text or a list of blocks", "messages")
-        found += read_own(place, blocks) if role == "assistant" else read_user(place, blocks)
+        if role == "system":
+            found.append({"role": role, "content": read_text(place, blocks, "messages")})
+        else:
+            found += read_own(place, blocks) if role == "assistant" else read_user(place, blocks)
     if found[-1]["role"] == "assistant":
         words = "the last message is the assistant's, but an answer cannot be begun by the client"
         raise Refusal(400, words, "unsupported_content", "messages")
@@ -275,5 +288,5 @@ def written(usage: Usage) -> dict:
     }
 
 
-MESSAGES = Speaks(lambda body, names: understand(body, names), Shape)
-COUNT = Speaks(lambda body, names: understand(body, names, is_count=True), Shape)
+MESSAGES = Speaks(lambda body, names: understand(body, names), Shape, "output_config")
+COUNT = Speaks(lambda body, names: understand(body, names, is_count=True), Shape, "")

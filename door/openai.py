@@ -39,6 +39,7 @@ from door.protocol import (
     new_id,
     number,
     read_json,
+    read_schema,
     read_stop,
     read_text,
     read_tools,
@@ -271,37 +272,31 @@ def read_grammar(asked: dict[str, Any]) -> dict[str, Any] | None:
     A schema holds, or it is refused: `strict` changes nothing.
     """
     found = {kind: asked[name] for name, kind in GUIDED.items() if name in asked}
-    form = asked.get("response_format") or {"type": "text"}
-    kind = form.get("type") if isinstance(form, dict) else None
-    if kind == "json_object":
-        found["object"] = {"type": "object"}
-    elif kind == "json_schema":
-        described = form.get("json_schema")
-        schema = described.get("schema") if isinstance(described, dict) else None
-        if not isinstance(schema, dict):
-            raise bad("response_format.json_schema.schema", schema, "a schema", "response_format")
+    schema = read_schema("response_format", asked.get("response_format"), "json_schema")
+    if schema is not None:
         found["schema"] = schema
-    elif kind != "text":
-        types = '{"type": "json_schema", "json_schema": {"schema": ...}}, "json_object" or "text"'
-        raise bad("response_format", form, types)
     if len(found) > 1:
         words = f"response_format and {', '.join(GUIDED)} exclude each other; give one of them"
         raise Refusal(400, words, "invalid_value", "response_format")
     for kind, source in found.items():
-        return {"json" if kind in ("object", "schema") else kind: source}
+        return {"json" if kind == "schema" else kind: source}
     return None
 
 
-def of_sampling(error: ValueError, settings: dict[str, Any]) -> Refusal:
-    """What `Sampling` or the engine said, with the field that it names."""
+def of_sampling(error: ValueError, settings: dict[str, Any], form: str) -> Refusal:
+    """What `Sampling` or the engine said, with the field that it names. `form`: the one that has a
+    JSON schema."""
     name = re.match(r"\w*", str(error))[0]
     if name == "grammar":
-        names = {"json": "response_format", "lark": "guided_grammar"}
+        names = {"json": form, "lark": "guided_grammar"}
         # Without one of the body's, it is a grammar of calls
         kind = next(iter(settings.get("grammar", ())), "")
         name = names.get(kind, f"guided_{kind}") if kind else "tools"
     return Refusal(
-        400, str(error), "invalid_value", name if name in OF_CHAT | OF_COMPLETIONS else None
+        400,
+        str(error),
+        "invalid_value",
+        name if name in {*OF_CHAT, *OF_COMPLETIONS, form} else None,
     )
 
 
@@ -553,8 +548,10 @@ def model(name: str, created: int, max_len: int) -> dict:
 CHAT = Speaks(
     lambda body, names: understand(body, True, names),
     lambda wish, *own: Shape(True, *own, wish.usage),
+    "response_format",
 )
 COMPLETIONS = Speaks(
     lambda body, names: understand(body, False, names),
     lambda wish, *own: Shape(False, *own, wish.usage),
+    "response_format",
 )

@@ -185,6 +185,7 @@ class Speaks(NamedTuple):
 
     understand: Callable[[bytes, Sequence[str]], Wish]  # a body, and the names of the models here
     shape: Callable[[Wish, int, str, str], Shape]  # of a wish: its number, a suffix, the model
+    form: str  # the field that has a JSON schema
 
 
 # --- reading a body -----------------------------------------------------------------------------
@@ -272,12 +273,32 @@ def read_text(place: str, content: Any, param: str, kinds: Sequence[str] = ("tex
     return "".join(texts)
 
 
+def read_schema(name: str, form: Any, inner: str | None) -> dict[str, Any] | None:
+    """The JSON schema that an answer has to fit; None if any text will do. `inner`: the field of
+    the form that has the schema, if not the form itself."""
+    form = form or {"type": "text"}
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    if kind != "json_schema":
+        raise bad(name, form, "of the type json_schema, json_object or text", name)
+    own = form.get(inner) if inner else form
+    schema = own.get("schema") if isinstance(own, dict) else None
+    if not isinstance(schema, dict):
+        place = f"{name}.{inner}" if inner else name
+        raise bad(f"{place}.schema", schema, "a schema", name)
+    return schema
+
+
 def check_length(name: str, messages: Any, part: str) -> None:
     """A conversation of one message at least, and not of too many. `part`: where their parts
     are."""
     if not isinstance(messages, list) or not messages:
         raise bad(name, messages, "a list of at least one message")
-    contents = (message.get(part) for message in messages if isinstance(message, dict))
+    objects = [message for message in messages if isinstance(message, dict)]
+    contents = (message.get(field) for message in objects for field in (part, "tool_calls"))
     parts = sum(len(content) for content in contents if isinstance(content, list))
     # A template takes time for each message, be it empty or not
     check_count(name, len(messages) + parts, "messages and parts of messages", MESSAGES)

@@ -39,6 +39,7 @@ from door.protocol import (
     new_id,
     number,
     read_json,
+    read_schema,
     read_text,
     read_tools,
     refuse_what_cannot_be_kept,
@@ -116,10 +117,8 @@ def read_format(asked: dict[str, Any]) -> dict[str, Any]:
     text = asked.get("text", {})
     if not isinstance(text, dict):
         raise bad("text", text, "an object")
-    if text.get("format") not in (None, {"type": "text"}):
-        words = f"text.format = {shown(text['format'])} is not supported here; leave it out"
-        raise Refusal(400, words, "unsupported_parameter", "text")
-    return {}
+    schema = read_schema("text", text.get("format"), None)
+    return {} if schema is None else {"grammar": {"json": schema}}
 
 
 def read_input(asked: dict[str, Any]) -> list[dict]:
@@ -349,4 +348,4 @@ def written(usage: Usage) -> dict:
     }
 
 
-RESPONSES = Speaks(lambda body, names: understand(body, names), Shape)
+RESPONSES = Speaks(lambda body, names: understand(body, names), Shape, "text")

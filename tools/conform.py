@@ -496,6 +496,7 @@ def what_needs_a_memory_is_refused(s):
 def what_asks_for_nothing_is_accepted(s):
     neutral = {"store": False, "previous_response_id": None, "truncation": "disabled"}
     neutral |= {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "x"}
+    neutral |= {"client_metadata": {"x-codex-window-id": "x"}}
     neutral |= {"reasoning": None, "text": {"format": {"type": "text"}}, "user": "me", "tools": []}
     neutral |= {"parallel_tool_calls": True, "tool_choice": "auto", "stream_options": None}
     assert respond(s, **neutral).status == 200
@@ -820,6 +821,10 @@ def an_answer_cannot_be_begun_by_the_client(s):
 def what_asks_for_nothing_is_accepted_in_messages(s):
     neutral = {"metadata": {"user_id": "x"}, "service_tier": "auto", "stop_sequences": []}
     neutral |= {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "stream": False, "tools": []}
+    # As Claude Code sends it
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    neutral |= {"output_config": {"effort": "high"}, "context_management": keep}
+    neutral |= {"messages": [said("Yes."), {"role": "system", "content": "x"}, said("Yes.")]}
     assert message(s, **neutral, path=f"{MESSAGES}?beta=true").status == 200
 
 

@@ -306,3 +306,31 @@ def test_a_schema_of_arguments_that_cannot_be_kept_is_refused(taught):
     body = {"messages": [said("x")], "tools": tools, "tool_choice": "required"}
     reply = taught.ask(CHAT, body)
     assert reply.status == 400 and reply.error["param"] == "tools", reply
+
+
+def test_an_answer_in_json_may_be_asked_for_in_each_protocol():
+    form = {"type": "json_schema", "name": "a", "schema": {"enum": ["yes", "no"]}}
+    with Taught(template=with_calls(HERMES), is_taught=False) as server:
+        reply = server.ask(RESPONSES, {"input": "x", "text": {"format": form}})
+        assert json.loads(reply.json["output"][0]["content"][0]["text"]) in ("yes", "no")
+        body = {"messages": [said("x")], "max_tokens": 99, "output_config": {"format": form}}
+        assert json.loads(server.ask(MESSAGES, body).json["content"][0]["text"]) in ("yes", "no")
+        wrong = form | {"schema": {"type": "number", "multipleOf": "no"}}
+        reply = server.ask(RESPONSES, {"input": "x", "text": {"format": wrong}})
+        assert (reply.status, reply.error["param"]) == (400, "text")
+        for kind in ({"type": "xml"}, {"type": "json_schema"}, 5):
+            assert server.ask(RESPONSES, {"input": "x", "text": {"format": kind}}).status == 400
+            body["output_config"] = {"format": kind}
+            assert server.ask(MESSAGES, body).status == 400
+
+
+def test_a_prompt_of_many_long_tools_is_refused_before_it_is_read(taught, monkeypatch):
+    """A template and a tokenizer took seconds for 4 MB of them."""
+    asked = []
+    monkeypatch.setattr(taught.parrot.engine.text, "read", asked.append)
+    function = {"name": "f", "description": "x" * 1_000_000}
+    body = {"messages": [said("x")], "tools": [{"type": "function", "function": function}]}
+    assert taught.ask(CHAT, body).error["code"] == "context_length_exceeded" and not asked
+    calls = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}] * 3000
+    body = {"messages": [{"role": "assistant", "tool_calls": calls}]}
+    assert "3,001" in taught.ask(CHAT, body).error["message"] and not asked
