@@ -170,8 +170,8 @@ class Flight(NamedTuple):
         mx.eval(self.tokens, self.logprobs)  # here, in `_start` and in `_enqueue` Python waits
         logprobs = {}
         for part in self.logprobs:
-            for slot, logprob, top in part.read():
-                logprobs[slot] = TokenLogprob(logprob, top)
+            for slot, logprob, top, free in part.read():
+                logprobs[slot] = TokenLogprob(logprob, top, free)
         return self.tokens.tolist(), logprobs
 
 

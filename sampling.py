@@ -83,6 +83,7 @@ def choose(
     for (group, has_logprobs, has_mask), rows in groups.items():
         members = [picks[row] for row in rows]
         x = logits if len(groups) == 1 else logits[mx.array(rows)]
+        unmasked = x
         if has_mask:
             x = x + memory.mask([masks[pick.slot] for pick in members])
         if group != "greedy":
@@ -94,7 +95,8 @@ def choose(
             best = spread.best
             ids = draw(spread, members, group)
         if has_logprobs:
-            measured = measure(spread, members, ids, x.shape[-1])
+            free = Spread.of(unmasked.astype(mx.float32)) if has_mask else None
+            measured = measure(spread, members, ids, x.shape[-1], free)
             logprobs.append(measured)
         # A comparison with NaN is False, so NaN could go unnoticed. As the maximum it is seen.
         is_finite = mx.isfinite(best)
@@ -469,19 +471,21 @@ def uniform(seed: int, index: int) -> float:
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities for some slots, still on the device: the chosen token's, then the top."""
+    """Log probabilities for some slots, still on the device: the chosen token's, then the top, then
+    what would be the top without a grammar, if there is one."""
 
     slots: list[int]
-    ids: mx.array  # (n, 1 + most)
-    values: mx.array  # (n, 1 + most)
+    most: int  # of the top
+    ids: mx.array  # (n, 1 + most), or (n, 1 + 2 most) with a grammar
+    values: mx.array  # of the same shape
 
-    def read(self) -> Iterator[tuple[int, float, tuple]]:
-        """Each slot, its chosen token's log probability, and the top as pairs (id, value)."""
+    def read(self) -> Iterator[tuple[int, float, tuple, tuple]]:
+        """Each slot, its chosen token's log probability, and the two tops as pairs (id, value)."""
         all_ids = self.ids.tolist()
         all_values = self.values.tolist()
         for slot, ids, values in zip(self.slots, all_ids, all_values, strict=True):
-            top = zip(ids[1:], values[1:], strict=True)
-            yield slot, values[0], tuple(top)
+            pairs = tuple(zip(ids[1:], values[1:], strict=True))
+            yield slot, values[0], pairs[: self.most], pairs[self.most :]
 
 
 def measure(
@@ -489,15 +493,21 @@ def measure(
     picks: Sequence[Pick],
     ids: mx.array,  # (n, 1)
     V: int,
+    free: Spread | None,  # without the grammar
 ) -> Logprobs:
     """log(e^-gap / total) for the chosen tokens and the likeliest ones, before any filter."""
     slots = [pick.slot for pick in picks]
-    most = max(pick.sampling.logprobs for pick in picks)
+    most = min(max(pick.sampling.logprobs for pick in picks), V)
     if most:
-        top = likeliest(spread.gap, min(most, V))
+        top = likeliest(spread.gap, most)
         ids = mx.concatenate([ids, top], axis=-1)
     values = -gather(spread.gap, ids) - mx.log(spread.total)
-    return Logprobs(slots, ids, values)
+    if most and free is not None:
+        top = likeliest(free.gap, most)
+        ids = mx.concatenate([ids, top], axis=-1)
+        unmasked = -gather(free.gap, top) - mx.log(free.total)
+        values = mx.concatenate([values, unmasked], axis=-1)
+    return Logprobs(slots, most, ids, values)
 
 
 # --- arrays -------------------------------------------------------------------------------------

@@ -334,7 +334,7 @@ class Words:
         The newest may lack its log probability for a moment.
         """
         known = len(self._tokens)
-        for token, (logprob, top) in zip(tokens[known:], logprobs[known:], strict=False):
+        for token, (logprob, top, _) in zip(tokens[known:], logprobs[known:], strict=False):
             before = self._tokens[-4:]
             piece = self._stream.push(token)
             others = [id for id, _ in top if id != token]

@@ -117,6 +117,7 @@ class Sender:
                 prompt="",
                 text="",
                 lengths=(),
+                glass=(),
                 client="",
                 origin=None,
                 error=request.error and "error",

@@ -48,6 +48,13 @@ KEYS = (
         "fire a burst: prompts of different lengths, all at once",
         1,
     ),
+    Key(
+        "j",
+        "j",
+        "command('/json')",
+        "JSON",
+        "ask for JSON of a schema; s shows token by token what is forbidden (✗)",
+    ),
     Key("space", "space", "pause", "Pause", "stop the engine between two steps; again: go on", 7),
     Key("s", "s", "command('/step')", "Step", "run one step, then pause", 9),
     Key(
@@ -282,6 +289,10 @@ WORDS = (
     ("p50, p95", "half of all, or 95 in 100, took no longer than this."),
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),
     ("makespan", "from the first arrival to the last token of all, without interruptions."),
+    (
+        "✗ ✓",
+        "with a grammar: the newest token (100% if it was forced), and what the model would have said. ✗: forbidden.",
+    ),
     (
         "commands",
         "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64  /help  /quit",

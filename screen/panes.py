@@ -18,6 +18,7 @@ from itertools import groupby, zip_longest
 
 from rich.cells import cell_len
 from rich.segment import Segment
+from rich.style import Style
 from textual.strip import Strip
 
 from parts.api.views import RanksView, RequestView, SlotView, StepView
@@ -326,7 +327,23 @@ def draw_stream(state: State, p: Palette, width: int, height: int, slot: int) ->
     for kind, text in marked(clean(request.text) + ("" if request.reason else "▏")):
         colour = colour_of(p, kind)
         lines += [Pen().put(line, colour).line for line in wrap(text, width - 1)]
-    return [pen.line, *(lines[-(height - 1) :] if height > 1 else [])]
+    # Of the newest token alone: back in time there is none
+    glass = draw_glass(request, p, width) if state.cursor is None and height > 2 else []
+    room = height - 1 - len(glass)
+    return [pen.line, *(lines[-room:] if room > 0 else []), *glass]
+
+
+def draw_glass(request: RequestView, p: Palette, width: int) -> list[Line]:
+    """JSON under glass: the likeliest tokens for the newest place, the forbidden struck through."""
+    pen = Pen()
+    for text, probability, is_allowed in request.glass:
+        said = clean(repr(text)[1:-1])
+        words = f"{'✓' if is_allowed else '✗'}{said} {probability:.0%}"
+        if pen.width + cell_len(words) + 2 > width:
+            break
+        how = p.accent if is_allowed else Style(color=p.muted, strike=True)
+        pen.put(words, how).put("  ")
+    return [pen.line] if pen.line else []
 
 
 def colour_of(p: Palette, kind: str) -> str:

@@ -229,6 +229,8 @@ class RemoteRoom(Room):
             "seed": ask.seed,
             "stream": True,
         }
+        if ask.schema:
+            wish["guided_json"] = ask.schema
         chat = {"messages": [{"role": "user", "content": ask.prompt}]}
         for route, prompt in (
             ("/v1/chat/completions", chat),
@@ -299,7 +301,7 @@ def told(frame: wire.Frame) -> wire.Frame:
 def with_ask(request: RequestView) -> RequestView:
     """The wire makes a list of a prompt that was fired from the other end's own screen."""
     match request.origin:
-        case [str(), _, _, _]:
+        case [str(), _, _, _, _]:
             return replace(request, origin=Ask(*request.origin))
     return request
 

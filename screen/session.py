@@ -28,7 +28,7 @@ from parts.api.views import RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
 from sched import POLICIES
 from screen.ink import clean, count, number, shorten, span
-from screen.room import RIVALS, Ask, EngineRoom
+from screen.room import RIVALS, SCHEMA, Ask, EngineRoom
 from screen.runs import FIGURES, Contest
 from screen.state import State, asked, client_of, compare, life_in, prompt_of, verdict
 from screen.totals import words
@@ -126,6 +126,12 @@ class Session:
             return f"{count(many, 'prompt')} fired"
         self.room.slow(SLOW, True)
         return "slowly: + faster, 0 full speed"
+
+    def _do_json(self, rest: str) -> str:
+        """Ask for JSON of a schema: with this prompt, or with one of ours."""
+        ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
+        self.room.fire([ask._replace(schema=SCHEMA)])
+        return "JSON of a schema is asked for: what is marked ✗ it may not say"
 
     def _do_race(self, rest: str) -> None:
         """A burst of this size under the policies that are named: /race 12 static serial. /race

@@ -27,10 +27,11 @@ from sched import Request
 
 class TokenLogprob(NamedTuple):
     """What the model thought of a token: its log probability, and the most likely tokens with
-    theirs."""
+    theirs. With a grammar, the tokens that it forbids count for nothing."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+    free: tuple[tuple[int, float], ...] = ()  # what the grammar has changed: the top without it
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ class Handle:
             "lengths": tuple(self.lengths),
             "reason": r.finish_reason,
             "error": self.error,
+            "glass": self._glass(),
         }
         return RequestView(
             r.id,
@@ -177,6 +179,24 @@ class Handle:
             **said,
         )
 
+    def _glass(self) -> tuple[tuple[str, float, bool], ...]:
+        """The newest token, and the likeliest others, had there been no grammar."""
+        count = min(len(self.logprobs), len(self.tokens))
+        if self.grammar is None or not count or self.finish_reason:
+            return ()
+        newest = self.logprobs[count - 1]
+        allowed = {id for id, value in newest.top if value > -math.inf}
+        before = list(self.tokens[max(0, count - 5) : count - 1])
+        token = self.tokens[count - 1]
+        others = [(id, value) for id, value in newest.free if id != token]
+        ids = [token, *(id for id, _ in others)]
+        values = [newest.logprob, *(value for _, value in others)]
+        seen = []
+        texts = self._engine.text.after(before, ids)
+        for text, id, value in zip(texts, ids, values, strict=True):
+            seen.append((text, math.exp(value), id == token or id in allowed))
+        return tuple(seen)
+
     def take(self, token: int, now: float, logprob: TokenLogprob | None) -> str | None:
         """Take a token from commit; says why the answer ends with it, or None."""
         if token < 0:
@@ -187,7 +207,11 @@ class Handle:
         self.times.append(now)
         if logprob is not None:
             self.logprobs.append(
-                TokenLogprob(logprob.logprob, logprob.top[: self.sampling.logprobs])
+                TokenLogprob(
+                    logprob.logprob,
+                    logprob.top[: self.sampling.logprobs],
+                    logprob.free[: self.sampling.logprobs],
+                )
             )
         if token in self._ends:
             self.flush()

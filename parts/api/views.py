@@ -99,6 +99,9 @@ class RequestView:
     lengths: tuple[int, ...] = ()  # so many characters of the text came with each token
     reason: str | None = None
     error: str | None = None
+    # With a grammar: the newest token, and its probability among those that were allowed. Then the
+    # likeliest others, had there been no grammar: each with its probability, and whether allowed
+    glass: tuple[tuple[str, float, bool], ...] = ()
 
 
 @dataclass(frozen=True)
