@@ -744,7 +744,7 @@ def write_record(args: argparse.Namespace, session: Session) -> None:
         "command": command_of(args),
         "version": program.version(),
         "processor": program.processor(),
-        "model": program.name_of(session.state.model),
+        "model": program.name_of(session.state.model).partition(" @ ")[0],
         "engine": engine.summary if engine else "",
     }
 
@@ -773,6 +773,8 @@ def command_of(args: argparse.Namespace) -> str:
         words += ["--policy", args.policy]
     if args.script:
         words += ["--script", args.script]
+    if args.watch:
+        words += ["--watch", "URL"]
     return shlex.join([*words, "--record", "run.json"])
 
 

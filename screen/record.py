@@ -94,6 +94,8 @@ def run_of(
     numbers = {request.id: number for number, request in enumerate(requests, start=1)}
     first = columns[0].view.step
     began = min([columns[0].view.began, *(request.arrived for request in requests)])
+    # Who asked is a number: an address is nobody else's business
+    clients = {client: f"client {i + 1}" for i, client in enumerate(clients_of(requests))}
     clocked, moment = on_clock(columns, costs)
     answers = [request.text.encode() for request in requests]
     limits = state.view.engine.limits
@@ -104,7 +106,13 @@ def run_of(
         "steps": [renumbered(column.view, numbers, first, began) for column in columns],
         # When each step began and ended on the clock that interruptions do not reach
         "clock": [(column.began, column.ended) for column in clocked],
-        "requests": [shortened(request, numbers[request.id], began) for request in requests],
+        "requests": [
+            replace(
+                shortened(request, numbers[request.id], began),
+                client=clients.get(request.client, ""),
+            )
+            for request in requests
+        ],
         "arrivals": [moment(request.arrived) for request in requests],  # on the same clock
         "asked": [max_tokens_of(request, limits) for request in requests],
         "ids": [ids(request) for request in requests],
@@ -129,6 +137,11 @@ def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float
         began=step.began - began,
         ended=step.ended - began,
     )
+
+
+def clients_of(requests: Sequence[RequestView]) -> list[str]:
+    """Each client once, in the order in which they came; those without a name are none."""
+    return [client for client in dict.fromkeys(r.client for r in requests) if client]
 
 
 def shortened(request: RequestView, number: int, began: float) -> RequestView:

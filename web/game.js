@@ -151,6 +151,7 @@ export class Game {
     this.time = 0; // how far the clock on the page is, in seconds of the hand
     this.line = "";
     this.find("table").hidden = true;
+    this.find("line").hidden = false;
     this.find("bench").hidden = false;
     this.cutAt(CUTS[1]);
   }
@@ -234,6 +235,7 @@ export class Game {
     });
     this.find("rows").replaceChildren(...lines);
     this.find("table").hidden = false;
+    this.find("line").hidden = true;
     this.draw();
   }
 

@@ -54,7 +54,9 @@ def wishes_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Wis
         # Of a prompt whose tokens are not known, the length is; its tokens are like no other's
         prompt = run["ids"][i] or [-1 - i] * metrics["prompt_tokens"]
         tokens = metrics["output_tokens"]
-        out.append(Wish(tuple(prompt), run["asked"][i] or tokens, tokens, run["arrivals"][i]))
+        most = run["asked"][i] or tokens
+        client = request.get("client", "")
+        out.append(Wish(tuple(prompt), most, tokens, run["arrivals"][i], client))
     return out
 
 

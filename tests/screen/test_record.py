@@ -15,6 +15,7 @@ from screen import record
 from screen.state import prompt_of
 from web import simulate
 
+PRICE = {"step": 0.01, "row": 0.0, "token": 0.001}
 ABOUT = {"command": "python tui.py", "model": "words"}
 
 
@@ -125,7 +126,8 @@ def test_the_scheduler_plans_again_what_was_recorded(policy, hurry):
 def test_a_recording_names_no_client_and_tells_no_error():
     """An error's words may hold a path, and the origin of a request at the door is an address."""
     stage = Stage().load()
-    stage.engine.submit(stage.engine.text.ask("words"), Sampling(max_tokens=9), origin="10.9.8.7")
+    ids = stage.engine.text.ask("words")
+    stage.engine.submit(ids, Sampling(max_tokens=9), origin="10.9.8.7", client="10.9.8.7")
     stage.session.obey("/burst 2")
     stage.turns(2)
     failed = next(iter(stage.state.requests.values()))
@@ -134,6 +136,24 @@ def test_a_recording_names_no_client_and_tells_no_error():
     told = json.dumps(recording)
     assert "10.9.8.7" not in told and "/home/ada" not in told
     assert requests_of(recording)[0]["error"] == "error"
+    assert [r["client"] for r in requests_of(recording)] == ["client 1", "", ""]
+
+
+def test_a_recording_of_fair_still_knows_who_is_who():
+    """Else its plans could not be made again."""
+    stage = Stage(policy="fair", slots=2).load()
+    for number in range(12):
+        ids = stage.engine.text.ask(f"prompt {number}")
+        stage.engine.submit(ids, Sampling(max_tokens=9), client="ab"[number in (7, 9)])
+    recording = recorded(stage.finish())
+    run = recording["runs"][0]
+    limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
+    wishes = simulate.wishes_of(run, recording["fields"])
+    wishes = [wish._replace(prompt=(i,) * len(wish.prompt)) for i, wish in enumerate(wishes)]
+    played = simulate.play(Scheduler(**limits, policy="fair"), wishes, PRICE)
+    admitted = [r for step in played["steps"] for _, r in step["admitted"]]
+    assert admitted == [r for step in steps_of(recording) for _, r in step["admitted"]]
+    assert admitted != sorted(admitted)
 
 
 def test_a_recording_is_bounded(monkeypatch):
@@ -176,3 +196,7 @@ def test_the_command_of_a_recording_names_no_folder_and_no_key(tmp_path):
     options = ["--model", str(folder), "--seed", "3", "--api-key", "hush", "--script", "race12"]
     command = tui.command_of(tui.parse_arguments(options))
     assert command == "python tui.py --model model --seed 3 --script race12 --record run.json"
+    watching = tui.command_of(
+        tui.parse_arguments(["--watch", "http://10.9.8.7:80", "--key", "eye"])
+    )
+    assert watching == "python tui.py --watch URL --record run.json"
