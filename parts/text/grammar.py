@@ -16,8 +16,8 @@ When is the mask of step N+1 known? As soon as the token of step N is. Run-ahead
 before that. So the engine starts the forward pass first, which needs no mask, and asks for the mask
 when it has read the token (`Engine._run` in `nanobatch.py`).
 
-What this file keeps. A grammar is made in the thread of the caller that submits the request, never
-in the thread that steps. What it may take is bounded: the size of its text (`parts/api/settings.py`),
+What this file keeps. A grammar is made while the caller that submits the request waits for it, and
+never by the thread that steps. What it may take is bounded: the size of its text (`parts/api/settings.py`),
 and below the library's work for it, as a whole and for each token. A grammar that cannot be made is
 a ValueError of one line. One that fails later ends its own request.
 
@@ -30,7 +30,8 @@ import json
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cache, cached_property
+from queue import SimpleQueue
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -53,9 +54,6 @@ SECONDS = 5.0  # so long the making of a grammar may take
 AT_ONCE = 2  # so many may be made at a time
 # Between the parts of JSON. Without a bound, a model that likes spaces would write nothing else.
 SPACE = r"[ ]|\n[ \t]{0,40}"
-
-starting = threading.Lock()  # the size of new threads' stacks is Python's as a whole
-makers = threading.Semaphore(AT_ONCE)
 
 
 class Grammar:
@@ -109,7 +107,7 @@ class Grammars:
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
         """`source`: as `Sampling.grammar` has it."""
         try:
-            return in_a_thread_of_its_own(lambda: self._make(source))
+            return in_a_maker(lambda: self._make(source))
         except ValueError as error:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
         except BaseException as error:  # a panic in the library's Rust is no Exception
@@ -164,32 +162,44 @@ def reason(error: str) -> str:
     return " ".join([lines[0], *said])
 
 
-def in_a_thread_of_its_own(function: Callable[[], Any]) -> Any:
-    """Call a function in a thread with a large stack, and wait for it, but not for long.
+def in_a_maker(function: Callable[[], Any]) -> Any:
+    """Call a function in one of the threads that make grammars, and wait for it, but not for long.
 
-    A grammar of 3,000 rules, each of which needs the next one, ends the process in a usual stack.
-    And the library cannot be interrupted: a `multipleOf` may keep it busy for half a
-    minute. So the caller is told after `SECONDS`, and few such threads may go on at a time.
+    The library cannot be interrupted, and a `multipleOf` may keep it busy for half a minute.
     """
     result: Future = Future()
-
-    def call() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:
-            result.set_exception(error)
-        finally:
-            makers.release()
-
-    if not makers.acquire(timeout=SECONDS):
-        raise ValueError("others take too long to be made; try later")
-    with starting:
-        usual = threading.stack_size(STACK)
-        try:
-            threading.Thread(target=call, name="grammar", daemon=True).start()
-        finally:
-            threading.stack_size(usual)
+    makers().put((function, result))
     try:
         return result.result(SECONDS)
     except TimeoutError:
+        if result.cancel():  # it has not begun
+            raise ValueError("others take too long to be made; try later") from None
         raise ValueError(f"it takes longer than {SECONDS:.0f} s to be made; simplify it") from None
+
+
+@cache
+def makers() -> SimpleQueue:
+    """What is put here is made by one of two threads with large stacks.
+
+    A grammar of 3,000 rules, each of which needs the next one, ends the process in a usual stack.
+    And they stay: each new thread may be given memory of its own, which the next one does not use.
+    """
+    jobs: SimpleQueue = SimpleQueue()
+    usual = threading.stack_size(STACK)  # of all threads that are started from here on
+    try:
+        for _ in range(AT_ONCE):
+            threading.Thread(target=make, args=(jobs,), name="grammar", daemon=True).start()
+    finally:
+        threading.stack_size(usual)
+    return jobs
+
+
+def make(jobs: SimpleQueue) -> None:
+    while True:
+        function, result = jobs.get()
+        if result.set_running_or_notify_cancel():
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+        del function, result  # else they would be kept until the next one comes
