@@ -241,8 +241,17 @@ class Shape:
         """Add an item. `name`: of the function that it calls."""
         self._kind = kind
         self._text = []
-        self._items.append(self._item("in_progress", name))
-        said = self._event("output_item.added", **self._place("output_index"), item=self._items[-1])
+        own = f"{self._own}_{len(self._items)}"
+        if kind == "arguments":
+            item = {"type": "function_call", "id": f"fc_{own}", "call_id": new_id(), "name": name}
+            item["arguments"] = ""
+        elif kind == "thought":
+            item = {"type": "reasoning", "id": f"rs_{own}", "summary": [], "content": []}
+        else:
+            item = {"type": "message", "id": f"msg_{own}", "role": "assistant", "content": []}
+        item["status"] = "in_progress"
+        self._items.append(item)
+        said = self._event("output_item.added", **self._place("output_index"), item=item)
         if kind in TEXT_EVENTS:
             said += self._tell_part("added")
         return said
@@ -251,31 +260,16 @@ class Shape:
         if not self._kind:
             return b""
         text = "".join(self._text)
+        item = self._items[-1]
         if self._kind in TEXT_EVENTS:
             said = self._tell("done", text=text) + self._tell_part("done")
+            grown = {"content": [self._content()]}
         else:
-            said = self._tell("done", arguments=text, name=self._items[-1]["name"])
-        item = self._item(status, self._items[-1].get("name"), self._items[-1])
-        self._items[-1] = item
+            said = self._tell("done", arguments=text, name=item["name"])
+            grown = {"arguments": text}
+        item = self._items[-1] = item | grown | {"status": status}
         self._kind = ""
         return said + self._event("output_item.done", **self._place("output_index"), item=item)
-
-    def _item(self, status: str, name: str | None, before: dict | None = None) -> dict:
-        """The open item as it is now. `before`: as it was, with its ids."""
-        number = len(self._items) - (before is not None)
-        text = "".join(self._text)
-        if self._kind == "arguments":
-            ids = {"id": f"fc_{self._own}_{number}", "call_id": new_id()}
-            if before:
-                ids = {"id": before["id"], "call_id": before["call_id"]}
-            called = {"type": "function_call", "name": name, "arguments": text}
-            return ids | called | {"status": status}
-        content = [self._content()] if before else []
-        if self._kind == "thought":
-            own = {"id": f"rs_{self._own}_{number}", "type": "reasoning", "summary": []}
-            return own | {"content": content, "status": status}
-        own = {"id": f"msg_{self._own}_{number}", "type": "message", "role": "assistant"}
-        return own | {"content": content, "status": status}
 
     def _content(self) -> dict:
         text = {"type": TEXT_EVENTS[self._kind], "text": "".join(self._text)}

@@ -184,6 +184,7 @@ SPEECH = Speech(THOUGHTS[0], HERMES)
         ("<tool_call>no JSON</tool_call>", [("answer", "<tool_call>no JSON</tool_call>")]),
         ('<tool_call>{"name": 5}</tool_call>', [("answer", '<tool_call>{"name": 5}</tool_call>')]),
         ("<tool_call>\n", [("answer", "<tool_call>\n")]),
+        ("a \n<tool_call> b", [("answer", "a \n<tool_call> b")]),
         (
             '<tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call></tool_call>',
             [("call", "add", {}), ("answer", "</tool_call>")],
@@ -224,6 +225,9 @@ def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_has_given():
 def test_a_prompt_that_ends_with_a_mark_has_begun_the_thought():
     assert SPEECH.is_thinking("<|assistant|>\n<think>\n")
     assert not SPEECH.is_thinking("<|assistant|>\n<think>\n\n</think>\n\n")
+    parser = SPEECH.parser(is_thinking=True)
+    parser.push("It is late.</think> Good night.")
+    assert parser.thought == len("It is late.</think>")
     parts = apart("It is late.\n</think>\n\nGood night.", SPEECH, is_thinking=True)
     assert parts == [("thought", "It is late."), ("answer", "Good night.")]
 
