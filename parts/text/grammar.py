@@ -107,7 +107,8 @@ class Grammars:
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
         """`source`: as `Sampling.grammar` has it."""
         try:
-            return in_a_maker(lambda: self._make(source))
+            tokenizer = self._tokenizer  # made once; this time is not the grammar's
+            return in_a_maker(lambda: self._make(source, tokenizer))
         except ValueError as error:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
         except BaseException as error:  # a panic in the library's Rust is no Exception
@@ -115,12 +116,12 @@ class Grammars:
                 raise
             raise ValueError(f"grammar: the library failed ({one_line(error, 300)})") from None
 
-    def _make(self, source: Mapping[str, Any]) -> Grammar:
+    def _make(self, source: Mapping[str, Any], tokenizer: Any) -> Grammar:
         """With its first mask: what is wrong shows there at the latest, and it takes longest."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(**LIMITS)
-        matcher = LLMatcher(self._tokenizer, compiled(source), log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, compiled(source), log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():

@@ -305,3 +305,22 @@ def test_a_grammar_that_fails_later_says_so(grammars):
     grammar = make(grammars, choice=["yes", "no"])
     with pytest.raises(RuntimeError, match="the grammar cannot go on"):
         grammar.accept(ord("q"))
+
+
+def test_the_models_tokens_are_read_once_and_not_on_a_grammars_time(monkeypatch):
+    """With 152,000 tokens on a busy machine that took six seconds, and the grammar was blamed."""
+    tokenizer = make_tokenizer()
+    slow = Grammars(tokenizer, V, ENDS)
+    read = Grammars._tokenizer.func
+    monkeypatch.setattr(grammar_file, "SECONDS", 0.5)
+    times = []
+
+    def wait(self):
+        times.append(time.sleep(0.7))
+        return read(self)
+
+    patched = type(Grammars._tokenizer)(wait)
+    patched.__set_name__(Grammars, "_tokenizer")
+    monkeypatch.setattr(Grammars, "_tokenizer", patched)
+    assert make(slow, choice=["yes"]).mask() == make(slow, choice=["yes"]).mask()
+    assert len(times) == 1
