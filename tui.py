@@ -37,6 +37,7 @@ from parts import program  # isort: split
 import argparse
 import asyncio
 import logging
+import math
 import os
 import re
 import shlex
@@ -44,9 +45,10 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -113,6 +115,12 @@ SHEETS |= {
 SHEETS |= {"step": partial(panes.draw_step, whole=True), "why": waterfall.draw_why}
 # While something runs, they are painted less often
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
+# On a small screen, the pane in which is seen what a command does; a prompt's is its answer
+BRINGS = {"/pause": "step", "/step": "step", "/resume": "timeline", "/burst": "timeline"}
+# Before anything has been asked, these pages are empty
+EMPTY = ("open", "sheet('totals')", "sheet('clients')", "sheet('errors')")
+EARLY = ("q", "b", "d", "ctrl+p")  # keys that act at once while the model loads
+ALWAYS = ("ctrl+c", "ctrl+q", "ctrl+z")
 # Commands that the screen itself obeys
 ASIDE = {"/help": "sheet('help')", "/quit": "quit", "/exit": "quit"}
 
@@ -135,7 +143,8 @@ class Sheet(ModalScreen):
     """One pane over all the others. A key of another page opens that one; `i`, `/` and `e` lead to
     the prompt box."""
 
-    SCROLLS = (("up", -1), ("down", 1), ("pageup", -10), ("pagedown", 10))
+    SCROLLS = (("up", -1), ("down", 1))
+    PAGES = (("pageup", -1), ("pagedown", 1), ("home", -1000), ("end", 1000))
     BINDINGS = (
         Binding("escape,enter", "dismiss", show=False),
         Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
@@ -145,6 +154,7 @@ class Sheet(ModalScreen):
             if k.action in keys.ON_A_SHEET
         ),
         *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
+        *(Binding(key, f"page({by})", show=False) for key, by in PAGES),
         *(Binding(key, f"lead({by})", show=False) for key, by in (("left", -1), ("right", 1))),
         Binding("tab", "mark", show=False),
     )
@@ -171,6 +181,10 @@ class Sheet(ModalScreen):
             self.app.state.browse(by)
         else:
             self.top += by
+
+    def action_page(self, by: int) -> None:
+        """By as many lines as are in sight; the last of them is then the first."""
+        self.top += by * max(1, self.size.height - 3)
 
     def action_lead(self, by: int) -> None:
         """From a request to the one whose first token came next sooner, or next later."""
@@ -202,7 +216,8 @@ class Screen(App):
     Sheet Pane { width: 100%; height: 100%; }
     #status, #keys { background: $foreground 10%; }
     #prompt, #mark, #settings { background: $surface; color: $foreground; }
-    #prompt { border: none; height: 1; padding: 0; &:focus { border: none; background-tint: $foreground 0%; } }
+    #prompt { border: none; height: 1; padding: 0; color: $foreground 60%; }
+    #prompt:focus { border: none; background-tint: $foreground 0%; color: $foreground; }
     ToastRack { margin-bottom: 2; }
     Toast { width: 46; }
     """
@@ -224,6 +239,8 @@ class Screen(App):
         self._script, self._screenshot = script, screenshot
         self._looks = self._faults = self._told = 0
         self._tracebacks = Tracebacks(self.state)
+        self._kept: list[events.Key] = []  # pressed while the model loads
+        self._misread = -math.inf  # when a letter was pressed last that was meant as text
         self.palette, self.prompt = DARK, Prompt()
 
     # --- panes
@@ -289,6 +306,7 @@ class Screen(App):
             self.place(self.size)
         if view.stage == "ready" != before.stage:
             self.prompt.put(self.state.prompts[0][0])  # an example to fire
+            self.press_kept()
         for fault in self.state.faults[self._faults :]:
             self.notify(fault.message, severity="error", markup=False)
             if fault.prompt and not self.prompt.value:
@@ -309,6 +327,7 @@ class Screen(App):
 
     def note_focus(self, focused: Widget | None) -> None:
         self.state.typing = focused is not None
+        self.state.has_typed |= self.state.typing
         self.paint()
 
     def say(self, message: str) -> None:
@@ -331,6 +350,60 @@ class Screen(App):
             yield SystemCommand(
                 f"{key.label} ({key.show})", key.help, lambda key=key: self.run_action(key.action)
             )
+
+    # --- keys that are not obeyed at once
+
+    async def on_event(self, event: events.Event) -> None:
+        """All keys come through here first."""
+        is_new = isinstance(event, events.Key) and not event.is_forwarded
+        on_main = len(self.screen_stack) == 1
+        if not (is_new and on_main and (self.keeps(event) or self.is_text(event))):
+            await super().on_event(event)
+
+    def keeps(self, event: events.Key) -> bool:
+        """While the model loads, keys are kept for the screen that comes. Those in `EARLY` act at
+        once, unless they are letters of a prompt."""
+        if self.state.view.stage != "loading" or event.key in ALWAYS:
+            return False
+        is_typing = any(kept.key in ("i", "slash") for kept in self._kept)
+        if event.key in EARLY and not is_typing:
+            return False
+        # Enter, if it was pressed before the terminal was ours
+        if event.key == "ctrl+j":
+            event = events.Key("enter", "\r")
+        self._kept.append(event)
+        self.state.kept += event.character if event.is_printable else f" {event.key} "
+        self.paint()
+        return True
+
+    def press_kept(self) -> None:
+        for event in self._kept:
+            self.post_message(events.Key(event.key, event.character))
+        self._kept.clear()
+
+    def is_text(self, event: events.Key) -> bool:
+        """Was this key meant as text, though the prompt box has not got the keyboard?
+
+        So are letters that are no keys, and at the start the keys that would do nothing yet. What
+        follows within a second belongs to the same words.
+        """
+        state, now = self.state, time.monotonic()
+        if self.focused or state.view.stage != "ready":
+            return False
+        is_rest = now - self._misread < 1 and (event.is_printable or event.key == "enter")
+        actions = [key.action for key in keys.KEYS if event.key in key.keys.split(",")]
+        is_letter = event.is_printable and event.character.isalpha()
+        is_idle = not (self.session.room.posted or state.view.door or state.view.watches)
+        is_first = is_letter and (not actions or (is_idle and actions[0] in EMPTY))
+        if is_rest or is_first:
+            self._misread = now
+            if not is_rest:
+                self.notify(
+                    f"{event.character} is not typed: letters are keys here. "
+                    "Press i to type a prompt, ? for the keys.",
+                    markup=False,
+                )
+        return is_rest or is_first
 
     # --- actions
 
@@ -368,6 +441,16 @@ class Screen(App):
             self.prompt.value = ""
         self.prompt.screen.set_focus(None)
 
+    def action_complete(self) -> None:
+        """What is in the box, made longer as far as only one thing can be meant."""
+        found = keys.completions(self.prompt.value)
+        if found:
+            first, last = min(found), max(found)
+            alike = sum(takewhile(bool, map(str.__eq__, first, last)))
+            self.prompt.put(first[:alike])
+        if len(found) > 1:
+            self.say(" ".join(line.split()[-1] for line in found))
+
     async def action_fire(self) -> None:
         if self.prompt.value:
             await self.prompt.action_submit()
@@ -379,6 +462,8 @@ class Screen(App):
         if line and self.action_command(line):  # a wrong command stays in the box
             self.prompt.value = ""
             self.action_leave()
+            if not line.startswith("/"):
+                self.bring("streams")
 
     def action_command(self, line: str) -> bool:
         """Do what a line says, or tell the user what is wrong with it; False then."""
@@ -390,6 +475,7 @@ class Screen(App):
         except ValueError as error:
             self.notify(str(error), severity="error", markup=False)
             return False
+        self.bring(BRINGS.get(line.partition(" ")[0], self.state.lower))
         if line.startswith(("/race", "/compare")):
             self.action_sheet("contest")
         elif line.startswith("/why"):
@@ -475,7 +561,16 @@ class Screen(App):
         )
         now = self.state.lower if self.state.lower in panes else panes[0]
         self.state.lower = panes[(panes.index(now) + 1) % len(panes)]
+        self.state.has_chosen = True
         self.place(self.size)
+
+    def bring(self, pane: str) -> None:
+        """Where panes take turns, show this one, unless the user has chosen with `v`."""
+        state = self.state
+        is_free = not state.has_chosen and state.view.stage == "ready"
+        if is_free and pane != state.lower and not is_wide(*self.size):
+            state.lower = pane
+            self.place(self.size)
 
     def action_open(self) -> None:
         """The newest request that has ended."""

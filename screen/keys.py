@@ -19,6 +19,35 @@ from screen.ink import Line, Palette, Pen, entry, heading, wrap
 from screen.room import RIVALS
 from screen.state import State
 
+# Every command, with what may stand behind it
+COMMANDS = {
+    "burst": "8",
+    "json": "Tell me about a fox.",
+    "race": "12 static serial",
+    "compare": "fair",
+    "why": "p95",
+    "policy": "static",
+    "load": "2",
+    "cancel": "7",
+    "pause": "",
+    "resume": "",
+    "step": "10",
+    "slow": "8",
+    "set": "temperature=0.8 max=64",
+    "help": "",
+    "quit": "",
+}
+ARGUMENTS = {
+    "policy": POLICIES,
+    "compare": POLICIES,
+    "race": (*POLICIES, "last"),
+    "cancel": ("all",),
+    "slow": ("off",),
+    "load": ("off",),
+    "why": ("p50", "p95", "p99"),
+    "set": ("temperature=", "max=", "seed=", "burst=", "rate="),
+}
+
 
 class Key(NamedTuple):
     keys: str  # as Textual names them
@@ -37,7 +66,7 @@ KEYS = (
         "/",
         "prompt('/')",
         "Command",
-        "type a command; the last line of this page names some",
+        "type a command; tab completes, and the end of this page names them all",
     ),
     Key("enter", "enter", "fire", "Fire", "fire the prompt that is in the box, or type one", 10),
     Key(
@@ -149,7 +178,14 @@ KEYS = (
         "other charts: why batching pays, waits; on a small screen other panes, too",
         8,
     ),
-    Key("f", "f", "open", "Requests", "requests that have ended: read and copy them", 10),
+    Key(
+        "f",
+        "f",
+        "open",
+        "Finished",
+        "finished requests, the newest first: figures, steps, prompt, text; y copies",
+        10,
+    ),
     Key(
         "w",
         "w",
@@ -294,8 +330,12 @@ WORDS = (
         "with a grammar: the newest token (100% if it was forced), and what the model would have said. ✗: forbidden.",
     ),
     (
+        "demo",
+        "the model in the repository. It adds up to 99; what is larger comes out wrong, and nothing is broken.",
+    ),
+    (
         "commands",
-        "in the prompt box: /burst 8  /policy static  /load 2  /cancel 7  /set temperature=0.8 max=64  /help  /quit",
+        f"in the prompt box: {'  '.join(f'/{name} {rest}'.strip() for name, rest in COMMANDS.items())}",
     ),
 )
 
@@ -307,7 +347,7 @@ def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
         keys = [key for key in keys if key.action not in OF_THE_ENGINE]
     ways = {}  # the keys that lead out of where the engine is come first
     if state.view.paused:
-        ways = {"pause": ("Go on", 1), "command('/step')": ("Step", 1)}
+        ways = {"pause": ("Go on", 1), "command('/step')": ("Step", 1), "view": ("View", 2)}
     elif state.view.slow:
         ways = {
             "command('/slow off')": ("Full speed", 1),
@@ -353,3 +393,17 @@ def draw_help(state: State, p: Palette, width: int, height: int) -> list[Line]:
     for name, text in (*WORDS, *((name, f"a policy: {what}") for name, what in POLICIES.items())):
         lines += entry(p, width, name, text, names=13)
     return lines
+
+
+def completions(line: str) -> list[str]:
+    """Every line that begins like this one: commands, and the words that may stand behind some."""
+    if not line.startswith("/"):
+        return []
+    name, blank, rest = line.removeprefix("/").partition(" ")
+    if not blank:
+        found = [f"/{command}" for command in COMMANDS if command.startswith(name)]
+        return [f"{found[0]} "] if len(found) == 1 and COMMANDS[found[0][1:]] else found
+    before, _, last = rest.rpartition(" ")
+    words = [word for word in ARGUMENTS.get(name, ()) if word.startswith(last)]
+    start = f"/{name} {before} " if before else f"/{name} "
+    return [start + word for word in words]

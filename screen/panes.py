@@ -46,6 +46,12 @@ from screen.timeline import Column, useful_of
 from screen.totals import CLOCK, Period, explained, table, words
 
 TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
+FIRST = (  # what stands in the timeline before the first step
+    "b fires a burst of prompts; i types a prompt, and Enter fires it.",
+    "The answers come in a pane of their own: v leads to it, and to others.",
+    "space stops the engine, s takes one step: then read that step's plan.",
+    "? explains every key and every word.",
+)
 
 
 def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
@@ -297,11 +303,14 @@ def draw_timeline(state: State, p: Palette, width: int, height: int) -> list[Lin
     rare = (ink.UNSEEN,) if any(column.unseen for column in columns) else ()
     kinds = legend(p, *rare, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.GHOST, ink.EMPTY)
     lines = [heading(p, width, "Timeline", f"useful {useful_of(columns):.0f} %", kinds)]
+    hints = [] if columns else [f"{hint} " for hint in FIRST if cell_len(hint) < width - 5]
     for slot in fit_slots(state, height - 2):
         pen = Pen().put(
             f"{slot:>3} ", p.text if slot == state.selected else p.muted, do=f"select({slot})"
         )
         draw_cells(pen, p, columns, slot, cursor)
+        if hints:
+            pen.put(hints.pop(0), p.text)
         lines.append(pen.put(ink.GLYPHS[ink.EMPTY] * (width - pen.width), p.faint).line)
     if cursor is not None:
         label = f" step {state.cursor:,}  End: follow "
@@ -646,6 +655,8 @@ def draw_loading(state: State, p: Palette, width: int, height: int) -> list[Line
     say(last, p.text, "✗ " if view.stage == "failed" else "… ")
     if state.said:
         say(f"{state.said}; they wait for the model", p.accent, "  ")
+    if state.kept and not view.error:
+        say(f"kept until then: {state.kept}", p.accent, "  ")
     if state.printed and not view.error:
         say(state.printed, p.muted, "  ")
     if view.door and not view.error:
@@ -664,17 +675,27 @@ def draw_small(state: State, p: Palette, width: int, height: int) -> list[Line]:
 
 
 def draw_mark(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    return [Pen().put(" ❯", p.accent, True).line]
+    return [Pen().put(" ❯", p.accent if state.typing else p.faint, state.typing).line]
 
 
 def draw_settings(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    """How the next prompt is fired; for a while after a key, what the key has done."""
+    """How the next prompt is fired; before the first, which key leads into the box. For a while
+    after a key, what the key has done."""
     s = state.settings
-    text = f"temp {s.temperature:g} · max {s.max_tokens:,} tok · seed {'–' if s.seed is None else s.seed}"
-    text = shorten(state.said or text, width - 2)
-    return [
-        Pen()
-        .to(width - 1 - cell_len(text))
-        .put(text, p.accent if state.said else p.muted, do="settings")
-        .line
-    ]
+    first = "" if state.has_typed else "press i to type"
+    seed = "–" if s.seed is None else s.seed
+    parts = [f"temp {s.temperature:g}", f"max {s.max_tokens:,} tok", f"seed {seed}"]
+    if state.said:
+        first, parts = shorten(state.said, width - 2), []
+    left = width - 2 - cell_len(first)
+    texts = []  # as many of them as find room
+    for part in parts:
+        blank = " · " if first or texts else ""
+        left -= cell_len(blank + part)
+        if left < 0:
+            break
+        texts.append(blank + part)
+    words = "".join(texts)
+    pen = Pen().to(width - 1 - cell_len(first + words))
+    pen.put(first, p.accent, not state.said, "settings" if state.said else "prompt")
+    return [pen.put(words, p.muted, do="settings").line]

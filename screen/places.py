@@ -18,7 +18,7 @@ from textual.geometry import Region
 # Of charts
 STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",), "waits": ("queue", "waits")}
 # The panes that take turns if room is short
-LOWER = ("timeline", *STACKS, "streams", "step", "clients")
+LOWER = ("timeline", "streams", "step", *STACKS, "clients")
 
 
 def arrange(

@@ -106,7 +106,8 @@ class Session:
         ValueError if it is wrong."""
         if not line.startswith("/") or line.startswith("//"):
             self.room.fire([self.state.settings.ask(line.removeprefix("/"))])
-            return ""
+            is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
+            return "the demo adds up to 99 only" if is_beyond else ""
         name, _, rest = line.removeprefix("/").partition(" ")
         command = getattr(self, f"_do_{name}", None)
         if command is None:

@@ -64,6 +64,9 @@ class State:
     # A request, and what came of it by replay; or why there is no replay
     replayed: tuple[int, list[Outcome] | str] | None = None
     typing: bool = False  # the prompt box has the keyboard
+    has_typed: bool = False  # it has had the keyboard
+    kept: str = ""  # what was pressed while the model loads, as it is shown
+    has_chosen: bool = False  # which pane is shown where room is short; else it follows the keys
     said: str = ""  # what the last command answered; shown for a while
     woke: int = 0  # index of the first step of the latest busy period
     # Busy periods, the newest last

@@ -128,11 +128,18 @@ NEWLINE = "␊"  # stands for a newline in the prompt box, which has one line
 class Prompt(Input):
     """The prompt box. A prompt that could not be fired comes back into it."""
 
-    BINDINGS = (Binding("escape", "app.leave", show=False),)
+    BINDINGS = (
+        Binding("escape", "app.leave", show=False),
+        Binding("tab", "app.complete", show=False),
+    )
 
     def __init__(self) -> None:
         super().__init__(
-            "", "i: type a prompt; Enter fires it", id="prompt", compact=True, select_on_focus=False
+            "",
+            "press i to type a prompt; Enter fires it",
+            id="prompt",
+            compact=True,
+            select_on_focus=False,
         )
         self.cursor_blink = False
 

@@ -125,9 +125,22 @@ class Text:
         An unfit template is refused, since its model knows no other form of a question.
         An empty prompt has no tokens, not even BOS, so the engine refuses it.
         """
+        if prompt:
+            self._check_known(prompt)
         if self._source is not None and prompt and not raw:
             return self.encode_chat([{"role": "user", "content": prompt}])
         return self.encode(prompt) if prompt else []
+
+    def _check_known(self, prompt: str) -> None:
+        """A prompt of which nothing is left would still get an answer, which has nothing to do with
+        it."""
+        unknown = getattr(self.tokenizer.model, "unk_token", None)
+        none = unknown and self.tokenizer.token_to_id(unknown)
+        if all(token == none for token in self._ids(prompt, False)):
+            raise ValueError(
+                f"the model's tokenizer knows no character of {shown(prompt)}; "
+                "write it in a language that the model has read"
+            )
 
     def encode(self, text: str) -> list[int]:
         """A plain text, with BOS if the tokenizer adds it by itself, and with one BOS if the text

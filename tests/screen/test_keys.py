@@ -396,9 +396,13 @@ def test_a_step_pane_that_is_cut_says_so_and_can_be_opened():
 @at_every_size
 def test_requests_that_have_ended_can_be_read_and_copied(size):
     async def scenario(it):
+        it.stage.session.obey("one")
+        await it.turns(2)
         await it.press("f")
         assert "Nothing has ended yet" in it.text()
-        await it.press("escape", "b", turns=400)
+        await it.press("escape", "X", turns=2)
+        del it.stage.state.ended[:]
+        await it.press("b", turns=400)
         assert len(it.stage.state.ended) == 12
         await it.press("f")
         assert "Esc back" in it.text().split("\n")[0]
@@ -536,6 +540,8 @@ def test_i_and_slash_lead_from_every_page_to_the_prompt_box(page):
     """The box behind the page took all keys from then on, and Esc did not lead back."""
 
     async def scenario(it):
+        it.stage.session.obey("one")
+        await it.turns(2)
         await it.press(page, "i", *"hi there", "enter", turns=2)
         assert it.app.screen is it.app.screen_stack[0] and it.app.focused is None
         assert "hi there" in [
@@ -674,7 +680,7 @@ def test_the_screen_can_be_left_in_every_state(key, state):
             "paused": ["b", "space"],
             "help": ["question_mark"],
             "contest": ["r"],
-            "requests": ["f"],
+            "requests": ["b", "f"],
         }
         if state != "loading":
             await it.press(*keys.get(state, []), turns=3)
@@ -830,3 +836,106 @@ def test_an_exported_picture_keeps_its_blanks_in_every_viewer():
         assert "&#160;" not in svg and "\xa0" not in svg and re.search(r">[^<]*  \S", svg)
 
     show(scenario)
+
+
+def test_text_that_is_typed_at_the_start_opens_no_page_and_says_where_to_type():
+    """`hello there` and Enter opened the clients, then wrote into the settings."""
+
+    async def scenario(it):
+        assert "press i to type" in it.text()
+        await it.press(*"hello there", "enter")
+        assert "Slots" in it.text() and it.stage.engine.sched.submitted == 0
+        assert it.app.focused is None and not it.stage.state.view.load
+        await it.sees("Press i to type a prompt")
+        it.app._misread = -1  # a second later
+        await it.press("i", *"hello there", "enter", turns=2)
+        assert it.stage.prompt(1) == "hello there"
+        assert "temp 0" in it.text() and "press i to type · temp" not in it.text()
+        await it.press("h")
+        assert "Clients" in it.text().split("\n")[0]
+
+    show(scenario, size=(120, 40))
+
+
+def test_keys_that_are_pressed_while_the_model_loads_are_kept():
+    async def scenario(it):
+        await it.pilot.press("i", *"quiz", "ctrl+j")
+        assert "kept until then: iquiz" in it.text()
+        it.stage.room.load()
+        it.app.look()
+        await it.turns(2)
+        await it.turns(2)
+        assert it.stage.prompt(1) == "quiz" and it.app.focused is None
+
+    show(scenario, load=False)
+
+
+def test_tab_completes_commands_and_what_may_stand_behind_them():
+    async def scenario(it):
+        for typed, becomes in (
+            ("/po", "/policy "),
+            ("/policy st", "/policy static"),
+            ("/race static ser", "/race static serial"),
+            ("/p", "/p"),
+            ("/set te", "/set temperature="),
+            ("/nonsense", "/nonsense"),
+            ("a prompt", "a prompt"),
+        ):
+            it.app.prompt.put(typed)
+            await it.press("i", "tab", turns=0)
+            assert it.app.prompt.value == becomes and it.app.focused is it.app.prompt
+            await it.press("escape", turns=0)
+        it.app.prompt.put("/p")
+        await it.press("i", "tab", turns=0)
+        assert "/policy /pause" in it.text()
+
+    show(scenario)
+
+
+def test_the_help_names_every_command():
+    stage = Stage().load()
+    obeyed = {name.removeprefix("_do_") for name in dir(stage.session) if name.startswith("_do_")}
+    assert obeyed | {"quit"} == set(keys.COMMANDS)
+    assert set(keys.ARGUMENTS) < set(keys.COMMANDS)
+    for name, rest in keys.COMMANDS.items():
+        if name not in ("help", "quit", "compare", "why", "cancel"):
+            stage.session.obey(f"/{name} {rest}".strip())
+
+
+def test_a_page_of_help_down_is_as_many_lines_as_are_in_sight():
+    async def scenario(it):
+        await it.press("question_mark")
+        last = it.text().splitlines()[-2]
+        await it.press("pagedown")
+        assert last in it.text().splitlines()[1:3]
+        await it.press("end")
+        assert "more line" not in it.text() and "commands" in it.text() + last
+        await it.press("home")
+        assert last == it.text().splitlines()[-2]
+
+    show(scenario)
+
+
+def test_a_small_screen_shows_what_was_asked_for_until_the_user_chooses():
+    """At 80x24 there was no answer and no plan in sight before `v` was found."""
+
+    async def scenario(it):
+        assert "b fires a burst" in it.text() and "v leads to it" in it.text()
+        await it.press("i", *"quiz", "enter", turns=30)
+        assert "Answers" in it.text() and "slot 0 r1" in it.text()
+        await it.press("space", "s", turns=2)
+        assert "admitted" in it.text() and "v View" in it.text()
+        await it.press("space", turns=2)
+        assert "Timeline" in it.text()
+        await it.press("v", "space", turns=2)
+        assert "Answers" in it.text() and "admitted" not in it.text()
+
+    show(scenario)
+
+
+def test_the_demo_says_how_far_it_adds():
+    stage = Stage().load()
+    stage.state.model = "demo"
+    assert "up to 99" in stage.session.obey("What is 250 + 3?")
+    assert stage.session.obey("What is 25 + 3?") == ""
+    assert any("up to 99" in text for _, text in keys.WORDS)

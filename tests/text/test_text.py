@@ -720,3 +720,13 @@ def test_a_request_whose_token_cannot_be_decoded_ends_alone_with_an_error(parts,
         while not closed.tokens:
             engine.step()
     assert closed.finish_reason == "cancelled"
+
+
+def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused_in_one_line(tmp_path):
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "fox": 1}, unk_token="<unk>"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    text = Text(tmp_path, 2)
+    assert text.ask("fox") == [1]
+    with pytest.raises(ValueError, match="knows no character of '你好'") as caught:
+        text.ask("你好")
+    assert "\n" not in str(caught.value)
