@@ -111,6 +111,11 @@ export class RequestsView {
     this.answer = null;
   }
 
+  // Does the list lack a request? It is filled before it is seen, so that nothing below it moves.
+  get isStale() {
+    return this.list.children.length !== this.#numbers().length;
+  }
+
   // Of a server, the newest requests; of a recording, all.
   #numbers() {
     const all = new Set(this.player.lanes.flatMap((lane) => [...lane.requests.keys()]));

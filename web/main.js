@@ -118,8 +118,8 @@ export class Page {
     const { player } = this;
     const range = { from: player.start, to: player.end };
     for (const view of this.views) view.draw(range);
-    if (this.inSight.has($("step"))) this.step.draw();
-    if (this.inSight.has($("all"))) this.requests.draw();
+    if (this.inSight.has($("step")) || !this.step.shown) this.step.draw();
+    if (this.inSight.has($("all")) || this.requests.isStale) this.requests.draw();
     this.requests.drawDetail();
     const runs = player.playing || player.follows;
     write($("play"), runs ? "Pause" : player.window ? "Live" : player.now >= player.end ? "Play again" : "Play");

@@ -147,6 +147,18 @@ def test_nothing_is_wider_than_the_screen(opens, viewport, scheme):
     assert (sum(map(int, paper[4:-1].split(","))) < 200) == (scheme == "dark")
 
 
+def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):
+    """The list of requests was filled when it came in sight, and what stood below it jumped."""
+    tab = opens(DEMO)
+    until(tab, "nanobatch.player.now > 0.02")
+    tab.evaluate("nanobatch.player.pause()")
+    height = tab.evaluate("document.documentElement.scrollHeight")
+    tab.locator("#run").scroll_into_view_if_needed()
+    tab.locator("#h-all").scroll_into_view_if_needed()
+    until(tab, "nanobatch.inSight.size > 0")
+    assert tab.evaluate("document.documentElement.scrollHeight") == height
+
+
 def test_who_wants_no_motion_sees_the_whole_run_at_rest(opens):
     tab = opens(DEMO, reduced_motion="reduce")
     until(tab, "document.querySelector('[data-verdict]').textContent")
