@@ -312,6 +312,10 @@ WORDS = (
         "clock",
         "the engine's. Its seconds beyond those of undisturbed steps are interruptions: other programs ran.",
     ),
+    (
+        "others",
+        "other programs take so many of the cores, and none is idle: slow steps are theirs, not the engine's.",
+    ),
     ("batch size", "how many slots did useful work at a time."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),
     (

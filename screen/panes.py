@@ -87,6 +87,11 @@ def what_is_done(view: View) -> str:
     return f"{sign} slow: {view.slow:g} steps/s" if view.slow else f"{sign} {word}"
 
 
+def others_of(view: View) -> str:
+    """That other programs take the cores, so that a slow step is not thought to be the engine's."""
+    return f"others: {view.others:.1f} of {view.cores} cores" if view.others else ""
+
+
 def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]:
     view, engine, door = state.view, state.view.engine, state.view.door
     doing = what_is_done(view)
@@ -113,6 +118,7 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
             False,
             "",
         ),
+        (others_of(view) if view.busy and not state.past else "", p.bad, True, ""),
         (f"{state.finished:,} ended", p.text, False, "open"),
         (asking, p.text, False, "sheet('clients')"),
         ("" if state.past else f"step {newest_step:,}", p.muted, False, ""),

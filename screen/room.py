@@ -38,6 +38,7 @@ from parts.api.settings import Sampling
 from parts.api.views import Snapshot
 from sched import POLICIES
 from screen.ink import clean
+from screen.machine import Others
 
 DRAIN_S = 20.0  # at the end, what clients have asked may go on so long
 
@@ -166,6 +167,8 @@ class View(NamedTuple):
     model: str = ""  # its name, if it is elsewhere
     life: int = 0  # changes when a view begins anew: another process has other numbers
     gone_s: float | None = None  # since then the other end is gone
+    others: float = 0.0  # cores that other programs take, while none is idle
+    cores: int = 0  # that this process may use
 
     @property
     def busy(self) -> bool:
@@ -282,6 +285,7 @@ class EngineRoom(Room):
             threading.Thread(target=self._begin, name="loader", daemon=True),
         )
         self.own: dict[int, Handle] = {}
+        self.others = Others()
         self._dice, self._next_arrival = random.Random(0), 0.0
         self._slow_once = False  # slow motion ends with what runs now
         self._crowd: Sequence[Read] = ()  # the steady load picks from these
@@ -364,6 +368,7 @@ class EngineRoom(Room):
             return known
         snapshot = self.engine.snapshot(since.engine if since else None)
         moves = {"paused": loop.paused, "stepping": loop.stepping, "slow": loop.slow}
+        moves |= {"others": self.others.look(), "cores": self.others.cores}
         return known._replace(racing=bool(self._race), engine=snapshot, **moves)
 
     def _between(self) -> float | None:

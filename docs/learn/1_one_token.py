@@ -36,7 +36,7 @@ to 99. It is small, so a step takes milliseconds, and anyone can see whether its
 
 import time
 
-from board import Timeline, launch, load, rate, show_answers
+from board import Timeline, launch, load, price, show_answers
 
 from kv import Slab, Window
 from llama import forward
@@ -88,7 +88,7 @@ def main() -> None:
     print(f" all  {total:>15}  to read {length} tokens and write {len(answer)}")
 
     show_answers(TEXT, [PROMPT], [answer])
-    timeline.show(f"One token a step, without a cache: {rate(len(answer), seconds)}")
+    timeline.show(f"One token a step, without a cache: {price(len(answer), total, seconds)}")
     print(f"""
 Question: the last step computed {len(ids) - 1} tokens. The step before had computed all of them but
 one. Norms, projections and the MLP treat each token by itself. So for what are the old tokens

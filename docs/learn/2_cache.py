@@ -33,7 +33,7 @@ import time
 from statistics import median
 from typing import NamedTuple
 
-from board import Timeline, launch, load, rate, show_answers
+from board import Timeline, launch, load, price, show_answers
 
 from kv import Slab, Window
 from llama import forward
@@ -122,8 +122,10 @@ def main() -> None:
     show_costs(plain, cached)
     count = len(plain.tokens)
     show_answers(TEXT, [PROMPT], [plain.tokens])
-    before.show(f"One token a step, without a cache: {rate(count, sum(plain.ms) / 1000)}")
-    after.show(f"One token a step, with a cache: {rate(count, sum(cached.ms) / 1000)}")
+    many = price(count, sum(plain.computed), sum(plain.ms) / 1000)
+    few = price(count, sum(cached.computed), sum(cached.ms) / 1000)
+    before.show(f"One token a step, without a cache: {many}")
+    after.show(f"One token a step, with a cache: {few}")
     print("""
 Question: the rows of this story stay in the slab. The next request would begin at row 0 and write
 over the first few. Why does it do no harm that the others are still there?

@@ -134,8 +134,7 @@ def main() -> None:
         seconds = time.perf_counter() - began
         answers = [sequence.answer for sequence in sequences]
         written = sum(len(answer) for answer in answers)
-        steps = len(timeline.steps)
-        took = f"{steps} steps: {rate(written, seconds)}"
+        took = rate(written, len(timeline.steps), seconds)
         timeline.show(f"{slots} at a time, {took}, {timeline.useful:.0f} % useful")
         needed = sum(sequence.length - 1 for sequence in sequences)  # the last one never goes in
         wasted = computed - needed

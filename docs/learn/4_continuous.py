@@ -160,8 +160,7 @@ def main() -> None:
         answers = serve(policy, timeline)
         seconds = time.perf_counter() - began
         written = sum(len(answer) for answer in answers)
-        steps = len(timeline.steps)
-        took = f"{steps} steps: {rate(written, seconds)}"
+        took = rate(written, len(timeline.steps), seconds)
         timeline.show(f"{policy}, {took}, {timeline.useful:.0f} % useful")
     show_answers(TEXT, PROMPTS, answers)
     print("""

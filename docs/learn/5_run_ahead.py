@@ -151,7 +151,7 @@ def serve(chunk: int, runs_ahead: bool, title: str) -> list[Request]:
             requests.append(engine.submit(ids))
     seconds = time.perf_counter() - began
     written = sum(request.committed for request in requests)
-    took = rate(written, seconds)
+    took = rate(written, len(engine.timeline.steps), seconds)
     engine.timeline.show(f"{title}: {took}; a step computes {engine.most} tokens at most")
     return requests
 

@@ -112,5 +112,10 @@ def show_answers(text: Text, prompts: Sequence[str], answers: Sequence[Sequence[
         print(f"     {answer}  [{len(tokens)} tokens]")
 
 
-def rate(tokens: int, seconds: float) -> str:
-    return f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s"
+def rate(tokens: int, steps: int, seconds: float) -> str:
+    """Steps come first: they are the same on every machine, however busy. The seconds are not."""
+    return f"{steps} steps for {tokens} tokens, {tokens / steps:.1f} a step ({seconds:.2f} s)"
+
+
+def price(tokens: int, computed: int, seconds: float) -> str:
+    return f"{computed} tokens computed for {tokens} ({seconds:.2f} s)"

@@ -62,7 +62,7 @@ SCREEN = """
     remote trace
     timeline
     room
-    ink places
+    ink places machine
 """
 SCREEN_MAY_IMPORT = "parts/api/* parts/text/speech door/journal door/wire sched"
 WITHOUT_MLX = "sched prefix parts/api/* door/* screen/* serve tui parts/checks parts/files parts/program parts/text/*"

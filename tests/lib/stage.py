@@ -5,6 +5,7 @@ import os
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from words import Clock, word_engine
@@ -29,6 +30,7 @@ class Stage:
         self.time = Clock()
         self.room = EngineRoom(lambda report, clock: self._load(report, clock, options))
         self.room.clock = Stopwatch(self.time)
+        self.room.others = SimpleNamespace(look=lambda: 0.0, cores=2)  # this machine may be busy
         self.state = State("words", settings=Settings(burst=12), prompts=prompts)
         self.session = Session(self.room, self.state)
 

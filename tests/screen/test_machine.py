@@ -1,0 +1,93 @@
+"""What other programs take of the cores is said, and only that."""
+
+from pathlib import Path
+
+import pytest
+from stage import Stage, at_every_size, like_golden, plain
+
+from screen import ink, panes
+from screen.machine import IDLE, LEAST, Others, Worked, counted, my_cores
+
+STAT = """cpu  1000 0 0 9999 0 0 0 0 0 0
+cpu0 100 20 30 800 50 4 3 2 0 0
+cpu1 200 0 0 600 0 0 0 0 0 0
+cpu12 500 0 0 0 0 0 0 0 0 0
+intr 12345
+"""
+
+
+class Machine:
+    """A machine of so many cores, on which a second passes when a test says so."""
+
+    def __init__(self, cores: int, counts: bool = True):
+        self.now = self.mine = self.busy = self.idle = 0.0
+        self.counts = counts
+        self.load = 0.0
+        self.others = Others(self.read, lambda: self.now, lambda: self.mine, lambda: self.load)
+        self.others.cores = cores
+
+    def read(self, cores: set[int]) -> Worked | None:
+        return Worked(self.busy, self.idle) if self.counts else None
+
+    def second(self, own: float, others: float) -> float:
+        self.now += 1
+        self.mine += own
+        self.busy += own + others
+        self.idle += self.others.cores - own - others
+        return self.others.look()
+
+
+def test_the_seconds_of_the_cores_that_this_process_may_use_are_added_up():
+    assert counted(STAT, {0, 1}, 100) == Worked(3.59, 14.5)
+    assert counted(STAT, {12}, 100) == Worked(5, 0)
+    assert counted(STAT, {7}, 100) is None and counted("", {0}, 100) is None
+    zeros = "cpu0 0 0 0 0 0 0 0 0 0 0\n"  # a sandbox that does not count
+    assert counted(zeros, {0}, 100) is None
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="looks at /proc")
+def test_this_machine_is_read():
+    others = Others()
+    assert others.cores == len(my_cores()) > 0
+    assert others.look() == 0.0, "a second has not passed yet"
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_the_engine_works_itself_is_never_called_others(counts):
+    machine = Machine(4, counts)
+    for second in range(300):
+        machine.load = 4 * (1 - 0.98**second)  # all of it is this process's own
+        assert machine.second(own=4, others=0) == 0.0
+
+
+def test_other_programs_count_where_no_core_is_idle():
+    machine = Machine(2)
+    assert machine.second(own=1.2, others=0.8) == pytest.approx(0.8)
+    assert machine.second(own=0.4, others=1.6) == pytest.approx(1.6)
+    assert machine.second(own=0.4, others=1.6 - 2 * IDLE) == 0.0, "a core was idle"
+    assert machine.second(own=1.9, others=2 * LEAST - 0.42) == 0.0, "every system does so much"
+    machine.now += 0.5
+    assert machine.others.look() == 0.0, "between two seconds nothing is read"
+
+
+def test_without_a_count_of_the_system_its_load_average_stands_in():
+    machine = Machine(2, counts=False)
+    machine.load = 3.0
+    assert machine.second(own=0.5, others=0) == 2.0, "no more than there are"
+    machine.load = 0.3
+    assert machine.second(own=0.5, others=0) == 0.0
+
+
+@at_every_size
+def test_the_header_says_that_other_programs_take_the_cores(size):
+    """ "219 ms = build 170" blamed the engine."""
+    stage = Stage().load()
+    stage.session.obey("/burst 20")
+    stage.turns(70)
+    before = plain(panes.draw_status(stage.state, ink.DARK, size[0], 1))
+    stage.state.view = stage.state.view._replace(others=1.58, cores=2)
+    (line,) = plain(panes.draw_status(stage.state, ink.DARK, size[0], 1))
+    assert "others: 1.6 of 2 cores" in line and "others" not in before[0]
+    like_golden(f"others-{size[0]}x{size[1]}", line)
+    stage.finish()
+    assert "others" not in plain(panes.draw_status(stage.state, ink.DARK, 200, 1))[0]
