@@ -55,7 +55,7 @@ from parts.model.layers import Model
 from parts.model.load import ModelReader
 from parts.ranks.meet import join
 from parts.text.tokens import Text
-from sampling import PENALTY_CONTEXT, Logprobs, Memory, Pick, choose
+from sampling import PENALTY_CONTEXT, Logprobs, Pick, SlotState, choose
 from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
 
 __all__ = [
@@ -87,9 +87,9 @@ class Prefill(NamedTuple):
 class Order(NamedTuple):
     """A plan without its requests: numbers and sampling settings.
 
-    Together with the slab and each slot's newest tokens (`Memory` keeps 20 of them for a penalty),
-    an order decides the result. So other ranks can run it, too, and the same orders give the same
-    bits.
+    Together with the slab and each slot's newest tokens (`SlotState` keeps 20 of them for a
+    penalty), an order decides the result. So other ranks can run it, too, and the same orders give
+    the same bits.
     """
 
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
@@ -132,7 +132,7 @@ class Order(NamedTuple):
 def pick_of(slot: int, request: Request, handle: Handle) -> Pick:
     """How the token is chosen that a plan has just counted for this request."""
     index = request.planned - 1
-    # Later tokens are known to the device, which remembers them itself (`Memory.add`).
+    # Later tokens are known to the device, which remembers them itself (`SlotState.add`).
     recent: tuple[int, ...] = ()
     if index == 0 and handle.sampling.repetition_penalty != 1:
         recent = request.prompt[-PENALTY_CONTEXT:]
@@ -198,7 +198,7 @@ class Runner:
         self.slab = None  # let the old one go before a new one is made
         self.slab = Slab(*self._shape, self.model.dtype)
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
-        self._memory = Memory(self.slab.slots, self.model.config.V)
+        self._slot_state = SlotState(self.slab.slots, self.model.config.V)
 
     def warm_up(self) -> None:
         """Run a prompt of one token, and the next token. What comes first is slow."""
@@ -236,7 +236,7 @@ class Runner:
         emitted, logprobs = self._choose(begun, masks or {})
         emitted = self.ranks.first(emitted)  # those of rank 0, on every rank
         self._newest = mx.where(emitted >= 0, emitted, self._newest)
-        self._enqueue(emitted, self._newest, self._memory.recent, logprobs)
+        self._enqueue(emitted, self._newest, self._slot_state.recent, logprobs)
         took = begun.took + self.clock() - resumed
         return Flight(
             tokens=emitted,
@@ -307,7 +307,7 @@ class Runner:
             return emitted, []
         picks = [begun.order.picks[slot] for slot in begun.slots]
         logits = mx.concatenate(begun.logits)
-        tokens, logprobs = choose(logits, picks, self._memory, masks)
+        tokens, logprobs = choose(logits, picks, self._slot_state, masks)
         emitted[mx.array(begun.slots)] = tokens
         return emitted, logprobs
 
@@ -391,7 +391,9 @@ def unpack(numbers: Sequence[int]) -> Order:
 Report = Callable[[str], None]  # is told what is done
 
 
-def read(model: str, dtype: str, report: Report, options: Mapping[str, Any]) -> tuple[Model, Text]:
+def open_model(
+    model: str, dtype: str, report: Report, options: Mapping[str, Any]
+) -> tuple[Model, Text]:
     """A folder becomes a model, or this rank's share of it. If the slab would not fit beside it,
     nothing is read."""
     report(f"finding {model}")
@@ -486,7 +488,7 @@ class Engine:
 
         `report` is told what is being done.
         """
-        weights, text = read(str(model), dtype, report or (lambda stage: None), options)
+        weights, text = open_model(str(model), dtype, report or (lambda stage: None), options)
         return cls(weights, text, **options)
 
     # --- plan -> run -> commit

@@ -63,7 +63,7 @@ class Pick(NamedTuple):
 def choose(
     logits: mx.array,  # (n, V)
     picks: Sequence[Pick],
-    memory: Memory,
+    state: SlotState,
     masks: Mapping[int, bytes] = MappingProxyType({}),
 ) -> tuple[mx.array, list[Logprobs]]:  # (n,)
     """A token for each pick, and the log probabilities for requests that have `logprobs`.
@@ -71,7 +71,7 @@ def choose(
     `logits`: one row for each pick. If a row is not finite, its token is -1.
     `masks`: by slot, the tokens that a grammar allows. What follows knows no other.
     """
-    memory.begin(picks)
+    state.begin(picks)
     groups = defaultdict(list)
     for row, pick in enumerate(picks):
         has_logprobs = pick.sampling.logprobs is not None
@@ -85,9 +85,9 @@ def choose(
         x = logits if len(groups) == 1 else logits[mx.array(rows)]
         unmasked = x
         if has_mask:
-            x = x + memory.mask([masks[pick.slot] for pick in members])
+            x = x + state.mask([masks[pick.slot] for pick in members])
         if group != "greedy":
-            x = edit(x.astype(mx.float32), members, memory)
+            x = edit(x.astype(mx.float32), members, state)
             spread = Spread.of(x)
         if group in ("greedy", "edited"):
             best, ids = argmax(x)
@@ -106,12 +106,13 @@ def choose(
     tokens = mx.concatenate(tokens)  # (n, 1), in the order of the groups
     if order != sorted(order):
         tokens = tokens[mx.argsort(mx.array(order))]
-    memory.add(picks, tokens)
+    state.add(picks, tokens)
     return tokens[:, 0], logprobs
 
 
-class Memory:
-    """The part of a request's past that stays on the device, slot by slot."""
+class SlotState:
+    """What sampling keeps on the device from step to step, slot by slot: newest tokens and
+    biases."""
 
     def __init__(self, slots: int, V: int):
         self.recent = mx.zeros((slots, PENALTY_CONTEXT), mx.int32)  # the newest token is the last
@@ -170,16 +171,16 @@ class Memory:
 def edit(
     x: mx.array,  # (n, V)
     picks: Sequence[Pick],
-    memory: Memory,
+    state: SlotState,
 ) -> mx.array:  # (n, V)
     """Add logit_bias, then make recent tokens less likely."""
     if any(pick.sampling.logit_bias for pick in picks):
-        biases = [memory.bias(pick) for pick in picks]
+        biases = [state.bias(pick) for pick in picks]
         x = x + mx.stack(biases)
     if has_penalty(picks):
         penalty = column([pick.sampling.repetition_penalty for pick in picks])
         slots = mx.array([pick.slot for pick in picks])
-        recent = memory.recent[slots]  # (n, 20)
+        recent = state.recent[slots]  # (n, 20)
         old = gather(x, recent)
         new = mx.where(old < 0, old * penalty, old / penalty)
         x = mx.put_along_axis(x, recent, new, axis=-1)

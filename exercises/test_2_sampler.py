@@ -35,7 +35,7 @@ import ask
 import sampling
 from parts.api.settings import Sampling
 from parts.device.mlx import mx
-from sampling import Memory, Pick, choose
+from sampling import Pick, SlotState, choose
 
 PROBABILITIES = (0.50, 0.30, 0.10, 0.06, 0.04)
 DRAWS = 1_000
@@ -48,7 +48,7 @@ def drawn(**options) -> set[int]:
     logits = mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251]))
     picks = [Pick(slot, Sampling(**options), seed=5, index=slot) for slot in range(DRAWS)]
     logits = mx.broadcast_to(logits, (DRAWS, 256))
-    return set(choose(logits, picks, Memory(DRAWS, 256))[0].tolist())
+    return set(choose(logits, picks, SlotState(DRAWS, 256))[0].tolist())
 
 
 @pytest.mark.parametrize("a, kept", [(0.0, 5), (0.2, 4), (0.3, 3), (0.5, 2), (1.0, 2)])
@@ -81,7 +81,7 @@ def test_a_neighbour_with_min_p_or_none_gets_its_own_filter():
     picks = [
         Pick(i, Sampling(temperature=1.0, **settings[i % 4]), seed=5, index=i) for i in range(DRAWS)
     ]
-    tokens = choose(logits, picks, Memory(DRAWS, 256))[0].tolist()
+    tokens = choose(logits, picks, SlotState(DRAWS, 256))[0].tolist()
     assert [set(tokens[i::4]) for i in range(4)] == [set(range(n)) for n in (3, 2, 5, 2)]
 
 

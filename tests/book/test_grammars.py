@@ -191,13 +191,13 @@ def test_with_a_grammar_the_forward_pass_starts_before_and_the_choice_waits(part
 def test_no_graph_grows_by_a_grammar_elsewhere(parts, monkeypatch):
     """Requests without one make the same calls of MLX as ever: their group has no mask."""
     asked = []
-    mask = nanobatch.Memory.mask
+    mask = nanobatch.SlotState.mask
 
     def counted(self, masks):
         asked.append(len(masks))
         return mask(self, masks)
 
-    monkeypatch.setattr(nanobatch.Memory, "mask", counted)
+    monkeypatch.setattr(nanobatch.SlotState, "mask", counted)
     with Engine(*parts, slots=4, max_len=64, chunk=32) as engine:
         engine.generate([[1], [2], [3]], PLAIN)
         assert asked == []

@@ -12,7 +12,7 @@ import sampling
 from nanobatch import Engine, Model, Sampling, Text
 from parts.device.mlx import mx
 from parts.model.load import read_model
-from sampling import Memory, Pick, choose, uniform
+from sampling import Pick, SlotState, choose, uniform
 
 DRAWS = 20_000
 V = 272
@@ -91,7 +91,9 @@ def test_over_twenty_thousand_draws_the_frequencies_are_those_of_mlx_lms_definit
     batch, asked = 500, Sampling(**options)
     for start in range(0, DRAWS, batch):
         picks = [Pick(slot, asked, seed=11, index=start + slot) for slot in range(batch)]
-        tokens, _ = choose(mx.broadcast_to(mx.array(logits), (batch, V)), picks, Memory(batch, V))
+        tokens, _ = choose(
+            mx.broadcast_to(mx.array(logits), (batch, V)), picks, SlotState(batch, V)
+        )
         counts += np.bincount(np.array(tokens), minlength=V)
     assert counts.sum() == DRAWS
     assert not counts[expected < 1e-12].any(), "a token came that should have been filtered"
@@ -183,7 +185,7 @@ def picks_of(kinds: list[str], at: int = 0) -> list[Pick]:
 
 def outcome(logits: np.ndarray, picks: list[Pick], slots: int = 32) -> dict[int, tuple]:
     """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
-    tokens, parts = choose(mx.array(logits), picks, Memory(slots, logits.shape[-1]))
+    tokens, parts = choose(mx.array(logits), picks, SlotState(slots, logits.shape[-1]))
     measured = {slot: (own, top) for part in parts for slot, own, top, _ in part.read()}
     found = {}
     for pick, token in zip(picks, tokens.tolist(), strict=True):
@@ -282,7 +284,7 @@ def test_among_equal_tokens_a_filter_keeps_those_with_the_lowest_ids(options, ke
     logits = np.full((200, V), -40, np.float32)
     logits[:, [2, 3, 66, 69]] = 1
     picks = [Pick(i, Sampling(temperature=1, **options), seed=1, index=i) for i in range(200)]
-    tokens, _ = choose(mx.array(logits), picks, Memory(200, V))
+    tokens, _ = choose(mx.array(logits), picks, SlotState(200, V))
     assert sorted(set(tokens.tolist())) == kept
 
 
@@ -358,13 +360,13 @@ def test_no_kind_of_sampling_sorts_a_large_vocabulary(monkeypatch):
 
 def test_a_bias_is_built_once_a_request_and_no_other_request_gets_it():
     """100,000 entries took a second in each step."""
-    memory, bias = Memory(2, V), {5: 1.0}
+    state, bias = SlotState(2, V), {5: 1.0}
     first, same, other = (Pick(0, Sampling(logit_bias=bias), 0, 0) for _ in range(3))
     same = same._replace(sampling=first.sampling, index=7)
-    built = memory.bias(first)
-    assert memory.bias(same) is built and built.tolist()[:7] == [0, 0, 0, 0, 0, 1, 0]
-    assert memory.bias(other) is not built
-    assert not memory.bias(Pick(0, Sampling(), 0, 0)).any()
+    built = state.bias(first)
+    assert state.bias(same) is built and built.tolist()[:7] == [0, 0, 0, 0, 0, 1, 0]
+    assert state.bias(other) is not built
+    assert not state.bias(Pick(0, Sampling(), 0, 0)).any()
 
 
 def test_requests_that_follow_each_other_in_a_slot_have_their_own_bias(parts):
