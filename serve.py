@@ -1,5 +1,5 @@
-"""The HTTP server, for programs that speak OpenAI's protocol. We call it the *door*, and an HTTP
-request a *visit*.
+"""The HTTP server, for programs that speak OpenAI's or Anthropic's protocols. We call it the
+*door*, and an HTTP request a *visit*.
 
     python serve.py --model demo
     curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Why batch?"}]}' \
@@ -38,7 +38,9 @@ from sched import POLICIES
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """A wrong value gets one line and exit code 2, before anything is loaded."""
-    parser = program.Parser("serve.py", description="Answer programs that speak OpenAI's protocol.")
+    parser = program.Parser(
+        "serve.py", description="Answer programs that speak OpenAI's or Anthropic's protocols."
+    )
     add = parser.add_argument
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add(

@@ -15,8 +15,8 @@ first. Until the model is loaded, clients get 503.
 The invariant: each request at the door ends with an answer, or with its client's hang-up, and frees
 its slots.
 
-Next: `bridge.py`, the way of one request; `openai.py`, what a body may ask for; `journal.py`, what
-is remembered of it.
+Next: `bridge.py`, the way of one request; `protocol.py`, what a body may ask for, in three
+protocols; `journal.py`, what is remembered of it.
 """
 
 from __future__ import annotations
