@@ -81,7 +81,7 @@ from screen.session import (
     run_plain,
     write_trace,
 )
-from screen.state import State
+from screen.state import State, verdict
 from screen.why import at_percent, place_of, ranked
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
 
@@ -184,7 +184,9 @@ class Sheet(ModalScreen):
             self.top += by
 
     def action_page(self, by: int) -> None:
-        """By as many lines as are in sight; the last of them is then the first."""
+        """By as many lines as are in sight; the last of them is then the first. The film of a race
+        has no pages, only an end."""
+        self.app.state.film = None
         self.top += by * max(1, self.size.height - 3)
 
     def action_lead(self, by: int) -> None:
@@ -233,6 +235,7 @@ class Screen(App):
     )
     AUTO_FOCUS = None  # letters are keys until the user wants to type
     LOOKS = 0.1  # seconds between two looks at the engine room
+    FILM = (4.0, 10.0)  # seconds for which the two legs of a race are shown, at least and at most
 
     def __init__(self, session: Session, script: str = "", screenshot: str | None = None):
         super().__init__()
@@ -240,6 +243,8 @@ class Screen(App):
         self._script, self._screenshot = script, screenshot
         self._looks = self._faults = self._told = 0
         self._tracebacks = Tracebacks(self.state)
+        self._raced = self.state.raced  # the race whose film has been begun
+        self._filmed = 0.0  # when the film was moved on last
         self._kept: list[events.Key] = []  # pressed while the model loads
         self._misread = -math.inf  # when a letter was pressed last that was meant as text
         self.palette, self.prompt = DARK, Prompt()
@@ -294,6 +299,7 @@ class Screen(App):
         """Without news nothing is painted; charts and the step are painted less often than the
         rest."""
         before = self.state.view
+        self.roll()
         for block in self.state.tracebacks[self._told :]:
             self.notify(
                 f"{block.partition(chr(10))[0]}; E shows where", severity="error", markup=False
@@ -314,6 +320,25 @@ class Screen(App):
                 self.prompt.put(fault.prompt)
         self._faults = len(self.state.faults)
         self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
+
+    def roll(self) -> None:
+        """A race that has ended is shown once more: both legs side by side, on one clock."""
+        state, now = self.state, time.monotonic()
+        raced = state.raced
+        if raced is not self._raced:
+            self._raced = raced
+            if raced and self.screen.name == "contest" and verdict(raced.runs):
+                state.contest = raced
+                state.film = 0.0
+        elif state.film is not None and raced:
+            longest = max(run.makespan for run in raced.runs)
+            least, most = self.FILM
+            speed = longest / min(max(longest, least), most)
+            state.film += speed * (now - self._filmed)
+            if state.film >= longest or self.screen.name != "contest":
+                state.film = None
+            self.paint()
+        self._filmed = now
 
     def paint(self, but: Sequence[str] = ()) -> None:
         if not self.screen_stack:  # a timer has run out while the program ends
@@ -477,6 +502,8 @@ class Screen(App):
             self.notify(str(error), severity="error", markup=False)
             return False
         self.bring(BRINGS.get(line.partition(" ")[0], self.state.lower))
+        if line == "/race last" and verdict(self.state.raced.runs):
+            self.state.film = 0.0
         if line.startswith(("/race", "/compare")):
             self.action_sheet("contest")
         elif line.startswith("/why"):
@@ -652,6 +679,7 @@ class Screen(App):
 
     async def take_picture(self, path: str) -> None:
         self.screen.set_focus(None)
+        self.state.film = None
         self.clear_notifications()
         self.state.said = ""
         self.look()

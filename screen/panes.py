@@ -40,8 +40,8 @@ from screen.ink import (
     wrap,
 )
 from screen.room import View
-from screen.runs import FIGURES, in_time
-from screen.state import State, client_of, prices, prompt_of, race, verdict
+from screen.runs import FIGURES, Run, answer_in, in_time, until
+from screen.state import NEXT, State, client_of, prices, prompt_of, race, verdict
 from screen.timeline import Column, useful_of
 from screen.totals import CLOCK, Period, explained, table, words
 
@@ -603,15 +603,19 @@ def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line
     contest = state.contest or (
         race(state) if state.view.racing or not state.raced else state.raced
     )
+    longest = max([run.makespan for run in contest.runs], default=0) or 1.0
+    is_film = state.film is not None and contest is state.raced
+    if is_film:
+        runs = [until(run, state.film) for run in contest.runs]
+        shown = (
+            f"Both legs on one clock: {state.film:.2f} of {longest:.2f} s. End leads to the result."
+        )
+        contest = contest._replace(runs=runs, note=shown)
     kinds = legend(p, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.EMPTY)
     widths = (22, 7, 11, 11, 11, 8, 8) if width >= 80 else (12, 7, 11, 11, 0, 9, 0)
     titles = aligned(("", *FIGURES), widths)
-    longest = max([run.makespan for run in contest.runs], default=0) or 1.0
-    words = [
-        Pen().put(f" {line}", p.text, True).line
-        for line in wrap(verdict(contest.runs), width - 2)
-        if line
-    ]
+    result = "" if is_film else verdict(contest.runs)
+    words = [Pen().put(f" {line}", p.text, True).line for line in wrap(result, width - 2) if line]
     words += [Pen().put(f" {line}", p.muted).line for line in wrap(contest.note, width - 2) if line]
     slots, room = len(state.view.engine.slots), (height - 7 - len(words)) // 2
     shown = fit_slots(state, max(1, room + 1))
@@ -631,12 +635,40 @@ def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line
         for slot in shown:
             pen = Pen().put(f"{slot:>3} ", p.muted)
             draw_cells(pen, p, columns, slot)
+            if run.how == NEXT:
+                pen.put(ink.GLYPHS[ink.EMPTY] * (width - 5), p.faint)
             lines.append(pen.line)
         if room > slots:
             lines.append([])
     half, whole = f"{longest / 2:.2f} s", f"{longest:.2f} s"
     middle, end = 4 + (width - 5) // 2 - len(half) // 2, width - 1 - len(whole)
-    return [*lines, axis(p, (4, "0 s"), (middle, half), (end, whole)), *words]
+    lines += [axis(p, (4, "0 s"), (middle, half), (end, whole)), *words]
+    return [*lines, *draw_answers(state, p, width, height - len(lines), contest.runs)]
+
+
+def draw_answers(
+    state: State, p: Palette, width: int, height: int, runs: Sequence[Run]
+) -> list[Line]:
+    """The runs of a race side by side: what each slot's request has answered so far, its end in
+    sight."""
+    runs = [run for run in runs if run.requests]
+    if height < 2 or not runs:
+        return []
+    wide = width // len(runs)
+    titles = [(i * wide + 1, f"answers, {run.policy}") for i, run in enumerate(runs)]
+    lines = [axis(p, *titles)]
+    for slot in fit_slots(state, height - 1):
+        pen = Pen()
+        for i, run in enumerate(runs):
+            pen.to(i * wide).put(f"{slot:>3} ", p.muted)
+            found = answer_in(run, slot)
+            if found:
+                number, text = found
+                pen.put(f"r{number:<3}", p.text, True)
+                room = (i + 1) * wide - pen.width - 2
+                pen.put((wrap(clean(text), room) or [""])[-1], p.text)
+        lines.append(pen.line)
+    return lines
 
 
 def draw_loading(state: State, p: Palette, width: int, height: int) -> list[Line]:

@@ -158,6 +158,7 @@ class View(NamedTuple):
     load: float = 0.0  # the steady load, requests a second
     racing: bool = False
     legs: tuple[Leg, ...] = ()
+    to_race: tuple[str, ...] = ()  # the policies of the legs that are still to come
     faults: tuple[Fault, ...] = ()
     heard: int = 0  # how many wishes have been fulfilled
     engine: Snapshot | None = None
@@ -511,7 +512,7 @@ class EngineRoom(Room):
                 list(policies),
                 snapshot.draining_to or snapshot.policy,
             )
-            self.note(legs=())
+            self.note(legs=(), to_race=tuple(policies))
 
     def _run_race(self) -> None:
         """When nothing runs or waits any more, a leg is over, and the next one begins."""
@@ -526,7 +527,7 @@ class EngineRoom(Room):
             self.engine.drain(policy)
             fired = tuple(self._fire(self._race))
             legs.append(Leg(policy, steps + 1, None, fired))
-        self.note(legs=tuple(legs))
+        self.note(legs=tuple(legs), to_race=tuple(self._legs_left))
         if not fired:
             self._end_race()
 

@@ -26,14 +26,14 @@ Where next: `state.py`, which compares and races; `panes.py`, which draws both.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView
 from sched import Plan, Request, Scheduler
-from screen.ink import number, span
+from screen.ink import DECODE, number, span
 from screen.timeline import Cell, Column, column, merge, useful_of
 
 FIGURES = ("steps", "makespan", "TTFT mean", "TTFT p95", "useful", "tok/s")
@@ -47,6 +47,8 @@ class Run(NamedTuple):
     columns: Sequence[Column]
     ttfts: Sequence[float]
     took: float = 0.0  # seconds on the engine's clock; 0 if simulated
+    # Of a race: by the number that a request has in `columns`
+    requests: Mapping[int, RequestView] = {}
 
     @property
     def makespan(self) -> float:
@@ -278,6 +280,35 @@ def as_it_came(request: RequestView, arrived: float, max_len: int) -> Request:
         client=request.client,
         prefilled=metrics.cached_tokens,
     )
+
+
+def until(run: Run, moment: float) -> Run:
+    """A run as far as it had come at a moment of its clock. Of a race: all requests came at 0."""
+    columns = run.columns[: bisect_right(run.columns, moment, key=lambda c: c.ended)]
+    ttfts = [ttft for ttft in run.ttfts if ttft <= moment]
+    return run._replace(columns=columns, ttfts=ttfts)
+
+
+def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
+    """The number and the text so far of the request that had this slot last; None: none had it."""
+    number = None
+    said = 0  # tokens of its answer
+    for step in reversed(run.columns):
+        kind, request = step.cells[slot]
+        if number is None:
+            number = request
+        elif request != number:
+            break
+        if number is None:
+            continue
+        stops = [stop for at, _, _, stop in step.view.prefill if at == slot]
+        known = run.requests.get(number)
+        is_first = known is not None and known.metrics.prompt_tokens in stops
+        said += kind == DECODE or is_first
+    if number not in run.requests:
+        return None
+    request = run.requests[number]
+    return number, request.text[: sum(request.lengths[:said])]
 
 
 def in_time(run: Run, width: int, longest: float) -> list[Column]:

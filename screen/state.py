@@ -61,6 +61,8 @@ class State:
     # The comparison, or the old race, that is shown; None: the race that runs
     contest: Contest | None = None
     raced: Contest | None = None  # the last race that has ended
+    # How far a race's two legs are shown, in seconds of their clock; None: to the end
+    film: float | None = None
     # A request, and what came of it by replay; or why there is no replay
     replayed: tuple[int, list[Outcome] | str] | None = None
     typing: bool = False  # the prompt box has the keyboard
@@ -110,6 +112,7 @@ class State:
         self.opened = None
         self.replayed = None
         self.contest = None
+        self.film = None
         self.selected = 0
         self.woke = 0
         self.refused = 0
@@ -501,15 +504,22 @@ def race(state: State) -> Contest:
         columns = renumbered(
             state.history[first:last], {request: i + 1 for i, request in enumerate(leg.requests)}
         )
-        requests = [state.requests[id] for id in leg.requests if id in state.requests]
+        known = {i + 1: state.requests.get(id) for i, id in enumerate(leg.requests)}
+        known = {number: request for number, request in known.items() if request}
+        requests = list(known.values())
         how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
-        runs.append(measured(leg.policy, columns, requests, costs, how))
+        run = measured(leg.policy, columns, requests, costs, how)
+        runs.append(run._replace(requests=known))
+    if legs and state.view.racing:
+        runs += [Run(policy, NEXT, [], []) for policy in state.view.to_race]
     size = f", {count(len(legs[0].requests), 'request')}" if legs else ""
-    title = f"Race: {' and '.join([leg.policy for leg in legs] or RIVALS)}{size}"
+    title = f"Race: {' and '.join([run.policy for run in runs] or RIVALS)}{size}"
     if state.view.paused:
         return Contest(title, runs, "Paused: space goes on.")
     if not runs:
         return asked(state, RIVALS)
+    if state.view.racing:
+        return Contest(title, runs, RACE_RUNS)
     took = "; ".join(f"{run.policy} {run.on_the_engines}" for run in runs)
     note = f"Each step counts as long as steps of its kind take undisturbed. On the engine's clock: {took}."
     return Contest(title, runs, note)
@@ -522,6 +532,8 @@ def asked(state: State, policies: Sequence[str]) -> Contest:
     return Contest(f"Race: {' and '.join(policies)}", [], RACE_WAITS if waits else RACE_BEGINS)
 
 
+RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
+NEXT = "runs next"
 RACE_WAITS = "The race begins when everything that runs now has ended."
 RACE_BEGINS = "The race begins."
 

@@ -1,18 +1,20 @@
 """Comparing policies: a race, a replay without a model, and what a busy machine does to both."""
 
 import re
+from itertools import pairwise
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import film
 import pytest
-from stage import Stage, disturb, plain, show
+from stage import Stage, at_every_size, disturb, like_golden, plain, show
 
 import ask
 import tui
 from nanobatch import Sampling
 from sched import POLICIES, Scheduler
 from screen import charts, ink, keys, panes, runs, state, timeline
+from screen.ink import DECODE
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -332,6 +334,7 @@ def test_the_last_race_can_be_opened_again():
         await it.press("r", turns=30)
         it.stage.finish()
         await it.turns()
+        await it.press("end", turns=0)
         before = plain(panes.draw_contest(it.stage.state, ink.DARK, 120, 40))
         await it.press("escape", "b", turns=300)
         it.stage.state.KEPT = 60  # so it is long ago, as far as the timeline knows
@@ -340,7 +343,9 @@ def test_the_last_race_can_be_opened_again():
         assert "Compare" in it.text()
         await it.press("escape")
         assert "Slots" in it.text()
-        await it.press("R")
+        await it.press("R", turns=0)
+        assert it.stage.state.film is not None
+        await it.press("end", turns=0)
         assert plain(panes.draw_contest(it.stage.state, ink.DARK, 120, 40)) == before
         assert "continuous takes" in it.text()
 
@@ -376,3 +381,74 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
             program.parse_arguments(["--help"])
         assert "shy" in capsys.readouterr().out
     assert tui.parse_arguments(["--policy", "shy"]).policy == "shy"
+
+
+def raced(size: int = 20) -> Stage:
+    stage = Stage().load()
+    stage.session.obey(f"/race {size}")
+    return stage.finish()
+
+
+@at_every_size
+def test_both_legs_of_a_race_grow_at_the_same_time_on_one_clock(size):
+    """Nothing of the second moved until the first had ended."""
+    stage = raced()
+    stage.state.contest = stage.state.raced
+    longest = max(run.makespan for run in stage.state.raced.runs)
+    drawn = []
+    for tenth in range(11):
+        stage.state.film = tenth / 10 * longest
+        lines = plain(panes.draw_contest(stage.state, ink.DARK, *size))
+        drawn.append(decoded(lines))
+        if tenth == 4:
+            like_golden(f"race-{size[0]}x{size[1]}", "\n".join(line.rstrip() for line in lines))
+    assert drawn[0] == [0, 0] and drawn[1][0] > 0 and drawn[1][1] > 0
+    static, continuous = zip(*drawn, strict=True)
+    assert sorted(static) == list(static) and sorted(continuous) == list(continuous)
+    assert static[10] > static[9] and continuous[10] == continuous[9], "continuous ends first"
+
+
+def decoded(lines: list[str]) -> list[int]:
+    """How many cells of the first timeline decode, and how many of the second."""
+    heads = [i for i, line in enumerate(lines) if line.startswith((" static,", " continuous,"))]
+    end = next(i for i, line in enumerate(lines) if line.strip().startswith("0 s"))
+    parts = (lines[heads[0] : heads[1]], lines[heads[1] : end])
+    return [sum(line.count(ink.GLYPHS[DECODE]) for line in part) for part in parts]
+
+
+def test_beside_the_legs_stand_the_answers_as_far_as_they_had_come():
+    stage = raced(3)
+    for run in stage.state.raced.runs:
+        whole = run.requests[1]
+        seen = []
+        for step in run.columns:
+            found = runs.answer_in(runs.until(run, step.ended), 0)
+            if found and found[0] == 1:
+                seen.append(found[1])
+        assert seen[-1] == whole.text and len(set(seen)) > 20
+        assert all(late.startswith(early) for early, late in pairwise(seen))
+        assert runs.answer_in(runs.until(run, 0.0), 0) is None
+
+
+@at_every_size
+def test_while_the_first_leg_runs_nothing_is_blank(size):
+    stage = Stage().load()
+    stage.session.obey("/race 20")
+    stage.turns(60)
+    lines = plain(panes.draw_contest(stage.state, ink.DARK, *size))
+    like_golden(f"race-begins-{size[0]}x{size[1]}", "\n".join(line.rstrip() for line in lines))
+    text = "\n".join(lines)
+    assert "static, running …" in text and "continuous, runs next" in text
+    assert "answers, static" in text and len(lines) > size[1] - 18
+
+
+def test_a_race_that_was_cut_short_has_no_film():
+    async def scenario(it):
+        await it.press("r", turns=20)
+        await it.press("X", turns=0)
+        it.stage.session.obey("/cancel all")
+        it.stage.finish()
+        await it.turns(2)
+        assert it.stage.state.film is None and "cut short" in it.text()
+
+    show(scenario)

@@ -502,9 +502,12 @@ def test_a_part_of_a_steps_time_has_its_name_or_its_first_letter():
 def test_r_races_and_shows_it_live(size):
     async def scenario(it):
         await it.press("r", turns=30)
-        assert "Race" in it.text() and "running …" in it.text()
+        assert "Race" in it.text() and "running …" in it.text() and "runs next" in it.text()
+        assert "answers, static" in it.text()
         it.stage.finish()
         await it.turns()
+        assert "Both legs on one clock" in it.text() and "continuous takes" not in it.text()
+        await it.press("end", turns=0)
         it.app.paint()
         await it.pilot.pause()
         assert "continuous takes" in it.text() and "static" in it.text()
