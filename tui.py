@@ -419,7 +419,8 @@ class Screen(App):
         is_rest = now - self._misread < 1 and (event.is_printable or event.key == "enter")
         actions = [key.action for key in keys.KEYS if event.key in key.keys.split(",")]
         is_letter = event.is_printable and event.character.isalpha()
-        is_idle = not (self.session.room.posted or state.view.door or state.view.watches)
+        others = state.view.door or state.view.watches or state.tracebacks
+        is_idle = not (self.session.room.posted or others)
         is_first = is_letter and (not actions or (is_idle and actions[0] in EMPTY))
         if is_rest or is_first:
             self._misread = now

@@ -34,6 +34,7 @@ def test_a_failed_step_says_so_in_a_line_and_a_page_shows_where():
 
 def test_without_a_failure_the_page_of_tracebacks_says_so():
     async def scenario(it):
+        it.stage.session.obey("one")
         await it.press("E")
         await it.sees("Nothing has failed.")
 
