@@ -123,6 +123,7 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
 @at_every_size
 def test_after_a_burst_its_totals_are_on_the_screen_and_t_compares_it_with_others(size):
     async def scenario(it):
+        it.stage.session.obey("/resume")  # else it might be text
         await it.press("t")
         assert "Nothing has run yet" in it.text()
         await it.press("escape", "b", turns=2)
