@@ -48,8 +48,8 @@ from screen.totals import CLOCK, Period, explained, table, words
 TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
 FIRST = (  # what stands in the timeline before the first step
     "b fires a burst of prompts; i types a prompt, and Enter fires it.",
-    "The answers come in a pane of their own: v leads to it, and to others.",
-    "space stops the engine, s takes one step: then read that step's plan.",
+    "Where no answers are in sight, v leads to them, and to other panes.",
+    "space stops the engine, s takes a step: then read the step's plan.",
     "? explains every key and every word.",
 )
 

@@ -923,7 +923,7 @@ def test_a_small_screen_shows_what_was_asked_for_until_the_user_chooses():
     """At 80x24 there was no answer and no plan in sight before `v` was found."""
 
     async def scenario(it):
-        assert "b fires a burst" in it.text() and "v leads to it" in it.text()
+        assert "b fires a burst" in it.text() and "v leads to them" in it.text()
         await it.press("i", *"quiz", "enter", turns=30)
         assert "Answers" in it.text() and "slot 0 r1" in it.text()
         await it.press("space", "s", turns=2)

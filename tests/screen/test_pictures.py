@@ -27,6 +27,14 @@ def test_the_main_screen_in_mid_burst_is_as_drawn(size, policy):
     show(scenario, Stage(policy=policy), size)
 
 
+@at_every_size
+def test_the_screen_before_anything_has_run_is_as_drawn(size):
+    async def scenario(it):
+        like_golden(f"start-{size[0]}x{size[1]}", it.text())
+
+    show(scenario, size=size)
+
+
 @pytest.mark.parametrize("size", [(60, 20), *SIZES], ids=lambda size: "x".join(map(str, size)))
 def test_the_comparison_is_as_drawn(size):
     async def scenario(it):
