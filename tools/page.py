@@ -220,12 +220,16 @@ def table_of(file: str) -> str:
         if figure in ("decode tokens/s", "total tokens/s"):
             medians.setdefault((part, x), {})[contestant] = summary.median
     heads = "".join(f"<th>{name.split()[0]}</th>" for name in COLUMNS)
-    words = {"decode": "all decode", "closed": "come and go"}
+    words = {"decode": "all answers are being written", "closed": "users come and go"}
     lines = []
+    told = ""
     for (part, x), found in medians.items():
         cells = "".join(f"<td>{report.number(found[name])}</td>" for name in COLUMNS)
+        if part != told:
+            lines.append(f'<tr><th colspan="4">{words[part]}</th></tr>')
+        told = part
         unit, number = x.split()
-        lines.append(f"<tr><td>{number} {unit}, {words[part]}</td>{cells}</tr>")
+        lines.append(f"<tr><td>{count(int(number), unit.removesuffix('s'))}</td>{cells}</tr>")
     return f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 

@@ -25,11 +25,17 @@ export class StepView {
     this.cost = place.querySelector("[data-step-cost]");
     this.words = place.querySelector("[data-step-words]");
     this.tabs = place.querySelector("[data-lanes]");
+    this.panel = place.querySelector(".panel");
     this.shown = "";
     this.told = 0; // when words were written last
+    this.lane = null; // whose step is shown,
+    this.index = 0; // and which
+    this.isAsked = false; // the words are to be brought in sight
     this.#makeTabs();
     this.#makeExamples(place.querySelector("[data-examples]"));
     this.canvas.addEventListener("click", (event) => this.#point(event));
+    place.querySelector("[data-step-back]").addEventListener("click", () => player.goBy(-1));
+    place.querySelector("[data-step-on]").addEventListener("click", () => player.goBy(1));
   }
 
   #makeTabs() {
@@ -56,6 +62,8 @@ export class StepView {
       const button = make("button", "tab", name);
       button.type = "button";
       button.addEventListener("click", () => {
+        this.choose(0); // a chosen request would leave all others faint
+        this.isAsked = true;
         [player.lane] = found;
         player.goToStep(found[1]);
       });
@@ -69,23 +77,31 @@ export class StepView {
     const box = this.canvas.getBoundingClientRect();
     const lane = this.player.lanes[this.player.lane];
     const column = Math.floor((event.clientX - box.left - this.grid.left) / this.grid.column);
-    const slot = Math.floor((event.clientY - box.top) / this.grid.row);
     const index = this.grid.first + column;
     if (column < 0 || index >= lane.steps.length) return;
+    this.choose(0);
     this.player.goToStep(index);
-    this.choose(lane.cells[index][slot]?.request ?? 0);
   }
 
   draw() {
     const { player } = this;
     const lane = player.lanes[player.lane];
-    const index = Math.max(0, player.step);
     if (!lane.steps.length) return;
+    // While it plays, the step changes so seldom that its words can be read
+    const isSoon = player.playing && performance.now() - this.told < READABLE;
+    if (lane !== this.lane || !isSoon) this.index = Math.max(0, player.step);
+    this.lane = lane;
+    const { index } = this;
     this.grid = drawMicroscope(this.canvas, lane, index, player.chosen);
     const key = `${player.lane} ${index} ${lane.steps.length}`;
-    // While it plays, words change so seldom that they can be read
-    const isSoon = player.playing && performance.now() - this.told < READABLE;
-    if (key === this.shown || isSoon) return;
+    if (key !== this.shown) this.#tell(lane, index, key);
+    // A frame later, when a request that was open above is closed
+    if (this.isAsked) requestAnimationFrame(() => this.panel.scrollIntoView({ block: "nearest" }));
+    this.isAsked = false;
+  }
+
+  #tell(lane, index, key) {
+    const { player } = this;
     this.told = performance.now();
     this.shown = key;
     [...this.tabs.children].forEach((tab, i) => tab.setAttribute("aria-pressed", String(i === player.lane)));
@@ -181,8 +197,9 @@ export class RequestsView {
 
   #fillDetail(known) {
     const { request } = known[0];
-    const close = make("button", "tab", "close");
+    const close = make("button", "tab", "×");
     close.type = "button";
+    close.setAttribute("aria-label", "close this request");
     close.addEventListener("click", () => this.choose(0));
     const prompt = make("bdi", "", request.prompt || "(not shown)");
     const head = make("p", "asked", "", [chip(request.id, this.choose), prompt, close]);

@@ -90,7 +90,9 @@ export class Page {
 
   // Keys are those of the screen in the terminal, where it has the same.
   key(event) {
-    const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
+    // The arrows on the scrubber are single steps, too
+    const isScrub = event.target === $("scrub");
+    const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) && !isScrub;
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
     const isButton = event.target.tagName === "BUTTON" || event.target.tagName === "A";
     const { player } = this;

@@ -121,8 +121,37 @@ def test_steps_that_are_worth_a_look_can_be_shown(opens):
     words = ("admitted", "of 80 are read", "known already", "a ghost", "stay shut")
     assert buttons.count() == len(words)
     for number, word in enumerate(words):
+        tab.evaluate("nanobatch.choose(3)")
         buttons.nth(number).click()
+        assert tab.evaluate("nanobatch.player.chosen") == 0  # or all others would be faint
         until(tab, f"document.querySelector('[data-step-words]').textContent.includes('{word}')")
+
+
+def test_a_press_on_a_column_shows_its_step_and_opens_no_request(opens):
+    tab = opens(DEMO)
+    tab.evaluate("nanobatch.player.goTo(0.5); nanobatch.choose(3)")
+    tab.locator("[data-microscope]").scroll_into_view_if_needed()
+    step = tab.evaluate("nanobatch.player.step")
+    until(tab, f"nanobatch.step.index === {step}")
+    tab.locator("[data-microscope]").click(position={"x": 30, "y": 30})
+    assert tab.evaluate("nanobatch.player.step") < step
+    assert tab.evaluate("nanobatch.player.chosen") == 0
+    tab.click("[data-step-on]")
+    tab.click("[data-step-on]")
+    tab.click("[data-step-back]")
+    shown = tab.evaluate("nanobatch.player.step")
+    until(tab, f"nanobatch.step.title.textContent.includes('step {shown + 1} ')")
+
+
+def test_while_it_plays_heading_and_picture_are_of_one_step(opens):
+    """The words are written more seldom than a step ends, and the picture had gone on."""
+    tab = opens(DEMO)
+    tab.locator("[data-step-words]").scroll_into_view_if_needed()
+    until(tab, "nanobatch.player.step > 20")
+    for _ in range(10):
+        told = tab.evaluate("[nanobatch.step.title.textContent, nanobatch.step.index + 1]")
+        assert f"step {told[1]} " in told[0]
+        tab.wait_for_timeout(50)
 
 
 def test_a_press_on_a_timeline_opens_the_request_there(opens):
@@ -132,6 +161,9 @@ def test_a_press_on_a_timeline_opens_the_request_there(opens):
     until(tab, "nanobatch.player.chosen === 1")
     for words in ("fox and a lantern", "sha256"):
         until(tab, f"document.querySelector('[data-request]').textContent.includes('{words}')")
+    # The panel's way out is one word, in one line
+    box = tab.locator("[data-request] .asked .tab").bounding_box()
+    assert box["height"] < 45 and box["width"] > 20
     tab.keyboard.press("Escape")
     until(tab, "document.querySelector('[data-request]').hidden")
 
