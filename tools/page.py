@@ -39,13 +39,18 @@ NAVIGATION = """<a href="#lab">Try it</a>
   <a href="#game">Play it</a>
   <a href="#run">Run it</a>
   <a data-file="" href="../README.md">The repository</a>"""
-LONGER = """The first ones may take longer under continuous batching, since more rows share their steps; all who
-come later gain."""
-LEAD = """A language model serves many people at once: each step of it makes one more token for all of
-them. <b>Static</b> batching lets {slots} prompts in together, and shuts the door until the slowest is done.
-<b>Continuous</b> batching gives a slot to the next in line as soon as it is free. Same model, same machine, the
-same answers letter for letter: {fast} instead of {slow}. This is a real run, recorded step by step. Each
-rectangle is something that the scheduler decided."""
+LONGER = """The first requests may take longer under continuous batching, because more of them share a step. All
+who come later gain."""
+ASKS = "Why can one machine answer many people at once?"
+LEAD = """A language model writes in steps. Each step makes one more <i>token</i>, a word or a part of one, for
+everybody in a slot, and it reads the whole model once. {bargain}So no slot should be empty while somebody waits.
+<b>Static</b> batching lets {slots} requests in, and nobody else until all of them are done. <b>Continuous</b>
+batching gives a slot to the next in line as soon as it is free: the same {many} answers, letter for letter, in
+{fast} instead of {slow}."""
+BARGAIN = "A step with {slots} requests costs {times} times as much as one with a single request. "
+TRUTH = """This is a real run of nanobatch, an engine that serves language models. The order of everything is as
+recorded. Each step is shown with the time that a step of its kind takes undisturbed. On the wall clock the runs took
+{wall_fast} and {wall_slow}, since other programs used the processor, too."""
 COLUMNS = ("nanobatch continuous", "mlx-lm", "llama.cpp")
 
 
@@ -89,6 +94,7 @@ def make(recordings: list[dict], pyodide_at: str = "") -> str:
         "nav": NAVIGATION if is_ours else "",
         "lab": texts["lab"],
         "game": texts["game"] if is_ours else "",
+        "budget": budget_in_words(recording),
         "story": filled(texts["story" if is_ours else "made"], recording),
     }
     return page.page(data, parts=parts, connects=pyodide["at"])
@@ -178,16 +184,55 @@ def head_of(recording: dict) -> dict[str, str]:
             "Recorded step by step while it ran: each rectangle is something the scheduler decided."
         )
         title = f"{count(many, 'prompt')}, as they were answered"
-        return {"title": title, "lead": lead, "order": f"{order}."}
-    slots = recording["fields"]["Limits"].index("slots")
-    ends = [span(run["clock"][-1][1]).replace(" ", "&nbsp;") for run in runs]
+        return {"title": title, "lead": lead, "truth": "", "order": f"{order}."}
+    slots = int(runs[0]["limits"][recording["fields"]["Limits"].index("slots")])
+    slow, fast = (span(run["clock"][-1][1]).replace(" ", "&nbsp;") for run in runs)
+    named = {8: "eight"}.get(slots, slots)
+    times = times_of(recording["prices"], slots)
     facts = {
-        "slots": "eight" if runs[0]["limits"][slots] == 8 else int(runs[0]["limits"][slots]),
-        "slow": ends[0],
-        "fast": ends[1],
+        "slots": named,
+        "many": many,
+        "slow": slow,
+        "fast": fast,
+        "bargain": BARGAIN.format(slots=named, times=times) if times else "",
     }
-    title = f"The same {count(many, 'prompt')}, twice"
-    return {"title": title, "lead": LEAD.format(**facts), "order": f"{order}. {LONGER}"}
+    wall_slow, wall_fast = (wall_of(run, recording["fields"]["StepView"]) for run in runs)
+    return {
+        "title": ASKS,
+        "lead": LEAD.format(**facts),
+        "truth": TRUTH.format(wall_slow=wall_slow, wall_fast=wall_fast),
+        "order": f"{order}. {LONGER}",
+    }
+
+
+def budget_in_words(recording: dict) -> str:
+    """What a step may spend, why so much, and how much of it most steps spend."""
+    fields = recording["fields"]
+    run = recording["runs"][-1]
+    limits = dict(zip(fields["Limits"], run["limits"], strict=True))
+    slots, chunk, budget = (int(limits[name]) for name in ("slots", "chunk", "budget"))
+    prompts = fields["StepView"].index("prefill")
+    quiet = sum(not step[prompts] for step in run["steps"])
+    words = f"Here it is {count(budget, 'token')}"
+    if budget == slots + chunk + chunk // 2:
+        words += f": {slots} for the answers, one for each slot, and {budget - slots} for prompts"
+        words += f" ({chunk} for a whole chunk, {chunk // 2} for a part of the next)"
+    return (
+        f"{words}. In {quiet} of {count(len(run['steps']), 'step')} no prompt is left to read, and "
+        f"a step spends one token for each answer, {slots} at most."
+    )
+
+
+def times_of(prices: dict[str, float], rows: int) -> str:
+    """How many times as much as a step with one row a step with so many costs."""
+    one = prices["step"] + prices["row"]
+    return f"{(prices['step'] + prices['row'] * rows) / one:.1f}" if one else ""
+
+
+def wall_of(run: dict, names: list[str]) -> str:
+    """How long a run took with all that disturbed it."""
+    seconds = run["steps"][-1][names.index("ended")] - run["steps"][0][names.index("began")]
+    return span(seconds).replace(" ", "&nbsp;")
 
 
 def filled(story: str, recording: dict) -> str:
@@ -199,7 +244,7 @@ def filled(story: str, recording: dict) -> str:
     facts = {
         "one": span(one),
         "eight": span(eight),
-        "times": f"{eight / one:.1f}" if one else "–",
+        "times": times_of(price, 8) or "–",
         "command": about.get("command", ""),
         "version": about.get("version", ""),
         "processor": about.get("processor", ""),

@@ -13,7 +13,7 @@ import { Lab } from "./lab.js";
 import { forgetInks } from "./draw.js";
 import { Watcher } from "./live.js";
 
-const PLAYS = 18; // seconds that a recording takes on the page, about
+const PLAYS = 10; // seconds that a recording takes on the page, about
 
 const $ = (name) => document.querySelector(`[data-${name}]`);
 

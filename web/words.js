@@ -43,19 +43,27 @@ export function planInWords(lane, index) {
   const decoding = step.decode.filter(([slot]) => !step.ghosts.includes(slot));
   if (decoding.length) {
     const names = listed(decoding.map(([, request]) => r(request)));
-    said.push(`${count(decoding.length, "row")} decode${decoding.length > 1 ? "" : "s"}: one more token for ${names}.`);
+    const get = decoding.length > 1 ? "requests get" : "request gets";
+    said.push(`${decoding.length} ${get} one more token: ${names}.`);
   }
   if (step.held.length) {
     const names = listed(step.held.map(([, request]) => r(request)));
     const is = step.held.length > 1 ? "are" : "is";
-    said.push(`${names} ${is} held: the budget is spent, or a beginning that is shared is just being written.`);
+    // A step that stops for want of budget has less than the price of a token left, which is 4 at most
+    const isSpent = step.cost > Math.max(lane.limits.budget, step.decode.length + lane.limits.chunk) - 4;
+    const why = isSpent ? "the budget of this step is spent" : "another prompt that begins alike is being read, and its rows can be copied";
+    said.push(`${names} ${is} held: ${why}.`);
   }
   for (const slot of step.ghosts) {
-    said.push(`Slot ${slot} runs a ghost: its request had ended when this step was planned, but that was not known yet. Its token is dropped.`);
+    said.push(`Slot ${slot} runs a ghost: its request had ended, but the engine did not know that yet when it planned this step. The token is thrown away.`);
   }
   if (step.blocked.length) {
     const [is, are] = step.blocked.length > 1 ? ["are", "stay"] : ["is", "stays"];
     said.push(`${capital(slotsNamed(step.blocked))} ${is} free, but ${are} shut while ${count(step.waiting, "request")} wait${step.waiting === 1 ? "s" : ""}.`);
+  }
+  const { read, charged } = spentOn(step);
+  if (charged > read) {
+    said.push(`The ${count(read, "token")} of prompts cost ${charged} of the budget: a token far into its prompt looks back on more, and costs more.`);
   }
   return said;
 }
@@ -85,8 +93,10 @@ function chunksInWords(lane, step, index) {
   }
   for (const [, request, start, stop] of parts) {
     const length = lengthOf(request);
+    const last = `${stop}${length ? ` of ${length}` : ""}`;
+    const which = start ? `Tokens ${start + 1} to ${last}` : `The first ${last} tokens`;
     const copied = start && isFirstChunk(lane, request, index) ? copiedWords(start) : "";
-    said.push(`Of ${r(request)}'s prompt, tokens ${start} to ${stop}${length ? ` of ${length}` : ""} are read.${copied}`);
+    said.push(`${which} of ${r(request)}'s prompt are read.${copied}`);
   }
   return said;
 }
@@ -96,18 +106,26 @@ function isFirstChunk(lane, request, index) {
 }
 
 function copiedWords(rows) {
-  return ` The first ${rows} were known already: another prompt began alike.`;
+  return ` The first ${rows} were known already, because another prompt began alike.`;
 }
 
 export function capital(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
+// What a step spent on prompts: so many tokens are read, and so many of the budget are charged for them.
+function spentOn(step) {
+  const read = step.prefill.reduce((sum, [, , start, stop]) => sum + stop - start, 0);
+  return { read, charged: step.cost - step.decode.length };
+}
+
 // What a step paid of its budget.
 export function costInWords(lane, index) {
   const step = lane.steps[index];
   const took = span(lane.ended[index] - lane.began[index]);
-  return `${step.cost} of the budget of ${lane.limits.budget}; ${took}; ${count(step.tokens, "token")} out`;
+  const { read, charged } = spentOn(step);
+  const price = charged > read ? `, at a price of ${charged}` : "";
+  return `${took}; ${step.cost} of a budget of ${lane.limits.budget}: ${step.decode.length} for answers, ${read} for prompts${price}`;
 }
 
 // What became of a request in a lane, in one sentence.

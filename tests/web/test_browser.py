@@ -118,7 +118,7 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
 def test_steps_that_are_worth_a_look_can_be_shown(opens):
     tab = opens(DEMO)
     buttons = tab.locator("[data-examples] button")
-    words = ("admitted", "of 80 are read", "known already", "a ghost", "stay shut")
+    words = ("admitted", "49 of 80 tokens", "known already", "a ghost", "stay shut")
     assert buttons.count() == len(words)
     for number, word in enumerate(words):
         tab.evaluate("nanobatch.choose(3)")

@@ -103,4 +103,4 @@ def test_the_page_is_small_and_tells_how_it_was_made():
     assert len(PAGE.read_bytes()) < page.MOST == 400_000
     text = PAGE.read_text()
     assert "python tui.py --script race24 --record run.json" in text
-    assert "The same 24 prompts, twice" in text and "Be the scheduler" in text
+    assert page.ASKS in text and "Be the scheduler" in text
