@@ -35,8 +35,8 @@ MOST = 400_000  # bytes of a page: it is sent over slow lines, too
 EMBEDDED = re.compile(r'<script type="application/json" id="data-recording">(.*?)</script>')
 LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, and prompts a second
 SECTIONS = ("lab", "game", "story", "made")
-NAVIGATION = """<a href="#lab">Try it</a>
-  <a href="#game">Play it</a>
+NAVIGATION = """<a href="#game">Play it</a>
+  <a href="#lab">Try it</a>
   <a href="#run">Run it</a>
   <a data-file="" href="../README.md">The repository</a>"""
 LONGER = """The first requests may take longer under continuous batching, because more of them share a step. All
@@ -47,7 +47,7 @@ everybody in a slot, and it reads the whole model once. {bargain}So no slot shou
 <b>Static</b> batching lets {slots} requests in, and nobody else until all of them are done. <b>Continuous</b>
 batching gives a slot to the next in line as soon as it is free: the same {many} answers, letter for letter, in
 {fast} instead of {slow}."""
-BARGAIN = "A step with {slots} requests costs {times} times as much as one with a single request. "
+BARGAIN = "A step makes {slots} tokens for {times} times the price of one. "
 TRUTH = """This is a real run of nanobatch, an engine that serves language models. The order of everything is as
 recorded. Each step is shown with the time that a step of its kind takes undisturbed. On the wall clock the runs took
 {wall_fast} and {wall_slow}, since other programs used the processor, too."""
@@ -147,8 +147,7 @@ def game_of(recording: dict) -> dict:
         runs.append({"policy": policy, **figures_of(simulate.play(scheduler, hand, price), hand)})
     wishes = []
     for wish, packed in zip(hand, run["requests"], strict=True):
-        words = packed[at] if len(packed[at]) <= 60 else f"… {packed[at][-50:]}"
-        text = words if len(wish.prompt) < LETTER else f"(a long text) {words}"
+        text = packed[at] if len(wish.prompt) < LETTER else f"(a long text) {packed[at]}"
         sizes = {"prompt": len(wish.prompt), "tokens": wish.tokens, "arrived": wish.arrived}
         wishes.append({"text": text, **sizes})
     return {"wishes": wishes, "price": price, "slots": limits["slots"], "runs": runs}

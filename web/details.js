@@ -6,6 +6,7 @@ import { capital, costInWords, count, fateInWords, planInWords, shorten } from "
 import { chip, make, write } from "./lanes.js";
 
 const READABLE = 400; // milliseconds
+const FEW_REQUESTS = 6; // of the list, until all are asked for
 
 // Steps that are worth a look: what to call one, and how to know it.
 const EXAMPLES = [
@@ -122,6 +123,12 @@ export class RequestsView {
     this.list = place.querySelector("[data-requests]");
     this.home = home;
     this.detail = home.querySelector("[data-request]");
+    this.every = place.querySelector("[data-every]");
+    this.isWhole = false; // all are listed
+    this.every.addEventListener("click", () => {
+      this.isWhole = !this.isWhole;
+      player.change();
+    });
     this.rows = new Map(); // by number
     this.shown = "";
     this.answer = null;
@@ -132,8 +139,14 @@ export class RequestsView {
     return this.list.children.length !== this.#numbers().length;
   }
 
-  // Of a server, the newest requests; of a recording, all.
+  // Of a server, the newest requests; of a recording, the first ones, or all.
   #numbers() {
+    const all = this.#known();
+    if (this.isWhole) return all;
+    return this.player.window ? all.slice(-FEW_REQUESTS) : all.slice(0, FEW_REQUESTS);
+  }
+
+  #known() {
     const all = new Set(this.player.lanes.flatMap((lane) => [...lane.requests.keys()]));
     return [...all].slice(-40);
   }
@@ -162,6 +175,9 @@ export class RequestsView {
     const rows = numbers.map((number) => this.#rowOf(number));
     const isNew = rows.length !== this.list.children.length || rows[0]?.element !== this.list.firstChild;
     if (isNew) this.list.replaceChildren(...rows.map((row) => row.element));
+    const many = this.#known().length;
+    this.every.hidden = many <= FEW_REQUESTS;
+    write(this.every, this.isWhole ? "show fewer" : `show all ${many}`);
     const from = player.start;
     rows.forEach((row, i) => {
       row.button.setAttribute("aria-pressed", String(numbers[i] === player.chosen));

@@ -112,7 +112,7 @@ export function scaleOf(width, from, to) {
 
 export function rowHeight(width, slots) {
   if (slots > 16) return 8;
-  return width < 560 ? 10 : 14;
+  return width < 560 ? 15 : 14;
 }
 
 // Slots × time. `now`: what lies behind this moment is drawn in full, and what lies before it and has
@@ -181,10 +181,10 @@ function label(pen, request, x, y, width, row) {
 // Steps as equal columns, around one of them: what is one or two pixels wide above is a cell here.
 export function drawMicroscope(canvas, lane, index, chosen) {
   const narrow = canvas.clientWidth < 560;
-  const row = narrow ? 16 : 18;
+  const row = narrow ? 22 : 18;
   const { pen, width } = prepared(canvas, lane.slots * row + 16);
   const colours = inks();
-  const column = narrow ? 15 : 17;
+  const column = narrow ? 21 : 17;
   const columns = Math.floor((width - LEFT) / column);
   const middle = Math.floor(columns * 0.6);
   const first = Math.max(0, Math.min(index - middle, lane.steps.length - columns));
@@ -204,7 +204,8 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       pen.globalAlpha = (at > index ? 0.25 : 1) * (isAside ? 0.3 : 1);
       fillCell(pen, colours, cell.kind, cell.request, x + 1, slot * row + 1, column - 2, row - 2);
       if (cell.kind === DECODE || cell.kind === PREFILL) {
-        pen.fillStyle = cell.kind === DECODE ? "#16181d" : colours.ink;
+        pen.globalAlpha = Math.min(1, pen.globalAlpha * 2); // of a faint cell, too, the number can be read
+        pen.fillStyle = cell.kind === DECODE && at <= index ? "#16181d" : colours.ink;
         pen.textAlign = "center";
         pen.font = "9px ui-monospace, monospace";
         pen.fillText(String(cell.request), x + column / 2, slot * row + row / 2 + 0.5);

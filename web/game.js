@@ -13,11 +13,26 @@
 import { Lane } from "./recording.js";
 import { drawTimeline } from "./draw.js";
 import { make, write } from "./lanes.js";
-import { count, percent, shorten, span } from "./words.js";
+import { count, percent, span } from "./words.js";
 
 const SLOWER = 25; // times, than the engine would be
 const IDLE = 0.002; // seconds that pass at a time while nothing runs
 const CUTS = [16, 64, 256]; // tokens of prompts in a step, at most
+const CUT_WORDS = [
+  "A step is short, so answers go on smoothly. But a long prompt takes many steps to read.",
+  "A long prompt is read in a few steps. Each of them takes somewhat longer, for everybody.",
+  "A long prompt is read in one or two steps. Meanwhile everybody waits for the next token.",
+];
+const AFTER = 1200; // milliseconds until another request may take the place of one that was pressed
+// What each policy does, in a word.
+const POLICY_WORDS = {
+  you: "",
+  continuous: "first come, first served",
+  static: "eight at a time",
+  serial: "one at a time",
+  fair: "each client in turn",
+  short: "short prompts first",
+};
 
 // The hand, and what has become of it: a scheduler without a policy.
 export class Hand {
@@ -31,6 +46,7 @@ export class Hand {
     this.slots = Array(slots).fill(null);
     this.lane = new Lane("you", { slots, budget: 0 });
     this.idle = 0; // seconds in which nothing ran
+    this.open = 0; // seconds in which slots were free and requests waited, of all slots together
     this.arrive();
   }
 
@@ -67,6 +83,7 @@ export class Hand {
     if (!working.length) {
       this.now += IDLE;
       this.idle += IDLE;
+      if (this.line.length) this.open += IDLE * this.slots.length;
       this.arrive();
       return;
     }
@@ -93,6 +110,7 @@ export class Hand {
       waiting: this.line.length, policy: "you", tokens: emits.length, cost: decode.length + tokens,
     };
     this.waited = [];
+    this.open += blocked.length * (this.now - began);
     this.lane.add(step, began, this.now);
     for (const request of emits) {
       request.said += 1;
@@ -106,6 +124,17 @@ export class Hand {
     const share = (this.lane.end - this.idle) / this.lane.end; // while nothing runs, nothing is useful
     return { done: this.lane.end, first: this.lane.firstToken(0.95), useful: useful * share };
   }
+}
+
+// What cost time, in one sentence.
+export function whyInWords(hand) {
+  const open = hand.open / (hand.now * hand.slots.length);
+  if (open > 0.04) {
+    return `What cost you time: for ${percent(open)} of the time of your slots, a slot was free while a request waited.`;
+  }
+  const last = [...hand.lane.requests.values()].sort((a, b) => b.last - a.last)[0];
+  const waited = hand.lane.admittedAt(last) - last.arrived;
+  return `What cost you time: request ${last.id} ended last. Its answer has ${count(last.outputTokens, "token")}, and it waited ${span(waited)} for a slot; long answers should begin first.`;
 }
 
 // What is pasted elsewhere.
@@ -122,7 +151,7 @@ export class Game {
     this.find = (name) => place.querySelector(`[data-game-${name}]`);
     this.hand = null;
     this.running = false;
-    this.line = ""; // as it was drawn last
+    this.places = []; // of requests in line: {request, left, element}
     this.find("start").addEventListener("click", () => this.press());
     this.find("copy").addEventListener("click", () => this.copy());
     const cuts = CUTS.map((cut) => {
@@ -149,7 +178,8 @@ export class Game {
   deal() {
     this.hand = new Hand(this.setup);
     this.time = 0; // how far the clock on the page is, in seconds of the hand
-    this.line = "";
+    this.places = [];
+    this.find("line").replaceChildren();
     this.find("table").hidden = true;
     this.find("line").hidden = false;
     this.find("bench").hidden = false;
@@ -158,6 +188,7 @@ export class Game {
 
   cutAt(cut) {
     if (this.hand) this.hand.cut = cut;
+    write(this.find("cut"), CUT_WORDS[CUTS.indexOf(cut)]);
     [...this.find("cuts").children].forEach((button, i) => button.setAttribute("aria-pressed", String(CUTS[i] === cut)));
   }
 
@@ -166,7 +197,7 @@ export class Game {
     if (!this.running || event.ctrlKey || event.metaKey || event.altKey) return;
     const number = "123456789".indexOf(event.key);
     const cut = "qwe".indexOf(event.key);
-    if (number >= 0) this.admit(this.hand.line[number]);
+    if (number >= 0) this.admit(this.places[number]?.request);
     else if (cut >= 0) this.cutAt(CUTS[cut]);
     else if (event.key === " ") this.press();
     else return;
@@ -175,7 +206,7 @@ export class Game {
   }
 
   admit(request) {
-    if (request && !this.hand.admit(request)) this.say("All slots are taken.");
+    if (request) this.hand.admit(request);
     this.draw();
   }
 
@@ -202,23 +233,47 @@ export class Game {
     drawTimeline(this.find("timeline"), hand.lane, { from: 0, to: end, now: hand.now, seen: 0, chosen: 0 });
     const free = hand.slots.filter((each) => each === null).length;
     const coming = hand.coming.length ? `; ${hand.coming.length} to come` : "";
-    if (this.running) this.say(`${span(hand.now)}; ${count(free, "slot")} free${coming}`);
+    const slots = free ? `${count(free, "slot")} free` : "all slots are taken";
+    if (!hand.isOver) this.say(`${span(hand.now)}; ${slots}${coming}`);
     this.drawLine();
   }
 
+  // Each request in line has a place, and keeps it. One that was admitted leaves its place empty for a
+  // moment: whoever presses quickly must not hit another one.
   drawLine() {
-    const key = this.hand.line.map((request) => request.id).join();
-    if (key === this.line && this.find("line").firstChild) return;
-    this.line = key;
-    const cards = this.hand.line.map((request, i) => {
-      const what = make("bdi", "prompt", shorten(request.text, 70));
-      const note = make("span", "hint", `${request.prompt} tokens to read`);
-      const button = make("button", "card", "", [make("kbd", "", i < 9 ? String(i + 1) : "·"), what, note]);
-      button.type = "button";
-      button.addEventListener("click", () => this.admit(request));
-      return make("li", "", "", [button]);
-    });
-    this.find("line").replaceChildren(...(cards.length ? cards : [make("li", "hint", "Nobody is in line.")]));
+    const now = performance.now();
+    const { line } = this.hand;
+    for (const place of this.places) {
+      if (!place.request || line.includes(place.request)) continue;
+      place.request = null;
+      place.left = now;
+      place.element.classList.add("gone");
+      place.element.firstChild.disabled = true;
+    }
+    const placed = this.places.map((place) => place.request);
+    for (const request of line.filter((each) => !placed.includes(each))) {
+      let place = this.places.find((each) => !each.request && now - each.left > AFTER);
+      if (!place) {
+        place = { element: make("li") };
+        this.places.push(place);
+        this.find("line").append(place.element);
+      }
+      this.#fill(place, request);
+    }
+  }
+
+  #fill(place, request) {
+    const number = this.places.indexOf(place);
+    const what = make("bdi", "prompt", request.text);
+    const note = make("span", "hint", `${request.prompt} tokens to read`);
+    const button = make("button", "card", "", [make("kbd", "", number < 9 ? String(number + 1) : "·"), what, note]);
+    button.type = "button";
+    button.addEventListener("click", () => this.admit(request));
+    place.request = request;
+    // What stands below does not move up
+    place.element.style.minHeight = `${place.element.offsetHeight}px`;
+    place.element.classList.remove("gone");
+    place.element.replaceChildren(button);
   }
 
   end() {
@@ -228,10 +283,12 @@ export class Game {
     const place = best.findIndex((row) => row.policy === "you") + 1;
     const fastest = best.find((row) => row.policy !== "you");
     this.say(`You ${span(this.rows[0].done)}, ${fastest.policy} ${span(fastest.done)}: place ${place} of ${best.length}.`);
-    const cells = ({ policy, done, first, useful }) => [policy, span(done), span(first), percent(useful)];
+    write(this.find("why"), whyInWords(this.hand));
+    const cells = ({ done, first, useful }) => [span(done), span(first), percent(useful)];
     const lines = best.map((row) => {
-      const line = make("tr", row.policy === "you" ? "you" : "", "", cells(row).map((text) => make("td", "", text)));
-      return line;
+      const name = make("td", "", row.policy, [make("small", "", POLICY_WORDS[row.policy])]);
+      const figures = cells(row).map((text) => make("td", "", text));
+      return make("tr", row.policy === "you" ? "you" : "", "", [name, ...figures]);
     });
     this.find("rows").replaceChildren(...lines);
     this.find("table").hidden = false;

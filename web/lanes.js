@@ -59,6 +59,8 @@ export class LaneView {
     const row = { label: make("span", "slot", String(slot)), chip: make("span", "owner"), text: make("bdi", "text") };
     row.request = -1;
     row.element = make("div", "row", "", [row.label, row.chip, make("div", "tail", "", [row.text])]);
+    // A finger hits the row more easily than the number in it
+    row.element.addEventListener("click", () => row.request > 0 && this.choose(row.request));
     this.slots.append(row.element);
     return row;
   }

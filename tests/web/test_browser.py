@@ -202,6 +202,27 @@ def test_who_wants_no_motion_sees_the_whole_run_at_rest(opens):
     assert not tab.evaluate("nanobatch.player.playing")
 
 
+def test_a_few_requests_are_listed_until_all_are_asked_for(opens):
+    tab = opens(DEMO, viewport=PHONE, reduced_motion="reduce")
+    rows = tab.locator("[data-requests] li")
+    until(tab, "!document.querySelector('[data-every]').hidden")
+    assert rows.count() == 6
+    tab.click("[data-every]")
+    until(tab, "document.querySelectorAll('[data-requests] li').length === 24")
+    tab.click("[data-every]")
+    until(tab, "document.querySelectorAll('[data-requests] li').length === 6")
+
+
+def test_on_a_phone_what_can_be_pressed_is_as_high_as_a_finger(opens):
+    tab = opens(DEMO, viewport=PHONE, reduced_motion="reduce")
+    until(tab, "!document.querySelector('[data-every]').hidden")
+    seen = "[...document.querySelectorAll('button:not(.row button)')].filter((e) => e.offsetHeight)"
+    assert tab.evaluate(f"{seen}.length") > 15
+    assert (
+        tab.evaluate(f"{seen}.filter((e) => e.offsetHeight < 36).map((e) => e.textContent)") == []
+    )
+
+
 def test_without_scripts_a_sentence_says_what_would_be_there(opens):
     tab = opens(DEMO, java_script_enabled=False)
     assert "Scripts are off" in tab.inner_text("noscript")
@@ -315,8 +336,12 @@ def test_the_game_is_played_by_keys_to_a_score(opens):
     until(tab, "nanobatch.game.hand.line.length > 2")
     tab.keyboard.press("1")
     until(tab, "nanobatch.game.hand.slots[0]?.id === 1")
-    tab.click(".card >> nth=0")
+    second = tab.locator(".line li").nth(1)
+    place = second.bounding_box()
+    second.locator(".card").click()
     until(tab, "!nanobatch.game.hand.line.some((request) => request.id === 2)")
+    # Under a finger that presses again there is no other request
+    assert "gone" in second.get_attribute("class") and second.bounding_box() == place
     tab.keyboard.press(" ")
     until(tab, "!nanobatch.game.running")
     tab.evaluate(  # the rest of the hand, without the wait
@@ -325,6 +350,9 @@ def test_the_game_is_played_by_keys_to_a_score(opens):
     )
     assert tab.locator("[data-game-rows] tr").count() == len(page.POLICIES) + 1
     assert "You " in tab.inner_text("[data-game-status]")
+    assert "What cost you time" in tab.inner_text("[data-game-why]")
+    for words in page.POLICIES:
+        assert words in tab.inner_text("[data-game-rows]")
 
 
 # --- a server -----------------------------------------------------------------------------------
