@@ -10,11 +10,11 @@ const FEW_REQUESTS = 6; // of the list, until all are asked for
 
 // Steps that are worth a look: what to call one, and how to know it.
 const EXAMPLES = [
-  ["an admission in mid-decode", (step) => step.admitted.length > 0 && step.decode.length > 4],
+  ["a request that joins the others", (step) => step.admitted.length > 0 && step.decode.length > 4],
   ["a prompt in chunks", (step, lane) => step.prefill.some(([, r, , stop]) => stop < lane.requests.get(r)?.promptTokens)],
-  ["a beginning that was known", (step, lane) => step.prefill.some(([, r, start]) => start && lane.requests.get(r)?.chunks[0].start === start)],
+  ["a prompt that begins like another", (step, lane) => step.prefill.some(([, r, start]) => start && lane.requests.get(r)?.chunks[0].start === start)],
   ["a ghost", (step) => step.ghosts.length > 0],
-  ["a shut slot", (step) => step.blocked.length > 2],
+  ["a slot kept shut", (step) => step.blocked.length > 2],
 ];
 
 export class StepView {
@@ -131,7 +131,8 @@ export class RequestsView {
     });
     this.rows = new Map(); // by number
     this.shown = "";
-    this.answer = null;
+    this.said = null; // the answer up to now,
+    this.rest = null; // and what is still to come
   }
 
   // Does the list lack a request? It is filled before it is seen, so that nothing below it moves.
@@ -208,7 +209,9 @@ export class RequestsView {
       this.shown = key;
       this.#fillDetail(known);
     }
-    write(this.answer, lane.textAt(request, player.now));
+    const said = lane.textAt(request, player.now);
+    write(this.said, said);
+    write(this.rest, request.text.slice(said.length));
   }
 
   #fillDetail(known) {
@@ -220,9 +223,13 @@ export class RequestsView {
     const prompt = make("bdi", "", request.prompt || "(not shown)");
     const head = make("p", "asked", "", [chip(request.id, this.choose), prompt, close]);
     const lives = known.map(({ lane, request: own }) => this.#lifeOf(lane, own));
-    this.answer = make("bdi", "answer");
+    this.said = make("span");
+    this.rest = make("span", "rest");
+    const answer = make("bdi", "answer", "", [this.said, this.rest]);
     const facts = make("p", "facts", factsOf(known));
-    this.detail.replaceChildren(head, ...lives.map((life) => life.element), this.answer, facts);
+    this.detail.replaceChildren(head, ...lives.map((life) => life.element), answer, facts);
+    const proof = proofOf(known);
+    if (proof) this.detail.append(make("details", "", "", [make("summary", "", "proof"), make("p", "facts", proof)]));
     for (const life of lives) life.draw();
   }
 
@@ -237,10 +244,18 @@ export class RequestsView {
 
 function factsOf(known) {
   const { request } = known[known.length - 1];
-  const hashes = new Set(known.map((one) => one.request.hash).filter(Boolean));
   const said = [`${count(request.promptTokens, "token")} of prompt`, `${count(request.outputTokens, "token")} of answer`];
-  if (request.cached) said.push(`${request.cached} rows taken over from another prompt`);
-  if (hashes.size === 1 && known.length > 1) said.push(`the same answer in both runs: sha256 ${[...hashes][0]}…`);
-  else if (hashes.size) said.push(`sha256 ${[...hashes].join("…, ")}…`);
+  if (request.cached) said.push(`${count(request.cached, "token")} of it known from another prompt`);
+  if (known.length > 1 && hashesOf(known).size === 1) said.push("the same answer in both runs");
   return `${said.join("; ")}.`;
+}
+
+function hashesOf(known) {
+  return new Set(known.map((one) => one.request.hash).filter(Boolean));
+}
+
+// What shows that two runs gave the same answer.
+function proofOf(known) {
+  const hashes = [...hashesOf(known)];
+  return hashes.length ? `The sha256 of the answer begins with ${hashes.join(" or ")}.` : "";
 }

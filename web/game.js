@@ -130,7 +130,7 @@ export class Hand {
 export function whyInWords(hand) {
   const open = hand.open / (hand.now * hand.slots.length);
   if (open > 0.04) {
-    return `What cost you time: for ${percent(open)} of the time of your slots, a slot was free while a request waited.`;
+    return `What cost you time: slots were free while requests waited, for ${percent(open)} of all their time.`;
   }
   const last = [...hand.lane.requests.values()].sort((a, b) => b.last - a.last)[0];
   const waited = hand.lane.admittedAt(last) - last.arrived;

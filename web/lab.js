@@ -103,7 +103,7 @@ export class Lab {
       await this.run();
     } catch (error) {
       button.disabled = false;
-      this.say(`Python did not come: ${error.message}. It is fetched from ${this.setup.pyodide.at}, which needs a network. The rest of this page works without.`);
+      this.say(`Python could not be loaded: ${error.message}. It is fetched from ${this.setup.pyodide.at}, which needs a network. The rest of this page works without.`);
     }
   }
 

@@ -314,7 +314,7 @@ def test_another_python_than_the_one_that_is_pinned_is_refused(opens, files, tmp
     tab = opens(with_python_from(files(str(tmp_path / "served")), tmp_path), offline=False)
     tab.click("[data-lab-load]")
     status = "document.querySelector('[data-lab-status]').textContent"
-    until(tab, f"{status}.includes('Python did not come')")
+    until(tab, f"{status}.includes('Python could not be loaded')")
     assert any("integrity" in text for text in tab.said)
     tab.said.clear()
 
