@@ -240,7 +240,8 @@ export function drawLife(canvas, lane, request, { from = 0, to, now, height, tic
   if (first >= now) return;
   pen.fillStyle = hue;
   pen.fillRect(x(first), 1, Math.max(1, x(request.last) - x(first)), height - 2);
-  if (!ticks) return;
+  const apart = (x(request.last) - x(first)) / request.tokenSteps.length;
+  if (!ticks || apart < 2) return; // ticks side by side would hide the bar
   pen.fillStyle = colours.paper;
   for (const index of request.tokenSteps) {
     if (lane.ended[index] <= now) pen.fillRect(x(lane.ended[index]) - 0.5, 1, 0.5, height - 2);

@@ -93,8 +93,8 @@ function chunksInWords(lane, step, index) {
   }
   for (const [, request, start, stop] of parts) {
     const length = lengthOf(request);
-    const last = `${stop}${length ? ` of ${length}` : ""}`;
-    const which = start ? `Tokens ${start + 1} to ${last}` : `The first ${last} tokens`;
+    const of = length ? ` of ${length}` : "";
+    const which = start ? `Tokens ${start + 1} to ${stop}` : `The first ${stop}${of} tokens`;
     const copied = start && isFirstChunk(lane, request, index) ? copiedWords(start) : "";
     said.push(`${which} of ${r(request)}'s prompt are read.${copied}`);
   }
