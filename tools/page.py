@@ -273,7 +273,8 @@ def table_of(file: str) -> str:
             lines.append(f'<tr><th colspan="4">{words[part]}</th></tr>')
         told = part
         unit, number = x.split()
-        lines.append(f"<tr><td>{count(int(number), unit.removesuffix('s'))}</td>{cells}</tr>")
+        noun = {"rows": "request", "users": "user"}[unit]
+        lines.append(f"<tr><td>{count(int(number), noun)}</td>{cells}</tr>")
     return f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 

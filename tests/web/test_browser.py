@@ -143,6 +143,28 @@ def test_a_press_on_a_column_shows_its_step_and_opens_no_request(opens):
     until(tab, f"nanobatch.step.title.textContent.includes('step {shown + 1} ')")
 
 
+def test_the_price_of_a_step_adds_up_in_its_words(opens):
+    """A chunk far into its prompt is charged for more tokens than it has, and nothing said so."""
+    tab = opens(DEMO)
+    tab.evaluate("nanobatch.player.goToStep(1)")
+    tab.locator("[data-step-words]").scroll_into_view_if_needed()
+    until(tab, "nanobatch.step.index === 1")
+    cost, words = tab.inner_text("[data-step-cost]"), tab.inner_text("[data-step-words]")
+    assert "71 of a budget of 104: 5 for answers, 59 for prompts, at a price of 66" in cost
+    assert "r7 (18 tokens) and r8 (10)" in words and "Tokens 50 to 80 of r6" in words
+    assert 18 + 10 + 31 == 59 and 5 + 66 == 71
+
+
+def test_the_space_bar_plays_wherever_the_focus_is(opens):
+    """After a touch of the scrubber it scrolled the page."""
+    tab = opens(DEMO)
+    tab.locator("[data-scrub]").fill("1000")
+    until(tab, "!nanobatch.player.playing")
+    tab.locator("[data-scrub]").focus()
+    tab.keyboard.press(" ")
+    until(tab, "nanobatch.player.playing")
+
+
 def test_while_it_plays_heading_and_picture_are_of_one_step(opens):
     """The words are written more seldom than a step ends, and the picture had gone on."""
     tab = opens(DEMO)
@@ -226,7 +248,7 @@ def test_on_a_phone_what_can_be_pressed_is_as_high_as_a_finger(opens):
 def test_without_scripts_a_sentence_says_what_would_be_there(opens):
     tab = opens(DEMO, java_script_enabled=False)
     assert "Scripts are off" in tab.inner_text("noscript")
-    assert "What eight sequences cost" in tab.inner_text("body")
+    assert "What eight requests cost" in tab.inner_text("body")
 
 
 def test_hostile_texts_are_shown_and_do_nothing(opens, tmp_path):

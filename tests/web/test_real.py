@@ -78,12 +78,12 @@ def test_the_hashes_of_the_page_are_those_of_its_texts(run):
 def test_the_words_about_speed_are_those_of_the_table():
     """llama.cpp is ahead wherever all rows decode, and behind from four users on."""
     cells = re.findall(
-        r"<tr><td>(\d+) (rows?|users?)</td>(.*?)</tr>", page.table_of("bench-15m.json")
+        r"<tr><td>(\d+) (requests?|users?)</td>(.*?)</tr>", page.table_of("bench-15m.json")
     )
     assert len(cells) == 8
     for many, what, values in cells:
         ours, _, theirs = (float(v.replace(",", "")) for v in re.findall(r"<td>(.*?)</td>", values))
-        assert (ours < theirs) == ("row" in what or int(many) < 4), (many, what)
+        assert (ours < theirs) == ("request" in what or int(many) < 4), (many, what)
 
 
 def test_the_page_is_made_of_what_lies_here():
