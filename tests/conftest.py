@@ -28,8 +28,9 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The whole suite, or a folder, is shared among workers. A file, a test and whatever `-k` finds
-    run in this process: they begin at once, and a debugger finds them here. `-n` decides otherwise.
+    """The whole suite, or a folder, is shared among workers: one more than cores. A file, a test
+    and whatever `-k` finds run in this process: they begin at once, and a debugger finds them here.
+    `-n` decides otherwise.
 
     Each worker, and each program that it starts, multiplies with its share of the cores. Threads
     that wait for each other on cores that are taken would make everything many times slower.
@@ -38,7 +39,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
         return  # without xdist, or in a worker
     if option.numprocesses is None and not is_small(config):
-        option.numprocesses = min(cores(), MOST_WORKERS)
+        option.numprocesses = min(cores() + 1, MOST_WORKERS)  # some tests only wait
         option.dist = "worksteal"
     if option.numprocesses == 1:
         option.numprocesses = 0

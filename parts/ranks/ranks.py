@@ -56,7 +56,7 @@ from parts.ranks.line import Message, beat, hear, say
 
 LOST = 3  # the exit code of a process that another rank has left alone
 NEWS_S = 0.5  # so long after an exception a rank waits for news of a lost one
-GRACE_S = 1.0  # so long the leader's clients have to take their errors
+GRACE_S = 2.0  # so long the leader's clients have to take their errors
 
 
 class Heads(Protocol):
