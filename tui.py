@@ -672,8 +672,10 @@ class Screen(App):
                 self.action_command(as_command(word, rest))
             await self.until(lambda: self.session.heard and not state.view.stepping)
             await self.until(lambda: state.view.paused or not state.view.engine.draining_to)
-            if word in ("race", "wait"):
+            if word == "race":
                 await self.until(lambda: self.session.settled)
+            if word == "wait":  # while paused, nothing would ever come to an end
+                await self.until(lambda: state.view.paused or self.session.settled)
         if self._screenshot:
             await self.until(lambda: state.view.paused or self.session.settled)
             await self.take_picture(self._screenshot)

@@ -354,6 +354,7 @@ def test_a_plain_log_on_a_terminal_says_what_can_be_typed(model):
 
 
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
+    """To wait while paused took for ever: nothing runs then that could end."""
     picture = tmp_path / "picture.svg"
     command = [
         sys.executable,
@@ -361,7 +362,7 @@ def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
         "--model",
         model,
         "--script",
-        "light static pause burst24 step60",
+        "light static pause burst24 step60 wait",
     ]
     options = ["--screenshot", str(picture), "--size", "120x40"]
     done = subprocess.run(
