@@ -25,7 +25,7 @@ import math
 import random
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -146,6 +146,12 @@ class Fault(NamedTuple):
     prompt: str | None = None
 
 
+class Finding(Protocol):
+    """What a trial has found so far. Each trial has a frozen record of its own."""
+
+    name: str  # of the trial, and of the page that draws its findings
+
+
 class View(NamedTuple):
     """What the screen may know at one moment."""
 
@@ -168,14 +174,19 @@ class View(NamedTuple):
     model: str = ""  # its name, if it is elsewhere
     life: int = 0  # changes when a view begins anew: another process has other numbers
     gone_s: float | None = None  # since then the other end is gone
+    trying: bool = False  # a trial runs
+    # What the trial that runs, or ran last, has found so far: a record of its own, with its `name`
+    trial: Finding | None = None
     others: float = 0.0  # cores that other programs take, while none is idle
     cores: int = 0  # that this process may use
 
     @property
     def busy(self) -> bool:
         engine = self.engine
-        return self.racing or bool(
-            engine and (engine.waiting or any(s.request is not None for s in engine.slots))
+        return (
+            self.racing
+            or self.trying
+            or bool(engine and (engine.waiting or any(s.request is not None for s in engine.slots)))
         )
 
 
@@ -226,7 +237,7 @@ class Room:
             "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
         )
 
-    pause = step = slow = switch = race = set_load = _refuse
+    pause = step = slow = switch = race = set_load = try_out = _refuse
 
 
 def wish(method: Callable) -> Callable:
@@ -293,6 +304,7 @@ class EngineRoom(Room):
         self._race: Sequence[Read] = ()
         self._legs_left: list[str] = []  # policies that the race has yet to run under
         self._policy = ""  # the policy that comes back when the race is over
+        self._trial: Iterator[Finding] | None = None
 
     def start(self) -> None:
         self._loader.start()
@@ -381,9 +393,12 @@ class EngineRoom(Room):
         if not self.loop.paused or self.loop.stepping:
             self._arrive()
             self._run_race()
+            self._go_on_trying()
         if self._slow_once and not self.engine.has_work:
             self.loop.slow, self._slow_once = 0.0, False
         self._news += 1
+        if self._trial and not (self.loop.paused or self.engine.has_work):
+            return 0.0  # no step will wake the loop
         return (
             self._next_arrival - self.clock()
             if self._known.load and not self.clock.stands
@@ -443,9 +458,10 @@ class EngineRoom(Room):
 
     @wish
     def cancel(self, request: int | None) -> None:
-        """Cancel one request of our own; None cancels all of them, and the race."""
+        """Cancel one request of our own; None cancels all of them, the race, and the trial."""
         if request is None:
             self._end_race()
+            self._end_trial()
         for handle in list(self.own.values()):
             if request in (None, handle.id):
                 handle.cancel()
@@ -535,3 +551,44 @@ class EngineRoom(Room):
         if self._race:
             self._race = ()
             self.engine.drain(self._policy)
+
+    # --- trials
+
+    @wish
+    def try_out(self, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None:
+        """Run a trial: an experiment on the engine that runs, such as the same prompt two hundred
+        times among random neighbours. It ends a pause.
+
+        A trial is a generator. It is asked for its next finding between two steps, so there it may
+        fire, cancel, and change what it likes about the engine; what it has changed it puts back
+        in a `finally`. After the last finding it is over.
+        """
+        if self._race or self._trial:
+            self.fault(f"a {'race' if self._race else 'trial'} runs already; X ends it")
+            return
+        self.loop.resume()
+        self._trial = trial(self)
+        self.note(trying=True, trial=None)
+
+    def _go_on_trying(self) -> None:
+        if self._trial is None:
+            return
+        try:
+            finding = next(self._trial, None)
+        except ValueError as error:  # the trial cannot be made here
+            self.fault(str(error))
+            self._end_trial()
+        except BaseException:  # a mistake in the trial: the loop tells of it
+            self._end_trial()
+            raise
+        else:
+            if finding is None:
+                self._end_trial()
+            else:
+                self.note(trial=finding)
+
+    def _end_trial(self) -> None:
+        trial, self._trial = self._trial, None
+        if trial:
+            self.note(trying=False)
+            trial.close()

@@ -19,7 +19,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -28,7 +28,7 @@ from parts.api.views import RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
 from sched import POLICIES
 from screen.ink import clean, count, number, shorten, span
-from screen.room import RIVALS, SCHEMA, Ask, EngineRoom
+from screen.room import RIVALS, SCHEMA, Ask, EngineRoom, Finding
 from screen.runs import FIGURES, Contest
 from screen.state import State, asked, client_of, compare, life_in, prompt_of, verdict
 from screen.totals import words
@@ -154,6 +154,15 @@ class Session:
         seed = self.state.settings.seed or 0
         self.state.contest = None if self.state.view.racing else asked(self.state, policies)
         self.room.race([ask._replace(seed=seed + i) for i, ask in enumerate(asks)], policies)
+
+    def _try_out(self, what: str, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None:
+        """Begin a trial, unless others would suffer from it."""
+        if self.state.view.door or self.state.view.watches:
+            whose = "while the door is open" if self.state.view.door else "on a watched engine"
+            raise ValueError(
+                f"no {what} {whose}, since its clients would suffer; start a python tui.py for it"
+            )
+        self.room.try_out(trial)
 
     def _do_compare(self, rest: str) -> None:
         self.state.contest = compare(self.state, known(rest) if rest else "")

@@ -3,6 +3,7 @@ runs."""
 
 import re
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 from stage import Stage, at_every_size, plain, show
@@ -293,3 +294,85 @@ def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
         assert "[/foo]" in texts[0] and "␛[31m" in texts[0]
 
     show(scenario, Stage(prompts=room.BURST), size=(120, 40))
+
+
+class Seen(NamedTuple):
+    """What a trial of the tests finds: how many of its requests have ended."""
+
+    ended: int
+    name: str = "seen"
+
+
+def test_a_trial_is_asked_for_its_next_finding_between_two_steps_until_it_has_none():
+    stage, asks = Stage().load(), stage_asks(3)
+
+    def trial(engine_room):
+        fired = engine_room._fire([room.Read(ask, None) for ask in asks])
+        while engine_room.own.keys() & set(fired):
+            yield Seen(len(set(fired) - engine_room.own.keys()))
+        yield Seen(len(fired))
+
+    stage.session._try_out("trial", trial)
+    found = []
+    for _ in range(300):
+        stage.turns()
+        if (view := stage.state.view).trial and view.trial not in found:
+            found.append(view.trial)
+        if not view.trying and found:
+            break
+    assert found[0] == Seen(0) and found[-1] == Seen(3) and not view.trying and not view.busy
+
+
+@pytest.mark.parametrize("end", ["cancel", "mistake", "wrong"])
+def test_a_trial_that_is_cut_short_puts_back_what_it_has_changed(end, caplog):
+    stage = Stage().load()
+    budget = stage.engine.sched.budget
+
+    def trial(engine_room):
+        engine_room.engine.sched.budget = 1
+        try:
+            yield Seen(0)
+            if end == "wrong":
+                raise ValueError("this model has no room for it")
+            if end == "mistake":
+                raise KeyError("a mistake in a trial")
+            while True:
+                yield Seen(1)
+        finally:
+            engine_room.engine.sched.budget = budget
+
+    stage.session._try_out("trial", trial)
+    stage.turns(2)
+    if end == "cancel":
+        assert stage.engine.sched.budget == 1 and stage.state.view.trying
+        stage.session.obey("/cancel all")
+    stage.turns(3)
+    assert stage.engine.sched.budget == budget and not stage.state.view.trying
+    faults = " ".join(fault.message for fault in stage.state.faults)
+    assert {"cancel": "", "wrong": "no room for it", "mistake": "a mistake in a trial"}[
+        end
+    ] in faults
+    stage.session.obey("/burst 2")
+    stage.finish()
+
+
+def test_a_trial_is_refused_while_another_runs_or_clients_would_suffer():
+    stage = Stage().load()
+
+    def trial(engine_room):
+        while True:
+            yield Seen(0)
+
+    stage.session._try_out("trial", trial)
+    stage.turns(2)
+    stage.session._try_out("trial", trial)
+    stage.turns(2)
+    assert "a trial runs already" in stage.state.faults[-1].message
+    for view in (stage.state.view._replace(watches=True), stage.state.view._replace(door=object())):
+        stage.state.view = view
+        with pytest.raises(ValueError, match="its clients would suffer"):
+            stage.session._try_out("trial", trial)
+
+
+def stage_asks(count: int) -> list[room.Ask]:
+    return [room.Settings().ask(f"prompt {i}", 8) for i in range(count)]
