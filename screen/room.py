@@ -90,6 +90,8 @@ class Ask(NamedTuple):
     temperature: float
     seed: int | None
     schema: str = ""  # of the JSON that the answer must be
+    logprobs: int | None = None  # so many of the likeliest tokens, with their log probabilities
+    mute: bool = False  # a log does not tell of it: it is one of a trial's hundreds
 
 
 class Read(NamedTuple):
@@ -150,6 +152,9 @@ class Finding(Protocol):
     """What a trial has found so far. Each trial has a frozen record of its own."""
 
     name: str  # of the trial, and of the page that draws its findings
+    lines: Sequence[
+        str
+    ]  # the same in words, for a log: only lines are added from finding to finding
 
 
 class View(NamedTuple):
@@ -422,34 +427,43 @@ class EngineRoom(Room):
     def _fire(self, reads: Sequence[Read]) -> list[int]:
         """Submit these; answers with the ids. If a slot has less room than `max_tokens`, the answer
         gets that room."""
-        fired, engine = [], self.engine
+        fired = []
         for ask, ids in reads:
             try:
-                if ids is None:
-                    ids = engine.text.ask(ask.prompt)
-                if isinstance(ids, ValueError):
-                    raise ids
-                room = engine.sched.max_len - len(ids)
-                if room < 1:
-                    holds = f"a slot holds {engine.sched.max_len:,}, prompt and answer together"
-                    raise ValueError(
-                        f"the prompt has {len(ids):,} tokens, but {holds}; shorten it, or raise --max-len"
-                    )
-                form = {"grammar": {"json": ask.schema}, "logprobs": SEEN} if ask.schema else {}
-                sampling = Sampling(
-                    max_tokens=min(ask.max_tokens, room),
-                    temperature=ask.temperature,
-                    seed=ask.seed,
-                    **form,
-                )
-                handle = engine.submit(ids, sampling, origin=ask)
+                handle = self._submit(ask, ids)
             # It does not fit a slot, or the line is full
             except (ValueError, RuntimeError) as error:
                 self.fault(f"not fired: {error}", ask.prompt)
                 break
-            self.own[handle.id] = handle
             fired.append(handle.id)
         return fired
+
+    def _submit(self, ask: Ask, ids: list[int] | ValueError | None) -> Handle:
+        engine = self.engine
+        if ids is None:
+            ids = engine.text.ask(ask.prompt)
+        if isinstance(ids, ValueError):
+            raise ids
+        room = engine.sched.max_len - len(ids)
+        if room < 1:
+            holds = f"a slot holds {engine.sched.max_len:,}, prompt and answer together"
+            raise ValueError(
+                f"the prompt has {len(ids):,} tokens, but {holds}; shorten it, or raise --max-len"
+            )
+        form = {"grammar": {"json": ask.schema}, "logprobs": SEEN} if ask.schema else {}
+        sampling = Sampling(
+            max_tokens=min(ask.max_tokens, room),
+            temperature=ask.temperature,
+            seed=ask.seed,
+            **{"logprobs": ask.logprobs, **form},
+        )
+        handle = engine.submit(ids, sampling, origin=ask)
+        self.own[handle.id] = handle
+        return handle
+
+    def submit(self, asks: Sequence[Ask]) -> list[Handle]:
+        """For a trial: put these in line, and keep what answers. What cannot be submitted raises."""
+        return [self._submit(ask, None) for ask in asks]
 
     _post_fire = wish(_fire)
 

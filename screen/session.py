@@ -19,7 +19,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -322,6 +322,7 @@ class PlainLog:
         self._told: dict[int, RequestView] = {}
         self._done = self._faults = 0  # how many stages and faults have been written
         self._raced: Contest | None = None  # the last race that has been written
+        self._tried: Sequence[str] = ()  # the lines of the newest trial that have been written
         # (when, what): not written yet, since something earlier may be told
         self._late: list[tuple[float, str]] = []
         self._told_to = 0.0  # the end of the last busy period that has been written
@@ -347,12 +348,14 @@ class PlainLog:
         news = [
             event
             for r in (*engine.requests, *engine.ended)
+            if not is_mute(r)
             for event in self._news(self._told.get(r.id), r)
         ]
         for step in engine.steps:
             news += [
                 (step.began, f"r{r} is admitted to slot {s} in step {step.step}")
                 for s, r in step.admitted
+                if r not in state.requests or not is_mute(state.requests[r])
             ]
         self._told |= {r.id: r for r in engine.requests}
         for r in engine.ended:
@@ -362,6 +365,7 @@ class PlainLog:
             *((engine.now, fault.message) for fault in state.faults[self._faults :]),
         ]
         self._faults = len(state.faults)
+        news += [(engine.now, line) for line in self._news_of_trial(view.trial)]
         for period in [
             period for period in state.periods if period.over and period.ended > self._told_to
         ]:
@@ -417,6 +421,13 @@ class PlainLog:
                 f"r{r.id} ends ({r.reason}): {figures}: {' '.join(r.text.split())}",
             )
 
+    def _news_of_trial(self, trial: Finding | None) -> Sequence[str]:
+        lines = trial.lines if trial else ()
+        told = self._tried
+        is_same = lines[: len(told)] == told  # else another trial has begun
+        self._tried = lines
+        return lines[len(told) :] if is_same else lines
+
     def obey(self, line: str) -> None:
         """A prompt, or a command."""
         try:
@@ -438,6 +449,10 @@ class PlainLog:
             self.write(f"{run.policy}, {run.how}: {', '.join(figures)}")
         for line in filter(None, (verdict(contest.runs), contest.note)):
             self.write(line)
+
+
+def is_mute(request: RequestView) -> bool:
+    return isinstance(request.origin, Ask) and request.origin.mute
 
 
 def why_of(state: State) -> str:

@@ -300,6 +300,7 @@ class Seen(NamedTuple):
     """What a trial of the tests finds: how many of its requests have ended."""
 
     ended: int
+    lines: tuple[str, ...] = ()
     name: str = "seen"
 
 
@@ -307,10 +308,10 @@ def test_a_trial_is_asked_for_its_next_finding_between_two_steps_until_it_has_no
     stage, asks = Stage().load(), stage_asks(3)
 
     def trial(engine_room):
-        fired = engine_room._fire([room.Read(ask, None) for ask in asks])
-        while engine_room.own.keys() & set(fired):
-            yield Seen(len(set(fired) - engine_room.own.keys()))
-        yield Seen(len(fired))
+        handles = engine_room.submit(asks)
+        while not all(handle.finish_reason for handle in handles):
+            yield Seen(sum(handle.finish_reason is not None for handle in handles))
+        yield Seen(len(handles))
 
     stage.session._try_out("trial", trial)
     found = []
@@ -372,6 +373,32 @@ def test_a_trial_is_refused_while_another_runs_or_clients_would_suffer():
         stage.state.view = view
         with pytest.raises(ValueError, match="its clients would suffer"):
             stage.session._try_out("trial", trial)
+
+
+def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requests():
+    stage, written = Stage().load(), []
+    log = session.PlainLog(stage.session, written.append)
+    asks = [ask._replace(mute=True) for ask in stage_asks(20)]
+
+    def trial(engine_room):
+        handles = engine_room.submit(asks)
+        yield Seen(0, ("20 are fired",))
+        while not all(handle.finish_reason for handle in handles):
+            yield Seen(0, ("20 are fired",))
+        yield Seen(20, ("20 are fired", "all have ended"))
+
+    for _ in range(2):
+        log.obey("something of a user's")
+        stage.session._try_out("trial", trial)
+        while not stage.session.settled:
+            stage.room.loop.turn()
+            log.look()
+    log.flush()
+    words = ("waits: something of a user's", "20 are fired", "all have ended")
+    told = [word for line in written for word in words if line.endswith(word)]
+    assert told == [*words] * 2
+    assert sum("waits" in line for line in written) == 2
+    assert sum("admitted" in line for line in written) == 2
 
 
 def stage_asks(count: int) -> list[room.Ask]:
