@@ -28,11 +28,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView
-from sched import Plan, Request, Scheduler
+from sched import Chunk, Plan, Request, Scheduler
 from screen.ink import DECODE, number, span
 from screen.timeline import Cell, Column, column, merge, useful_of
 
@@ -218,7 +218,62 @@ def replay(
         for chunk in plan.chunks:
             if chunk.emits:
                 firsts[chunk.request.id] = ended - chunk.request.arrived
-    return Run(policy, "simulated", columns, [firsts[r.id] for r in requests])
+    ttfts = [firsts[r.id] for r in requests if r.id in firsts]  # some were cancelled before
+    return Run(policy, "simulated", columns, ttfts)
+
+
+class Told(NamedTuple):
+    """What a replay is told about a run, since lengths do not tell it. Steps count from 1."""
+
+    came: Mapping[int, int]  # by request: the first step that was planned after it came
+    began: Mapping[int, int]  # by request that took over rows: the step of its first chunk
+    # By request that was cancelled or failed: the first step planned after that, and committed
+    left: Mapping[int, tuple[int, int]]
+    halting: Collection[int]  # steps that were planned only after the one before had been read
+
+
+class Retold(Scheduler):
+    """A scheduler that goes through a run once more, with requests that have lengths and no tokens.
+
+    It cannot see that two prompts begin alike, so it cannot make one wait until the other has
+    written the common rows. It is told in which step such a prompt began. And requests come and
+    leave as they did: before the plans that `told` names, or else when the clock says so.
+    """
+
+    def __init__(self, limits: Limits, policy: str, told: Told | None):
+        super().__init__(**limits._asdict(), policy=policy)
+        self.told = told
+        self.coming: deque[Request] = deque()
+        self.leaving: dict[int, float] = {}  # when those leave that were cut short
+        self._leavers: dict[int, Request] = {}  # those of them that have come
+
+    def come(self, now: float) -> None:
+        while self.coming and self._is_due(self.coming[0], now):
+            self.come_next()
+
+    def come_next(self) -> None:
+        request = self.coming.popleft()
+        self.submit(request)
+        if request.id in self.leaving:
+            self._leavers[request.id] = request
+
+    def leave(self, step: int, is_commit: bool, now: float) -> None:
+        """Those leave that were gone before this step was planned, or committed."""
+        for id in list(self._leavers):
+            told = self.told
+            is_gone = told.left[id][is_commit] <= step if told else self.leaving[id] <= now
+            if is_gone:
+                self.finish(self._leavers.pop(id), "cancelled", now)
+
+    def _is_due(self, request: Request, now: float) -> bool:
+        if self.told:
+            return self.told.came[request.id] <= self.steps + 1
+        return request.arrived <= now
+
+    def _chunks(self, requests: Iterable[Request], left: int) -> list[Chunk]:
+        began = self.told.began if self.told else {}
+        step = self.steps + 1
+        return super()._chunks([r for r in requests if began.get(r.id, 0) <= step], left)
 
 
 def replayed(
@@ -227,54 +282,68 @@ def replayed(
     policy: str,
     moment: Callable[[float], float],
     prices: Prices,
-    came: Mapping[int, int] | None = None,
-    halts: Callable[[int], bool] = lambda step: False,
+    told: Told | None = None,
+    halts: bool = False,
 ) -> Iterator[tuple[Plan, float]]:
     """The steps of a replay: each plan, once it has been committed, and the moment of that.
 
     The scheduler needs only lengths and arrival times: no text, no model. `moment` says what the
     clock showed when a request arrived. Like the engine, this loop runs ahead: a step is planned
     before the one before is committed, unless that one is to be read at once.
-    `came`: by request, the step before whose plan it came. Then no clock decides who is in line.
-    `halts`: is this step planned only after the one before has been read?
+    `told`: then no clock decides when a request comes and goes.
+    `halts`: is each step planned only after the one before has been read?
     """
-    sched = Scheduler(**limits._asdict(), policy=policy)
-    coming = deque(as_it_came(r, moment(r.arrived), limits.max_len) for r in requests)
+    sched = Retold(limits, policy, told)
+    sched.coming += (as_it_came(r, moment(r.arrived), limits.max_len) for r in requests)
+    sched.leaving = {r.id: moment(r.ended) for r in requests if is_cut_short(r)}
+    lengths = {r.id: r.metrics.output_tokens for r in requests}
     now, flight = 0.0, None
 
-    lengths = {r.id: r.metrics.output_tokens for r in requests}
-
     def accept(request: Request, token: int) -> str | None:
-        return "stop" if request.committed == lengths[request.id] else None
+        is_whole = request.committed == lengths[request.id] and request.id not in sched.leaving
+        return "stop" if is_whole else None
 
-    def is_due(request: Request) -> bool:
-        return came[request.id] <= sched.steps + 1 if came else request.arrived <= now
-
-    while coming or sched.waiting or sched.running:
-        while coming and is_due(coming[0]):
-            sched.submit(coming.popleft())
-        waits = flight and (flight.read_at_once or halts(sched.steps + 1))
-        plan: Plan | None = None if waits else sched.plan(now)
+    while sched.coming or sched.waiting or sched.running or flight:
+        sched.come(now)
+        next_halts = sched.steps + 1 in told.halting if told else halts
+        waits = flight and (flight.read_at_once or next_halts)
+        plan: Plan | None = None
+        if not waits:
+            sched.leave(sched.steps + 1, False, now)
+            plan = sched.plan(now)
         if flight:
+            sched.leave(flight.step, True, now)
             now += prices.of(len(flight.decodes), len(flight.chunks))
             sched.commit(flight, [0] * len(flight.emitters), accept, now)
             yield flight, now
-        elif not plan and coming:  # nothing is to be done before the next one comes
-            now = max(now, coming[0].arrived)
-            sched.submit(coming.popleft())
+        elif not plan and sched.coming:  # nothing is to be done before the next one comes
+            now = max(now, sched.coming[0].arrived)
+            sched.come_next()
         flight = plan
 
 
+def is_cut_short(request: RequestView) -> bool:
+    """Did something else than its own length end it?"""
+    return request.reason in ("cancelled", "error")
+
+
 def as_it_came(request: RequestView, arrived: float, max_len: int) -> Request:
-    """A request for the scheduler of a replay. If a token ended it, the engine did not know that
-    before, and planned one more, unless the slot was full."""
+    """A request for the scheduler of a replay.
+
+    If a token ended it, the engine did not know that before, and planned one more, unless the slot
+    was full. If it was cut short, nobody knows how long its answer would have been.
+    """
     metrics = request.metrics
-    is_full = metrics.prompt_tokens + metrics.output_tokens == max_len
-    unforeseen = request.reason == "stop" and not is_full
+    room = max_len - metrics.prompt_tokens
+    most = metrics.output_tokens
+    if is_cut_short(request):
+        most = room
+    elif request.reason == "stop":
+        most = min(most + 1, room)
     return Request(
         request.id,
         (0,) * metrics.prompt_tokens,
-        metrics.output_tokens + unforeseen,
+        most,
         arrived,
         shares=False,
         client=request.client,

@@ -11,8 +11,7 @@ others? A step's seconds are divided as its work is, by the prices of a row and 
 one alone, and all of them under each policy.
 
 What this file keeps. The parts of a life add up to it. A replay under the policy that ran has the
-same steps, unless prompts that begin alike were admitted together (one waits until the other's rows
-are written, and lengths do not tell that), requests were cancelled, or the policy changed meanwhile.
+same steps, unless a step failed or the policy changed meanwhile.
 
 Where next: `waterfall.py`, which draws it.
 """
@@ -20,17 +19,17 @@ Where next: `waterfall.py`, which draws it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView
 from sched import POLICIES, Plan, Request
 from screen.ink import DECODE, GHOST, PREFILL, span
-from screen.runs import LEAST, Prices, on_clock, replayed
+from screen.runs import LEAST, Prices, Told, is_cut_short, on_clock, replayed
 from screen.timeline import Column
 
 # The parts of a life, in the order in which they are drawn
@@ -273,24 +272,47 @@ def outcomes(
     if not request.metrics.output_tokens:
         raise ValueError("it has no token yet, and a replay must know how long its answer is")
     prices = with_a_chunk(prices)
-    company = [r for r in company_of(request, requests) if r.metrics.output_tokens]
+    company = [
+        r for r in company_of(request, requests) if r.metrics.output_tokens or is_cut_short(r)
+    ]
     columns = steps_of(company, history)
     _, moment = on_clock(columns, prices)
-    came = {r.id: next_plan(columns, r.arrived) for r in company}
-    halting = {i + 1 for i in range(len(columns)) if halts(columns, i)}
-    most_halt = 2 * len(halting) > len(columns)
-    alone = replayed(limits, [request], request.policy, lambda at: 0.0, prices)
+    told = told_of(company, columns)
+    most_halt = 2 * len(told.halting) > len(columns)
+    # Elsewhere a request that was cut short goes on until it has as many tokens
+    whole = replace(request, reason="length") if is_cut_short(request) else request
+    alone = replayed(limits, [whole], request.policy, lambda at: 0.0, prices)
     arrived = moment(request.arrived)
     out = [measured(request, columns), followed("alone", request, alone, 0.0)]
     for policy in POLICIES:
         if policy == request.policy:
-            steps = replayed(limits, company, policy, moment, prices, came, halting.__contains__)
-            out.append(followed(policy, request, steps, arrived, came[request.id]))
+            steps = replayed(limits, company, policy, moment, prices, told)
+            out.append(followed(policy, request, steps, arrived, told.came[request.id]))
         else:
-            halt = {"halts": lambda step: most_halt}
-            steps = replayed(limits, company, policy, moment, prices, **halt)
+            others = [whole if r.id == request.id else r for r in company]
+            steps = replayed(limits, others, policy, moment, prices, halts=most_halt)
             out.append(followed(policy, request, steps, arrived))
     return out
+
+
+def told_of(company: Sequence[RequestView], columns: Sequence[Column]) -> Told:
+    """What the steps tell that ran, and lengths do not."""
+    firsts: dict[int, int] = {}  # by request: the step of its first chunk
+    for number, column in enumerate(columns, 1):
+        for _, id, *_ in column.view.prefill:
+            firsts.setdefault(id, number)
+    left = {}
+    for r in company:
+        if is_cut_short(r):
+            read = bisect_right(columns, r.ended, key=lambda column: column.ended)
+            left[r.id] = next_plan(columns, r.ended), read + 1
+    took_over = [r.id for r in company if r.metrics.cached_tokens and r.id in firsts]
+    return Told(
+        came={r.id: next_plan(columns, r.arrived) for r in company},
+        began={id: firsts[id] for id in took_over},
+        left=left,
+        halting={i + 1 for i in range(len(columns)) if halts(columns, i)},
+    )
 
 
 def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[RequestView]:
@@ -364,7 +386,7 @@ def followed(
     clock tells."""
     mine: Request | None = None
     line = ttft = 0.0
-    admitted = first = 0
+    admitted = first = last = said = 0
     for number, (plan, ended) in enumerate(steps, 1):
         if not came and plan.at >= arrived:
             came = number
@@ -377,9 +399,12 @@ def followed(
             if chunk.request is mine and chunk.emits:
                 first = number
                 ttft = ended - arrived
+        if mine and mine.committed > said:
+            said = mine.committed
+            last = number
         if mine and mine.finish_reason:
-            counts = (admitted - came, first + 1 - admitted, number - first)
-            return Outcome(name, counts, line, ttft, ended - arrived)
+            counts = (admitted - came, first + 1 - admitted, last - first)
+            return Outcome(name, counts, line, ttft, mine.ended - arrived)
     raise ValueError("a replay ended before it")
 
 

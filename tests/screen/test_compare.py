@@ -17,6 +17,22 @@ from screen import charts, ink, keys, panes, runs, state, timeline
 from screen.ink import DECODE
 
 
+def test_a_comparison_counts_those_that_were_cancelled_as_far_as_they_came():
+    """Under the other policy they go at the same moment, some of them before their first token."""
+    stage = Stage(slots=2).load()
+    stage.session.obey("/burst 10")
+    stage.turns(40)
+    cut = [r.id for r in stage.state.requests.values() if r.reason is None and r.slot is not None]
+    for id in cut:
+        stage.session.obey(f"/cancel r{id}")
+    stage.finish()
+    assert [stage.state.requests[id].reason for id in cut] == ["cancelled"] * 2
+    stage.session.obey("/compare serial")
+    ran, other = stage.state.contest.runs
+    assert len(ran.columns) == len(stage.state.history)
+    assert len(other.ttfts) < len(ran.ttfts) == 10
+
+
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("hurry", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)

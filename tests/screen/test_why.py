@@ -26,12 +26,15 @@ class EndsAfter:
         return len(self.handle.tokens) >= self.tokens
 
 
-def random_run(seed: int, cancels: bool) -> Stage:
+EVENINGS = [[97 + i] * 80 for i in range(3)]  # what prompts that begin alike begin with
+
+
+def random_run(seed: int, cancels: bool, shares: bool = False) -> Stage:
     """Some crowds of several clients, one behind the other, under a random policy."""
     dice = random.Random(seed)
     stage = Stage(policy=dice.choice(list(POLICIES)), slots=dice.randint(1, 5)).load()
     engine = stage.engine
-    engine.reuse = False
+    engine.reuse = shares
     limits = {
         "chunk": dice.choice([16, 32]),
         "budget": dice.randint(1, 60),
@@ -46,6 +49,8 @@ def random_run(seed: int, cancels: bool) -> Stage:
         for _ in range(dice.randint(1, 6)):
             for _ in range(dice.randint(1, 6)):
                 prompt = [dice.randint(97, 122) for _ in range(dice.randint(1, 80))]
+                if shares:
+                    prompt = EVENINGS[dice.randint(0, 2)][: dice.randint(0, 80)] + prompt
                 most = Sampling(max_tokens=dice.randint(1, 25))
                 handle = engine.submit(prompt, most, client=dice.choice(clients))
                 if dice.random() < 0.5:
@@ -98,20 +103,30 @@ def outcomes(state: State, id: int) -> list[why.Outcome]:
     return why.outcomes(requests[id], requests.values(), state.history, limits, prices(state))
 
 
-def test_a_replay_under_the_policy_that_ran_has_the_same_steps():
-    """Where nothing was cancelled: to the step, in line, until the first token, and until the last.
-    The clock of a replay does not matter, since it is told before which plan each request came."""
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared"])
+@pytest.mark.parametrize("cancels", [False, True], ids=["whole", "cancelled"])
+def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels):
+    """To the step: in line, until the first token, and until the last. The clock of a replay does
+    not matter, since it is told before which plan each request came, and went."""
     compared = Counter()
     for seed in range(40):
-        stage = random_run(seed, cancels=False)
+        stage = random_run(seed, cancels, shares)
         state = stage.state
         for request in state.requests.values():
+            if not request.metrics.output_tokens:
+                continue  # it was cancelled before: then there is no replay of it
             ran = {each.name: each.steps for each in outcomes(state, request.id)}
             assert ran["measured"] == ran[request.policy], (seed, request.id)
-            assert ran["alone"][0] == 0 and ran["alone"][2] == ran["measured"][2]
+            is_whole = request.reason != "cancelled"
+            assert ran["alone"][0] == 0 and (ran["alone"][2] == ran["measured"][2] or not is_whole)
             compared[request.policy] += 1
             compared["waited"] += ran["measured"][0] > 0
+            compared["shared"] += request.metrics.cached_tokens > 0
+            compared["cancelled"] += not is_whole
     assert {*POLICIES} < {*compared} and compared["waited"] > 200, compared
+    assert (compared["shared"] > 100) == shares and (compared["cancelled"] > 10) == cancels, (
+        compared
+    )
 
 
 def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
