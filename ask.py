@@ -24,7 +24,7 @@ from pathlib import Path
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling, Text
 from parts.checks import one_line, printable
 from parts.model import find
-from parts.text.speech import Part
+from parts.text.speech import Parser, Part, Speech
 
 
 def options() -> program.Parser:
@@ -163,13 +163,13 @@ def shown(part: Part) -> str:
 def show(handle: Handle, prompt: str, text: Text) -> None:
     """One answer as it comes, and one line of figures under it."""
     print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
-    parser = text.parser(handle.request.prompt) if sys.stdout.isatty() else None
+    parser = text.parser(handle.request.prompt) if sys.stdout.isatty() else Parser(Speech())
     kind = ""
     for piece in handle:
-        for part in parser.push(piece) if parser else [Part("answer", piece)]:
+        for part in parser.push(piece):
             print("\n" * (kind == "thought" != part.kind) + shown(part), end="", flush=True)
             kind = part.kind
-    for part in parser.finish() if parser else ():
+    for part in parser.finish():
         print(shown(part), end="")
     result = handle.result()
     m = result.metrics

@@ -48,7 +48,7 @@ from parts.api.faults import describe
 from parts.api.handle import Handle
 from parts.api.settings import Sampling
 from parts.files import read_json
-from parts.text.speech import Parser, Part, grammar, loads
+from parts.text.speech import Parser, Part, Speech, grammar, loads
 from parts.text.tokens import Chat, Prompt
 from sched import QueueFull
 
@@ -121,8 +121,7 @@ class Answer:
         self._protocol: Speaks | None = None
         self._asks: Sequence[tuple] = ()  # prompts and settings, once they have been understood
         self._words: list[Words | None] = []  # for each choice, if log probabilities are wanted
-        # For each choice, if thoughts or calls are to be told from the answer
-        self._parsers: list[Parser | None] = []
+        self._parsers: list[Parser] = []  # for each choice
         self._came = time.perf_counter()
         self._is_read = False  # the prompt, as far as the client has been told
         # For each choice: so many of its handle's pieces have been taken
@@ -206,13 +205,13 @@ class Answer:
             self.cancel()
             raise
 
-    def _parser(self, prompt: Prompt) -> Parser | None:
+    def _parser(self, prompt: Prompt) -> Parser:
         chat = self.wish.prompts[0]
         if not isinstance(chat, Chat):
-            return None
+            return Parser(Speech())
         names = [tool["function"]["name"] for tool in chat.tools]
         speech = self._served.engine.text.speech
-        return speech.parser(names, prompt.is_thinking, self.wish.is_single)
+        return Parser(speech, names, prompt.is_thinking, self.wish.is_single)
 
     # --- in the engine's thread
 
@@ -293,7 +292,8 @@ class Answer:
             if words:
                 words.take(handle.tokens, handle.logprobs)
             said = words and words.finish(handle.text)
-            parts = [*self._apart(index, handle.text), *self._rest(index)]
+            parser = self._parsers[index]
+            parts = [*parser.push(handle.text), *parser.finish()]
             choices.append(Said(parts, self._reason(index), handle.stop, said))
         write = dump_politely if self._words[0] else dump
         return write(self.shape.whole(choices, self._usage()))
@@ -329,7 +329,8 @@ class Answer:
     def _events(self, index: int, piece: str | None) -> bytes:
         """What a stream says of a piece, or of a choice's end."""
         handle, words = self.handles[index], self._words[index]
-        parts = self._rest(index) if piece is None else self._apart(index, piece)
+        parser = self._parsers[index]
+        parts = parser.finish() if piece is None else parser.push(piece)
         said = None
         if words:
             said = words.finish(handle.text) if piece is None else words.release(len(piece))
@@ -346,25 +347,16 @@ class Answer:
             told += self.shape.last(index, self._reason(index), handle.stop)
         return told
 
-    def _apart(self, index: int, piece: str) -> Sequence[Part]:
-        parser = self._parsers[index]
-        return parser.push(piece) if parser else [Part("answer", piece)]
-
-    def _rest(self, index: int) -> Sequence[Part]:
-        parser = self._parsers[index]
-        return parser.finish() if parser else []
-
     def _reason(self, index: int) -> str:
         reason = self.handles[index].finish_reason
-        parser = self._parsers[index]
-        return "tool_calls" if parser and parser.calls and reason == "stop" else reason
+        return "tool_calls" if self._parsers[index].calls and reason == "stop" else reason
 
     def _usage(self) -> Usage:
         metrics = [handle.metrics for handle in self.handles]
         prompts = metrics[:: self.wish.n]  # that of the first choice of each
         thought = 0
         for handle, parser in zip(self.handles, self._parsers, strict=True):
-            if parser and parser.thought:
+            if parser.thought:
                 thought += sum(end <= parser.thought for end in accumulate(handle.lengths))
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),

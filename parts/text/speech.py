@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 
 class Part(NamedTuple):
@@ -41,8 +41,9 @@ class Format(NamedTuple):
 
     name: str
     opens: str  # the mark before a call
-    closes: str = ""  # the mark behind it, if there is one
-    between: str = ""  # characters that may stand around the bodies of several calls
+    closes: str  # the mark behind it, if there is one
+    # What stands before the first body, between two, and behind the last one
+    layout: tuple[str, str, str]
     key: str = "arguments"  # their name in what the template writes
     is_bare: bool = False  # an answer may begin with a call that has no mark
     is_named: bool = False  # the tool's name may stand before a body that is its arguments alone
@@ -50,10 +51,27 @@ class Format(NamedTuple):
 
 
 FORMATS = (
-    Format("Hermes", "<tool_call>", "</tool_call>"),
-    Format("Mistral", "[TOOL_CALLS]", between="[,]", is_named=True),
     Format(
-        "Llama 3", "<|python_tag|>", between=";,", key="parameters", is_bare=True, is_single=True
+        "Hermes",
+        opens="<tool_call>",
+        closes="</tool_call>",
+        layout=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    ),
+    Format(
+        "Mistral",
+        opens="[TOOL_CALLS]",
+        closes="]",
+        layout=("[TOOL_CALLS][", ", ", "]"),
+        is_named=True,
+    ),
+    Format(
+        "Llama 3",
+        opens="<|python_tag|>",
+        closes="",
+        layout=("", "", ""),
+        key="parameters",
+        is_bare=True,
+        is_single=True,
     ),
 )
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -61,7 +79,6 @@ THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 MARKS = frozenset(
     ["[ARGS]", "[CALL_ID]", *sum(THOUGHTS, ()), *(f.opens for f in FORMATS), "</tool_call>"]
 )
-NAME = re.compile(r"\s*([\w.-]{1,128})(\[CALL_ID\]\w*)?(\[ARGS\])?\s*")
 
 
 class Speech(NamedTuple):
@@ -73,18 +90,12 @@ class Speech(NamedTuple):
     # What stands between a tool's name and its arguments, if the name stands before the body
     behind_name: str | None = None
 
-    def parser(
-        self, tools: Collection[str] = (), is_thinking: bool = False, is_single: bool = False
-    ) -> Parser | None:
-        """A machine for one answer, if there is anything to take apart.
-
-        `tools`: their names; without any, what looks like a call is text.
-        `is_thinking`: the prompt has opened a thought already.
-        `is_single`: at most one call is wanted.
-        """
-        if not self.thought and not tools:
-            return None
-        return Parser(self, tools, is_thinking, is_single)
+    @property
+    def layout(self) -> tuple[str, str, str]:
+        """What stands before the first body, between two, and behind the last one."""
+        if self.behind_name is None:
+            return self.format.layout
+        return self.format.opens, self.format.opens, ""
 
     def is_thinking(self, prompt: str) -> bool:
         """Some templates open a thought at the end of the prompt."""
@@ -178,59 +189,56 @@ def grammar(
     `special`: the ids of marks that are special tokens.
     """
 
-    def mark(text: str) -> str:
-        return f"<[{special[text]}]>" if text in special else json.dumps(text)
+    def spelled(text: str) -> str:
+        pieces = (
+            re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
+        )
+        known = {piece: f"<[{special[piece]}]>" for piece in pieces if piece in special}
+        return " ".join(known.get(piece, json.dumps(piece)) for piece in pieces if piece)
 
-    rules = []
-    ways = []
+    rules = {}
     if answer is not None:
-        ways.append("answer")
-        rules.append(f"answer: %json {json.dumps({**answer, 'x-guidance': FORM})}")
+        rules["answer"] = as_json(answer)
     if tools:
-        ways.append("calls")
-        bodies = [body_rule(speech, tool["function"], mark) for tool in tools]
-        rules.append(f"body: {' | '.join(bodies)}")
-        rules.append(f"calls: {calls_rule(speech, is_single, mark)}")
-    start = ""
-    if speech.thought:
-        start = "thought SPACE" if is_thinking else "thought? SPACE"
+        bodies = [body_rule(speech, tool["function"], spelled) for tool in tools]
+        start, between, end = speech.layout
+        more = f"({spelled(between)} body)*"
+        if is_single or speech.format.is_single:
+            more = ""
+        rules["calls"] = f"{spelled(start)} body {more} {spelled(end)}"
+        rules["body"] = " | ".join(bodies)
+    ways = " | ".join(name for name in ("answer", "calls") if name in rules)
+    if not speech.thought:
+        rules["start"] = ways
+    else:
         opens, closes = speech.thought
         opens = "" if is_thinking else opens
+        rules["start"] = f"{'thought' if is_thinking else 'thought?'} SPACE ({ways})"
+        rules["SPACE"] = r"/[ \n]{0,4}/"
         if closes in special:
-            rules.append(f"thought: {opens and mark(opens)} TEXT {mark(closes)}")
-            rules.append("TEXT: /(?s:.*)/")
+            rules["thought"] = f"{spelled(opens)} TEXT {spelled(closes)}"
+            rules["TEXT"] = "/(?s:.*)/"
         else:
             text = f"{re.escape(opens)}(?s:.*){re.escape(closes)}".replace("/", r"\/")
-            rules.append(f"thought[lazy]: /{text}/")
-        rules.append(r"SPACE: /[ \n]{0,4}/")
-    return "\n".join([f"start: {start} ({' | '.join(ways)})", *rules])
+            rules["thought[lazy]"] = f"/{text}/"
+    return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 
-def body_rule(speech: Speech, function: Mapping[str, Any], mark: Callable[[str], str]) -> str:
+def body_rule(speech: Speech, function: Mapping[str, Any], spelled: Callable[[str], str]) -> str:
     name = function["name"]
     parameters = dict(function["parameters"])
     if speech.behind_name is not None:
-        behind = mark(speech.behind_name) if speech.behind_name else ""
-        return f"{json.dumps(name)} {behind} %json {json.dumps({**parameters, 'x-guidance': FORM})}"
+        return f"{spelled(name + speech.behind_name)} {as_json(parameters)}"
     key = speech.format.key
     # What parameters refer to is looked for in the whole schema's own definitions
     whole = {name: parameters.pop(name) for name in ("$defs", "definitions") if name in parameters}
     whole |= {"type": "object", "properties": {"name": {"const": name}, key: parameters}}
-    whole |= {"required": ["name", key], "additionalProperties": False, "x-guidance": FORM}
-    return f"%json {json.dumps(whole)}"
+    whole |= {"required": ["name", key], "additionalProperties": False}
+    return as_json(whole)
 
 
-def calls_rule(speech: Speech, is_single: bool, mark: Callable[[str], str]) -> str:
-    format = speech.format
-    opens = mark(format.opens)
-    if format.is_single:
-        return "body"
-    if format.closes:
-        call = rf'{opens} "\n" body "\n" {mark(format.closes)}'
-        return call if is_single else rf'{call} ("\n" {call})*'
-    if speech.behind_name is not None:
-        return f"{opens} body" if is_single else f"({opens} body)+"
-    return f'{opens} "[" body "]"' if is_single else f'{opens} "[" body (", " body)* "]"'
+def as_json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': FORM})}"
 
 
 # --- for those who watch ------------------------------------------------------------------------
@@ -257,18 +265,32 @@ def marked(text: str) -> list[Part]:
 
 # --- the machine --------------------------------------------------------------------------------
 
+HEAD = 300  # so many characters may stand before a body, or in it before its arguments
+NAME = r"([\w.-]{1,128})"
+# Separators of calls, and the tool's name, if it stands before the body
+BEFORE = re.compile(rf"[\s,;\[]*(?:{NAME}(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)")
+# How a body begins that need not be read whole before it can be told
+BEGINNING = re.compile(rf'{{\s*"name"\s*:\s*"{NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={{)')
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+
 
 class Parser:
     """Takes one answer apart: `push` takes a piece of its text, `finish` gives what was held back.
 
-    A state is a method. It takes from `self._text` what it understands, appends to `self._parts`,
-    and says whether it came further; if not, more text is needed.
+    `_read` reads the answer from its beginning to its end. It takes from `self._text` what it
+    understands. Where that is not enough it yields, and goes on when the next piece has come. So do
+    the methods that it is made of: each reads a part of the answer.
+
+    `tools`: their names; without any, what looks like a call is text.
+    `is_thinking`: the prompt has opened a thought already.
+    `is_single`: at most one call is wanted.
     """
 
     def __init__(
         self,
         speech: Speech,
-        tools: Collection[str],
+        tools: Collection[str] = (),
         is_thinking: bool = False,
         is_single: bool = False,
     ):
@@ -278,326 +300,213 @@ class Parser:
         self._format = speech.format if tools else None
         self._tools = tools
         self._is_single = is_single or (speech.format is not None and speech.format.is_single)
-        self._state = self._think if is_thinking else self._begin
         self._text = ""  # what has not been understood yet
-        self._parts: list[Part] = []
         self._length = 0  # of all text so far
-        self._space = ""  # white space that may belong to the mark behind it
-        self._is_behind_mark = is_thinking  # nothing but white space has come since
-        self._call: Body | None = None
-        # Of what may turn out to be no call: all that is not in its body. None: it is one
-        self._raw: list[str] | None = None
+        self._is_complete = False  # no more text will come
+        self._parts: list[Part] = []
+        self._reading = self._read(is_thinking)
 
     def push(self, piece: str) -> list[Part]:
         self._length += len(piece)
         self._text += piece
-        while self._text and self._state():
-            pass
+        next(self._reading, None)
         parts = self._parts
         self._parts = []
         return joined(parts)
 
     def finish(self) -> list[Part]:
         """At the end of the answer: what may have become a mark has not, and is text."""
-        kind = "answer"
-        if self._state == self._think:
-            self.thought = self._length
-            kind = "thought"
-        is_call = self._state in (self._between, self._read, self._drop)
-        if is_call and self._raw is not None:
-            self._give_up()
-            is_call = False
-        if not is_call:
-            self._say(kind, self._text)
-            self._parts.append(Part(kind, self._space))
-        self._text = ""
-        parts = [part for part in self._parts if part.text]
-        self._parts = []
-        return joined(parts)
+        self._is_complete = True
+        return self.push("")
 
-    # --- the states
-
-    def _begin(self) -> bool:
-        """An answer may begin with a thought, or with a call that has no mark."""
-        start = self._text.lstrip()
-        opens = self._marks[0] if self._marks else "\0"
-        if start.startswith(opens):
-            self._enter(self._think, start.removeprefix(opens))
-        elif opens.startswith(start):  # nothing, too
-            return False
-        elif self._format and self._format.is_bare and start[0] == "{":
-            self._raw = [self._text[: len(self._text) - len(start)]]
-            self._text = start
-            self._state = self._between
-        else:
-            self._state = self._answer
-        return True
-
-    def _answer(self) -> bool:
-        mark = self._format.opens if self._format else None
-        if not self._say_up_to("answer", mark):
-            return False
-        self._raw = [self._space, mark]
-        self._enter(self._between, self._text)
-        return True
-
-    def _think(self) -> bool:
-        if not self._say_up_to("thought", self._marks[1]):
-            return False
-        self.thought = self._length - len(self._text)
-        self._enter(self._begin, self._text)
-        return True
-
-    def _between(self) -> bool:
-        """Behind a mark or a call: another call, the closing mark, or neither."""
+    def _read(self, is_thinking: bool) -> Reading[None]:
+        """A thought, and a call that has no mark, may stand at the beginning and behind a mark."""
+        if is_thinking:
+            yield from self._think()
         format = self._format
-        rest = self._text.lstrip()
-        self._keep(self._text[: len(self._text) - len(rest)])
-        self._text = rest
-        for mark in filter(None, (format.closes, format.opens)):
-            if rest.startswith(mark):
-                if mark == format.opens and self._raw is None:
-                    self._raw = []
-                self._take_away(mark)
-                if mark == format.closes:
-                    self._end_calls()
+        is_start = True
+        while self._text or not self._is_complete:
+            if is_start and self._marks and (yield from self._skip(self._marks[0])):
+                yield from self._think()
+            elif is_start and format and format.is_bare and (yield from self._begins_with("{")):
+                is_start = yield from self._call("")
+            elif mark := (yield from self._say_up_to("answer", format.opens if format else "")):
+                is_start = yield from self._call(mark)
+            if self.calls and self._is_single:
+                return  # what follows is not wanted
+
+    def _think(self) -> Reading[None]:
+        yield from self._skip("")
+        yield from self._say_up_to("thought", self._marks[1])
+        self.thought = self._length - len(self._text)
+        yield from self._skip("")
+
+    def _begins_with(self, mark: str) -> Reading[bool]:
+        """Does this mark come next, perhaps behind white space?"""
+        while True:
+            text = self._text.lstrip()
+            if text.startswith(mark):
                 return True
-            if mark.startswith(rest):
+            if self._is_complete or not mark.startswith(text):
                 return False
-        if rest[0] == "{":
-            self._raw = self._raw or []
-            self._call = Body(self._tools if format.is_bare else None)
-            self._state = self._read
-        elif rest[0] in format.between:
-            self._take_away(rest[0])
-        elif format.is_named and self._raw and self._may_be_name():
-            return self._state == self._read
-        else:
-            self._end_calls()
+            yield
+
+    def _skip(self, mark: str) -> Reading[bool]:
+        """Take a mark away, if it comes next, and the white space around it."""
+        if not (yield from self._begins_with(mark)):
+            return False
+        self._text = self._text.lstrip().removeprefix(mark).lstrip()
+        while not self._text and not self._is_complete:
+            yield
+            self._text = self._text.lstrip()
         return True
 
-    def _may_be_name(self) -> bool:
-        """Does a call begin whose name stands before its body? It may not be complete."""
-        head, brace, _ = self._text.partition("{")
-        found = NAME.match(head)
-        if not found:
-            return False
-        if brace and found.end() == len(head):
-            self._take_away(head)
-            self._call = Body(None, found[1])
-            self._state = self._read
+    def _say_up_to(self, kind: str, mark: str) -> Reading[str]:
+        """Say the text before a mark, and take the mark away. Returns the mark, and the white space
+        before it; nothing, if the answer ends without one.
+
+        What may be the beginning of the mark has to wait, and so has white space.
+        """
+        while not mark or mark not in self._text:
+            words = self._text
+            if mark and not self._is_complete:
+                words = words.removesuffix(beginning(mark, words)).rstrip()
+            self._say(kind, words)
+            self._text = self._text[len(words) :]
+            if self._is_complete:
+                return ""
+            yield
+        before, _, self._text = self._text.partition(mark)
+        words = before.rstrip()
+        self._say(kind, words)
+        return before[len(words) :] + mark
+
+    def _call(self, mark: str) -> Reading[bool]:
+        """Calls behind a mark. False if there is none: then the mark is text."""
+        count = self.calls
+        text = mark
+        while before := (yield from self._find(BEFORE, "{")):
+            if before[1] and not self._format.is_named:
+                break
+            self._text = self._text[before.end() :]
+            body = yield from self._body(before[1])
+            text = body and text + before[0] + body
+            if body or self._is_single or (yield from self._close()):
+                break
+        self._say("answer", text)
+        return self.calls > count
+
+    def _close(self) -> Reading[bool]:
+        """The mark behind a call. It may be missing, and the answer may be cut off in it."""
+        mark = self._format.closes
+        yield from self._skip("")
+        if (yield from self._skip(mark)):
             return True
-        return not brace and len(head) < 200 and not re.search(r"[^\w.\[\]\s-]", head)
-
-    def _read(self) -> bool:
-        """The body of a call."""
-        for place, character in enumerate(self._text, start=1):
-            self._call.push(character)
-            if self._call.is_over:
-                self._text = self._text[place:]
-                self._tell()
-                self._end_body()
-                return True
-        self._text = ""
-        self._tell()
+        if self._is_complete and mark.startswith(self._text):
+            self._text = ""
         return False
 
-    def _drop(self) -> bool:
-        """One call was wanted, and has come."""
-        self._text = ""
-        return False
+    def _find(self, pattern: re.Pattern, last: str) -> Reading[re.Match | None]:
+        """Wait for a pattern, until it is clear that it does not come: `last` does not stand in
+        it."""
+        while not (found := pattern.match(self._text, 0, HEAD)):
+            if last in self._text or len(self._text) >= HEAD or self._is_complete:
+                return None
+            yield
+        return found
 
-    # --- what they share
+    def _body(self, name: str | None) -> Reading[str]:
+        """One call. `name`: that of the tool, if it stood before the body.
 
-    def _enter(self, state: Callable[[], bool], text: str) -> None:
-        """Behind a mark."""
-        self._state = state
-        self._text = text
-        self._space = ""
-        self._is_behind_mark = True
+        Returns nothing. But if it is no call, what has been taken away.
+        """
+        found = None if name else (yield from self._find(BEGINNING, "}"))
+        if not (name or found):
+            return (yield from self._late_body())
+        if found:
+            name = found[1]
+            self._text = self._text[found.end() :]
+            if self._format.is_bare and name not in self._tools:
+                return found[0]
+        self._begin(name)
+        yield from self._object(kind="arguments")
+        if found:
+            yield from self._object(depth=1)
+        return ""
 
-    def _say_up_to(self, kind: str, mark: str | None) -> bool:
-        """Say the text before a mark, and take the mark away. Without one, all is said but an end
-        that may be the beginning of the mark."""
-        text = self._text
-        place = text.find(mark) if mark else -1
-        if place >= 0:
-            self._text = text[place + len(mark) :]
-            self._say(kind, text[:place])
-            return True
-        held = 0
-        if mark:
-            longest = min(len(text), len(mark) - 1)
-            held = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
-        self._text = text[len(text) - held :]
-        self._say(kind, text[: len(text) - held])
-        return False
+    def _late_body(self) -> Reading[str]:
+        """A call in which the name and the arguments do not stand first, or not in this order."""
+        body = yield from self._object()
+        given = loads(body)
+        given = given if isinstance(given, dict) else {}
+        name = given.get("name")
+        arguments = given.get("arguments", given.get("parameters"))
+        if self._format.is_bare and (arguments is None or name not in self._tools):
+            return body
+        if not isinstance(name, str) or not name:
+            return body
+        self._begin(name)
+        arguments = {} if arguments is None else arguments
+        self._say("arguments", arguments if isinstance(arguments, str) else json.dumps(arguments))
+        return ""
+
+    def _object(self, depth: int = 0, kind: str = "") -> Reading[str]:
+        """Take a JSON object away. `depth`: so many of its braces have been taken. `kind`: as what
+        it is said as it comes, if at all."""
+        braces = Braces(depth)
+        taken = []
+        while True:
+            end = braces.end(self._text)
+            taken.append(self._text[:end])
+            self._text = self._text[end:]
+            if kind:
+                self._say(kind, taken[-1])
+            if braces.depth == 0 or self._is_complete:
+                return "".join(taken)
+            yield
+
+    def _begin(self, tool: str) -> None:
+        self.calls += 1
+        self._say("call", tool)
 
     def _say(self, kind: str, text: str) -> None:
-        """White space waits: it belongs to a mark, if one follows."""
-        if self._is_behind_mark:
-            text = text.lstrip()
-        if not text:
-            return
-        self._is_behind_mark = False
-        text = self._space + text
-        words = text.rstrip()
-        self._space = text[len(words) :]
-        if words:
-            self._parts.append(Part(kind, words))
-
-    def _tell(self) -> None:
-        for part in self._call.take():
-            self._raw = None
-            self.calls += part.kind == "call"
-            self._parts.append(part)
-
-    def _keep(self, text: str) -> None:
-        """In case that it is text after all."""
-        if self._raw is not None and text:
-            self._raw.append(text)
-
-    def _take_away(self, mark: str) -> None:
-        self._keep(mark)
-        self._text = self._text.removeprefix(mark)
-
-    def _end_body(self) -> None:
-        if not self._call.is_call:
-            self._give_up()
-        elif self._is_single:
-            self._state = self._drop
-        else:
-            self._enter(self._between, self._text)
-        self._call = None
-
-    def _end_calls(self) -> None:
-        """No more calls here. If there was none at all, its marks were text."""
-        if self._raw is None:
-            self._enter(self._begin, self._text)
-        else:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """What looked like a call is text."""
-        body = self._call.raw if self._call else []
-        self._state = self._answer
-        self._is_behind_mark = False
-        self._say("answer", "".join([*self._raw, *body]))
+        if text:
+            self._parts.append(Part(kind, text))
 
 
-ARGUMENTS = ("arguments", "parameters")
+def beginning(mark: str, text: str) -> str:
+    """The end of a text that may be the beginning of a mark; the longest there is."""
+    for place in range(max(len(text) - len(mark) + 1, 0), len(text)):
+        if mark.startswith(text[place:]):
+            return text[place:]
+    return ""
 
 
-class Body:
-    """The JSON of one call, read a character at a time, so that long arguments can be told as they
-    come.
+class Braces:
+    """Finds the end of a JSON object. Brackets are counted, but for those in texts."""
 
-    Only the outer object is looked at closely; of what is inside, brackets and texts are counted.
-    """
-
-    def __init__(self, names: Collection[str] | None, name: str | None = None):
-        """`names`: those that a tool may have, if not any. `name`: it stood before the body."""
-        self.raw: list[str] = []
-        self.is_over = False  # complete, or no call
-        self._is_told = False  # its name has been given out
-        self._names = names
-        self._name = name
-        self._end = 0  # how many brackets are open when it is complete
-        self._depth = 0
+    def __init__(self, depth: int):
+        self.depth = depth  # so many are open
         self._in_text = False
         self._is_escaped = False
-        self._key: str | None = None  # the field whose value comes
-        self._part: list[str] = []  # of a key, or of a value
-        self._fresh: list[str] = []  # of the arguments, not given out yet
-        self._has_arguments = False
-        if name is not None:
-            self._key = ARGUMENTS[0]
-            self._depth = 1
-            self._end = 1
 
-    @property
-    def is_call(self) -> bool:
-        """Is it clear by now that this is a call?"""
-        return self._name is not None and self._has_arguments
-
-    def take(self) -> list[Part]:
-        """What has come since."""
-        if not self.is_call:
-            return []
-        parts = []
-        if not self._is_told:
-            self._is_told = True
-            parts.append(Part("call", self._name))
-        if self._fresh:
-            parts.append(Part("arguments", "".join(self._fresh)))
-            self._fresh = []
-        return parts
-
-    def push(self, character: str) -> None:
-        self.raw.append(character)
-        if self._in_text:
-            self._add(character)
-            self._in_text = self._is_escaped or character != '"'
-            self._is_escaped = character == "\\" and not self._is_escaped
-        elif character == '"':
-            self._in_text = True
-            self._add(character)
-        elif character in "{[":
-            self._depth += 1
-            if self._depth > 1:
-                self._add(character)
-        elif character in "}]":
-            self._close(character)
-        elif self._depth == 1 and character in ",:":
-            self._divide(character)
-        elif self._key is not None or not character.isspace():
-            self._add(character)
-            # A key is a text
-            self.is_over = self._key is None and not self.is_call
-
-    def _add(self, character: str) -> None:
-        if self._is_streamed:
-            self._fresh.append(character)
-        elif self._part or not character.isspace():
-            self._part.append(character)
-            if self._key in ARGUMENTS and self._part == ["{"]:
-                self._fresh.append("{")
-                self._has_arguments = True
-
-    @property
-    def _is_streamed(self) -> bool:
-        """Arguments that are an object go out as they come."""
-        return self._key in ARGUMENTS and self._part[:1] == ["{"]
-
-    def _close(self, character: str) -> None:
-        if self._depth > 1:
-            self._add(character)
-        self._depth -= 1
-        if self._depth == self._end:
-            self._end_value()
-            if not self._has_arguments and self._names is None:
-                self._has_arguments = True
-                self._fresh.append("{}")
-            self.is_over = True
-
-    def _divide(self, character: str) -> None:
-        if character == ",":
-            self._end_value()
-        elif self._key is None:
-            key = loads("".join(self._part))
-            self._part = []
-            self._key = key if isinstance(key, str) else ""
-
-    def _end_value(self) -> None:
-        value = None if self._is_streamed else loads("".join(self._part))
-        if self._key == "name" and isinstance(value, str) and value and self._name is None:
-            self.is_over = self._names is not None and value not in self._names
-            self._name = None if self.is_over else value
-        elif self._key in ARGUMENTS and value is not None and not self._has_arguments:
-            self._has_arguments = True
-            self._fresh.append(value if isinstance(value, str) else json.dumps(value))
-        self._key = None
-        self._part = []
+    def end(self, text: str) -> int:
+        """How many of the next characters belong to the object."""
+        for place, character in enumerate(text, start=1):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_text:
+                self._is_escaped = character == "\\"
+                self._in_text = character != '"'
+            elif character == '"':
+                self._in_text = True
+            elif character in "{[":
+                self.depth += 1
+            elif character in "}]":
+                self.depth -= 1
+            if self.depth == 0:
+                return place
+        return len(text)
 
 
 def loads(text: str) -> Any:

@@ -285,10 +285,10 @@ class Text:
         """How the model marks its thoughts, and calls of tools."""
         return learn(self._source, self.render)
 
-    def parser(self, prompt: Sequence[int]) -> Parser | None:
-        """What tells thoughts from the answer to a prompt; None if the model marks none."""
+    def parser(self, prompt: Sequence[int]) -> Parser:
+        """What tells thoughts from the answer to a prompt."""
         end = self.tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False)
-        return self.speech.parser(is_thinking=self.speech.is_thinking(end))
+        return Parser(self.speech, is_thinking=self.speech.is_thinking(end))
 
     def render(
         self,

@@ -8,7 +8,7 @@ import time
 import pytest
 from checkpoints import make_tokenizer
 
-from parts.text.speech import FORMATS, THOUGHTS, Part, Speech, joined, learn, marked
+from parts.text.speech import FORMATS, THOUGHTS, Parser, Part, Speech, joined, learn, marked
 from parts.text.tokens import TextStream
 
 ANSWERS = 500
@@ -101,7 +101,7 @@ def make_answer(format, seed: int) -> tuple[str, list[tuple], Speech]:
 
 
 def apart(text: str | list[str], speech: Speech, **how) -> list[tuple]:
-    parser = speech.parser(TOOLS, **how)
+    parser = Parser(speech, TOOLS, **how)
     parts: list[Part] = []
     for piece in [text] if isinstance(text, str) else text:
         parts += parser.push(piece)
@@ -187,9 +187,10 @@ SPEECH = Speech(THOUGHTS[0], HERMES)
         ("a \n<tool_call> b", [("answer", "a \n<tool_call> b")]),
         (
             '<tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call></tool_call>',
-            [("call", "add", {}), ("answer", "</tool_call>")],
+            [("answer", "<tool_call>"), ("call", "add", {}), ("answer", "</tool_call>")],
         ),
         ('<tool_call>{"name": "add"}</tool_call>', [("call", "add", {})]),
+        ('<tool_call>{"name": "add"}\n</tool_c', [("call", "add", {})]),
         (
             '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
             [("call", "add", {"a": 1})],
@@ -204,16 +205,19 @@ def test_what_is_hostile_or_unfinished_is_told_whole(text, expected):
 
 
 def test_arguments_that_never_end_have_been_told_as_far_as_they_came():
-    parser = SPEECH.parser(TOOLS)
+    parser = Parser(SPEECH, TOOLS)
     told = parser.push('<tool_call>{"name": "add", "arguments": {"a": "12')
     assert told == [("call", "add"), ("arguments", '{"a": "12')]
     assert parser.push("34") == [("arguments", "34")] and parser.finish() == []
 
 
-def test_without_tools_a_call_is_text_and_a_model_that_marks_nothing_needs_no_machine():
+def test_without_tools_a_call_is_text_and_a_model_that_marks_nothing_is_told_piece_by_piece():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert Speech(THOUGHTS[0], HERMES).parser().push(text) == [("answer", text)]
-    assert Speech().parser() is None
+    assert Parser(Speech(THOUGHTS[0], HERMES)).push(text) == [("answer", text)]
+    plain = Parser(Speech())
+    for piece in (" \n", "<think>", " ", "<tool_call>{"):
+        assert plain.push(piece) == [("answer", piece)]
+    assert plain.finish() == []
 
 
 def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_has_given():
@@ -225,7 +229,7 @@ def test_an_answer_that_is_json_is_no_call_of_a_tool_that_nobody_has_given():
 def test_a_prompt_that_ends_with_a_mark_has_begun_the_thought():
     assert SPEECH.is_thinking("<|assistant|>\n<think>\n")
     assert not SPEECH.is_thinking("<|assistant|>\n<think>\n\n</think>\n\n")
-    parser = SPEECH.parser(is_thinking=True)
+    parser = Parser(SPEECH, is_thinking=True)
     parser.push("It is late.</think> Good night.")
     assert parser.thought == len("It is late.</think>")
     parts = apart("It is late.\n</think>\n\nGood night.", SPEECH, is_thinking=True)
