@@ -33,6 +33,7 @@ COMMANDS = {
     "resume": "",
     "step": "10",
     "slow": "8",
+    "budget": "64",
     "set": "temperature=0.8 max=64",
     "help": "",
     "quit": "",
@@ -44,6 +45,7 @@ ARGUMENTS = {
     "cancel": ("all",),
     "slow": ("off",),
     "load": ("off",),
+    "budget": ("off",),
     "why": ("p50", "p95", "p99"),
     "set": ("temperature=", "max=", "seed=", "burst=", "rate="),
 }
@@ -146,6 +148,14 @@ KEYS = (
         "a steady load of random prompts: on, off (/load 8: 8 a second)",
         11,
     ),
+    Key(
+        "left_square_bracket",
+        "[ ]",
+        "command('/budget -')",
+        "Less budget",
+        "a step's budget: half as much of a prompt in a step, or twice (/budget 300, /budget off)",
+    ),
+    Key("right_square_bracket", "]", "command('/budget +')", "More budget", ""),
     Key("e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12),
     Key("up", "↑ ↓", "choose(-1)", "Slot above", "select a slot"),
     Key("down", "↓", "choose(1)", "Slot below", ""),
@@ -245,7 +255,17 @@ OF_THE_ENGINE = (
     "pause",
     *(
         f"command('/{name}')"
-        for name in ("step", "policy", "race", "load", "slow -", "slow +", "slow off")
+        for name in (
+            "step",
+            "policy",
+            "race",
+            "load",
+            "slow -",
+            "slow +",
+            "slow off",
+            "budget -",
+            "budget +",
+        )
     ),
 )
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))

@@ -124,6 +124,12 @@ def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]
         ("" if state.past else f"step {newest_step:,}", p.muted, False, ""),
         (f"{mean:>5} ms/step", p.muted, False, ""),
         (f"load {view.load:g}/s" if view.load else "", p.text, False, "command('/load')"),
+        (
+            f"budget {engine.limits.budget:,}" if engine.limits != view.made_with else "",
+            p.accent,
+            False,
+            "command('/budget off')",
+        ),
         ("space: go on" if view.paused else "", p.accent, False, "pause"),
         (
             "0: full speed" if view.slow and not view.paused else "",
@@ -406,7 +412,7 @@ def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = F
             :height
         ]
     prefill, decode = sum(stop - start for *_, start, stop in step.prefill), len(step.decode)
-    budget = state.view.engine.limits.budget
+    budget = state.limits_at(step.step).budget
     held = step.held and ", ".join(f"r{r}" for _, r in sorted(step.held))
     entries = {
         "admitted": admissions(step) or "no request",

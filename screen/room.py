@@ -35,8 +35,8 @@ from parts.api.faults import show_fault
 from parts.api.handle import Handle
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
-from parts.api.views import Snapshot
-from sched import POLICIES
+from parts.api.views import Limits, Snapshot
+from sched import NARROWEST, POLICIES
 from screen.ink import clean
 from screen.machine import Others
 
@@ -184,6 +184,13 @@ class View(NamedTuple):
     trial: Finding | None = None
     others: float = 0.0  # cores that other programs take, while none is idle
     cores: int = 0  # that this process may use
+    # If the budget has been turned: (a step, what holds from this step on), the oldest first
+    turns: tuple[tuple[int, Limits], ...] = ()
+
+    @property
+    def made_with(self) -> Limits:
+        """What the engine was made with, whatever budget it has now."""
+        return self.turns[0][1] if self.turns else self.engine.limits
 
     @property
     def busy(self) -> bool:
@@ -193,6 +200,35 @@ class View(NamedTuple):
             or self.trying
             or bool(engine and (engine.waiting or any(s.request is not None for s in engine.slots)))
         )
+
+
+# --- the budget ----------------------------------------------------------------------------------
+
+WIDEST = 8  # times as wide as the engine's own, a chunk may become
+
+
+def bounds(own: Limits) -> tuple[int, int]:
+    """The least and the largest budget of an engine: with a row for each slot, the narrowest chunk
+    and the widest."""
+    return own.slots + min(NARROWEST, own.chunk), own.slots + min(own.max_len, WIDEST * own.chunk)
+
+
+def with_budget(own: Limits, budget: int | None) -> Limits:
+    """An engine's limits with another budget; None: its own.
+
+    One whole chunk is let into every step, however small the budget is, and a prompt has one chunk
+    in a step, however large it is. So the chunk goes with the budget: it gets what a row for each
+    slot leaves.
+    """
+    if budget in (None, own.budget):
+        return own
+    least, most = bounds(own)
+    if not least <= budget <= most:
+        raise ValueError(
+            f"budget = {budget:,}, but here it is {least:,} to {most:,}: a row for each of "
+            f"{own.slots:,} slots, and a chunk of {least - own.slots:,} to {most - own.slots:,}"
+        )
+    return own._replace(budget=budget, chunk=budget - own.slots)
 
 
 # --- the rooms ----------------------------------------------------------------------------------
@@ -242,7 +278,7 @@ class Room:
             "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
         )
 
-    pause = step = slow = switch = race = set_load = try_out = _refuse
+    pause = step = slow = switch = race = set_load = try_out = end_trial = set_budget = _refuse
 
 
 def wish(method: Callable) -> Callable:
@@ -515,6 +551,34 @@ class EngineRoom(Room):
         do."""
         self.loop.slow, self._slow_once = rate, once
 
+    # --- the budget
+
+    @wish
+    def set_budget(self, budget: int | None) -> None:
+        """Bound the steps from now on; None: as the engine was made."""
+        if self._race:
+            self.fault("a race is running; its legs have one budget")
+        else:
+            self.turn_budget(budget)
+
+    def turn_budget(self, budget: int | None) -> None:
+        """The same for a trial, between two steps.
+
+        Steps that were run under other limits are not to be replayed under these, so the view tells
+        from which step on they hold.
+        """
+        now = self.engine.snapshot().limits
+        turns = self._known.turns or ((1, now),)
+        limits = with_budget(turns[0][1], budget)
+        if limits == now:
+            return
+        sched = self.engine.sched
+        sched.budget = limits.budget
+        sched.chunk = limits.chunk
+        first = sched.steps + 1
+        kept = [turn for turn in turns if turn[0] < first or turn is turns[0]]
+        self.note(turns=(*kept, (first, limits)))
+
     # --- policies
 
     @wish
@@ -583,6 +647,11 @@ class EngineRoom(Room):
         self.loop.resume()
         self._trial = trial(self)
         self.note(trying=True, trial=None)
+
+    @wish
+    def end_trial(self) -> None:
+        """End the trial alone: requests that are not the trial's go on."""
+        self._end_trial()
 
     def _go_on_trying(self) -> None:
         if self._trial is None:

@@ -24,11 +24,11 @@ from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
-from parts.api.views import RequestView, Snapshot
+from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
 from sched import POLICIES
 from screen.ink import clean, count, number, shorten, span
-from screen.room import RIVALS, SCHEMA, Ask, EngineRoom, Finding
+from screen.room import RIVALS, SCHEMA, Ask, EngineRoom, Finding, bounds, with_budget
 from screen.runs import FIGURES, Contest
 from screen.state import State, asked, client_of, compare, life_in, prompt_of, verdict
 from screen.totals import words
@@ -60,6 +60,7 @@ NUMBERS = {  # the commands that take a number, and its limits
     "load": (read_real, 0, 1000),
     "slow": (read_real, 0.1, 1000),
     "why": (read_which, 0, 2**31),
+    "budget": (read_whole, 1, 2**31),
 }
 
 SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
@@ -75,6 +76,7 @@ class Session:
     def __init__(self, room: EngineRoom, state: State, eases: bool = False):
         self.room, self.state, self.eases = room, state, eases
         self._seen, self._pace = 0, 0.0  # `_pace`: what the last wish for slow motion was
+        self._limits: Limits | None = None  # what the last wish for a budget will lead to
 
     @property
     def heard(self) -> bool:
@@ -157,12 +159,15 @@ class Session:
 
     def _try_out(self, what: str, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None:
         """Begin a trial, unless others would suffer from it."""
+        self._check_alone(what)
+        self.room.try_out(trial)
+
+    def _check_alone(self, what: str) -> None:
         if self.state.view.door or self.state.view.watches:
             whose = "while the door is open" if self.state.view.door else "on a watched engine"
             raise ValueError(
                 f"no {what} {whose}, since its clients would suffer; start a python tui.py for it"
             )
-        self.room.try_out(trial)
 
     def _do_compare(self, rest: str) -> None:
         self.state.contest = compare(self.state, known(rest) if rest else "")
@@ -242,6 +247,27 @@ class Session:
         self.room.slow(rate)
         return f"slow motion: {rate:g} steps/s" if rate else "full speed"
 
+    def _do_budget(self, rest: str) -> str:
+        """Bound each step to so many tokens; "off": as the engine was made; "-" and "+": a chunk
+        half as wide, and twice as wide."""
+        own = self.state.view.made_with
+        # Keys may come faster than views
+        now = self.state.view.engine.limits if self.heard else self._limits or own
+        if not rest:
+            return said_of(now)
+        self._check_alone("other budget")
+        if rest in ("-", "+"):
+            least, most = bounds(own)
+            chunk = now.chunk // 2 if rest == "-" else now.chunk * 2
+            budget = own.slots + chunk
+            budget = None if chunk == own.chunk else max(least, min(budget, most))
+        else:
+            budget = None if rest == "off" else number_for("budget", rest)
+        limits = with_budget(own, budget)
+        self.room.set_budget(budget)
+        self._limits = limits
+        return said_of(limits)
+
     def _do_set(self, rest: str) -> str:
         if not rest:
             return self.state.settings.words
@@ -264,6 +290,10 @@ class Session:
         return said
 
 
+def said_of(limits: Limits) -> str:
+    return f"budget {limits.budget:,}: at most {limits.chunk:,} tokens of a prompt in a step"
+
+
 def known(policy: str) -> str:
     if policy not in POLICIES:
         raise ValueError(f"policy = {policy!r}; choose one of {', '.join(POLICIES)}")
@@ -281,7 +311,7 @@ SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
 # The plain log obeys a word when all before it has ended. So the others mean something on a screen
 # only.
-LOGGED = ("policy", "burst", "race", "compare", "wait", "why")
+LOGGED = ("policy", "burst", "race", "compare", "wait", "why", "budget")
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
 SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
 on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""

@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from door.journal import Call
-from parts.api.views import RequestView, SlotView, Snapshot, StepView
+from parts.api.views import Limits, RequestView, SlotView, Snapshot, StepView
 from sched import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
 from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, renumbered, replay
 from screen.timeline import Column, column, gap, merge
 from screen.totals import Period
-from screen.why import Life, Outcome, life_of, outcomes, ranked
+from screen.why import Life, Outcome, company_of, life_of, outcomes, ranked, steps_of
 
 
 @dataclass
@@ -371,6 +371,20 @@ class State:
         )
         return self.then(self.requests[request]) if request in self.requests else None
 
+    def limits_at(self, step: int) -> Limits:
+        """What held when this step was planned: the budget can be turned."""
+        held = [limits for first, limits in self.view.turns if first <= step]
+        return held[-1] if held else self.view.made_with
+
+    def limits_of(self, columns: Sequence[Column]) -> Limits:
+        """What held in all of these steps. ValueError if the budget was turned in between."""
+        for first, limits in self.view.turns:
+            if columns[0].step < first <= columns[-1].step:
+                raise ValueError(
+                    f"the budget was turned to {limits.budget:,} in step {first:,}, and a replay has one"
+                )
+        return self.limits_at(columns[0].step)
+
     # --- from a step to a request, and back
 
     @property
@@ -387,9 +401,15 @@ class State:
     def look_into(self, request: RequestView) -> None:
         """Open a request, and replay what ran around it."""
         self.opened = request.id
-        limits = self.view.engine.limits
+        requests = self.requests.values()
+        limits = self.view.made_with
+        step = None
         try:
-            found = outcomes(request, self.requests.values(), self.history, limits, prices(self))
+            if self.view.turns:
+                columns = steps_of(company_of(request, requests), self.history)
+                limits = self.limits_of(columns)
+                step = columns[0].step
+            found = outcomes(request, requests, self.history, limits, prices(self, step=step))
         except ValueError as error:
             found = str(error)
         self.replayed = (request.id, found)
@@ -437,14 +457,24 @@ def client_of(request: RequestView) -> str:
 # --- comparing policies -------------------------------------------------------------------------
 
 
-def prices(state: State, one_in: int = 20) -> Prices:
-    """Made new from the steps that are known now: the clock of a race, and of a comparison."""
-    return Prices((column.view for column in state.history[-KNOWN:]), one_in)
+def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
+    """Made new from the steps that are known now: the clock of a race, and of a comparison.
+
+    `step`: from steps under the limits of this one; None: of the newest. With another budget chunks
+    have another width, and another price.
+    """
+    columns = state.history[-KNOWN:]
+    if state.view.turns and columns:
+        limits = state.limits_at(columns[-1].step if step is None else step)
+        columns = [column for column in columns if state.limits_at(column.step) == limits]
+    return Prices((column.view for column in columns), one_in)
 
 
 def life_in(state: State, request: RequestView) -> Life:
     """A request's life, its steps divided by what their parts usually take."""
-    usual, now = prices(state, one_in=2), state.view.engine.now
+    steps = state.steps_of(request)
+    step = state.history[steps[-1]].step if steps else None
+    usual, now = prices(state, one_in=2, step=step), state.view.engine.now
     return life_of(request, state.requests.values(), state.history, usual, now)
 
 
@@ -463,14 +493,13 @@ def compare(state: State, rival: str = "") -> Contest:
     ]
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
+    limits = state.limits_of(columns)
     # More than one, if the user changed it meanwhile
     policies = Counter(column.view.policy for column in columns)
-    ran, costs = policies.most_common(1)[0][0], prices(state)
+    ran, costs = policies.most_common(1)[0][0], prices(state, step=columns[0].step)
     rival = rival or next(policy for policy in POLICIES if policy != ran)
     _, moment = on_clock(columns, costs)
-    runs = [
-        replay(state.view.engine.limits, requests, policy, moment, costs) for policy in (ran, rival)
-    ]
+    runs = [replay(limits, requests, policy, moment, costs) for policy in (ran, rival)]
     real = measured(", then ".join(policies), columns, requests, costs)
     paid = (
         (costs.of(1, 0), "with one row"),
