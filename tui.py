@@ -14,7 +14,8 @@ it:
     runs.py      races and replays on a clock that interruptions do not reach. trace.py is a trace for Perfetto.
     why.py       a request's life in parts that add up, and what it would have been in another company.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
-    panes.py     pure functions: state, colours and a size in, lines of text out. So are charts, keys and others.
+    panes.py     pure functions: state, colours and a size in, lines of text out. So are steps.py, pages.py,
+                 contest.py, charts.py, waterfall.py, clients.py and keys.py.
     places.py    where each pane goes, on a screen of any size.
     widgets.py   what Textual needs of a pane and of the prompt box.
     record.py    a run as a file, from which a page is made.
@@ -66,7 +67,7 @@ from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
 from parts.checks import read_whole, shown
 from parts.program import BROWSER, about, on_a_terminal
-from screen import charts, clients, keys, panes, record, waterfall
+from screen import charts, clients, contest, keys, pages, panes, record, steps, waterfall
 from screen.ink import DARK, Line, Palette, Pen, clean, count
 from screen.places import LOWER, STACKS, arrange, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
@@ -98,8 +99,8 @@ PANES = {  # by name: what draws it
     "queue": charts.draw_queue,
     "waits": charts.draw_waits,
     "streams": panes.draw_streams,
-    "step": panes.draw_step,
-    "request": panes.draw_request,
+    "step": steps.draw_step,
+    "request": pages.draw_request,
     "clients": clients.draw_clients,
     "mark": panes.draw_mark,
     "settings": panes.draw_settings,
@@ -107,13 +108,13 @@ PANES = {  # by name: what draws it
 }
 # What the wheel does there
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
-SHEETS = {"help": keys.draw_help, "requests": panes.draw_requests, "contest": panes.draw_contest}
+SHEETS = {"help": keys.draw_help, "requests": pages.draw_requests, "contest": contest.draw_contest}
 SHEETS |= {
-    "errors": panes.draw_errors,
-    "totals": panes.draw_totals,
+    "errors": pages.draw_errors,
+    "totals": pages.draw_totals,
     "clients": partial(clients.draw_clients, whole=True),
 }
-SHEETS |= {"step": partial(panes.draw_step, whole=True), "why": waterfall.draw_why}
+SHEETS |= {"step": partial(steps.draw_step, whole=True), "why": waterfall.draw_why}
 # While something runs, they are painted less often
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
 # On a small screen, the pane in which is seen what a command does; a prompt's is its answer
@@ -940,7 +941,7 @@ def main(arguments: list[str] | None = None) -> int:
             for block in session.state.tracebacks[-5:]:
                 print(f"nanobatch: {block}", file=sys.stderr)
             if session.state.periods and not (args.screenshot or BROWSER):
-                print("\n".join(panes.farewell(session.state, shutil.get_terminal_size().columns)))
+                print("\n".join(pages.farewell(session.state, shutil.get_terminal_size().columns)))
         else:
             signal.signal(signal.SIGTERM, leave)
             code = run_plain(session, args.script, stays=bool(args.serve or args.watch))

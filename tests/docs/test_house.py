@@ -53,8 +53,9 @@ INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
     session record
-    keys panes widgets
-    charts clients waterfall
+    keys pages contest widgets
+    panes
+    steps charts clients waterfall
     state
     why
     runs

@@ -13,7 +13,7 @@ import ask
 import tui
 from nanobatch import Sampling
 from sched import POLICIES, Scheduler
-from screen import charts, ink, keys, panes, runs, state, timeline
+from screen import charts, contest, ink, keys, panes, runs, state, timeline
 from screen.ink import DECODE
 
 
@@ -89,7 +89,7 @@ def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
     ) < timeline.useful_of(ran.columns)
     assert rival.ttft_mean > ran.ttft_mean
     assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in ran.columns) > 500
-    text = " ".join(" ".join(plain(panes.draw_contest(stage.state, ink.DARK, 100, 30))).split())
+    text = " ".join(" ".join(plain(contest.draw_contest(stage.state, ink.DARK, 100, 30))).split())
     for part in (
         "static, simulated",
         "continuous, simulated",
@@ -351,7 +351,7 @@ def test_the_last_race_can_be_opened_again():
         it.stage.finish()
         await it.turns()
         await it.press("end", turns=0)
-        before = plain(panes.draw_contest(it.stage.state, ink.DARK, 120, 40))
+        before = plain(contest.draw_contest(it.stage.state, ink.DARK, 120, 40))
         await it.press("escape", "b", turns=300)
         it.stage.state.KEPT = 60  # so it is long ago, as far as the timeline knows
         await it.turns(2)
@@ -362,7 +362,7 @@ def test_the_last_race_can_be_opened_again():
         await it.press("R", turns=0)
         assert it.stage.state.film is not None
         await it.press("end", turns=0)
-        assert plain(panes.draw_contest(it.stage.state, ink.DARK, 120, 40)) == before
+        assert plain(contest.draw_contest(it.stage.state, ink.DARK, 120, 40)) == before
         assert "continuous takes" in it.text()
 
     show(scenario, size=(120, 40))
@@ -414,7 +414,7 @@ def test_both_legs_of_a_race_grow_at_the_same_time_on_one_clock(size):
     drawn = []
     for tenth in range(11):
         stage.state.film = tenth / 10 * longest
-        lines = plain(panes.draw_contest(stage.state, ink.DARK, *size))
+        lines = plain(contest.draw_contest(stage.state, ink.DARK, *size))
         drawn.append(decoded(lines))
         if tenth == 4:
             like_golden(f"race-{size[0]}x{size[1]}", "\n".join(line.rstrip() for line in lines))
@@ -451,7 +451,7 @@ def test_while_the_first_leg_runs_nothing_is_blank(size):
     stage = Stage().load()
     stage.session.obey("/race 20")
     stage.turns(60)
-    lines = plain(panes.draw_contest(stage.state, ink.DARK, *size))
+    lines = plain(contest.draw_contest(stage.state, ink.DARK, *size))
     like_golden(f"race-begins-{size[0]}x{size[1]}", "\n".join(line.rstrip() for line in lines))
     text = "\n".join(lines)
     assert "static, running …" in text and "continuous, runs next" in text

@@ -7,7 +7,7 @@ from stage import at_every_size, plain, show
 
 import tui
 from parts.api.faults import show_fault
-from screen import ink, panes
+from screen import ink, pages
 from screen.state import State
 
 
@@ -84,7 +84,7 @@ def test_a_traceback_of_any_width_fits_its_page(width):
         + "\n  "
         + "文" * 90
     )
-    lines = panes.draw_errors(State(tracebacks=[block, "another\nTraceback:"]), ink.DARK, width, 20)
+    lines = pages.draw_errors(State(tracebacks=[block, "another\nTraceback:"]), ink.DARK, width, 20)
     assert all(cell_len(line) <= width for line in plain(lines))
     text = "".join(plain(lines))
     assert (

@@ -9,7 +9,7 @@ from textual import events
 
 import tui
 from sched import POLICIES
-from screen import charts, ink, keys, panes, room, runs, state
+from screen import charts, contest, ink, keys, pages, panes, room, runs, state, steps
 from screen.ink import BLOCKED, DECODE, HELD, PREFILL
 from screen.room import Settings
 from screen.state import State
@@ -233,7 +233,7 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         newest = [column.view.seconds for column in state.history[then - 20 : then]]
         assert f"{tokens / (last - began):.0f} tok/s  {over} ended" in figures
         assert f"{1000 * sum(newest) / 20:.1f} ms/step" in figures and "10.0 ms/step" not in figures
-        opened = " ".join(plain(panes.draw_request(state, ink.DARK, 300, 12)))
+        opened = " ".join(plain(pages.draw_request(state, ink.DARK, 300, 12)))
         assert f"in all {ink.span(last)}" in opened and "1 to 31, in slot 0" in opened
         it.app.hush(state.said)  # it would go by itself after a while
         it.app.paint()
@@ -373,9 +373,9 @@ def test_a_step_pane_that_is_cut_says_so_and_can_be_opened():
     stage = Stage().load()
     stage.session.obey("/burst 20")
     stage.turns(3)
-    tall = plain(panes.draw_step(stage.state, ink.DARK, 60, 30))
+    tall = plain(steps.draw_step(stage.state, ink.DARK, 60, 30))
     for height in range(3, len(tall)):
-        lines = plain(panes.draw_step(stage.state, ink.DARK, 60, height))
+        lines = plain(steps.draw_step(stage.state, ink.DARK, 60, height))
         assert (
             len(lines) == height and lines[-1].strip() == f"↓ {len(tall) - height + 1} more lines"
         )
@@ -421,7 +421,7 @@ def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
     """It had titles of figures, and a scale of one second, with nothing above it."""
     stage = Stage().load()
     stage.state.contest = runs.Contest("Race", [], state.RACE_WAITS)
-    heading, *lines = plain(panes.draw_contest(stage.state, ink.DARK, 80, 24))
+    heading, *lines = plain(contest.draw_contest(stage.state, ink.DARK, 80, 24))
     assert "Esc back" in heading and [line.strip() for line in lines] == [state.RACE_WAITS]
 
 
@@ -429,7 +429,7 @@ def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
     """The race before was shown until then; and where nothing ran, the new one was said to wait for
     what runs."""
     stage = Stage().load()
-    drawn = lambda: plain(panes.draw_contest(stage.state, ink.DARK, 80, 24))  # noqa: E731
+    drawn = lambda: plain(contest.draw_contest(stage.state, ink.DARK, 80, 24))  # noqa: E731
     for _ in range(2):
         stage.session.obey("/race 4 serial continuous")
         assert (
@@ -468,13 +468,13 @@ def test_the_parts_of_a_steps_time_add_up_as_they_are_printed():
     stage.finish()
     parts = {"plan_s": 4e-6, "build_s": 4e-6, "commit_s": 4e-6, "device_s": 14.4e-6, "wait_s": 1.0}
     step = replace(stage.state.step, **parts)
-    assert plain(panes.draw_time(step, ink.DARK, 70))[:2] == [
+    assert plain(steps.draw_time(step, ink.DARK, 70))[:2] == [
         " time     1,000.01 ms = Python 0.00 + device 0.01 + wait 1,000.00",
         " Python   plan 0.00, build 0.00, commit 0.00",
     ]
     parts["plan_s"] = 0.0149
     for width in range(30, 90):
-        lines = plain(panes.draw_time(replace(step, **parts), ink.DARK, width))
+        lines = plain(steps.draw_time(replace(step, **parts), ink.DARK, width))
         text = " ".join(" ".join(lines[:-1]).split())
         total, *sums = [
             float(number.replace(",", "")) for number in re.findall(r"[\d,]+\.\d\d", text)
@@ -493,7 +493,7 @@ def test_a_part_of_a_steps_time_has_its_name_or_its_first_letter():
     stage.turns(30)
     seen = set()
     for width in range(30, 90):
-        bar = plain(panes.draw_step(stage.state, ink.DARK, width, 40))[-1]
+        bar = plain(steps.draw_step(stage.state, ink.DARK, width, 40))[-1]
         seen |= set(re.findall(r"[A-Za-z]+", bar))
     assert {"P", "device", "w"} <= seen <= {"P", "Python", "device", "w"}
 
@@ -808,11 +808,11 @@ def test_figures_have_commas_and_things_their_plural_everywhere():
     stage.finish()
     texts = [
         plain(draw(stage.state, ink.DARK, 100, 30))
-        for draw in (panes.draw_requests, panes.draw_slots)
+        for draw in (pages.draw_requests, panes.draw_slots)
     ]
     stage.state.look_at(1)
     texts += [
-        plain(draw(stage.state, ink.DARK, 100, 30)) for draw in (panes.draw_slots, panes.draw_step)
+        plain(draw(stage.state, ink.DARK, 100, 30)) for draw in (panes.draw_slots, steps.draw_step)
     ]
     texts += [plain(panes.draw_settings(stage.state, ink.DARK, 60, 1))]
     said = "\n".join(line for lines in texts for line in lines)

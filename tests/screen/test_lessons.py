@@ -10,7 +10,7 @@ from stage import Stage, plain, show
 from words import Clock, WordRunner
 
 from nanobatch import Sampling
-from screen import charts, ink, panes, timeline, widgets
+from screen import charts, ink, panes, steps, timeline, widgets
 from screen.ink import BLOCKED, PREFILL
 
 
@@ -244,7 +244,7 @@ def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted(
     assert "?" in lines[1] and "?" in lines[2] and "unseen" in lines[0]
     assert (
         f"{missed:,} steps up to this one went by"
-        in plain(panes.draw_step(stage.state, ink.DARK, 80, 9))[1]
+        in plain(steps.draw_step(stage.state, ink.DARK, 80, 9))[1]
     )
     for zoom in (2, 4, 8):
         merged = stage.state.columns(zoom)
