@@ -21,6 +21,7 @@ from itertools import cycle, islice, pairwise
 
 from rich.cells import cell_len
 
+from parts.api.views import RequestView
 from sched import POLICIES
 from screen.ink import HUES, Line, Palette, Pen, axis, heading, number, span, style, wrap
 from screen.state import State
@@ -51,19 +52,24 @@ def draw_area(
     scale = {0: "0", height - 1: f"{top:,.0f}"}
     label = max(len(scale[height - 1]), SCALE)
     values = values[-(width - label - 2) :]
-    lines, solid = [], style(hue, hue)
+    solid = style(hue, hue)
+    lines = []
     for row in reversed(range(height)):
-        mark = scale.get(row, "")
-        pen = Pen().put(f"{mark:>{label}} ", p.muted).put("┤" if mark else "│", p.faint)
+        pen = draw_scale(p, scale.get(row, ""), label)
         for value in values:
             eighths = round(8 * (value / top * height - row))
-            # A small value is not drawn as zero
-            eighths = max(eighths, 1) if value and row == 0 else eighths
+            if value and row == 0:
+                eighths = max(eighths, 1)  # a small value is not drawn as zero
             pen.put(EIGHTHS[max(0, min(8, eighths))], solid if eighths >= 8 else hue)
         lines.append(pen.line)
     left, right = ends
     last = max(label + 2 + len(values) - len(right), label + 3 + len(left))
     return [*lines, axis(p, (label + 2, left), (min(last, width - len(right)), right))]
+
+
+def draw_scale(p: Palette, mark: str, width: int) -> Pen:
+    """The left end of a chart's line: a number of its scale, or none."""
+    return Pen().put(f"{mark:>{width}} ", p.muted).put("┤" if mark else "│", p.faint)
 
 
 def stretch(state: State) -> tuple[float, float]:
@@ -83,35 +89,39 @@ def ends_of(began: float, last: float) -> tuple[str, str]:
 
 def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """Tokens a second."""
-    bins, (began, last) = width - SCALE - 2, stretch(state)
+    bins = width - SCALE - 2
+    began, last = stretch(state)
     tick = max(last - began, 0.05) / bins
     totals = [state.delivered(began + i * tick) for i in range(bins + 1)]
     values = [(b - a) / tick for a, b in pairwise(totals)]
-    lines = [heading(p, width, state.titled("tokens/s"), f"peak {max(values):,.0f}")]
-    return lines + draw_area(
-        p, values, nice(max(1.0, *values)), width, height - 2, HUES[2], ends_of(began, last)
-    )
+    title = heading(p, width, state.titled("tokens/s"), f"peak {max(values):,.0f}")
+    top = nice(max(1.0, *values))
+    ends = ends_of(began, last)
+    return [title, *draw_area(p, values, top, width, height - 2, HUES[2], ends)]
 
 
 def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How many of the slots did useful work, over the same time as the tokens a second."""
-    bins, (began, last), slots = width - SCALE - 2, stretch(state), len(state.view.engine.slots)
+    slots = len(state.view.engine.slots)
+    bins = width - SCALE - 2
+    began, last = stretch(state)
     tick = max(last - began, 0.05) / bins
     worked = [0.0] * bins  # slots x seconds
     first = bisect_left(state.history, began, key=lambda column: column.ended)
     for column in islice(state.history, first, None):
         if column.began >= last:
             break
-        for i in range(
-            max(0, int((column.began - began) / tick)),
-            min(bins, int((column.ended - began) / tick) + 1),
-        ):
-            shared = min(column.ended, began + (i + 1) * tick) - max(column.began, began + i * tick)
-            worked[i] += max(0.0, shared) * column.useful
+        first_bin = max(0, int((column.began - began) / tick))
+        last_bin = min(bins - 1, int((column.ended - began) / tick))
+        for i in range(first_bin, last_bin + 1):
+            starts = max(column.began, began + i * tick)
+            stops = min(column.ended, began + (i + 1) * tick)
+            worked[i] += max(0.0, stops - starts) * column.useful
     values = [work / tick for work in worked]
     mean = f"mean {sum(values) / bins:.1f} " if last else ""
-    lines = [heading(p, width, state.titled("batch size"), f"{mean}of {slots} slots")]
-    return lines + draw_area(p, values, slots, width, height - 2, HUES[1], ends_of(began, last))
+    title = heading(p, width, state.titled("batch size"), f"{mean}of {slots} slots")
+    ends = ends_of(began, last)
+    return [title, *draw_area(p, values, slots, width, height - 2, HUES[1], ends)]
 
 
 def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -120,11 +130,11 @@ def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
     bins = min(len(steps), width - SCALE - 2)
     cuts = [i * len(steps) // max(1, bins) for i in range(bins + 1)]
     waiting = [max(column.view.waiting for column in steps[a:b]) for a, b in pairwise(cuts)]
+    peak = max(waiting, default=0)
     ends = (f"step {steps[0].step:,}", f"{steps[-1].step:,}") if steps else ("step", "")
-    lines = [heading(p, width, state.titled("queue"), f"peak {max(waiting):,}" if waiting else "")]
-    return lines + draw_area(
-        p, waiting, nice(max(1, *waiting, 1)), width, height - 2, HUES[0], ends
-    )
+    title = heading(p, width, state.titled("queue"), f"peak {peak:,}" if waiting else "")
+    top = nice(max(1, peak))
+    return [title, *draw_area(p, waiting, top, width, height - 2, HUES[0], ends)]
 
 
 def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
@@ -134,32 +144,38 @@ def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
     firsts = [first for first in state.firsts if first[0] <= moment]
     if not firsts:
         return [heading(p, width, "TTFT"), Pen().put(" no first token yet", p.muted).line]
-    bins, last = max(1, width - 9), firsts[-1][0]
+    bins = max(1, width - 9)
+    last = firsts[-1][0]
     began = max(state.periods[-1].began if state.periods else 0.0, firsts[0][0], last - 60)
-    pairs = []
+    pairs = []  # by column: p50 and p95, in milliseconds
     for i in range(bins):
-        stop = bisect_right(
-            firsts, began + (i + 1) * (last - began) / bins + 1e-9, key=lambda first: first[0]
-        )
-        newest = [ttft for _, ttft in firsts[max(0, stop - 50) : stop]]
+        until = began + (i + 1) * (last - began) / bins + 1e-9
+        stop = bisect_right(firsts, until, key=lambda first: first[0])
+        newest = [1000 * ttft for _, ttft in firsts[max(0, stop - 50) : stop]]
         pairs.append((percentile(newest, 0.5) or 0.0, percentile(newest, 0.95) or 0.0))
     half, most = pairs[-1]
-    lines = [heading(p, width, state.titled("TTFT"), f"█p50 {span(half)} ▒p95 {span(most)}")]
-    rows, top = height - 2, nice(1000 * max(high for _, high in pairs))
+    note = f"█p50 {span(half / 1000)} ▒p95 {span(most / 1000)}"
+    lines = [heading(p, width, state.titled("TTFT"), note)]
+    rows = height - 2
+    top = nice(max(high for _, high in pairs))
+    marks = {0: "0 ms", rows - 1: f"{top:,.0f}"}
     for row in reversed(range(rows)):
-        mark = {0: "0 ms", rows - 1: f"{top:,.0f}"}.get(row, "")
-        pen = Pen().put(f"{mark:>6} ", p.muted).put("┤" if mark else "│", p.faint)
+        pen = draw_scale(p, marks.get(row, ""), 6)
         for low, high in pairs:
-            cells = [math.ceil(1000 * value / top * rows - 0.5) for value in (low, high)]
-            cells = [
-                max(1, count) if value else 0
-                for count, value in zip(cells, (low, high), strict=True)
-            ]
-            glyph = "█" if row < cells[0] else "▒" if row < cells[1] else " "
+            glyph = " "
+            if row < cells_of(low, top, rows):
+                glyph = "█"
+            elif row < cells_of(high, top, rows):
+                glyph = "▒"
             pen.put(glyph, HUES[3])
         lines.append(pen.line)
     left, right = ends_of(began, last)
     return [*lines, axis(p, (8, left), (max(9 + len(left), width - 1 - len(right)), right))]
+
+
+def cells_of(value: float, top: float, rows: int) -> int:
+    """The height of a column. A small value is not drawn as zero."""
+    return max(1, math.ceil(value / top * rows - 0.5)) if value else 0
 
 
 def cost_of(seconds: Iterable[float]) -> float:
@@ -170,25 +186,26 @@ def cost_of(seconds: Iterable[float]) -> float:
 def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """Why batching pays: what a step takes and what it yields, by how many rows decode in it."""
     costs = {rows: cost_of(seconds) for rows, seconds in sorted(state.costs.items())}
-    lines = [heading(p, width, "Why batching pays", "steps that only decode")]
+    title = heading(p, width, "Why batching pays", "steps that only decode")
     said = wrap(lesson(costs, state.view.busy), width - 2)
-    room = height - len(lines) - 1 - len(said)
+    room = height - 2 - len(said)
     if not costs or room < 1:
-        return [*lines, *(Pen().put(f" {part}", p.text).line for part in said)][:height]
+        return [title, *(Pen().put(f" {part}", p.text).line for part in said)][:height]
     rows = list(costs)
     if len(rows) > room:  # the ends, and some evenly between
         rows = sorted({rows[round(i * (len(rows) - 1) / max(1, room - 1))] for i in range(room)})
     wide = (width - 6) // 2
-    slowest, best = max(costs.values()), max(count / seconds for count, seconds in costs.items())
-    lines.append(axis(p, (1, "rows"), (6, "ms a step"), (6 + wide, "tokens/s")))
+    slowest = max(costs.values())
+    best = max(count / seconds for count, seconds in costs.items())
+    lines = [title, axis(p, (1, "rows"), (6, "ms a step"), (6 + wide, "tokens/s"))]
     for count in rows:
+        seconds = costs[count]
+        rate = count / seconds
         pen = Pen().put(f" {count:>4} ", p.muted)
-        values = ((costs[count] / slowest, number(1000 * costs[count]), HUES[0], "▒"),)
-        values += ((count / costs[count] / best, number(count / costs[count]), HUES[2], "█"),)
-        for i, (part, text, hue, glyph) in enumerate(values):
-            pen.to(6 + i * wide).put(glyph * max(1, round(part * (wide - 8))), hue).put(
-                f" {text}", p.text
-            )
+        pen.put("▒" * max(1, round(seconds / slowest * (wide - 8))), HUES[0])
+        pen.put(f" {number(1000 * seconds)}", p.text).to(6 + wide)
+        pen.put("█" * max(1, round(rate / best * (wide - 8))), HUES[2])
+        pen.put(f" {number(rate)}", p.text)
         lines.append(pen.line)
     return [*lines, *(Pen().put(f" {part}", p.text, True).line for part in said)]
 
@@ -196,51 +213,29 @@ def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
 def lesson(costs: Mapping[int, float], runs: bool) -> str:
     """What the chart shows, in words. `runs`: something still runs."""
     if len(costs) < 2:
-        seen = (
-            f"all steps had {number_of_rows(*costs)} so far"
-            if costs
-            else "no step has only decoded so far"
-        )
-        more = (
-            "wait until some have ended"
-            if runs
-            else "fire a burst (b), and one prompt alone (enter)"
-        )
-        return f"{seen.capitalize()}: {more}, to see what a row costs."
-    few, many = min(costs), max(costs)
+        seen = "No step has only decoded so far"
+        if costs:
+            seen = f"All steps had {number_of_rows(*costs)} so far"
+        more = "fire a burst (b), and one prompt alone (enter)"
+        if runs:
+            more = "wait until some have ended"
+        return f"{seen}: {more}, to see what a row costs."
+    few = min(costs)
+    many = max(costs)
     if costs[many] < costs[few]:  # no row is done for less than nothing
-        return (
-            f"Too noisy to say: {number_of_rows(many)} took less time than {number_of_rows(few)}."
-        )
-    cost, gain = costs[many] / costs[few], many / few * costs[few] / costs[many]
+        quicker = f"{number_of_rows(many)} took less time than {number_of_rows(few)}"
+        return f"Too noisy to say: {quicker}."
+    cost = costs[many] / costs[few]
     dear = f"{number_of_rows(many)} cost {cost:.2f} × as much as {number_of_rows(few)}"
-    return f"{dear}, and yield {gain:.2f} × the tokens."
+    return f"{dear}, and yield {many / few / cost:.2f} × the tokens."
 
 
 def number_of_rows(count: int) -> str:
     return f"{count:,} row{'s' * (count != 1)}"
 
 
-# Ms
-EDGES = (
-    1,
-    2,
-    5,
-    10,
-    20,
-    50,
-    100,
-    200,
-    500,
-    1000,
-    2000,
-    5000,
-    10_000,
-    20_000,
-    50_000,
-    100_000,
-    10**9,
-)
+# In milliseconds: 1, 2, 5, 10, and so on
+EDGES = (*(n * 10**power for power in range(5) for n in (1, 2, 5)), 100_000, 10**9)
 # The policies' textures, in the order of `POLICIES`. A sixth policy would get the first again.
 TEXTURES = (
     ("█", style(HUES[2], HUES[2])),
@@ -254,58 +249,67 @@ TEXTURES = (
 def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How long requests waited for their first token: a histogram, with a texture for each
     policy."""
-    came = [r for r in state.requests.values() if r.arrived <= state.moment]
-    requests = [
-        r
-        for r in came
-        if r.metrics.ttft_s is not None and r.arrived + r.metrics.ttft_s <= state.moment
-    ]
-    told = {r.id for r in requests}
-    waiting = sum(r.id not in told and (r.ended is None or r.ended > state.moment) for r in came)
+    requests, waiting = first_tokens(state)
     if not requests:
-        return [
-            heading(p, width, "TTFT"),
-            Pen().put(" time to first token: nothing yet", p.muted).line,
-        ]
+        nothing = Pen().put(" time to first token: nothing yet", p.muted)
+        return [heading(p, width, "TTFT"), nothing.line]
     ran = {r.policy for r in requests}
-    textures = {
-        policy: texture for policy, texture in zip(POLICIES, cycle(TEXTURES)) if policy in ran
-    }
-    mean = sum(r.metrics.ttft_s for r in requests) / len(requests)
+    textures = {}
+    for policy, texture in zip(POLICIES, cycle(TEXTURES)):
+        if policy in ran:
+            textures[policy] = texture
     names = Pen()
     for policy, texture in textures.items():
         names.put(" ").put(*texture).put(f" {policy} ", p.muted)
-    # A mean that leaves out those that still wait would be too good: say how many they are, or
-    # leave it out.
-    notes = [
-        f"mean {span(mean)} of {len(requests):,}, {waiting:,} still wait",
-        f"{span(mean)}, {waiting:,} wait",
-    ]
-    notes = (
-        [*notes, f"{waiting:,} wait"]
-        if waiting
-        else [f"mean {span(mean)} of {len(requests):,}", f"mean {span(mean)}"]
-    )
     title = state.titled("TTFT")
-    note = next((note for note in notes if cell_len(note) < width - cell_len(title) - 7), "")
+    note = mean_note(requests, waiting, width - cell_len(title) - 7)
     lines = [heading(p, width, title, note), names.line]
-    bins = [bisect_left(EDGES, 1000 * r.metrics.ttft_s) for r in requests]
     if height < 3:
         return lines[:height]
+    bins = [bisect_left(EDGES, 1000 * r.metrics.ttft_s) for r in requests]
     # If room is short, the shortest waits are counted in one row
     low = max(min(bins), max(bins) - height + 3)
     rows = {b: Counter() for b in range(low, max(bins) + 1)}
     for b, r in zip(bins, requests, strict=True):
         rows[max(low, b)][r.policy] += 1
     most = max(row.total() for row in rows.values())
-    labels = [
-        f"{f'≤ {EDGES[b]:,}' if b == low else f'{EDGES[b - 1]:,}–{EDGES[b]:,}'} ms" for b in rows
-    ]
-    left = max(map(len, labels)) + 2
-    for row, label in zip(rows.values(), labels, strict=True):
-        pen, room = Pen().put(f"{label:>{left - 1}} ", p.muted), width - left - 5
+    labels = {b: f"{EDGES[b - 1]:,}–{EDGES[b]:,} ms" for b in rows}
+    labels[low] = f"≤ {EDGES[low]:,} ms"
+    left = max(map(len, labels.values())) + 2
+    room = width - left - 5
+    for b, row in rows.items():
+        pen = Pen().put(f"{labels[b]:>{left - 1}} ", p.muted)
         for policy, (glyph, ink) in textures.items():
             cells = math.ceil(row[policy] * room / most)
             pen.put(glyph * max(0, min(cells, left + room - pen.width)), ink)
         lines.append(pen.put(f" {row.total()}" if row else "", p.text).line)
     return lines
+
+
+def first_tokens(state: State) -> tuple[list[RequestView], int]:
+    """Requests that have a first token at the cursor's moment, and how many still wait for it."""
+    had = []
+    waiting = 0
+    for r in state.requests.values():
+        ttft = r.metrics.ttft_s
+        if r.arrived > state.moment:
+            continue
+        if ttft is not None and r.arrived + ttft <= state.moment:
+            had.append(r)
+        elif r.ended is None or r.ended > state.moment:
+            waiting += 1
+    return had, waiting
+
+
+def mean_note(requests: Sequence[RequestView], waiting: int, room: int) -> str:
+    """The longest of some notes that finds room.
+
+    A mean that leaves out those that still wait would be too good: the note says how many they are,
+    or leaves the mean out.
+    """
+    mean = span(sum(r.metrics.ttft_s for r in requests) / len(requests))
+    of = f"mean {mean} of {len(requests):,}"
+    notes = (of, f"mean {mean}")
+    if waiting:
+        notes = (f"{of}, {waiting:,} still wait", f"{mean}, {waiting:,} wait", f"{waiting:,} wait")
+    return next((note for note in notes if cell_len(note) < room), "")
