@@ -118,11 +118,11 @@ def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wis
 
 def read_thinking(asked: dict[str, Any]) -> dict[str, Any]:
     """How long a thought may be is a hint."""
-    thinking = asked.get("thinking", {"type": "enabled"})
+    thinking = asked.get("thinking", {"type": "adaptive"})
     kind = thinking.get("type") if isinstance(thinking, dict) else None
     if kind not in THINKING:
         raise bad("thinking", thinking, f"an object whose type is one of {', '.join(THINKING)}")
-    return {"enable_thinking": False} if kind == "disabled" else {}
+    return {} if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
 
 
 def read_messages(asked: dict[str, Any]) -> list[dict]:

@@ -110,7 +110,8 @@ def read_reasoning(asked: dict[str, Any]) -> dict[str, Any]:
     reasoning = asked.get("reasoning", {})
     if not isinstance(reasoning, dict):
         raise bad("reasoning", reasoning, "an object")
-    return {"enable_thinking": False} if reasoning.get("effort") == "none" else {}
+    effort = reasoning.get("effort")
+    return {} if effort is None else {"enable_thinking": effort != "none"}
 
 
 def read_format(asked: dict[str, Any]) -> dict[str, Any]:

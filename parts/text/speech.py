@@ -89,6 +89,7 @@ class Speech(NamedTuple):
     why: str = ""  # if there is no format: why the model can be given no tools
     # What stands between a tool's name and its arguments, if the name stands before the body
     behind_name: str | None = None
+    has_id: bool = False  # an id of the call may stand there, too
 
     @property
     def layout(self) -> tuple[str, str, str]:
@@ -126,14 +127,18 @@ def learn(source: str | None, render: Callable[[list, list], str]) -> Speech:
         text = render(PROBE, TOOLS)
     except ValueError as error:
         return Speech(thought, why=f"this model can be given no tools: {error}")
-    if "is_listed" not in text or "is_called" not in text:
+    if "is_listed" not in text:
         return Speech(thought, why="this model's chat template takes no tools")
+    if "is_called" not in text:
+        return Speech(thought, why="this model's chat template writes no calls of tools")
     place = text.index("is_called")
     for format in FORMATS:
         if reads_back(format, text, place):
             is_named = not text[:place].endswith('"')
+            if not is_named:
+                return Speech(thought, as_written(format, text, place))
             behind = "[ARGS]" if "[ARGS]" in text[place:] else ""
-            return Speech(thought, format, behind_name=behind if is_named else None)
+            return Speech(thought, format, behind_name=behind, has_id="[CALL_ID]" in text[place:])
     written = " ".join(text[max(place - 40, 0) : place + 40].split())
     known = ", ".join(format.name for format in FORMATS)
     why = f"this model writes a call as {written!r}, but only these formats are known: {known}"
@@ -152,6 +157,15 @@ def reads_back(format: Format, text: str, place: int) -> bool:
     if [part.kind for part in calls] != ["call", "arguments"] or calls[0].text != "is_called":
         return False
     return loads(calls[1].text) == {"n": 7}
+
+
+def as_written(format: Format, text: str, place: int) -> Format:
+    """With the template's own white space before the first body."""
+    begin = text.rfind(format.opens, 0, place)
+    if begin < 0:
+        return format
+    start = text[begin : text.index("{", begin)]
+    return format._replace(layout=(start, *format.layout[1:]))
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
@@ -228,7 +242,8 @@ def body_rule(speech: Speech, function: Mapping[str, Any], spelled: Callable[[st
     name = function["name"]
     parameters = dict(function["parameters"])
     if speech.behind_name is not None:
-        return f"{spelled(name + speech.behind_name)} {as_json(parameters)}"
+        id = f"({spelled('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?" if speech.has_id else ""
+        return f"{spelled(name)} {id} {spelled(speech.behind_name)} {as_json(parameters)}"
     key = speech.format.key
     # What parameters refer to is looked for in the whole schema's own definitions
     whole = {name: parameters.pop(name) for name in ("$defs", "definitions") if name in parameters}

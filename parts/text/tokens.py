@@ -234,11 +234,16 @@ class Text:
 
     def _find_template(self) -> tuple[str | None, str]:
         """The template's text, and in one line why it cannot be used. It is a file of its own, or
-        in the config, alone or as one of several with names."""
+        in the config, alone or as one of several with names. One may be for chats with tools
+        alone."""
         path = self.folder / "chat_template.jinja"
         source = read_text(path) if path.exists() else self.config.get("chat_template")
+        for_tools = None
+        more = self.folder / "additional_chat_templates" / "tool_use.jinja"
         if not path.exists():
             path = self.folder / "tokenizer_config.json"
+        elif more.exists():
+            for_tools = read_text(more)
         if isinstance(source, list):
             named = {
                 str(entry.get("name")): entry.get("template")
@@ -246,8 +251,13 @@ class Text:
                 if isinstance(entry, dict)
             }
             source = named.get("default", next(iter(named.values()), None))
+            for_tools = named.get("tool_use")
         if not isinstance(source, str):
             return None, ""
+        if isinstance(for_tools, str):
+            # "+" keeps the white space that a template begins or ends with
+            both = [text.removesuffix("\n") for text in (for_tools, source)]
+            source = "{% if tools +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"
         # The demo's own came with this file, and is as good as this file. A child takes 60 ms.
         if OURS.exists() and source == OURS.read_text(encoding="utf-8"):
             return source, ""

@@ -108,6 +108,28 @@ def test_a_template_that_opens_the_thought_leaves_its_end_to_the_model():
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 
 
+def test_a_template_that_does_not_think_by_itself_thinks_if_a_client_wants_it():
+    """Some think unless they are told not to, and some do not unless they are told to."""
+    asleep = "{{ '<think>\\n' if enable_thinking else '<think></think>' }}{# </think> #}"
+    with Taught(template=TURNS + asleep) as taught:
+
+        def thinks(path: str, **fields) -> bool:
+            body = {"messages": [said("Hm.</think>Yes.")], **fields}
+            if path == RESPONSES:
+                body["input"] = body.pop("messages")
+            text = taught.ask(path, body).body.decode()
+            assert "Yes." in text
+            return "</think>" not in text
+
+        assert not thinks(CHAT) and thinks(CHAT, chat_template_kwargs={"enable_thinking": True})
+        for effort, is_thinking in ((None, False), ("none", False), ("low", True), ("high", True)):
+            assert thinks(RESPONSES, reasoning={"effort": effort}) == is_thinking
+        assert not thinks(RESPONSES) and not thinks(MESSAGES, max_tokens=99)
+        for kind in ("enabled", "disabled", "adaptive"):
+            is_thinking = thinks(MESSAGES, max_tokens=99, thinking={"type": kind})
+            assert is_thinking == (kind == "enabled")
+
+
 # --- what else may happen -----------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from tokenizers import AddedToken, processors
 
 from nanobatch import Text
 from parts.files import ModelError
+from parts.text.speech import PROBE, TOOLS
 
 ROOT = Path(__file__).parents[2]
 LLAMA2 = """\
@@ -336,6 +337,44 @@ def test_a_template_is_found_in_each_of_its_three_places(tmp_path, name, place, 
     assert (rendered, text.encode_chat(messages)) == reference(tmp_path, messages)
     assert text.has_template and "Be terse." in rendered
     assert ("</s>" in rendered) == (name in ("llama 2", "mistral", "zephyr", "everything", "newer"))
+
+
+PLAIN_CHAT = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}\n"
+FOR_TOOLS = """
+{%- macro title(tool) %}{{ tool.function.name }}{% endmacro %}
+{% for tool in tools %}
+{{ title(tool) }}
+{% endfor %}
+{%- for m in messages %}<|user|>{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}{% endfor %}
+"""
+
+
+@pytest.mark.parametrize("place", ["a file", "several with names"])
+def test_a_template_for_tools_alone_is_used_where_there_are_tools(tmp_path, place):
+    """Hermes is published with two: the one for tools cannot render a chat without them."""
+    make_model(tmp_path, PLAIN_CHAT, place)
+    if place == "a file":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(FOR_TOOLS)
+    else:
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (named,) = [each for each in config["chat_template"] if each["name"] == "tool_use"]
+        named["template"] = FOR_TOOLS
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = Text(tmp_path, 300)
+    assert text.speech.format.name == "Hermes"
+    for tools in (TOOLS, []):
+        for messages in (turns("x"), PROBE):
+            theirs = transformers_of(tmp_path).apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+            )
+            assert text.render(messages, tools) == theirs
+            assert ("is_listed" in theirs) == bool(tools)
 
 
 def test_a_template_in_a_file_wins_over_one_in_the_config(tmp_path):

@@ -7,8 +7,22 @@ import time
 
 import pytest
 from checkpoints import make_tokenizer
+from tokenizers import AddedToken
 
-from parts.text.speech import FORMATS, THOUGHTS, Parser, Part, Speech, joined, learn, marked
+from parts.text.grammar import Grammars
+from parts.text.speech import (
+    FORMATS,
+    MARKS,
+    THOUGHTS,
+    Parser,
+    Part,
+    Speech,
+    grammar,
+    joined,
+    learn,
+    marked,
+)
+from parts.text.speech import TOOLS as LISTED
 from parts.text.tokens import TextStream
 
 ANSWERS = 500
@@ -301,7 +315,66 @@ def test_a_model_without_tools_says_why():
 
     assert "no role tool" in learn("{{ x }}", refuse).why
     assert "takes no tools" in learn("{{ x }}", lambda messages, tools: "Call it.").why
+    assert "writes no calls" in learn("{{ x }}", lambda messages, tools: "is_listed").why
     assert "no chat template" in learn(None, refuse).why
+
+
+# What models write, and their templates write for them, where a call has to come
+REQUIRED = {
+    "Hermes": [
+        "Hermes",
+        "<tool_call>\n",
+        '{"name": "is_listed", "arguments": {"n": 7}}',
+        "\n</tool_call>",
+    ],
+    "Llama 3": ["Llama 3", '{"name": "is_listed", "parameters": {"n": 7}}'],
+    "older Mistral": ["Mistral", "[TOOL_CALLS]", '[{"name": "is_listed", "arguments": {"n": 7}}]'],
+    "Mistral with a space": [
+        "space",
+        "[TOOL_CALLS]",
+        ' [{"name": "is_listed", "arguments": {"n": 7}}]',
+    ],
+    "newer Mistral": ["newer", "[TOOL_CALLS]", "is_listed", "[ARGS]", '{"n": 7}'],
+    "Mistral with ids": [
+        "ids",
+        "[TOOL_CALLS]",
+        "is_listed",
+        "[CALL_ID]",
+        "abcdefghi",
+        "[ARGS]",
+        '{"n": 7}',
+    ],
+    "Mistral without an id": ["ids", "[TOOL_CALLS]", "is_listed", "[ARGS]", '{"n": 7}'],
+}
+TEMPLATE_WRITES = RENDERED | {
+    "space": RENDERED["Mistral"].replace("[TOOL_CALLS]", "[TOOL_CALLS] "),
+    "newer": '[TOOL_CALLS]is_called[ARGS]{"n": 7}</s>',
+    "ids": '[TOOL_CALLS]is_called[CALL_ID]abcdefghi[ARGS]{"n": 7}</s>',
+}
+
+
+@pytest.mark.parametrize("are_special", [False, True])
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_call_that_has_to_come_may_be_written_as_the_models_were_trained_to(name, are_special):
+    """Held to another form, a model goes on with what is unlikely, and may call with nonsense."""
+    template, *pieces = REQUIRED[name]
+    speech = learn("", lambda messages, tools: "Tools: is_listed. " + TEMPLATE_WRITES[template])
+    tokenizer = make_tokenizer()
+    marks = sorted(MARKS & set(pieces)) if are_special else []
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    special = {mark: tokenizer.token_to_id(mark) for mark in marks}
+    held = Grammars(tokenizer, 272, [257]).grammar(
+        {"lark": grammar(speech, LISTED, special=special)}
+    )
+    text = "".join(pieces)
+    for token in tokenizer.encode(text, add_special_tokens=False).ids:
+        bits = int.from_bytes(held.mask(), "little")
+        assert bits >> token & 1, (text, tokenizer.decode([token], skip_special_tokens=False))
+        held.accept(token)
+    assert held.is_complete or int.from_bytes(held.mask(), "little") >> 257 & 1
+    assert told(joined(Parser(speech, ["is_listed"]).push(text))) == [
+        ("call", "is_listed", {"n": 7})
+    ]
 
 
 # --- for those who watch ------------------------------------------------------------------------
