@@ -5,10 +5,11 @@ what is wrong.
     python tools/soak_http.py --requests 1000 --ranks 2     # one model over two processes
     python tools/soak_http.py --requests 5000 --attack      # one in ten is hostile, 64 at a time
 
-It starts a server of its own. In the end each request has been answered or was hung up on, all
-slots are free, answers that were not cut off are those that the same request gets alone, as many
-files are open as at first, and memory has not grown in the second half, but for the thousand calls
-and ends that are kept.
+It starts a server of its own: the demo model, with a chat template that knows tools and thoughts.
+All routes are asked, whole and streamed. In the end each request has been answered or was hung up
+on, all slots are free, answers that were not cut off are those that the same request gets alone
+(thought, text, calls and tokens), as many files are open as at first, and memory has not grown in
+the second half, but for the thousand calls and ends that are kept.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from statistics import fmean
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests" / "lib"), str(HERE)]
 
+from conform import COUNT, MESSAGES, RESPONSES  # noqa: E402
 from doors import CHAT, COMPLETIONS, ROOT, Server  # noqa: E402
 from soak import Report as Slope  # noqa: E402
 from soak import resident  # noqa: E402
+from told import Told, told  # noqa: E402
 
 BAD = [
     (CHAT, b"{"),
@@ -113,7 +116,47 @@ RAW = [
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300,
 ]
-ENDLESS = {"max_tokens": 900, "ignore_eos": True}
+# The demo's template, with tools in the manner of Hermes, and thoughts for those who want them
+TEMPLATE = """\
+{{- bos_token }}
+{%- for tool in tools or [] %}{{ '<|system|>' + tool | tojson + '<|end|>' }}{% endfor %}
+{%- for message in messages %}
+    {{- '<|' + ('user' if message.role == 'tool' else message.role) + '|>' }}
+    {%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+    {{- message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{{- '<|assistant|>' }}{% if enable_thinking %}{{ '<think>' }}{% endif %}
+"""
+PLACE = {
+    "type": "object",
+    "properties": {"place": {"enum": ["den", "wood"]}},
+    "required": ["place"],
+}
+SUM = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}, "b": {"type": "boolean"}}}
+FUNCTIONS = {"look": PLACE, "add": SUM | {"required": ["a", "b"]}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in FUNCTIONS.items()
+]
+FLAT = [{"type": "function", "name": name, "parameters": FUNCTIONS[name]} for name in FUNCTIONS]
+SCHEMAS = [{"name": name, "input_schema": FUNCTIONS[name]} for name in FUNCTIONS]
+# What a small model writes of its own accord is no call: an expression holds it to one
+LOOK = r"\n<tool_call>\n\{\"name\": \"look\", \"arguments\": \{\"n\": [1-9]{1,9}\}\}\n</tool_call>"
+CALLING = f"So[a-z ]{{2,20}}({LOOK}){{1,3}}"
+THINKING = r"[a-z ]{2,30}\n</think>\n\n"
+FORM = {"type": "json_schema", "name": "place", "schema": PLACE}
+# For each route that answers: what makes its answers long
+ENDLESS = {
+    CHAT: {"max_tokens": 900, "ignore_eos": True},
+    COMPLETIONS: {"max_tokens": 900, "ignore_eos": True},
+    RESPONSES: {"max_output_tokens": 900},
+    MESSAGES: {"max_tokens": 900},
+}
 PROMPTS = [
     "Count from {n} to {m}.",
     "Tell me a story about fox number {n}.",
@@ -132,34 +175,117 @@ class Report:
     memory: Slope = field(default_factory=Slope)
 
 
-def make_case(number: int) -> dict:
+def talker(folder: Path) -> Path:
+    """The demo model, with a template that knows tools and thoughts."""
+    folder.mkdir()
+    for file in (ROOT / "demo" / "model").iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def make_case(number: int) -> tuple[str, dict]:
+    """A route, and what is asked there."""
     dice = random.Random(number)
     text = dice.choice(PROMPTS).format(n=number % 50, m=number % 50 + 9)
-    body = {
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": dice.choice([1, 8, 30, 60]),
-    }
+    path = dice.choice(
+        [CHAT, CHAT, CHAT, COMPLETIONS, RESPONSES, RESPONSES, MESSAGES, MESSAGES, COUNT]
+    )
+    length = dice.choice([1, 20, 60, 150, 250])
+    if path == COMPLETIONS:
+        return path, {"prompt": text, "max_tokens": length, "seed": number}
+    if path == CHAT:
+        return path, make_chat(dice, text) | {"max_tokens": length, "seed": number}
+    # These two know no seed: an answer that is to be the same twice takes the likeliest token
+    if path == RESPONSES:
+        return path, make_response(dice, text) | {"max_output_tokens": length, "temperature": 0}
+    body = make_message(dice, text)
+    return path, body if path == COUNT else body | {"max_tokens": length, "temperature": 0}
+
+
+def make_chat(dice: random.Random, text: str) -> dict:
+    body: dict = {"messages": [{"role": "user", "content": text}]}
     if dice.random() < 0.5:
-        body |= {"temperature": 1.2, "seed": number}
+        body |= {"temperature": 1.2}
     if dice.random() < 0.3:
         body |= {"stop": ["fox", ", 1"]}
     if dice.random() < 0.2:
         body |= {"logprobs": True, "top_logprobs": 3}
-    if dice.random() < 0.2:
+    kind = dice.randrange(8)
+    thinks = dice.random() < 0.5
+    if thinks and kind > 1:
+        body |= {"chat_template_kwargs": {"enable_thinking": True}}
+    if kind == 2:
         body |= dice.choice(GRAMMARS)
+    elif kind in (3, 4):
+        body |= {"tools": TOOLS, "guided_regex": (THINKING if thinks else "") + CALLING}
+    elif kind in (5, 6):
+        named = {"type": "function", "function": {"name": "add"}}
+        body |= {"tools": TOOLS, "tool_choice": dice.choice(["required", named])}
+        body |= {"parallel_tool_calls": dice.random() < 0.5}
+    elif kind == 7:
+        function = {"name": "look", "arguments": '{"place": "den"}'}
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        own = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "abcdefghi", "content": "A fox."}
+        body["messages"] += [own, result]
+        body |= {"tools": TOOLS}
     return body
 
 
-def text_of(reply, stream: bool) -> str:
-    if not stream:
-        return reply.json["choices"][0]["message"]["content"]
-    events = reply.events
-    assert events[-1] == "[DONE]", events[-1]
-    return "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1])
+def make_response(dice: random.Random, text: str) -> dict:
+    body: dict = {"input": text}
+    kind = dice.randrange(5)
+    if dice.random() < 0.3:
+        body |= {"reasoning": {"effort": "high"}}
+    if kind == 1:
+        body |= {"text": {"format": FORM}}
+    elif kind in (2, 3):
+        named = {"type": "function", "name": "look"}
+        body |= {"tools": FLAT, "tool_choice": dice.choice(["auto", "required", "required", named])}
+        body |= {"parallel_tool_calls": dice.random() < 0.5}
+    elif kind == 4:
+        call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": "1", "output": "A fox."}
+        thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+        said = {"type": "message", "role": "user", "content": text}
+        body = {"input": [said, thought, call, result], "tools": FLAT, "instructions": "Be terse."}
+    return body
+
+
+def make_message(dice: random.Random, text: str) -> dict:
+    body: dict = {"messages": [{"role": "user", "content": text}]}
+    kind = dice.randrange(5)
+    if dice.random() < 0.3:
+        body |= {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    if kind == 1:
+        body |= {"output_config": {"format": FORM}, "stop_sequences": ["}"]}
+    elif kind in (2, 3):
+        choice = dice.choice([{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "add"}])
+        choice |= {"disable_parallel_tool_use": dice.random() < 0.5}
+        body |= {"tools": SCHEMAS, "tool_choice": choice}
+    elif kind == 4:
+        use = {"type": "tool_use", "id": "1", "name": "look", "input": {"place": "den"}}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": "A fox."}
+        body["messages"] += [{"role": "assistant", "content": [use]}]
+        body["messages"] += [{"role": "user", "content": [result]}]
+        body |= {"tools": SCHEMAS, "system": "Be terse."}
+    return body
+
+
+def ask(server: Server, path: str, body: dict, stream: bool) -> Told:
+    if stream and path != COUNT:
+        body = body | {"stream": True}
+        if path in (CHAT, COMPLETIONS):
+            body |= {"stream_options": {"include_usage": True}}
+    reply = server.ask(path, body)
+    assert reply.status == 200, (path, body, reply)
+    return told(path, reply, stream)
 
 
 def ask_grammar(server: Server, dice: random.Random) -> None:
-    reply = server.ask(CHAT, make_case(0) | {"max_tokens": 8} | dice.choice(HOSTILE))
+    reply = server.ask(CHAT, {"messages": SAID, "max_tokens": 8} | dice.choice(HOSTILE))
     assert reply.status in (200, 400, 500), reply
     assert reply.status == 200 or reply.error["message"], reply
 
@@ -184,7 +310,7 @@ def attack(server: Server, dice: random.Random) -> str:
             line.everything()
     else:
         many = {"logprobs": True, "top_logprobs": 20, "n": dice.choice([1, 8])}
-        line.post(CHAT, {"messages": SAID, "stream": dice.random() < 0.8} | ENDLESS | many)
+        line.post(CHAT, {"messages": SAID, "stream": dice.random() < 0.8} | ENDLESS[CHAT] | many)
         if kind == 3:  # half a connection, which nobody reads
             line.socket.shutdown(socket.SHUT_WR)
         time.sleep(dice.choice([0, 0.05, 0.5]))
@@ -195,11 +321,11 @@ def attack(server: Server, dice: random.Random) -> str:
     return "hung_up"
 
 
-def hang_up(server: Server, dice: random.Random, body: dict) -> None:
+def hang_up(server: Server, dice: random.Random, path: str, body: dict) -> None:
     """In the head of a request, its body, or later."""
     line = server.line()
-    data = json.dumps(body | ENDLESS)
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    data = json.dumps(body | ENDLESS.get(path, {}))
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     sent = dice.choice([10, len(head) + 20, len(head) + len(data)])
     line.send((head + data)[:sent].encode())
     time.sleep(dice.choice([0, 0.01, 0.1, 0.5]))
@@ -210,7 +336,7 @@ def soak(
     server: Server,
     requests: int,
     clients: int = 16,
-    cases: int = 40,
+    cases: int = 120,
     seed: int = 0,
     log=None,
     hostile: float = 0.0,
@@ -218,7 +344,7 @@ def soak(
     """`hostile`: such a part of the requests is; 0: some are wrong, and a third is hung up on."""
     report, lock, alone = Report(), threading.Lock(), {}
     for number in range(cases):
-        alone[number] = text_of(server.ask(CHAT, make_case(number)), False)
+        alone[number] = ask(server, *make_case(number), False)
     numbers = iter(range(requests))
 
     def client() -> None:
@@ -257,12 +383,11 @@ def soak(
             ask_grammar(server, dice)
             return "refused"
         if not hostile and kind < 0.42:
-            hang_up(server, dice, make_case(case) | {"stream": stream})
+            path, body = make_case(case)
+            hang_up(server, dice, path, body | ({} if path == COUNT else {"stream": stream}))
             return "hung_up"
-        reply = server.ask(CHAT, make_case(case) | {"stream": stream})
-        assert reply.status == 200, reply
-        text = text_of(reply, stream)
-        assert text == alone[case], f"{text!r} instead of {alone[case]!r}"
+        found = ask(server, *make_case(case), stream)
+        assert found == alone[case], f"case {case}: {found} instead of {alone[case]}"
         return "answered"
 
     threads = [threading.Thread(target=client) for _ in range(clients)]
@@ -278,7 +403,7 @@ def soak(
 
 
 @contextmanager
-def ring(size: int) -> Iterator[dict[str, str]]:
+def ring(size: int, model: Path) -> Iterator[dict[str, str]]:
     """Ranks that follow, in processes of their own, and the environment of the one that leads. All
     exit with 0."""
     with ExitStack() as stack:
@@ -292,7 +417,8 @@ def ring(size: int) -> Iterator[dict[str, str]]:
             hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
         file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hosts.json"
         file.write_text(json.dumps(hosts))
-        command, followers = [sys.executable, str(ROOT / "serve.py"), "--slots", "8"], []
+        command = [sys.executable, str(ROOT / "serve.py"), "--slots", "8", "--model", str(model)]
+        followers = []
         for rank in range(1, size):
             environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
             followers.append(subprocess.Popen(command, env=environment))
@@ -321,7 +447,11 @@ def main() -> int:
     args = parser.parse_args()
     many = {"clients": 64, "hostile": 0.1} if args.attack else {}
     began = time.monotonic()
-    with ring(args.ranks) as environment, Server("--slots", "8", **environment) as server:
+    with ExitStack() as stack:
+        model = talker(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "talker")
+        environment = stack.enter_context(ring(args.ranks, model))
+        arguments = ("--slots", "8", "--model", str(model))
+        server = stack.enter_context(Server(*arguments, **environment))
         # The ring's threads look for numbers all the time
         server.patience *= 1 if args.ranks == 1 and not args.attack else 10
         server.ask("/v1/models")
