@@ -45,9 +45,10 @@ from parts.api.handle import Handle, Result, TokenLogprob
 from parts.api.ledger import Ledger
 from parts.api.loop import Loop
 from parts.api.settings import Sampling
-from parts.api.views import Snapshot, StepView
+from parts.api.views import ExpertsView, Roof, Snapshot, StepView
 from parts.device import mlx as device
 from parts.device.mlx import device_lock, device_stream, mx
+from parts.device.roof import measure
 from parts.files import ModelError
 from parts.model import find as models
 from parts.model.fit import Sizes, far_position, fit_all, is_exact, slab_shape
@@ -460,7 +461,7 @@ class Engine:
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
         self.on_commit: Callable[[], None] | None = None
         self._has_news = False  # something was committed, or has ended, since the last `on_commit`
-        self._ledger = Ledger()
+        self._ledger = Ledger(model.view)
         self._unstarted: Plan | None = None  # planned, but not yet started
         self._flights: deque[tuple[Plan, Flight]] = deque()  # started, not committed; oldest first
         self._blocked: tuple[int, ...] = ()  # the slots that the newest plan has kept shut
@@ -825,6 +826,19 @@ class Engine:
         """Something failed outside of any request: snapshots have a line of it, stderr the rest."""
         self._ledger.faults.add(f"{what}: {describe(error)}")
         show_fault(what, error)
+
+    def measure_roof(self) -> None:
+        """How fast this machine can read and multiply at most: snapshots say so from now on."""
+        with device_lock, device_stream():
+            found = measure(self.model.view.nbytes, self.model.dtype)
+        # A roof is the most that was ever seen
+        self._ledger.roof = Roof(*map(max, self._ledger.roof, found))
+
+    def chosen(self) -> ExpertsView:
+        """Which experts the newest step takes. Asked between two steps."""
+        with device_lock, device_stream():
+            layers = self.model.choices.read()
+        return ExpertsView(self.sched.steps, tuple(tuple(each.most_common()) for each in layers))
 
     def drain(self, to: str) -> None:
         """Change the policy as soon as all that runs has ended. The slots forget what they hold."""

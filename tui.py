@@ -15,7 +15,7 @@ it:
     why.py       a request's life in parts that add up, and what it would have been in another company.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
     panes.py     pure functions: state, colours and a size in, lines of text out. So are steps.py, pages.py,
-                 contest.py, charts.py, waterfall.py, clients.py and keys.py.
+                 contest.py, charts.py, waterfall.py, bill.py, clients.py and keys.py.
     places.py    where each pane goes, on a screen of any size.
     widgets.py   what Textual needs of a pane and of the prompt box.
     record.py    a run as a file, from which a page is made.
@@ -67,7 +67,7 @@ from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
 from parts.checks import read_whole, shown
 from parts.program import BROWSER, about, on_a_terminal
-from screen import charts, clients, contest, keys, pages, panes, record, steps, waterfall
+from screen import bill, charts, clients, contest, keys, pages, panes, record, steps, waterfall
 from screen.ink import DARK, Line, Palette, Pen, clean, count
 from screen.places import LOWER, STACKS, arrange, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
@@ -115,6 +115,7 @@ SHEETS |= {
     "clients": partial(clients.draw_clients, whole=True),
 }
 SHEETS |= {"step": partial(steps.draw_step, whole=True), "why": waterfall.draw_why}
+SHEETS |= {"bill": bill.draw_bill}
 # While something runs, they are painted less often
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
 # On a small screen, the pane in which is seen what a command does; a prompt's is its answer
@@ -191,11 +192,14 @@ class Sheet(ModalScreen):
         self.top += by * max(1, self.size.height - 3)
 
     def action_lead(self, by: int) -> None:
-        """From a request to the one whose first token came next sooner, or next later."""
+        """From a request to the one whose first token came next sooner, or next later; from a step
+        to its neighbour."""
         state = self.app.state
         if self.name == "why" and state.open:
             place = place_of(state.open, ranked(state.ended))
             state.lead(0 if place is None else place + by)
+        elif self.name == "bill":
+            state.move(by)
 
     def action_mark(self) -> None:
         """To the first of the percentiles that is beyond the request; then from the start."""
@@ -306,6 +310,8 @@ class Screen(App):
                 f"{block.partition(chr(10))[0]}; E shows where", severity="error", markup=False
             )
         self._told = len(self.state.tracebacks)
+        if self.screen_stack and self.screen.name == "bill":
+            self.session.ask_experts()
         if not self.session.look():
             return
         view = self.state.view
@@ -508,10 +514,13 @@ class Screen(App):
             self.state.film = 0.0
         if line.startswith(("/race", "/compare")):
             self.action_sheet("contest")
+        elif line.startswith("/bill"):
+            self.action_sheet("bill")
         elif line.startswith("/why"):
             if self.screen.name != "why":
                 self.action_sheet("why")
-        elif len(self.screen_stack) > 1:  # a page hides what the engine does
+        elif self.screen.name in SHEETS and self.screen.name != "bill":
+            # The page hides what the engine does
             said = said or f"done behind this page: {line}"
         self.say(said)
         return True

@@ -26,6 +26,7 @@ COMMANDS = {
     "race": "12 static serial",
     "compare": "fair",
     "why": "p95",
+    "bill": "again",
     "policy": "static",
     "load": "2",
     "cancel": "7",
@@ -47,6 +48,7 @@ ARGUMENTS = {
     "load": ("off",),
     "budget": ("off",),
     "why": ("p50", "p95", "p99"),
+    "bill": ("again",),
     "set": ("temperature=", "max=", "seed=", "burst=", "rate="),
 }
 
@@ -205,6 +207,13 @@ KEYS = (
         10,
     ),
     Key(
+        "B",
+        "B",
+        "command('/bill')",
+        "Bill",
+        "the bill of a step: bytes, arithmetic and Python, under this machine's roof",
+    ),
+    Key(
         "t",
         "t",
         "sheet('totals')",
@@ -250,7 +259,13 @@ KEYS = (
 # have done.
 ON_A_SHEET = ("theme", "copy", "pause", "go", "suspend_process", "settings", "open", "why")
 ON_A_SHEET += tuple(key.action for key in KEYS if key.action.startswith("sheet("))
-ON_A_SHEET += ("command('/compare')", "command('/race')", "command('/race last')")
+ON_A_SHEET += (
+    "command('/bill')",
+    "command('/step')",
+    "command('/compare')",
+    "command('/race')",
+    "command('/race last')",
+)
 OF_THE_ENGINE = (
     "pause",
     *(
@@ -345,6 +360,14 @@ WORDS = (
     (
         "batching",
         "why it pays: of steps with so many rows, the lower quartile of their time, and its tokens/s.",
+    ),
+    (
+        "roof",
+        "what this machine can do at most: bytes read and operations a second. Measured when B is pressed first.",
+    ),
+    (
+        "arithmetic",
+        "operations of a step: a product and a sum are two. A weight is read once for all rows, multiplied for each.",
     ),
     ("p50, p95", "half of all, or 95 in 100, took no longer than this."),
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),

@@ -35,7 +35,7 @@ from parts.api.faults import show_fault
 from parts.api.handle import Handle
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
-from parts.api.views import Limits, Snapshot
+from parts.api.views import ExpertsView, Limits, Snapshot
 from sched import NARROWEST, POLICIES
 from screen.ink import clean
 from screen.machine import Others
@@ -182,6 +182,7 @@ class View(NamedTuple):
     trying: bool = False  # a trial runs
     # What the trial that runs, or ran last, has found so far: a record of its own, with its `name`
     trial: Finding | None = None
+    experts: ExpertsView | None = None  # of the step for which it was asked last
     others: float = 0.0  # cores that other programs take, while none is idle
     cores: int = 0  # that this process may use
     # If the budget has been turned: (a step, what holds from this step on), the oldest first
@@ -272,6 +273,11 @@ class Room:
     def fire(self, asks: Sequence[Ask]) -> None: ...
 
     def cancel(self, request: int | None) -> None: ...
+
+    def measure_roof(self) -> None:
+        """Nothing is measured on a machine that is only watched."""
+
+    def ask_experts(self) -> None: ...
 
     def _refuse(self, *arguments) -> None:
         raise ValueError(
@@ -629,6 +635,20 @@ class EngineRoom(Room):
         if self._race:
             self._race = ()
             self.engine.drain(self._policy)
+
+    # --- what the bill of a step needs
+
+    @wish
+    def measure_roof(self) -> None:
+        """How fast this machine is. What is in flight is read before, and the clock stands still,
+        so no figure of a request or of a step counts it."""
+        self.engine.step(plan=False)
+        self.clock.stop()
+        self.engine.measure_roof()
+
+    @wish
+    def ask_experts(self) -> None:
+        self.note(experts=self.engine.chosen())
 
     # --- trials
 

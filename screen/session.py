@@ -27,6 +27,7 @@ from pathlib import Path
 from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
 from sched import POLICIES
+from screen.bill import bill_line
 from screen.ink import clean, count, number, shorten, span
 from screen.room import RIVALS, SCHEMA, Ask, EngineRoom, Finding, bounds, with_budget
 from screen.runs import FIGURES, Contest
@@ -188,6 +189,23 @@ class Session:
             raise ValueError(f"{words}; b fires a burst, and /why p95 looks into a slow one")
         state.look_into(request)
 
+    def _do_bill(self, rest: str) -> None:
+        """Of the step under the cursor. The roof is measured when it is asked for first, and once
+        more with "again"."""
+        if rest not in ("", "again"):
+            raise ValueError(
+                f"/bill {shown(rest)}: only again may stand there; it measures the roof"
+            )
+        if rest or not self.state.view.engine.roof.reading:
+            self.room.measure_roof()
+
+    def ask_experts(self) -> None:
+        """Which experts the newest step took, if it is not known yet. One question at a time."""
+        state = self.state
+        engine = state.view.engine
+        if engine and engine.model.experts and self.heard and engine.planned not in state.experts:
+            self.room.ask_experts()
+
     def _do_policy(self, rest: str) -> None:
         """Change to the policy that is named, or to the next."""
         engine, policies = self.state.view.engine, tuple(POLICIES)
@@ -311,7 +329,7 @@ SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
 # The plain log obeys a word when all before it has ended. So the others mean something on a screen
 # only.
-LOGGED = ("policy", "burst", "race", "compare", "wait", "why", "budget")
+LOGGED = ("policy", "burst", "race", "compare", "wait", "why", "bill", "budget")
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
 SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
 on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""
@@ -357,6 +375,7 @@ class PlainLog:
         self._late: list[tuple[float, str]] = []
         self._told_to = 0.0  # the end of the last busy period that has been written
         self._policy, self._life = "", 0
+        self._billed = False  # a bill was asked for, and not told yet
 
     def look(self) -> None:
         if not self.session.look():
@@ -411,6 +430,7 @@ class PlainLog:
         if state.raced is not self._raced:
             self._raced = state.raced
             self.tell(self._raced)
+        self._tell_bill()
 
     def flush(self, until: float = math.inf) -> None:
         """Write what is known up to a moment, in its order. A step that is in flight is told of
@@ -470,6 +490,15 @@ class PlainLog:
             self.tell(self.session.state.contest)
         elif line.startswith("/why"):
             self.write(why_of(self.session.state))
+        elif line.startswith("/bill"):
+            self._billed = True
+            self._tell_bill()
+
+    def _tell_bill(self) -> None:
+        """When the roof has been measured."""
+        if self._billed and self.session.heard:
+            self._billed = False
+            self.write(bill_line(self.session.state))
 
     def tell(self, contest: Contest) -> None:
         for run in contest.runs:

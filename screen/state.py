@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from door.journal import Call
-from parts.api.views import Limits, RequestView, SlotView, Snapshot, StepView
+from parts.api.views import ExpertsView, Limits, RequestView, SlotView, Snapshot, StepView
 from sched import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
@@ -28,6 +28,8 @@ from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, 
 from screen.timeline import Column, column, gap, merge
 from screen.totals import Period
 from screen.why import Life, Outcome, company_of, life_of, outcomes, ranked, steps_of
+
+ASKED = 100  # of so many steps it is known which experts they took
 
 
 @dataclass
@@ -77,6 +79,8 @@ class State:
     firsts: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=2000))
     # By rows: seconds of the last steps that only decode
     costs: dict[int, deque[float]] = field(default_factory=dict)
+    # By step: which experts it took, as far as that was asked
+    experts: dict[int, ExpertsView] = field(default_factory=dict)
     _delivered: int = 0  # the engine's count of tokens at the last look
     # By zoom: the full columns of the history
     _merged: dict[int, list[Column]] = field(default_factory=dict)
@@ -94,6 +98,10 @@ class State:
             self._forget()
         if self.contest and not self.contest.runs and (view.racing or view.legs != before.legs):
             self.contest = None  # the race that was asked for has begun
+        if view.experts:
+            self.experts[view.experts.step] = view.experts
+            for step in [*self.experts][:-ASKED]:
+                del self.experts[step]
         if view.door:
             self._absorb_calls(view.door.ended)
         if view.engine is not None:
@@ -106,7 +114,7 @@ class State:
 
     def _forget(self) -> None:
         kept = (self.history, self.requests, self.ended, self.calls, self.owners, self._merged)
-        for each in (*kept, self.periods, self.firsts, self.costs):
+        for each in (*kept, self.periods, self.firsts, self.costs, self.experts):
             each.clear()
         self.cursor = None
         self.opened = None

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from parts.api.handle import Handle
 from parts.api.settings import Sampling
-from parts.api.views import Snapshot
+from parts.api.views import ExpertsView, Snapshot
 from sched import Scheduler
 
 
@@ -34,6 +34,10 @@ class AnyEngine(Protocol):
     ) -> Handle: ...
 
     def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...
+
+    def measure_roof(self) -> None: ...
+
+    def chosen(self) -> ExpertsView: ...
 
     def drain(self, to: str) -> None: ...
 

@@ -18,7 +18,16 @@ from typing import Any
 
 from parts.api.faults import describe, show_fault
 from parts.api.handle import Handle, TokenLogprob
-from parts.api.views import Limits, RanksView, Seen, SlotView, Snapshot, StepView
+from parts.api.views import (
+    Limits,
+    ModelView,
+    RanksView,
+    Roof,
+    Seen,
+    SlotView,
+    Snapshot,
+    StepView,
+)
 from sched import Request, Scheduler
 
 
@@ -44,7 +53,9 @@ class Ledger:
 
     QUEUE = 32  # of the line, so many are shown
 
-    def __init__(self) -> None:
+    def __init__(self, model: ModelView) -> None:
+        self.model = model
+        self.roof = Roof()  # not measured yet
         self.open: dict[int, Handle] = {}
         self.steps, self.ended, self.faults = Log(4096), Log(500), Log(100)
         self.output_tokens, self.steps_s = 0, 0.0
@@ -124,4 +135,6 @@ class Ledger:
             steps_s=self.steps_s,
             seen=Seen(self.steps.count, self.ended.count, self.faults.count, newest),
             ranks=ranks,
+            model=self.model,
+            roof=self.roof,
         )

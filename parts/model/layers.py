@@ -11,10 +11,12 @@ Where next: `load.py`, which makes a model of a folder.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from parts.api.views import ModelView
 from parts.device.mlx import mx, tree_flatten
 from parts.model.config import Config
 from parts.model.ops import capped, gelu, softmax, swiglu
@@ -121,6 +123,23 @@ class Stack(NamedTuple):
         return mx.gather_qmm(x, *packed, rhs_indices=chosen, transpose=True, **sizes)
 
 
+class Choices:
+    """Which experts the tokens of the newest pass take, layer by layer. A pass computes that anyway:
+    keeping it adds no node to the graph, and only those who ask wait for it."""
+
+    def __init__(self, layers: int):
+        self._newest: deque[mx.array | None] = deque(maxlen=layers)
+
+    def add(self, chosen: mx.array) -> None:  # (N, k)
+        # subtle: without tokens it is never computed, and would hold all that leads to it: the slab
+        self._newest.append(chosen if chosen.size else None)
+
+    def read(self) -> list[Counter[int]]:
+        """By layer: by how many tokens each expert was taken. Waits until the device knows."""
+        chosen = list(self._newest)
+        return [Counter() if each is None else Counter(each.flatten().tolist()) for each in chosen]
+
+
 class Experts(NamedTuple):
     """The sum over a token's k best experts of share * down(silu(gate(x)) * up(x))     A router says which they are.
 
@@ -135,10 +154,12 @@ class Experts(NamedTuple):
     down: Stack
     k: int
     whole_shares: bool
+    choices: Choices
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
         shares = softmax(self.router(x))  # (..., experts)
         chosen = mx.argpartition(shares, -self.k, axis=-1)[..., -self.k :]  # (..., k)
+        self.choices.add(chosen)
         shares = mx.take_along_axis(shares, chosen, axis=-1)
         if self.whole_shares:
             shares = shares / shares.sum(axis=-1, keepdims=True)
@@ -242,6 +263,8 @@ class Model:
     head: Step
     kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
+    choices: Choices | None = None  # None: it has no experts
+    view: ModelView = field(default_factory=ModelView)  # for those who watch
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -15,6 +15,7 @@ Where next: `config.py`, for what a folder holds; `layers.py`, for what the weig
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from parts import checks
@@ -22,9 +23,11 @@ from parts.device import mlx as device
 from parts.device.mlx import has_gpu, mx, readable, tree_flatten
 from parts.files import ModelError
 from parts.model.config import read_config
+from parts.model.count import counted
 from parts.model.fit import Sizes, fit
 from parts.model.layers import (
     Capped,
+    Choices,
     Dense,
     Experts,
     Layer,
@@ -69,6 +72,7 @@ class ModelReader:
         self.shapes = config.tensors()
         self.share = Share.of(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
+        self.choices = Choices(config.layers) if config.experts else None
         self.nbytes = self.weights.nbytes(
             config, self.config, self.float32, has_head=not ranks.rank
         )
@@ -110,7 +114,8 @@ class ModelReader:
         dtype = norm.weight.dtype
         kinds = tuple(Kind.of(rope, span, c.cap, c.Dh, dtype) for rope, span in kinds)
         mx.eval(norm, table, head, [(kind.frequencies, kind.periods) for kind in kinds])
-        return Model(c, layers, norm, table, chain(head, cap), kinds, self.ranks)
+        model = Model(c, layers, norm, table, chain(head, cap), kinds, self.ranks, self.choices)
+        return replace(model, view=counted(model))
 
     def layer(self, index: int, kind: int) -> Layer:
         if device.exiting.is_set():
@@ -145,7 +150,11 @@ class ModelReader:
         if self.config.experts:
             stacks = [self.stack(f"{name}experts.{part}_proj") for part in ("gate", "up", "down")]
             return Experts(
-                self.linear(f"{name}gate"), *stacks, self.config.taken, self.config.whole_shares
+                self.linear(f"{name}gate"),
+                *stacks,
+                k=self.config.taken,
+                whole_shares=self.config.whole_shares,
+                choices=self.choices,
             )
         gate_up = self.linear(f"{name}gate_proj", f"{name}up_proj")
         return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "parts/text/*": "",
     "parts/api/*": "sched",
     "parts/ranks/*": "parts/api/views parts/device/*",
-    "parts/model/*": "parts/ranks/* kv parts/device/*",
+    "parts/model/*": "parts/api/views parts/ranks/* kv parts/device/*",
     "parts/checks": "",
     "parts/files": "",
     "parts/program": "",
@@ -53,7 +53,7 @@ INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
     session record
-    keys pages contest widgets
+    bill keys pages contest widgets
     panes
     steps charts clients waterfall
     state

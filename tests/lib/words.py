@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from nanobatch import Engine, Order
+from parts.api.views import ModelView
 from parts.device.mlx import mx
 from parts.model.config import Config
 from parts.model.rope import Rope
@@ -141,12 +142,26 @@ CONFIG = Config(
     "words", 1, 8, 1, 1, 8, 8, 2**21, 1e-6, 4096, tied=True, rope=Rope("default", 1e4), **NO
 )
 
+VIEW = ModelView(
+    form="float32",
+    layers=4,
+    body_nbytes=60_000_000,
+    body_products=15_000_000,
+    tail_nbytes=4_000_000,
+    tail_products=1_000_000,
+    token_nbytes=1024,
+    row_nbytes=2048,
+    width=256,
+)
+
 
 def word_engine(
     clock: Clock, time: Clock, slots: int = 8, max_len: int = 512, policy: str = "continuous"
 ) -> Engine:
     text = WordText()
-    model = SimpleNamespace(config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE)
+    model = SimpleNamespace(
+        config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE, view=VIEW
+    )
     runner = WordRunner(time, clock, slots, text)
     engine = Engine(model, text, slots=slots, max_len=max_len, clock=clock, runner=runner)
     engine.sched = Scheduler(slots, max_len, chunk=16, budget=32, policy=policy)

@@ -1,0 +1,86 @@
+"""What a forward pass reads and multiplies, counted from the model's own arrays.
+
+The problem. Why do eight answers cost as much as one? The answer is a sum of bytes and of products,
+and no config has it: weights may be packed, shared with the embedding, or cut among ranks.
+
+What this file keeps. Each array is counted where `forward` uses it, and once. An array that is in
+memory twice, in two parts of the model, is read twice.
+
+Where next: `screen/bill.py`, which makes the bill of a step of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from parts.api.views import ModelView
+from parts.device.mlx import mx, tree_flatten
+from parts.model.layers import Dense, Model, Quantized, Stack
+
+
+def counted(model: Model) -> ModelView:
+    """For those who watch. What this rank has of the model is counted."""
+    c = model.config
+    *before, last = model.layers
+    body: list[Any] = [last.attn_norm, last.qkv, last.qk_norm, before]
+    tail = [last.out, last.mlp_norm, last.mlp, model.norm, model.head]
+    stacks = [part for part in matrices(last) if isinstance(part, Stack)]
+    spans = [model.kinds[layer.kind].span for layer in model.layers]
+    windows = [span for span in spans if span is not None]
+    return ModelView(
+        form=form_of(matrices([body, tail])),
+        layers=c.layers,
+        body_nbytes=nbytes(body),
+        body_products=products(body),
+        tail_nbytes=nbytes(tail),
+        tail_products=products(tail),
+        token_nbytes=nbytes(model.table) // c.V,
+        row_nbytes=2 * c.Hkv * c.Dh * model.dtype.size,
+        width=c.H * c.Dh,
+        window=min(windows, default=None),
+        windowed=len(windows),
+        experts=c.experts,
+        taken=c.taken if c.experts else 0,
+        expert_nbytes=sum(array.nbytes for array in arrays(stacks)) // max(1, c.experts),
+        expert_products=sum(weights(stack) for stack in stacks) // max(1, c.experts),
+    )
+
+
+def matrices(part: Any) -> Iterator[Dense | Quantized | Stack]:
+    """All that multiplies in a part of the model."""
+    if isinstance(part, (Dense, Quantized, Stack)):
+        yield part
+    elif isinstance(part, (tuple, list)):
+        for each in part:
+            yield from matrices(each)
+
+
+def arrays(part: Any) -> list[mx.array]:
+    return [array for _, array in tree_flatten(part) if isinstance(array, mx.array)]
+
+
+def nbytes(part: Any) -> int:
+    """Of all arrays of a part, but of its experts."""
+    stacks = [each for each in matrices(part) if isinstance(each, Stack)]
+    return sum(array.nbytes for array in arrays(part)) - sum(a.nbytes for a in arrays(stacks))
+
+
+def products(part: Any) -> int:
+    """By how many weights of this part each token is multiplied, but for its experts."""
+    return sum(weights(each) for each in matrices(part) if not isinstance(each, Stack))
+
+
+def weights(matrix: Dense | Quantized | Stack) -> int:
+    """How many numbers a matrix has: of packed ones, each scale is for a group of them."""
+    packed = isinstance(matrix, Quantized) or (isinstance(matrix, Stack) and matrix.bits > 0)
+    return matrix.scales.size * matrix.group if packed else matrix.weight.size
+
+
+def form_of(parts: Iterable[Dense | Quantized | Stack]) -> str:
+    """How the numbers of the matrices are written."""
+    forms = dict.fromkeys(
+        f"{part.bits} bits" if getattr(part, "bits", 0) else str(part.weight.dtype).split(".")[-1]
+        for part in parts
+    )
+    return " and ".join(forms)

@@ -1,0 +1,536 @@
+"""The bill of a step: what it reads, what it multiplies, and how far that is from what this machine
+can do.
+
+The problem. Eight answers cost hardly more than one, and nobody believes it before the sum is on
+the table. Nor does a figure such as "3.4 ms a step" tell where the sum ends.
+
+The way out. A step's bytes and products are counted, and held against the machine's own roof:
+
+    weights          read once, whatever the number of rows: a token's share falls as 1 / rows
+    keys and values  of all rows that a token looks back on: each sequence its own, shared by none
+    arithmetic       so much for each token, and more for each row that it looks back on
+    Python           the engine's own work, measured
+
+The roof is what this machine can do at most: bytes a second, and operations a second. Both were
+measured (`parts/device/roof.py`). A step cannot take less than the longest of what they allow.
+
+What this file keeps. What is counted is what the engine does, not what would be necessary: where
+attention slides, older rows are read all the same, and hidden. And a bill is what a step takes at
+least, for four things are left out. A chunk that copies rows which its own pass writes starts a
+second pass. Neighbours that share a product read as far as the longest of them. An expert is
+multiplied with each of its tokens by itself, and read anew unless a cache keeps it. The numbers
+between two products are written and read, too.
+
+Where next: `session.py`, which says the same in a line.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from parts.api.views import ModelView, Roof, StepView
+from screen.charts import cost_of
+from screen.ink import (
+    HUES,
+    Line,
+    Palette,
+    Pen,
+    axis,
+    count,
+    entry,
+    fitting,
+    heading,
+    number,
+    shorten,
+    span,
+    wrap,
+)
+from screen.state import State
+from screen.timeline import Column
+
+COUNTS = (1, 2, 4, 8, 16)  # rows of the steps that stand side by side
+MORE_COUNTS = (*COUNTS, 32, 64, 128)  # where there is room for them
+NAMES = 13  # characters of an entry's name
+NEARER = 1.2  # weights that are read so much faster than memory lie in a cache
+DISTURBED = 1.5  # times as long as usual
+MOST = 2**16  # rows: no batch is larger
+
+
+class Part(NamedTuple):
+    """One sequence in a step."""
+
+    request: int | None
+    tokens: int  # that are computed for it
+    rows: int  # that each of these looks back on; the last of them is the token's own
+
+
+class Bill(NamedTuple):
+    """What a step reads and multiplies. Bytes, and operations: a product and a sum are two."""
+
+    tokens: int
+    weights: float
+    keys: int
+    products: float
+    attention: int
+
+    @property
+    def nbytes(self) -> float:
+        return self.weights + self.keys
+
+    @property
+    def operations(self) -> float:
+        return self.products + self.attention
+
+
+class Work(NamedTuple):
+    """What a step has to do. Of all its sequences together:"""
+
+    tokens: int  # that are computed
+    rows: int  # that are looked back on
+    looks: int  # tokens x rows: how often a query is compared with a key
+    asked: int  # tokens that yield a next one
+
+    @staticmethod
+    def of(parts: Sequence[Part], asked: int) -> Work:
+        return Work(
+            tokens=sum(part.tokens for part in parts),
+            rows=sum(part.rows for part in parts),
+            looks=sum(part.tokens * part.rows for part in parts),
+            asked=asked,
+        )
+
+
+def bill_of(model: ModelView, work: Work, experts: Sequence[int] = ()) -> Bill:
+    """The bill of one pass. Unless a token is asked, nothing behind the keys and values of the last
+    layer is computed.
+
+    `experts`: how many were taken in each layer; by default, as many as are to be expected.
+    """
+    tokens = work.tokens
+    inside = [tokens] * (model.layers - 1) + [work.asked]  # tokens behind each layer's attention
+    distinct = experts or [expected(model, each) for each in inside]
+    weights = model.body_nbytes + tokens * model.token_nbytes + sum(distinct) * model.expert_nbytes
+    products = tokens * model.body_products + sum(inside) * model.taken * model.expert_products
+    layers = model.layers - 1
+    if work.asked:
+        weights += model.tail_nbytes
+        products += work.asked * model.tail_products
+        layers = model.layers
+    return Bill(
+        tokens=tokens,
+        weights=weights,
+        keys=work.rows * layers * model.row_nbytes,
+        products=2 * products,
+        attention=4 * work.looks * layers * model.width,
+    )
+
+
+def expected(model: ModelView, tokens: int) -> float:
+    """How many experts of a layer so many tokens take together, if each chooses by chance."""
+    if not model.experts:
+        return 0
+    return model.experts * (1 - (1 - model.taken / model.experts) ** tokens)
+
+
+class Floors(NamedTuple):
+    """Seconds that the roof leaves to a step at least."""
+
+    reading: float
+    multiplying: float
+
+    @property
+    def longest(self) -> float:
+        return max(self)
+
+
+def floors_of(bill: Bill, roof: Roof) -> Floors | None:
+    if not roof.reading:
+        return None
+    return Floors(bill.nbytes / roof.nbytes_per_s, bill.operations / roof.multiplying)
+
+
+def parts_of(column: Column) -> list[Part]:
+    """The sequences of a step, those that look back farthest first."""
+    step = column.view
+    parts = [Part(request, stop - start, stop) for _, request, start, stop in step.prefill]
+    for slot, request in step.decode:
+        # A ghost's row is written and read, and counted by nobody
+        parts.append(Part(request, 1, column.rows[slot] + (slot in step.ghosts)))
+    return sorted(parts, key=lambda part: -part.rows)
+
+
+def asked_of(step: StepView) -> int:
+    return step.tokens + len(step.ghosts)
+
+
+def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
+    """By layer: by how many tokens each expert was taken; empty if that is not known.
+
+    It is not if the step took two passes: only the second one is remembered.
+    """
+    found = state.experts.get(column.step)
+    model = state.view.engine.model
+    tokens = sum(part.tokens for part in parts_of(column))
+    if found is None or len(found.layers) != model.layers:
+        return ()
+    layers = [dict(layer) for layer in found.layers]
+    inside = asked_of(column.view) if model.layers == 1 else tokens
+    return layers if sum(layers[0].values()) == model.taken * inside else ()
+
+
+def this_bill(state: State, column: Column) -> Bill:
+    model = state.view.engine.model
+    experts = [len(layer) for layer in seen_experts(state, column)]
+    return bill_of(model, Work.of(parts_of(column), asked_of(column.view)), experts)
+
+
+def of_rows(model: ModelView, rows: int, length: int) -> Bill:
+    """A step in which so many sequences decode, each of this length."""
+    looks = rows * length
+    return bill_of(model, Work(rows, looks, looks, rows))
+
+
+def usual_length(state: State) -> int:
+    """Of the sequences that decode in the step that is shown; else half a slot."""
+    column = state.here
+    lengths = [part.rows for part in parts_of(column) if part.tokens == 1] if column else []
+    return round(sum(lengths) / len(lengths)) if lengths else state.view.engine.limits.max_len // 2
+
+
+# --- in words -----------------------------------------------------------------------------------
+
+
+def scaled(value: float, unit: str) -> str:
+    """12345678, "B" -> "12.3 MB" """
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{number(value / scale)} {prefix}{unit}"
+    return f"{number(value / 1e3)} k{unit}"
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %"
+
+
+def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
+    """Which of the three bounds the step, in one sentence. If none does, it says so."""
+    floors = floors_of(bill, roof)
+    whole = step.seconds
+    if floors is None or not whole:
+        return ""
+    rate = bill.nbytes / whole
+    most = max(step.python_s, *floors)
+    python, read, multiplied = (percent(part, whole) for part in (step.python_s, *floors))
+    if most > whole:
+        return (
+            f"It was quicker than the roof allows ({span(most)}): "
+            "what else ran when the roof was measured, or a part of it lay in a nearer cache."
+        )
+    if most < whole / 2:
+        words = f"Reading is {read} of it, arithmetic {multiplied}, Python {python}: none is half. "
+        words += "The rest goes to small operations, to starting them, and to what else ran."
+    elif most == step.python_s:
+        words = f"Python is most of it: {python}. The roof would allow {span(floors.longest)}."
+    elif most == floors.reading:
+        words = f"Reading bounds it: under the roof that takes {read} of the time."
+    else:
+        words = f"Arithmetic bounds it: under the roof that takes {multiplied} of the time."
+    if rate > roof.reading:
+        words += (
+            f" It read {scaled(rate, 'B/s')}, more than memory yields: the weights lie in a cache."
+        )
+    return words
+
+
+def what_is_shared(model: ModelView, length: int) -> str:
+    """Why eight cost hardly more than one."""
+    one, eight = (of_rows(model, rows, length) for rows in (1, 8))
+    shares = [scaled(bill.weights / bill.tokens, "B") for bill in (one, eight)]
+    keys = scaled(one.keys, "B")
+    words = f"The weights are read once: alone, a token pays for {shares[0]}, and one of eight for {shares[1]}."
+    if model.experts:
+        words += " (As many experts as are to be expected, each once: a cache must keep it.)"
+    return f"{words} Of keys and values each pays for its own {keys}."
+
+
+def where_it_ends(model: ModelView, roof: Roof, length: int) -> str:
+    """With how many rows the sum turns."""
+    outweighs = first_count(lambda bill: bill.keys >= bill.weights, model, length)
+    if outweighs is None:
+        words = "Keys and values never weigh as much as the weights"
+    else:
+        words = f"From {count(outweighs, 'row')} on, keys and values weigh more than the weights"
+    if not roof.reading:
+        return f"{words}."
+    turns = first_count(
+        lambda bill: floors_of(bill, roof).multiplying > floors_of(bill, roof).reading,
+        model,
+        length,
+    )
+    if turns is None:
+        return f"{words}. Under the roof, reading is never quicker than arithmetic."
+    return f"{words}. Under the roof, arithmetic takes longer than reading from {count(turns, 'row')} on."
+
+
+def first_count(is_so: Callable[[Bill], bool], model: ModelView, length: int) -> int | None:
+    """With how many rows this is so for the first time. With more rows it stays so."""
+    counts = range(1, MOST + 1)
+    place = bisect_left(counts, True, key=lambda rows: is_so(of_rows(model, rows, length)))
+    return counts[place] if place < len(counts) else None
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def draw_bill(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """The bill of the step under the cursor, or of the newest one; then of steps of so many
+    rows."""
+    column = state.here
+    model = state.view.engine.model
+    length = usual_length(state)
+    title = "The bill of a step"
+    lines: list[Line] = []
+    if column is None:
+        lines.append(Pen().put(" Nothing has run yet. b fires a burst.", p.muted).line)
+    elif column.unseen:
+        lines.append(Pen().put(" Steps went by before the screen looked.", p.muted).line)
+    else:
+        title = f"The bill of step {column.step:,}"
+        lines += draw_entries(state, p, width, column)
+        lines += draw_floors(state, p, width, column)
+    keys = "←→ other steps  s step  Esc back" if width >= 100 else "←→ steps  Esc"
+    return [
+        heading(p, width, title, keys, do="screen.dismiss"),
+        *lines,
+        *draw_counts(state, p, width, MORE_COUNTS if height >= 34 else COUNTS, length),
+        *draw_lesson(p, width, model, state.view.engine.roof, length),
+        *draw_experts(state, p, width, column),
+    ]
+
+
+def draw_entries(state: State, p: Palette, width: int, column: Column) -> list[Line]:
+    """What was read and multiplied."""
+    engine = state.view.engine
+    model = engine.model
+    bill = this_bill(state, column)
+    shared = "read once"
+    if bill.tokens > 1:
+        shared += f" for all {bill.tokens:,} tokens: {scaled(bill.weights / bill.tokens, 'B')} each"
+    if engine.ranks.memory:
+        shared += f" (the share of rank 0, of {len(engine.ranks.memory)})"
+    whose = named(parts_of(column), width - NAMES - 12)
+    entries = {
+        "weights": f"{scaled(bill.weights, 'B')} of {model.form}, {shared}",
+        "keys, values": f"{scaled(bill.keys, 'B')}, {whose}",
+        "arithmetic": f"{scaled(bill.products, 'FLOP')} in products, {scaled(bill.attention, 'FLOP')} in attention",
+        "experts": experts_of(state, column, bill),
+        "window": windows_of(model, column),
+        "roof": roof_of(state),
+    }
+    lines: list[Line] = []
+    for name, text in entries.items():
+        lines += entry(p, width, name, text, names=NAMES)
+    return lines
+
+
+def named(parts: Sequence[Part], width: int) -> str:
+    """As many of the sequences as find room, with how many rows each looks back on."""
+    first, *others = parts
+    words = f"{first.rows:,} rows of r{first.request}"
+    if others:
+        words = f"each its own: {words}"
+    for i, part in enumerate(others):
+        left = f", {len(others) - i:,} more"
+        text = f", {part.rows:,} r{part.request}"
+        if len(words + text + left) > width:
+            return words + left
+        words += text
+    return words
+
+
+def experts_of(state: State, column: Column, bill: Bill) -> str:
+    """How many experts were read, and whether that is known or expected."""
+    model = state.view.engine.model
+    if not model.experts:
+        return ""
+    seen = seen_experts(state, column)
+    words = f"{model.taken} of {model.experts:,} a token and layer"
+    chance = expected(model, bill.tokens)
+    if seen:
+        mean = sum(map(len, seen)) / len(seen)
+        return f"{words}; {number(mean)} a layer were read, by chance it would be {number(chance)}"
+    return f"{words}; expected to be read: {number(chance)} a layer"
+
+
+def windows_of(model: ModelView, column: Column) -> str:
+    """Where attention slides, if that would matter here."""
+    rows = max((part.rows for part in parts_of(column)), default=0)
+    if model.window is None or rows <= model.window:
+        return ""
+    return f"{model.windowed} of {model.layers} layers see {model.window:,} rows; older ones are read, and hidden"
+
+
+def roof_of(state: State) -> str:
+    """What the machine was measured to do."""
+    roof = state.view.engine.roof
+    if not roof.reading:
+        if state.view.watches:
+            return "not measured there: a screen of its own does so (tui.py --serve, then B)"
+        return "is being measured"
+    words = f"memory {scaled(roof.reading, 'B/s')}, arithmetic {scaled(roof.multiplying, 'FLOP/s')}"
+    if roof.again > NEARER * roof.reading:
+        words += f"; the model fits a cache, which yields {scaled(roof.again, 'B/s')}"
+    return words
+
+
+def draw_floors(state: State, p: Palette, width: int, column: Column) -> list[Line]:
+    """What the step takes at least, by each of the three, over what it took."""
+    step = column.view
+    roof = state.view.engine.roof
+    bill = this_bill(state, column)
+    floors = floors_of(bill, roof)
+    if floors is None:
+        bars = [("Python", step.python_s, HUES[0], "▒")]
+    else:
+        bars = [
+            ("reading", floors.reading, HUES[1], "▒"),
+            ("arithmetic", floors.multiplying, HUES[2], "▓"),
+            ("Python", step.python_s, HUES[0], "░"),
+        ]
+    longest = max(step.seconds, *(seconds for _, seconds, *_ in bars)) or 1.0
+    room = width - NAMES - 2 - 18
+    lines = []
+    for name, seconds, hue, glyph in [*bars, ("measured", step.seconds, p.text, "█")]:
+        pen = Pen().put(f" {name:<{NAMES}}", p.muted).put(f"{span(seconds):>8}", p.text)
+        share = percent(seconds, step.seconds) if step.seconds else "–"
+        pen.put(f"{share:>7}  ", p.muted)
+        pen.put(glyph * max(1, round(seconds / longest * room)), hue)
+        lines.append(pen.line)
+    words = f"{what_bounds(bill, step, roof)}{how_usual(state, step)}"
+    said = wrap(words, width - 2) if words else ()
+    return [*lines, *(Pen().put(f" {part}", p.text, True).line for part in said)]
+
+
+def how_usual(state: State, step: StepView) -> str:
+    """Was it disturbed?"""
+    usual = None if step.prefill else cost_of(state.costs.get(len(step.decode), ()))
+    if usual is None or step.seconds < DISTURBED * usual:
+        return ""
+    return f" Other steps of so many rows took {span(usual)}."
+
+
+class Figure(NamedTuple):
+    """A column of the table."""
+
+    title: str
+    width: int
+    rank: int  # the highest ranks go first
+
+
+FIGURES = (
+    Figure("rows", 5, 0),
+    Figure("bytes", 9, 3),
+    Figure("arithmetic", 12, 4),
+    Figure("roof", 9, 1),
+    Figure("measured", 10, 0),
+    Figure("weights", 12, 0),
+    Figure("keys", 9, 0),
+    Figure("time", 9, 0),
+)
+
+
+def draw_counts(
+    state: State, p: Palette, width: int, counts: Sequence[int], length: int
+) -> list[Line]:
+    """Steps of so many rows side by side, and what each comes to for a token."""
+    model = state.view.engine.model
+    columns = fitting(FIGURES, width - 1)
+    used = sum(column.width for column in columns)
+    title = f"A step of so many rows, each {length:,} long │ and what a token pays"
+    lines = [heading(p, width, title, "▒weights █keys and values" if width > used + 20 else "")]
+    lines.append(axis(p, (0, in_columns(columns, {each.title: each.title for each in columns}))))
+    most = of_rows(model, 1, length).nbytes
+    now = len(state.step.decode) if state.step and not state.step.prefill else 0
+    for rows in counts:
+        figures = figures_of(state, rows, length)
+        pen = Pen().put(in_columns(columns, figures), p.text, rows == now)
+        if width > used + 20:
+            bill = of_rows(model, rows, length)
+            room = width - used - 3
+            cells = round(bill.weights / rows / most * room)
+            pen.put("  ").put("▒" * cells, HUES[1])
+            pen.put("█" * max(1, round(bill.keys / rows / most * room)), HUES[3])
+        lines.append(pen.line)
+    return lines
+
+
+def in_columns(columns: Sequence[Figure], texts: Mapping[str, str]) -> str:
+    """A line of the table. Behind the bar stands what a token pays."""
+    cells = []
+    for title, width, _ in columns:
+        cell = f"{texts[title]:>{width}}"
+        cells.append(f" │{cell[2:]}" if title == "weights" else cell)
+    return "".join(cells)
+
+
+def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
+    """A line of the table. What was not seen in this run is not measured."""
+    engine = state.view.engine
+    bill = of_rows(engine.model, rows, length)
+    floors = floors_of(bill, engine.roof)
+    seconds = cost_of(state.costs.get(rows, ()))
+    return {
+        "rows": f"{rows:,}",
+        "bytes": scaled(bill.nbytes, "B"),
+        "arithmetic": scaled(bill.operations, "FLOP"),
+        "roof": span(floors and floors.longest),
+        "measured": span(seconds),
+        "weights": scaled(bill.weights / rows, "B"),
+        "keys": scaled(bill.keys / rows, "B"),
+        "time": span(seconds and seconds / rows),
+    }
+
+
+def draw_lesson(p: Palette, width: int, model: ModelView, roof: Roof, length: int) -> list[Line]:
+    words = f"{what_is_shared(model, length)} {where_it_ends(model, roof, length)}"
+    return [Pen().put(f" {part}", p.text).line for part in wrap(words, width - 2)]
+
+
+def draw_experts(state: State, p: Palette, width: int, column: Column | None) -> list[Line]:
+    """Of each layer: which experts were read, and by how many tokens."""
+    model = state.view.engine.model
+    seen = seen_experts(state, column) if column and not column.unseen else ()
+    if not seen:
+        return []
+    lines = [heading(p, width, "Experts: by how many tokens each was read")]
+    for i, layer in enumerate(seen):
+        whose = ", ".join(f"{expert} ×{tokens}" for expert, tokens in layer.items())
+        words = f"{len(layer):,} of {model.experts:,}: {whose}" if layer else "no token is asked"
+        lines += entry(p, width, f"layer {i}", shorten(words, width - NAMES - 2), names=NAMES)
+    return lines
+
+
+def bill_line(state: State) -> str:
+    """The same of the newest step, in a line of the log."""
+    column = state.here
+    engine = state.view.engine
+    if column is None or column.unseen:
+        return f"no step has run yet; the roof: {roof_of(state)}"
+    bill = this_bill(state, column)
+    floors = floors_of(bill, engine.roof)
+    step = column.view
+    words = [
+        f"step {column.step:,}: {count(bill.tokens, 'token')}",
+        f"weights {scaled(bill.weights, 'B')}, read once",
+        f"keys and values {scaled(bill.keys, 'B')}",
+        f"arithmetic {scaled(bill.operations, 'FLOP')}",
+        f"took {span(step.seconds)}, of it Python {span(step.python_s)}",
+        f"roof: {roof_of(state)}",
+    ]
+    if floors:
+        words.append(
+            f"at least {span(floors.reading)} to read, {span(floors.multiplying)} to multiply"
+        )
+    return f"{'; '.join(words)}. {what_bounds(bill, step, engine.roof)}".rstrip()
