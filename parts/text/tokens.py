@@ -254,10 +254,6 @@ class Text:
             for_tools = named.get("tool_use")
         if not isinstance(source, str):
             return None, ""
-        if isinstance(for_tools, str):
-            # "+" keeps the white space that a template begins or ends with
-            both = [text.removesuffix("\n") for text in (for_tools, source)]
-            source = "{% if tools +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"
         # The demo's own came with this file, and is as good as this file. A child takes 60 ms.
         if OURS.exists() and source == OURS.read_text(encoding="utf-8"):
             return source, ""
@@ -265,6 +261,12 @@ class Text:
 
         trials = [*map(self._variables, TRIALS), self._variables(PROBE, TOOLS)]
         why = try_out(source, trials)
+        if isinstance(for_tools, str):
+            # "+" keeps the white space that a template begins or ends with
+            both = [text.removesuffix("\n") for text in (for_tools, source)]
+            joint = "{% if tools +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"
+            if not why and not try_out(joint, trials):
+                source = joint
         return source, why and f"{path}: the chat template {why}; mend it, or give plain text."
 
     def _variables(

@@ -377,6 +377,15 @@ def test_a_template_for_tools_alone_is_used_where_there_are_tools(tmp_path, plac
             assert ("is_listed" in theirs) == bool(tools)
 
 
+def test_a_broken_template_for_tools_leaves_chats_without_tools_as_they_are(tmp_path):
+    make_model(tmp_path, PLAIN_CHAT, "a file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{% for x in %}")
+    text = Text(tmp_path, 300)
+    assert text.has_template and text.render(turns("x")) == "<|user|>x<|end|>"
+    assert text.speech.why == "this model's chat template takes no tools"
+
+
 def test_a_template_in_a_file_wins_over_one_in_the_config(tmp_path):
     """A model saved again by a newer library may have both, and the config's is the old one."""
     text = make_model(tmp_path, "old", chat_template="old")
