@@ -13,6 +13,7 @@ it:
     remote.py    the same for an engine elsewhere: it reads a server's `/watch`.
     runs.py      races and replays on a clock that interruptions do not reach. trace.py is a trace for Perfetto.
     why.py       a request's life in parts that add up, and what it would have been in another company.
+    company.py   a trial: the same prompt alone and hundreds of times among neighbours.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
     panes.py     pure functions: state, colours and a size in, lines of text out. So are steps.py, pages.py,
                  contest.py, charts.py, waterfall.py, bill.py, clients.py and keys.py.
@@ -67,7 +68,19 @@ from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
 from parts.checks import read_whole, shown
 from parts.program import BROWSER, about, on_a_terminal
-from screen import bill, charts, clients, contest, keys, pages, panes, record, steps, waterfall
+from screen import (
+    bill,
+    charts,
+    clients,
+    company,
+    contest,
+    keys,
+    pages,
+    panes,
+    record,
+    steps,
+    waterfall,
+)
 from screen.ink import DARK, Line, Palette, Pen, clean, count
 from screen.places import LOWER, STACKS, arrange, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
@@ -116,6 +129,9 @@ SHEETS |= {
 }
 SHEETS |= {"step": partial(steps.draw_step, whole=True), "why": waterfall.draw_why}
 SHEETS |= {"bill": bill.draw_bill}
+SHEETS |= {"same": company.draw_same}
+# Commands whose page stays open when they are given once more
+STAYS = {"/why": "why", "/same": "same"}
 # While something runs, they are painted less often
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
 # On a small screen, the pane in which is seen what a command does; a prompt's is its answer
@@ -516,9 +532,9 @@ class Screen(App):
             self.action_sheet("contest")
         elif line.startswith("/bill"):
             self.action_sheet("bill")
-        elif line.startswith("/why"):
-            if self.screen.name != "why":
-                self.action_sheet("why")
+        elif page := STAYS.get(line.partition(" ")[0]):
+            if self.screen.name != page:
+                self.action_sheet(page)
         elif self.screen.name in SHEETS and self.screen.name != "bill":
             # The page hides what the engine does
             said = said or f"done behind this page: {line}"

@@ -27,6 +27,7 @@ COMMANDS = {
     "compare": "fair",
     "why": "p95",
     "bill": "again",
+    "same": "200",
     "policy": "static",
     "load": "2",
     "cancel": "7",
@@ -49,6 +50,7 @@ ARGUMENTS = {
     "budget": ("off",),
     "why": ("p50", "p95", "p99"),
     "bill": ("again",),
+    "same": ("last",),
     "set": ("temperature=", "max=", "seed=", "burst=", "rate="),
 }
 
@@ -214,6 +216,14 @@ KEYS = (
         "the bill of a step: bytes, arithmetic and Python, under this machine's roof",
     ),
     Key(
+        "a",
+        "a",
+        "command('/same')",
+        "Same answer",
+        "one prompt alone, then 200 times among random neighbours: how many answers? (/same 50)",
+        17,
+    ),
+    Key(
         "t",
         "t",
         "sheet('totals')",
@@ -261,6 +271,8 @@ ON_A_SHEET = ("theme", "copy", "pause", "go", "suspend_process", "settings", "op
 ON_A_SHEET += tuple(key.action for key in KEYS if key.action.startswith("sheet("))
 ON_A_SHEET += (
     "command('/bill')",
+    "command('/same')",
+    "command('/cancel all')",
     "command('/step')",
     "command('/compare')",
     "command('/race')",
@@ -274,6 +286,7 @@ OF_THE_ENGINE = (
             "step",
             "policy",
             "race",
+            "same",
             "load",
             "slow -",
             "slow +",
@@ -350,6 +363,10 @@ WORDS = (
     (
         "others",
         "other programs take so many of the cores, and none is idle: slow steps are theirs, not the engine's.",
+    ),
+    (
+        "hash",
+        "a short name for many numbers: an answer's tokens and log probabilities. Another bit, another hash.",
     ),
     ("batch size", "how many slots did useful work at a time."),
     ("useful", "the share of slots × steps in which a slot prefilled or decoded for a request."),

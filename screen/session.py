@@ -28,6 +28,7 @@ from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
 from sched import POLICIES
 from screen.bill import bill_line
+from screen.company import RUNS, same
 from screen.ink import clean, count, number, shorten, span
 from screen.room import RIVALS, SCHEMA, Ask, EngineRoom, Finding, bounds, with_budget
 from screen.runs import FIGURES, Contest
@@ -62,6 +63,7 @@ NUMBERS = {  # the commands that take a number, and its limits
     "slow": (read_real, 0.1, 1000),
     "why": (read_which, 0, 2**31),
     "budget": (read_whole, 1, 2**31),
+    "same": (read_whole, 1, 1000),
 }
 
 SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
@@ -169,6 +171,36 @@ class Session:
             raise ValueError(
                 f"no {what} {whose}, since its clients would suffer; start a python tui.py for it"
             )
+
+    def _do_same(self, rest: str) -> str:
+        """A prompt alone, then so many times in company: /same 200. The prompt is the one that
+        stands behind the number (/same 50 What is 3 + 4?), the one that a user has typed and the
+        selected slot has answered, or one of ours. /same last shows the last."""
+        if rest == "last" or (not rest and self._is_trying("same")):
+            return ""
+        word, _, prompt = rest.partition(" ")
+        if not word[:1].isdigit():
+            word, prompt = str(RUNS), rest
+        runs = number_for("same", word)
+        if self.state.view.load:
+            raise ValueError("a steady load runs, and the prompt has to run alone first; l ends it")
+        ask = self.state.settings.ask(prompt.strip() or self._own_prompt())
+        self._try_out("trial in company", same(ask, runs))
+        return ""
+
+    def _is_trying(self, name: str) -> bool:
+        view = self.state.view
+        return view.trying and view.trial is not None and view.trial.name == name
+
+    def _own_prompt(self) -> str:
+        """What a user has asked last in the selected slot; else the longest of ours, which has a
+        beginning to share."""
+        owner = self.state.owner(self.state.selected)
+        ours = [prompt for prompt, _ in self.state.prompts]
+        is_asked = owner and isinstance(owner.origin, Ask) and not owner.origin.mute
+        if is_asked and owner.origin.prompt not in ours:
+            return owner.origin.prompt
+        return max(ours, key=len)
 
     def _do_compare(self, rest: str) -> None:
         self.state.contest = compare(self.state, known(rest) if rest else "")
@@ -329,7 +361,7 @@ SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
 # The plain log obeys a word when all before it has ended. So the others mean something on a screen
 # only.
-LOGGED = ("policy", "burst", "race", "compare", "wait", "why", "bill", "budget")
+LOGGED = ("policy", "burst", "race", "compare", "wait", "why", "bill", "budget", "same")
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
 SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
 on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""

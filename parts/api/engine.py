@@ -26,6 +26,8 @@ class AnyEngine(Protocol):
     sched: Scheduler
     summary: str
     has_work: bool
+    exact: bool  # whether a request's bits are independent of its company
+    reuse: bool  # whether the next request may take over the rows of others, and give its own
     # Called after each commit, and after each end from elsewhere
     on_commit: Callable[[], None] | None
 

@@ -55,7 +55,7 @@ SCREEN = """
     session record
     bill keys pages contest widgets
     panes
-    steps charts clients waterfall
+    steps charts clients waterfall company
     state
     why
     runs

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from nanobatch import Engine, Order
+from parts.api.handle import TokenLogprob
 from parts.api.views import ModelView
 from parts.device.mlx import mx
 from parts.model.config import Config
@@ -56,10 +57,14 @@ class WordText:
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
+        self.numbers: dict[str, int] = {}  # by piece: its token
 
     def token(self, piece: str) -> int:
-        self.pieces.append(piece)
-        return BEYOND + len(self.pieces) - 1
+        """The same piece is always the same token."""
+        if piece not in self.numbers:
+            self.numbers[piece] = BEYOND + len(self.pieces)
+            self.pieces.append(piece)
+        return self.numbers[piece]
 
     def ask(self, text: str) -> list[int]:
         return list(map(ord, text))
@@ -85,6 +90,7 @@ class WordFlight:
     began: float
     cost: float
     device_s: float
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by slot
     ended: float | None = None
     build_s: float = 0.001
     wait_s: float = 0.0
@@ -93,7 +99,7 @@ class WordFlight:
         if self.ended is None:
             self.runner.time.now += self.cost
             self.ended = self.runner.time.now
-        return self.tokens, {}
+        return self.tokens, self.logprobs
 
 
 class WordRunner:
@@ -122,15 +128,17 @@ class WordRunner:
             held = self.prompts[chunk.slot if chunk.source is None else chunk.source]
             self.prompts[chunk.slot] = held[: chunk.start] + "".join(map(chr, chunk.ids))
         tokens = [-1] * self.slots
+        logprobs = {}
         for slot, pick in order.picks.items():
             before, after = (
                 speak(self.prompts[slot], count) for count in (pick.index, pick.index + 1)
             )
             tokens[slot] = self.text.token(after[len(before) :])
+            if pick.sampling.logprobs is not None:
+                logprobs[slot] = TokenLogprob(-0.25, ((tokens[slot], -0.25),))
         cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)
-        self.flight = WordFlight(
-            self, tokens, began, cost, device_s=max(0.0, self.clock() - began - 0.001)
-        )
+        device_s = max(0.0, self.clock() - began - 0.001)
+        self.flight = WordFlight(self, tokens, began, cost, device_s, logprobs)
         return self.flight
 
     def finish(self, flight: WordFlight, masks: object) -> WordFlight:

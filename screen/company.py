@@ -1,0 +1,519 @@
+"""The same answer in company: one prompt alone, and then hundreds of times among random neighbours.
+
+The problem. An engine answers many requests in one pass. Does it matter to an answer who else is in
+there? On most engines it does: a library multiplies eight rows in another order than one, the last
+bits differ, and sooner or later a token does. Temperature 0 does not help against that.
+
+The way out is to try. The trial runs a prompt alone. Then it runs the prompt again and again, some
+of the runs at a time, while neighbours of random lengths and temperatures come, go and are
+cancelled. Half of the runs compute each row of their prompt. The other half may take over the rows
+of a beginning that a slot remembers, and half of the neighbours begin like the prompt. Each run
+becomes a short hash of its tokens and of the bits of their log probabilities, and hashes are
+counted.
+
+What this file keeps. The trial only submits, cancels and reads what the engine hands out. All
+random choices come from one seed. The page is a pure function, as in `panes.py`.
+
+Where next: `breakage.py`, which asks the same of those whose neighbour fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from itertools import product
+from typing import NamedTuple
+
+from parts.api.handle import Handle
+from screen.ink import Line, Palette, Pen, count, entry, heading, number, shorten, style
+from screen.room import BURST, Ask, EngineRoom
+from screen.state import State
+
+RUNS = 200
+LONGEST = 24  # tokens of a run, so that 200 runs take seconds
+WAVE = 20  # steps: then it is decided anew how many there are at a time
+LIKELIEST = 5  # so many of the likeliest tokens are compared at each place
+CANCELLED = 0.25  # of the neighbours
+WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # what neighbours say
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+TALLEST = 6  # lines of the picture of the company
+NAMES = 9  # characters of a name on the page
+TEXT_ROWS = 3  # lines of the answer's text
+BEFORE = {  # by stage: what is said before the first run in company has ended
+    "waits": "It begins when all that runs has ended.",
+    "alone": "The prompt runs alone.",
+    "runs": "The company gathers.",
+}
+
+
+# --- what is found ------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """What a request answered, as exactly as its engine tells."""
+
+    digest: str  # of the next two
+    tokens: tuple[int, ...]
+    # By place: the token with its log probability, then the likeliest tokens with theirs
+    likely: tuple[tuple[tuple[int, float], ...], ...]
+    pieces: tuple[str, ...]  # the text that came with each token
+
+    @staticmethod
+    def of(handle: Handle) -> Answer:
+        tokens = tuple(handle.tokens)
+        likely = []
+        for token, found in zip(tokens, handle.logprobs, strict=False):
+            likely.append(((token, found.logprob), *found.top))
+        # Python writes a float so that no other float is written alike
+        digest = sha256(repr((tokens, likely)).encode()).hexdigest()[:8]
+        pieces = []
+        start = 0
+        for length in handle.lengths:
+            pieces.append(handle.text[start : start + length])
+            start += length
+        return Answer(digest, tokens, tuple(likely), tuple(pieces))
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def numbers(self) -> int:
+        """How many log probabilities the hash covers."""
+        return sum(map(len, self.likely))
+
+    def piece(self, place: int) -> str:
+        """A token as text. At the end of an answer there is a token without one."""
+        if place >= len(self.tokens):
+            return "nothing more"
+        if place >= len(self.pieces):
+            return "the end"
+        return f"“{self.pieces[place]}”" if self.pieces[place] else f"token {self.tokens[place]}"
+
+
+class Difference(NamedTuple):
+    """Where an answer is not the one that it should be."""
+
+    place: int  # the first place with another bit, counted from 0
+    by: float  # so far apart are two log probabilities of one token at most
+    parted: int | None  # the first place with another token
+    said: tuple[str, str]  # what stands there: as it should be, and as it is
+
+    @property
+    def words(self) -> str:
+        bits = f"other bits from token {self.place + 1}"
+        bits += f", by up to {self.by:.1g}" if self.by else ""
+        if self.parted is None:
+            return f"the same tokens; {bits}"
+        right, wrong = self.said
+        return f"token {self.parted + 1} is {wrong}, alone it is {right}; {bits}"
+
+
+def difference(right: Answer, other: Answer) -> Difference | None:
+    """None if all bits are the same. Behind the first token that is another one, nothing can be
+    compared."""
+    if right.digest == other.digest:
+        return None
+    place = None
+    furthest = 0.0
+    for i, (ours, theirs) in enumerate(zip(right.likely, other.likely, strict=False)):
+        if ours != theirs and place is None:
+            place = i
+        for (token, value), (same, found) in product(ours, theirs):
+            if token == same and value != found:  # minus infinity twice is no difference
+                furthest = max(furthest, abs(value - found))
+        if right.tokens[i] != other.tokens[i]:
+            break
+    parted = first_other(right.tokens, other.tokens)
+    said = ("", "") if parted is None else (right.piece(parted), other.piece(parted))
+    if place is None:  # one of them is longer, or there are no log probabilities
+        place = parted or 0
+    return Difference(place, furthest, parted, said)
+
+
+def first_other(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first place with another token."""
+    for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            return place
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+class Run(NamedTuple):
+    """One run in company."""
+
+    digest: str
+    beside: float  # so many others ran beside it, on average over its steps
+    reused: int  # tokens of its prompt whose rows were taken over
+    met: int  # so many others ran beside it in some step
+
+
+class Kind(NamedTuple):
+    """Runs that are alike in every bit."""
+
+    answer: Answer
+    count: int
+    difference: Difference | None  # from the run alone
+
+
+class Company(NamedTuple):
+    """What the trial has found so far."""
+
+    ask: Ask
+    wanted: int  # runs
+    exact: bool  # what the engine says of itself
+    product: str  # which multiplies
+    stage: str = "waits"  # "waits" | "alone" | "runs" | "over"
+    alone: Answer | None = None
+    prompt_tokens: int = 0
+    runs: tuple[Run, ...] = ()
+    kinds: tuple[Kind, ...] = ()  # the one alone first
+    came: int = 0  # neighbours
+    cancelled: int = 0
+    beside: int = 0  # of others in one step, at most
+    lines: tuple[str, ...] = ()
+    name: str = "same"
+
+    @property
+    def texts(self) -> int:
+        """How many answers there are, if only tokens count."""
+        return len({kind.answer.tokens for kind in self.kinds if kind.count})
+
+    @property
+    def bits(self) -> int:
+        return sum(kind.count > 0 for kind in self.kinds)
+
+    @property
+    def unlike(self) -> int:
+        """How many runs were not the run alone, bit by bit."""
+        return sum(kind.count for kind in self.kinds if kind.difference)
+
+    @property
+    def verdict(self) -> str:
+        if not self.runs:
+            return BEFORE[self.stage]
+        done = len(self.runs)
+        whole = f"{done:,} of " if done < self.wanted else ""
+        runs = whole + count(self.wanted, "run")
+        if not self.unlike:
+            return f"{runs}, 1 answer"
+        answers = f"{count(self.texts, 'answer')} by tokens, {self.bits:,} by bits"
+        return f"{runs}: {answers}; {self.unlike:,} unlike the run alone"
+
+    @property
+    def covers(self) -> str:
+        """What a hash is made of."""
+        if self.alone is None:
+            return ""
+        tokens = count(len(self.alone.tokens), "token")
+        if not self.alone.numbers:
+            return tokens
+        what = f"their log probabilities and those of the {LIKELIEST} likeliest"
+        return f"{tokens}, {what}: {self.alone.numbers:,} numbers, each in all its bits"
+
+    @property
+    def company(self) -> str:
+        mean = sum(run.beside for run in self.runs) / max(1, len(self.runs))
+        met = sum(run.met for run in self.runs) / max(1, len(self.runs))
+        beside = f"{number(mean)} others beside a run at a time ({self.beside} at most)"
+        return (
+            f"{beside}, {number(met)} until its end. {self.came:,} random neighbours came; "
+            f"{self.cancelled:,} of them were cancelled"
+        )
+
+    @property
+    def beginnings(self) -> str:
+        """Whether a prompt's beginning was computed or taken over."""
+        taken = [run.reused for run in self.runs if run.reused]
+        computed = f"{len(self.runs) - len(taken):,} runs computed all rows of the prompt"
+        if not taken:
+            return f"{computed}; no run found a beginning of it in a slot"
+        mean = sum(taken) / len(taken)
+        of = f"{number(mean)} of {self.prompt_tokens:,}"
+        return f"{computed}, {len(taken):,} took over some from a slot ({of} on average)"
+
+
+# --- the trial ----------------------------------------------------------------------------------
+
+
+def same(ask: Ask, runs: int = RUNS) -> Callable[[EngineRoom], Iterator[Company]]:
+    """The trial: this prompt alone, and then in company."""
+    return lambda room: Gathering(room, ask, runs).run()
+
+
+class Guest:
+    """A run that is under way."""
+
+    def __init__(self, handle: Handle):
+        self.handle = handle
+        self.steps = 0
+        self.beside = 0  # others, added up over its steps
+        self.met: set[int] = set()
+
+
+class Gathering:
+    """The trial while it runs."""
+
+    def __init__(self, room: EngineRoom, ask: Ask, runs: int):
+        self.room = room
+        self.engine = room.engine
+        most = min(ask.max_tokens, LONGEST)
+        # Drawn at random, the same tokens need the same seed
+        seed = ask.seed if ask.seed is not None else 0
+        self.ask = ask._replace(max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True)
+        named = self.engine.summary.rpartition("; ")[2]
+        named = named.partition(", so ")[0]  # `exact` says so, too
+        self.found = Company(self.ask, runs, self.engine.exact, named)
+        self.dice = random.Random(0)
+        self.guests: list[Guest] = []
+        self.others: dict[Handle, int] = {}  # neighbours: after so many steps one is cancelled
+        self.steps = 0
+        self.at_once = 1  # runs
+        self.neighbours = 0
+
+    def run(self) -> Iterator[Company]:
+        self._check()
+        self._tell(f"the same answer in company: {shorten(self.ask.prompt, 60)}")
+        try:
+            while self.engine.has_work:
+                yield self.found
+            yield from self._run_alone()
+            while len(self.found.runs) < self.found.wanted:
+                self._invite()
+                yield self.found
+                self._look_around()
+                self._collect()
+            self._tell_the_end()
+            yield self.found
+        finally:
+            for handle in (*self.others, *(guest.handle for guest in self.guests)):
+                handle.cancel()
+
+    def _check(self) -> None:
+        sched = self.engine.sched
+        if sched.slots < 2:
+            raise ValueError("there is no company in one slot; start with --slots 2 or more")
+        if sched.policy == "serial":
+            raise ValueError("under serial each request runs alone; p changes the policy")
+
+    def _tell(self, *lines: str, **changes) -> None:
+        self.found = self.found._replace(lines=(*self.found.lines, *lines), **changes)
+
+    def _submit(self, ask: Ask, shares: bool) -> Handle:
+        """`shares`: whether rows of a beginning may be taken over."""
+        reuse = self.engine.reuse
+        self.engine.reuse = reuse and shares
+        try:
+            (handle,) = self.room.submit([ask])
+        finally:
+            self.engine.reuse = reuse
+        return handle
+
+    def _run_alone(self) -> Iterator[Company]:
+        """Until it has really been alone: a user may fire something meanwhile."""
+        self._tell(stage="alone")
+        while self.found.alone is None:
+            before = self.engine.sched.submitted
+            guest = Guest(self._submit(self.ask, shares=False))
+            self.guests = [guest]
+            while self.engine.has_work:
+                yield self.found
+            was_alone = self.engine.sched.submitted == before + 1
+            if was_alone and check(guest.handle):
+                alone = Answer.of(guest.handle)
+                tokens = guest.handle.metrics.prompt_tokens
+                kinds = (Kind(alone, 0, None),)
+                self._tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
+            self.guests = []
+
+    def _invite(self) -> None:
+        """Runs and neighbours come at random, in waves: sometimes few, sometimes more than there
+        are slots."""
+        dice = self.dice
+        slots = self.engine.sched.slots
+        if self.steps % WAVE == 0:
+            self.at_once = dice.randint(max(1, slots // 4), max(1, slots * 3 // 4))
+            self.neighbours = dice.randint(1, slots)
+        self.steps += 1
+        left = self.found.wanted - len(self.found.runs) - len(self.guests)
+        if left and len(self.guests) < self.at_once and dice.random() < 0.5:
+            self.guests.append(Guest(self._submit(self.ask, shares=dice.random() < 0.5)))
+        if len(self.others) < self.neighbours and dice.random() < 0.5:
+            with suppress(ValueError):  # its prompt does not fit a slot
+                handle = self._submit(self._neighbour(), shares=dice.random() < 0.5)
+                stays = dice.random() >= CANCELLED
+                self.others[handle] = 1_000_000 if stays else dice.randint(0, 30)
+                self._tell(came=self.found.came + 1)
+
+    def _neighbour(self) -> Ask:
+        dice = self.dice
+        words = self.ask.prompt.split()
+        words = words[: dice.randint(1, len(words))] if words and dice.random() < 0.5 else []
+        words += dice.choices(WORDS, k=dice.randint(1, 40))
+        return Ask(
+            prompt=" ".join(words),
+            max_tokens=dice.randint(1, 60),
+            temperature=dice.choice((0.0, 0.5, 1.0, 1.5)),
+            seed=dice.getrandbits(31),
+            mute=True,
+        )
+
+    def _look_around(self) -> None:
+        """Who has run beside whom in the step behind us. Some neighbours are cancelled."""
+        running = self.engine.sched.running.keys()
+        for guest in self.guests:
+            if guest.handle.id in running:
+                guest.steps += 1
+                guest.beside += len(running) - 1
+                guest.met |= running - {guest.handle.id}
+                self._tell(beside=max(self.found.beside, len(running) - 1))
+        for handle, left in list(self.others.items()):
+            self.others[handle] = left - 1
+            if handle.finish_reason is None and left == 0:
+                handle.cancel()
+                self._tell(cancelled=self.found.cancelled + 1)
+            if handle.finish_reason is not None:
+                del self.others[handle]
+
+    def _collect(self) -> None:
+        """Count the runs that have ended. One that was cancelled by hand is run again."""
+        for guest in [guest for guest in self.guests if guest.handle.finish_reason]:
+            self.guests.remove(guest)
+            if not check(guest.handle):
+                continue
+            answer = Answer.of(guest.handle)
+            beside = guest.beside / max(1, guest.steps)
+            reused = guest.handle.metrics.cached_tokens
+            run = Run(answer.digest, beside, reused, len(guest.met))
+            self._tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
+            done = len(self.found.runs)
+            if done % 50 == 0 and done < self.found.wanted:
+                self._tell(self.found.verdict)
+
+    def _counted(self, answer: Answer) -> tuple[Kind, ...]:
+        kinds = list(self.found.kinds)
+        for i, kind in enumerate(kinds):
+            if kind.answer.digest == answer.digest:
+                kinds[i] = kind._replace(count=kind.count + 1)
+                return tuple(kinds)
+        return (*kinds, Kind(answer, 1, difference(self.found.alone, answer)))
+
+    def _tell_the_end(self) -> None:
+        found = self.found
+        self._tell(
+            found.verdict,
+            f"a hash covers {found.covers}",
+            f"{found.company}; {found.beginnings}",
+            *(f"{count(k.count, 'run')}: {k.difference.words}" for k in unlike(found)[:6]),
+            stage="over",
+        )
+
+
+def check(handle: Handle) -> bool:
+    """Whether an answer has come to its end. A failure ends the trial."""
+    if handle.error:
+        raise ValueError(f"a run failed: {handle.error}")
+    return handle.finish_reason in ("stop", "length")
+
+
+def unlike(found: Company) -> list[Kind]:
+    """The answers that should not be: first those with other tokens, then the most frequent."""
+    kinds = [kind for kind in found.kinds if kind.difference]
+    return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def draw_same(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """How many answers there are, in what company, and where they differ."""
+    found = state.view.trial
+    note = "X ends it  Esc back" if state.view.trying else "a runs it anew  Esc back"
+    title = heading(p, width, "The same answer in company", note, do="screen.dismiss")
+    if not isinstance(found, Company):
+        words = "a runs a prompt alone, and then 200 times among random neighbours."
+        return [title, Pen().put(f" {words}", p.muted).line]
+    lines = [title, draw_counter(state, p, width, found)]
+    settings = f"temperature {found.ask.temperature:g}, {found.ask.max_tokens} tokens at most"
+    lines += entry(p, width, "prompt", shorten(found.ask.prompt, width - NAMES - 2))
+    lines += entry(p, width, "settings", settings, p.muted)
+    lines += entry(p, width, "product", product_of(found), p.muted)
+    if not found.runs:
+        return lines
+    lines.append(heading(p, width, "Answers: hash, runs, where it differs"))
+    lines += draw_kinds(p, width, height, found)
+    for name, text in (
+        ("hash of", found.covers),
+        ("company", found.company),
+        ("rows", found.beginnings),
+    ):
+        lines += entry(p, width, name, text, p.muted)
+    text = shorten(found.alone.text, TEXT_ROWS * (width - NAMES - 4))
+    lines += entry(p, width, "text", text)
+    return [*lines, *draw_strip(p, width, height - len(lines), found, state)]
+
+
+def product_of(found: Company) -> str:
+    if found.exact:
+        return f"{found.product}; engine.exact: no bit depends on the company"
+    return f"{found.product}; engine.exact is False: bits may depend on the company"
+
+
+def draw_counter(state: State, p: Palette, width: int, found: Company) -> Line:
+    """How many runs there are so far, and how many answers."""
+    words = found.verdict
+    if not state.view.trying and found.stage != "over":
+        words += ", and then it was ended"
+    ink = p.bad if found.unlike else p.accent if found.runs else p.muted
+    return Pen().put(" " + shorten(words, width - 2), ink, True).line
+
+
+def draw_kinds(p: Palette, width: int, height: int, found: Company) -> list[Line]:
+    """A line for each answer: its hash, its runs, and where it differs."""
+    bar = width // 14
+    most = max(kind.count for kind in found.kinds)
+    shown = [found.kinds[0], *unlike(found)]
+    room = max(3, (height - 12) // 4)
+    lines = []
+    for i, kind in enumerate(shown[:room]):
+        ink = p.fill(i + 1)
+        pen = Pen().put(f" {kind.answer.digest} ", p.text, True).put(f"{kind.count:>6,} ", p.text)
+        cells = -(-kind.count * bar // most) if most else 0
+        pen.put("█▒"[i > 0] * cells, ink).to(18 + bar)
+        words = kind.difference.words if kind.difference else "as it is alone"
+        pen.put(shorten(words, width - pen.width - 1), p.bad if kind.difference else p.text)
+        lines.append(pen.line)
+    rest = shown[room:]
+    if rest:
+        runs = sum(kind.count for kind in rest)
+        words = f"and {count(len(rest), 'answer')} more, of {count(runs, 'run')}"
+        lines.append(Pen().to(10).put(words, p.muted).line)
+    return lines
+
+
+def draw_strip(p: Palette, width: int, height: int, found: Company, state: State) -> list[Line]:
+    """A column for each run, in the order of their ends: as high as it had company. Under those
+    that are not like the run alone stands a cross."""
+    most = state.view.engine.limits.slots - 1
+    legend = [(EIGHTHS[-1], p.text, f"{most} others"), ("✗", p.bad, "not as alone")]
+    lines = [heading(p, width, "Each run: how many ran beside it", legend=legend)]
+    right = found.alone.digest
+    across = width - NAMES - 2
+    strips = -(-found.wanted // across)
+    tall = max(1, min(TALLEST, (height - 1) // strips - 1))
+    hue = p.fill(1)
+    for first in range(0, len(found.runs), across):
+        runs = found.runs[first : first + across]
+        for row in reversed(range(tall)):
+            pen = Pen().put("" if row else f" {first + 1:,}", p.muted).to(NAMES + 1)
+            for run in runs:
+                eighths = round(8 * (run.beside / most * tall - row))
+                eighths = max(int(row == 0), min(8, eighths))
+                pen.put(EIGHTHS[eighths], style(hue, hue) if eighths == 8 else hue)
+            lines.append(pen.line)
+        if any(run.digest != right for run in runs):
+            marks = "".join(" ✗"[run.digest != right] for run in runs)
+            lines.append(Pen().to(NAMES + 1).put(marks, p.bad).line)
+    return lines
