@@ -23,19 +23,17 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
 from door import openai
+from door.choice import Choice, Words
 from door.http import Visit
 from door.journal import Figures
-from door.openai import Words
 from door.protocol import (
     Progress,
     Refusal,
-    Said,
     Speaks,
     Usage,
     Wish,
@@ -45,10 +43,9 @@ from door.protocol import (
 )
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe
-from parts.api.handle import Handle
 from parts.api.settings import Sampling
 from parts.files import read_json
-from parts.text.speech import Parser, Part, Speech, grammar, loads
+from parts.text.speech import Parser, Speech, grammar, loads
 from parts.text.tokens import Chat, Prompt
 from sched import QueueFull
 
@@ -115,22 +112,16 @@ class Answer:
     """One request's choices, as they come from the engine."""
 
     def __init__(self, served: Served):
-        self.handles: list[Handle] = []
+        self.choices: list[Choice] = []
         self.left = 0  # choices that have not been seen to end
         self._served = served
         self._protocol: Speaks | None = None
         self._asks: Sequence[tuple] = ()  # prompts and settings, once they have been understood
-        self._words: list[Words | None] = []  # for each choice, if log probabilities are wanted
-        self._parsers: list[Parser] = []  # for each choice
         self._came = time.perf_counter()
         self._is_read = False  # the prompt, as far as the client has been told
-        # For each choice: so many of its handle's pieces have been taken
-        self._seen: list[int] = []
-        self._has_ended: list[bool] = []  # for each choice: its end has been taken
         self._news = asyncio.Event()
         # (choice, text); None: the choice has ended
         self._pieces: deque[tuple[int, str | None]] = deque()
-        self._times: list[list[float]] = []  # for each choice, when its pieces came here
         # Of a stream whose pieces need nothing but to be written
         self._straight: Visit | None = None
 
@@ -186,21 +177,17 @@ class Answer:
             raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
         except RuntimeError:  # the engine has been closed meanwhile
             raise ending() from None
-        number = self.handles[0].id
+        number = self.choices[0].handle.id
         self.shape = self._protocol.shape(wish, number, SUFFIX, self._served.name)
 
     def _submit(self, asks: Sequence[tuple], client: str) -> None:
         self.left = len(asks)
-        self._times = [[] for _ in asks]
-        self._seen = [0] * len(asks)
-        self._has_ended = [False] * len(asks)
-        wanted = self.wish.settings.get("logprobs") is not None
-        text = self._served.engine.text
-        self._words = [Words(text) if wanted else None for _ in asks]
-        self._parsers = [self._parser(prompt) for prompt, _ in asks]
+        engine = self._served.engine
         try:
             for prompt, sampling in asks:
-                self.handles.append(self._served.engine.submit(prompt, sampling, client=client))
+                handle = engine.submit(prompt, sampling, client=client)
+                words = None if sampling.logprobs is None else Words(engine.text)
+                self.choices.append(Choice(handle, self._parser(prompt), words))
         except BaseException:
             self.cancel()
             raise
@@ -221,34 +208,16 @@ class Answer:
 
         Without streaming, the door is woken once for each choice, and not for each token.
         """
-        for index, handle in enumerate(self.handles):
-            if self._has_ended[index]:
-                continue
-            if handle.finish_reason is not None:
-                return True
-            if self.wish.stream and len(handle.pieces) > self._seen[index]:
-                return True
-        return False
+        return any(choice.has_news(self.wish.stream) for choice in list(self.choices))
 
     # --- in the door's thread
 
     def look(self) -> None:
-        """Take what the handles have got since the last look."""
-        for index, handle in enumerate(self.handles):
-            if self._has_ended[index]:
-                continue
-            ends = handle.finish_reason is not None  # asked first: then all pieces are there
-            if self.wish.stream:
-                if words := self._words[index]:
-                    words.take(handle.tokens, handle.logprobs)
-                for piece in handle.pieces[self._seen[index] :]:
-                    self._seen[index] += 1
-                    self._times[index].append(time.perf_counter())
-                    self._take(index, piece)
-            if ends:
-                self._has_ended[index] = True
-                self.left -= 1
-                self._take(index, None)
+        """Take what the choices have got since the last look."""
+        for index, choice in enumerate(self.choices):
+            for piece in choice.news(self.wish.stream):
+                self.left -= piece is None
+                self._take(index, piece)
 
     def _take(self, index: int, piece: str | None) -> None:
         if piece and self._straight and not (self._pieces or self._straight.connection.is_blocked):
@@ -280,23 +249,21 @@ class Answer:
             await self._come()
         if failure := self._failure():
             raise failure
-        if self._words[0]:
+        if self._has_words:
             body = await asyncio.get_running_loop().run_in_executor(pool, self._body)
         else:
             body = self._body()
         return Response(body, 200, {"X-Request-Id": self.shape.id}, "application/json")
 
+    @property
+    def _has_words(self) -> bool:
+        return self.choices[0].words is not None
+
     def _body(self) -> bytes:
-        choices = []
-        for index, (handle, words) in enumerate(zip(self.handles, self._words, strict=True)):
-            if words:
-                words.take(handle.tokens, handle.logprobs)
-            said = words and words.finish(handle.text)
-            parser = self._parsers[index]
-            parts = [*parser.push(handle.text), *parser.finish()]
-            choices.append(Said(parts, self._reason(index), handle.stop, said))
-        write = dump_politely if self._words[0] else dump
-        return write(self.shape.whole(choices, self._usage()))
+        for choice in self.choices:
+            choice.read()
+        write = dump_politely if self._has_words else dump
+        return write(self.shape.whole(self.choices, self._usage()))
 
     async def stream(self, visit: Visit) -> None:
         """Server-sent events: one for each piece of text, or for several that have come together.
@@ -306,13 +273,13 @@ class Answer:
         """
         self.look()  # what was committed before the last handle was known here
         await visit.begin_events(self.shape.id)
-        left = len(self.handles)
+        left = len(self.choices)
         first = self.shape.first(left, self._usage())
         if self.wish.progress:
             first += self.shape.progress(self._progress)
         await visit.write(first)
         visit.waits_for = self._silence
-        self._straight = visit if left == 1 and not self._words[0] else None
+        self._straight = visit if left == 1 and not self._has_words else None
         while left:
             said = b""
             for index, piece in await self._come():
@@ -328,47 +295,31 @@ class Answer:
 
     def _events(self, index: int, piece: str | None) -> bytes:
         """What a stream says of a piece, or of a choice's end."""
-        handle, words = self.handles[index], self._words[index]
-        parser = self._parsers[index]
-        parts = parser.finish() if piece is None else parser.push(piece)
-        said = None
-        if words:
-            said = words.finish(handle.text) if piece is None else words.release(len(piece))
-            if said and not parts:
-                parts = [Part("answer", "")]
+        choice = self.choices[index]
         told = b""
         if self.wish.progress and not self._is_read:
             self._is_read = True
             told += self.shape.progress(self._progress)
-        for part in parts:
-            told += self.shape.part(index, part, said)
-            said = None if said is None else []
+        for change in choice.grow(piece):
+            told += self.shape.tell(index, change)
         if piece is None:
-            told += self.shape.last(index, self._reason(index), handle.stop)
+            told += self.shape.last(index, choice)
         return told
 
-    def _reason(self, index: int) -> str:
-        reason = self.handles[index].finish_reason
-        return "tool_calls" if self._parsers[index].calls and reason == "stop" else reason
-
     def _usage(self) -> Usage:
-        metrics = [handle.metrics for handle in self.handles]
+        metrics = [choice.handle.metrics for choice in self.choices]
         prompts = metrics[:: self.wish.n]  # that of the first choice of each
-        thought = 0
-        for handle, parser in zip(self.handles, self._parsers, strict=True):
-            if parser.thought:
-                thought += sum(end <= parser.thought for end in accumulate(handle.lengths))
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),
             cached=sum(m.cached_tokens for m in prompts),
             answer=sum(m.output_tokens for m in metrics),
-            thought=thought,
+            thought=sum(choice.thought for choice in self.choices),
         )
 
     @property
     def _progress(self) -> Progress:
         """Of the first prompt."""
-        request = self.handles[0].request
+        request = self.choices[0].handle.request
         waiting = list(self._served.engine.sched.waiting) if request.slot is None else []
         return Progress(
             total=len(request.prompt),
@@ -380,14 +331,15 @@ class Answer:
 
     def _silence(self) -> bytes:
         """While the prompt is read, a stream tells how far this has come."""
-        if self._times[0]:
+        if self.choices[0].times:
             return b""
         progress = self._progress
         return self.shape.progress(progress) if self.wish.progress else progress.comment
 
     def _failure(self) -> Refusal | None:
         """What to say if a choice has ended without being complete."""
-        for handle in self.handles:
+        for choice in self.choices:
+            handle = choice.handle
             if handle.finish_reason == "error":
                 return Refusal(500, f"request {handle.id} failed: {handle.error}", "failed")
             if handle.finish_reason == "cancelled":
@@ -398,24 +350,28 @@ class Answer:
 
     def cancel(self) -> None:
         """Whatever has become of it: from now on it holds no slot."""
-        for handle in self.handles if self.left else ():
-            handle.cancel()
+        for choice in self.choices if self.left else ():
+            choice.handle.cancel()
 
     def account(self, visit: Visit, figures: Figures) -> None:
         """What is remembered of it. A stream's times are those at the door; without one, the
         engine's own."""
-        total, metrics = self._usage(), [handle.metrics for handle in self.handles]
+        total = self._usage()
         began = time.perf_counter() - (time.time() - visit.call.at)
-        for handle, own, times in zip(self.handles, metrics, self._times, strict=True):
-            figures.times(times[0] - began if times else own.ttft_s, times or handle.times)
-        first, times = metrics[0], self._times[0]
+        first_tokens = []
+        for choice in self.choices:
+            times = choice.times
+            first_tokens.append(times[0] - began if times else choice.handle.metrics.ttft_s)
+            figures.times(first_tokens[-1], times or choice.handle.times)
+        first = self.choices[0].handle.metrics
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)
         visit.note(
-            reason=visit.call.reason or worst(handle.finish_reason for handle in self.handles),
+            reason=visit.call.reason
+            or worst(choice.handle.finish_reason for choice in self.choices),
             prompt_tokens=total.prompt,
             cached_tokens=total.cached,
             tokens=total.answer,
-            ttft_s=times[0] - began if times else first.ttft_s,
+            ttft_s=first_tokens[0],
             prompt_tps=(first.prompt_tokens - first.cached_tokens) / reading
             if reading > 0
             else None,

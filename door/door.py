@@ -367,9 +367,9 @@ class Door:
             await events.run_in_executor(pool, answer.ask, protocol, body, visit.call.client)
             body = b""  # it may be large, and the answer take long
             visit.size = 0
-            if not answer.handles:
+            if not answer.choices:
                 await events.run_in_executor(self._grammar_pool, self._submit, answer, visit)
-            requests = tuple(handle.id for handle in answer.handles)
+            requests = tuple(choice.handle.id for choice in answer.choices)
             visit.note(id=answer.shape.id, requests=requests, stream=answer.wish.stream)
             work = answer.stream(visit) if answer.wish.stream else answer.whole(self._slow_pool)
             tasks.append(asyncio.ensure_future(work))

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from door.choice import Change, Choice, Item
 from door.protocol import (
     Refusal,
-    Said,
     Speaks,
     Usage,
     Wish,
@@ -33,7 +33,6 @@ from door.protocol import (
     check_model,
     choose_tools,
     named_event,
-    new_id,
     number,
     read_json,
     read_schema,
@@ -42,7 +41,7 @@ from door.protocol import (
     read_tools,
     refuse_what_cannot_be_kept,
 )
-from parts.text.speech import Part, loads
+from parts.text.speech import loads
 from parts.text.tokens import Chat
 
 PLAIN = ("temperature", "top_p", "top_k")
@@ -187,43 +186,42 @@ def read_own(place: str, blocks: list[dict]) -> list[dict]:
 
 # --- the bodies of the answer -------------------------------------------------------------------
 
-# For each kind of a part: the field of its block, and of a piece of it
-FIELDS = {
-    "answer": ("text", "text_delta", "text"),
-    "thought": ("thinking", "thinking_delta", "thinking"),
-    "arguments": ("input", "input_json_delta", "partial_json"),
+# For each kind of item: the type of its block's delta, and its field
+DELTAS = {
+    "answer": ("text_delta", "text"),
+    "thought": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
 }
 
 
-class Shape:
-    """One message. Its blocks grow as parts of the answer come."""
+class Message:
+    """The bodies of one answer."""
 
     def __init__(self, wish: Wish, number: int, suffix: str, model: str):
         self.id = f"msg_{number}_{suffix}"
         self._model = model
-        self._count = 0  # blocks that have been started
-        self._kind = ""  # of the open block; empty if there is none
-        self._end: dict[str, str | None] = {}
+        self._end: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
+        self.last(0, choices[0])
+        return self._message([block(item) for item in choices[0].items], usage)
 
     def first(self, choices: int, usage: Usage) -> bytes:
-        message = self._message([], written(usage), stop_reason=None, stop_sequence=None)
-        return named_event({"type": "message_start", "message": message})
+        return named_event({"type": "message_start", "message": self._message([], usage)})
 
-    def part(self, index: int, part: Part, words: Any = None) -> bytes:
-        if part.kind == "call":
-            return self._stop() + self._start("arguments", tool_use(part.text, {}))
-        said = b""
-        _, kind, field = FIELDS[part.kind]
-        if part.kind != self._kind:
-            said = self._stop() + self._start(part.kind, block_of(part.kind, ""))
-        delta = {"type": kind, field: part.text}
-        place = self._count - 1
-        event = {"type": "content_block_delta", "index": place, "delta": delta}
-        return said + named_event(event)
+    def tell(self, index: int, change: Change) -> bytes:
+        kind, item, text, _ = change
+        told = {"type": f"content_block_{kind}", "index": item.place}
+        if kind == "start":
+            told["content_block"] = block(item)
+        if kind == "delta":
+            type, field = DELTAS[item.kind]
+            told["delta"] = {"type": type, field: text}
+        return named_event(told)
 
-    def last(self, index: int, reason: str, stop: str | None) -> bytes:
-        self._end = ended(reason, stop)
-        return self._stop()
+    def last(self, index: int, choice: Choice) -> bytes:
+        self._end = ended(choice)
+        return b""
 
     def close(self, usage: Usage) -> bytes:
         delta = {"type": "message_delta", "delta": self._end, "usage": written(usage)}
@@ -232,50 +230,28 @@ class Shape:
     def fail(self, refusal: Refusal) -> bytes:
         return named_event(error(refusal))
 
-    def whole(self, choices: Sequence[Said], usage: Usage) -> dict:
-        (said,) = choices
-        blocks = []
-        for kind in ("thought", "answer"):
-            if text := said.text(kind):
-                blocks.append(block_of(kind, text))
-        for name, arguments in said.calls:
-            given = loads(arguments)
-            # What was cut off is no object
-            blocks.append(tool_use(name, given if isinstance(given, dict) else {}))
-        return self._message(blocks, written(usage), **ended(said.reason, said.stop))
-
-    def _message(self, blocks: list[dict], usage: dict, **end: str | None) -> dict:
+    def _message(self, blocks: list[dict], usage: Usage) -> dict:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
-        return head | {"content": blocks, **end, "usage": usage}
-
-    def _start(self, kind: str, block: dict) -> bytes:
-        self._kind = kind
-        self._count += 1
-        place = self._count - 1
-        event = {"type": "content_block_start", "index": place, "content_block": block}
-        return named_event(event)
-
-    def _stop(self) -> bytes:
-        if not self._kind:
-            return b""
-        self._kind = ""
-        return named_event({"type": "content_block_stop", "index": self._count - 1})
+        return head | {"content": blocks, **self._end, "usage": written(usage)}
 
 
-def block_of(kind: str, text: str) -> dict:
-    name = FIELDS[kind][0]
-    # A signature would prove that the thought is the model's own, and nobody checks it here
-    return {"type": name, name: text} | ({"signature": ""} if kind == "thought" else {})
+def block(item: Item) -> dict:
+    """An item, as far as it has come."""
+    if item.kind == "answer":
+        return {"type": "text", "text": item.text}
+    if item.kind == "thought":
+        # A signature would prove that the thought is the model's own, and nobody checks it here
+        return {"type": "thinking", "thinking": item.text, "signature": ""}
+    given = loads(item.text)
+    given = given if isinstance(given, dict) else {}  # what was cut off is no object
+    return {"type": "tool_use", "id": item.id, "name": item.name, "input": given}
 
 
-def tool_use(name: str, given: dict) -> dict:
-    return {"type": "tool_use", "id": new_id(), "name": name, "input": given}
-
-
-def ended(reason: str, stop: str | None) -> dict[str, str | None]:
-    if stop is not None and reason == "stop":
+def ended(choice: Choice) -> dict[str, str | None]:
+    stop = choice.handle.stop
+    if stop is not None and choice.reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    return {"stop_reason": REASONS[reason], "stop_sequence": None}
+    return {"stop_reason": REASONS[choice.reason], "stop_sequence": None}
 
 
 def written(usage: Usage) -> dict:
@@ -288,5 +264,5 @@ def written(usage: Usage) -> dict:
     }
 
 
-MESSAGES = Speaks(lambda body, names: understand(body, names), Shape, "output_config")
-COUNT = Speaks(lambda body, names: understand(body, names, is_count=True), Shape, "")
+MESSAGES = Speaks(lambda body, names: understand(body, names), Message, "output_config")
+COUNT = Speaks(lambda body, names: understand(body, names, is_count=True), Message, "")

@@ -17,13 +17,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
+from door.choice import Change, Choice, Item, Word
 from door.protocol import (
     Progress,
     Refusal,
-    Said,
     Speaks,
     Usage,
     Wish,
@@ -36,7 +35,6 @@ from door.protocol import (
     choose_tools,
     dump,
     event,
-    new_id,
     number,
     read_json,
     read_schema,
@@ -45,9 +43,7 @@ from door.protocol import (
     read_tools,
     refuse_what_cannot_be_kept,
 )
-from parts.api.handle import TokenLogprob
-from parts.text.speech import Part
-from parts.text.tokens import Chat, Text
+from parts.text.tokens import Chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The most of each in one request
@@ -300,177 +296,46 @@ def of_sampling(error: ValueError, settings: dict[str, Any], form: str) -> Refus
     )
 
 
-# --- the tokens of an answer as text ------------------------------------------------------------
-
-
-class Word(NamedTuple):
-    """One token of an answer: its text, where that begins in the answer, and what the model thought
-    of it."""
-
-    text: str
-    offset: int
-    logprob: float
-    top: list[tuple[str, float]]
-
-
-class Words:
-    """An answer's tokens as texts that join to the answer, as they come.
-
-    A token is often no text by itself: its bytes may end within a character, and a decoder drops
-    the space before a first word. So each token's text is what it adds to those before it. A token
-    whose text may be cut off by a stop text waits, as its text does.
-    """
-
-    def __init__(self, text: Text):
-        self._text, self._stream = text, text.stream(())
-        self._tokens: list[int] = []
-        self._waiting: list[Word] = []
-        # Characters: of all texts so far, and of those that have been shown
-        self._length = self._shown = 0
-
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """The answer's tokens so far, of which only those are looked at that are new.
-
-        The newest may lack its log probability for a moment.
-        """
-        known = len(self._tokens)
-        for token, (logprob, top, _) in zip(tokens[known:], logprobs[known:], strict=False):
-            before = self._tokens[-4:]
-            piece = self._stream.push(token)
-            others = [id for id, _ in top if id != token]
-            texts = dict(zip(others, self._text.after(before, others), strict=True))
-            likely = [(texts.get(id, piece), value) for id, value in top]
-            self._tokens.append(token)
-            self._waiting.append(Word(piece, self._length, logprob, likely))
-            self._length += len(piece)
-
-    def release(self, count: int) -> list[Word]:
-        """Those whose text has been shown, now that so many more characters have."""
-        self._shown += count
-        # One without a text of its own waits for the text after it: it may be the end token, which
-        # is not shown.
-        ends = (w.offset + max(len(w.text), 1) for w in self._waiting)
-        ready = sum(1 for _ in takewhile(lambda end: end <= self._shown, ends))
-        # If the answer ends within a character, what is shown of that belongs to the last token.
-        ready = min(ready, len(self._waiting) - self._stream.open)
-        released, self._waiting = self._waiting[:ready], self._waiting[ready:]
-        return released
-
-    def finish(self, text: str) -> list[Word]:
-        """The rest, when the answer is complete. Tokens behind its end, such as a stop text's, are
-        left out."""
-        left = [w for w in self._waiting if w.offset < len(text)]
-        # Cut off, or what a broken character becomes
-        last = [w._replace(text=text[w.offset :]) for w in left[-1:]]
-        self._waiting = []
-        return left[:-1] + last
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no infinity
-
-
-def chat_words(words: Sequence[Word]) -> dict:
-    def entry(text: str, logprob: float) -> dict:
-        return {
-            "token": text,
-            "logprob": finite(logprob),
-            "bytes": list(text.encode(errors="replace")),
-        }
-
-    content = [
-        entry(w.text, w.logprob) | {"top_logprobs": [entry(*likely) for likely in w.top]}
-        for w in words
-    ]
-    return {"content": content, "refusal": None}
-
-
-def completions_words(words: Sequence[Word]) -> dict:
-    def best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
-        # Of two with one text, the likelier stays
-        return {text: finite(logprob) for text, logprob in reversed(top)}
-
-    return {
-        "tokens": [w.text for w in words],
-        "token_logprobs": [finite(w.logprob) for w in words],
-        "top_logprobs": [best(w.top) for w in words],
-        "text_offset": [w.offset for w in words],
-    }
-
-
 # --- the bodies of the answers ------------------------------------------------------------------
 
 
 HOLE = "\0"  # where a text will be; no model is named so
 
 
-class Shape:
-    """The bodies of one answer. `chat` decides between the two shapes; a stream's chunks differ
-    from a whole answer."""
+class Completion:
+    """The bodies of an answer to /v1/completions. The chunks of a stream look like the whole."""
 
-    def __init__(
-        self, chat: bool, number: int, suffix: str, model: str, streamed_usage: bool = False
-    ):
-        self.chat, self.usage = chat, {"usage": None} if streamed_usage else {}
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{number}-{suffix}"
-        self.kind = "chat.completion" if chat else "text_completion"
-        self.head = {
-            "id": self.id,
-            "object": self.kind,
-            "created": int(time.time()),
-            "model": model,
-        }
-        # By choice: the event of a piece, but for its text
+    prefix = "cmpl"
+    kind = "text_completion"
+    kind_of_chunk = "text_completion"
+    silence: ClassVar = {"text": ""}  # of a chunk that says nothing
+
+    def __init__(self, wish: Wish, number: int, suffix: str, model: str):
+        self.id = f"{self.prefix}-{number}-{suffix}"
+        self._usage = {"usage": None} if wish.usage else {}
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        # By choice: the event of a piece of text, but for the text
         self._around: dict[int, list[bytes]] = {}
-        self._calls: dict[int, int] = {}  # by choice: so many tools have been called before
 
-    def whole(self, choices: Sequence[Said], usage: Usage) -> dict:
-        entries = [self._choice(index, said) for index, said in enumerate(choices)]
-        return self.head | {"choices": entries, "usage": written(usage)}
-
-    def _choice(self, index: int, said: Said) -> dict:
-        own = message_of(said) if self.chat else {"text": said.text("answer")}
-        logprobs = self.words(said.words)
-        return {"index": index, **own, "logprobs": logprobs, "finish_reason": said.reason}
-
-    def words(self, words: Sequence[Word] | None) -> dict | None:
-        if words is None:
-            return None
-        return chat_words(words) if self.chat else completions_words(words)
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
+        entries = []
+        for index, choice in enumerate(choices):
+            entries.append(self._entry(index, self._own(choice), choice.words, choice.reason))
+        return self._head | {"object": self.kind, "choices": entries, "usage": written(usage)}
 
     def first(self, choices: int, usage: Usage) -> bytes:
-        """What a stream says before the first word: in a chat, who speaks."""
-        if not self.chat:
+        return b""
+
+    def tell(self, index: int, change: Change) -> bytes:
+        """A stream has thousands of pieces of text. What their events have in common is written
+        once."""
+        if change.kind != "delta":
             return b""
-        said = {"delta": {"role": "assistant", "content": ""}}
-        return b"".join(event(self._chunk(index, said)) for index in range(choices))
-
-    def part(self, index: int, part: Part, words: Sequence[Word] | None) -> bytes:
-        if part.kind == "answer":
-            return self.piece(index, part.text, words)
-        if part.kind == "thought":
-            return event(self._chunk(index, {"delta": {"reasoning_content": part.text}}, words))
-        call = {}
-        if part.kind == "call":
-            self._calls[index] = self._calls.get(index, -1) + 1
-            call = {"id": new_id(), "type": "function"}
-        name = {"name": part.text, "arguments": ""} if call else {"arguments": part.text}
-        call = {"index": self._calls[index], **call, "function": name}
-        return event(self._chunk(index, {"delta": {"tool_calls": [call]}}, words))
-
-    def piece(self, index: int, text: str, words: Sequence[Word] | None) -> bytes:
-        """The event of a piece of text. A stream has thousands, so what they have in common is
-        written once."""
-        if words is not None:
-            return event(self._piece(index, text, words))
+        if change.words is not None:
+            return self._chunk(index, self._said(change.text), change.words)
         if index not in self._around:
-            self._around[index] = event(self._piece(index, HOLE)).split(dump(HOLE))
-        return dump(text).join(self._around[index])
-
-    def _piece(self, index: int, text: str, words: Sequence[Word] | None = None) -> dict:
-        return self._chunk(
-            index, {"delta": {"content": text}} if self.chat else {"text": text}, words
-        )
+            self._around[index] = self._chunk(index, self._said(HOLE)).split(dump(HOLE))
+        return dump(change.text).join(self._around[index])
 
     def progress(self, progress: Progress) -> bytes:
         """As llama.cpp tells it."""
@@ -480,45 +345,119 @@ class Shape:
             "processed": progress.read,
             "time_ms": round(progress.seconds * 1000),
         }
-        said = {"delta": {"content": None}} if self.chat else {"text": ""}
-        return event(self._chunk(0, said) | {"prompt_progress": told})
+        return self._chunk(0, self.silence, prompt_progress=told)
 
-    def last(self, index: int, reason: str, stop: str | None) -> bytes:
-        return event(self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, None, reason))
+    def last(self, index: int, choice: Choice) -> bytes:
+        return self._chunk(index, self.silence, reason=choice.reason)
 
     def close(self, usage: Usage) -> bytes:
         done = event("[DONE]")
-        if not self.usage:
+        if not self._usage:
             return done
-        return event(self._head() | {"choices": [], "usage": written(usage)}) + done
+        own = {"object": self.kind_of_chunk, "choices": [], "usage": written(usage)}
+        return event(self._head | own) + done
 
     def fail(self, refusal: Refusal) -> bytes:
         return event(refusal.body) + event("[DONE]")
 
-    def _head(self) -> dict:
-        return self.head | ({"object": "chat.completion.chunk"} if self.chat else {})
+    def _own(self, choice: Choice) -> dict:
+        return {"text": choice.text("answer")}
+
+    def _said(self, text: str) -> dict:
+        return {"text": text}
+
+    def _words(self, words: Sequence[Word]) -> dict:
+        def best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+            # Of two with one text, the likelier stays
+            return {text: finite(logprob) for text, logprob in reversed(top)}
+
+        return {
+            "tokens": [word.text for word in words],
+            "token_logprobs": [finite(word.logprob) for word in words],
+            "top_logprobs": [best(word.top) for word in words],
+            "text_offset": [word.offset for word in words],
+        }
 
     def _chunk(
-        self, index: int, said: dict, words: Sequence[Word] | None = None, reason: str | None = None
+        self,
+        index: int,
+        said: dict,
+        words: Sequence[Word] | None = None,
+        reason: str | None = None,
+        **more: Any,
+    ) -> bytes:
+        entry = self._entry(index, said, words, reason)
+        own = {"object": self.kind_of_chunk, "choices": [entry]}
+        return event(self._head | own | self._usage | more)
+
+    def _entry(
+        self, index: int, said: dict, words: Sequence[Word] | None, reason: str | None
     ) -> dict:
-        choice = {"index": index, **said, "logprobs": self.words(words), "finish_reason": reason}
-        return self._head() | {"choices": [choice]} | self.usage
+        logprobs = None if words is None else self._words(words)
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
 
-def message_of(said: Said) -> dict:
-    """A choice of a chat."""
-    calls = []
-    for name, arguments in said.calls:
-        function = {"name": name, "arguments": arguments}
-        calls.append({"id": new_id(), "type": "function", "function": function})
-    text = said.text("answer")
-    message = {"role": "assistant", "content": None if calls and not text else text}
-    message["refusal"] = None
-    if thought := said.text("thought"):
-        message["reasoning_content"] = thought
-    if calls:
-        message["tool_calls"] = calls
-    return {"message": message}
+class ChatCompletion(Completion):
+    """The bodies of an answer in a chat: a message, and in a stream, how it grows."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    kind_of_chunk = "chat.completion.chunk"
+    silence: ClassVar = {"delta": {}}
+
+    def first(self, choices: int, usage: Usage) -> bytes:
+        """Who speaks."""
+        said = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._chunk(index, said) for index in range(choices))
+
+    def tell(self, index: int, change: Change) -> bytes:
+        kind, item, text, words = change
+        if item.kind == "answer":
+            return super().tell(index, change)
+        if item.kind == "thought":
+            delta = {"reasoning_content": text}
+        else:
+            call = called(item) if kind == "start" else {"function": {"arguments": text}}
+            delta = {"tool_calls": [{"index": item.nth, **call}]}
+        # Of a thought only the text is told
+        is_told = kind == "delta" or (kind == "start" and item.kind == "call")
+        return self._chunk(index, {"delta": delta}, words) if is_told else b""
+
+    def _own(self, choice: Choice) -> dict:
+        text = choice.text("answer")
+        thought = choice.text("thought")
+        calls = [called(item) for item in choice.items if item.kind == "call"]
+        message = {"role": "assistant", "content": None if calls and not text else text}
+        message["refusal"] = None
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+    def _said(self, text: str) -> dict:
+        return {"delta": {"content": text}}
+
+    def _words(self, words: Sequence[Word]) -> dict:
+        def entry(text: str, logprob: float) -> dict:
+            spelled = list(text.encode(errors="replace"))
+            return {"token": text, "logprob": finite(logprob), "bytes": spelled}
+
+        content = []
+        for word in words:
+            likely = [entry(text, logprob) for text, logprob in word.top]
+            content.append(entry(word.text, word.logprob) | {"top_logprobs": likely})
+        return {"content": content, "refusal": None}
+
+
+def called(item: Item) -> dict:
+    """A call, as far as it has come."""
+    function = {"name": item.name, "arguments": item.text}
+    return {"id": item.id, "type": "function", "function": function}
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, -9999.0)  # JSON has no infinity
 
 
 def written(usage: Usage) -> dict:
@@ -545,13 +484,7 @@ def model(name: str, created: int, max_len: int) -> dict:
     }
 
 
-CHAT = Speaks(
-    lambda body, names: understand(body, True, names),
-    lambda wish, *own: Shape(True, *own, wish.usage),
-    "response_format",
-)
+CHAT = Speaks(lambda body, names: understand(body, True, names), ChatCompletion, "response_format")
 COMPLETIONS = Speaks(
-    lambda body, names: understand(body, False, names),
-    lambda wish, *own: Shape(False, *own, wish.usage),
-    "response_format",
+    lambda body, names: understand(body, False, names), Completion, "response_format"
 )

@@ -4,8 +4,8 @@ The problem. Three protocols ask for the same, each in its own words: OpenAI's o
 (`openai.py`), its newer one (`responses.py`), and Anthropic's (`messages.py`). None of them knows
 the others.
 
-What this file keeps. A protocol turns a body into a `Wish`, or refuses it. What comes back is a row
-of `Part`s, which the protocol's shape turns into its own events, or into one JSON.
+What this file keeps. A protocol turns a body into a `Wish`, or refuses it. What comes back are the
+items of `choice.py`, which the protocol's shape turns into its own events, or into one JSON.
 
 Where next: `openai.py`, the protocol that every client speaks.
 """
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from door.choice import Change, Choice
 from parts.checks import shown, whole
-from parts.text.speech import Part
 
 # The most of each in one request
 STOPS, STOP_LENGTH, TOOLS = 16, 1000, 128
@@ -138,46 +137,22 @@ class Progress(NamedTuple):
         return f": {words}\n\n".encode()
 
 
-class Said(NamedTuple):
-    """One choice, complete."""
-
-    parts: Sequence[Part]
-    reason: str  # "stop", "length" or "tool_calls"
-    stop: str | None = None  # the stop string that ended it
-    words: Sequence[Any] | None = None  # log probabilities
-
-    def text(self, kind: str) -> str:
-        return "".join(part.text for part in self.parts if part.kind == kind)
-
-    @property
-    def calls(self) -> list[tuple[str, str]]:
-        """Of each call the tool's name and the arguments."""
-        found: list[tuple[str, str]] = []
-        for part in self.parts:
-            if part.kind == "call":
-                found.append((part.text, ""))
-            elif part.kind == "arguments":
-                name, arguments = found[-1]
-                found[-1] = (name, arguments + part.text)
-        return found
-
-
 class Shape(Protocol):
-    """The bodies of one answer, in one protocol."""
+    """The bodies of one answer, in one protocol: a whole one, or the events of a stream."""
 
     id: str
 
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict: ...
+
     def first(self, choices: int, usage: Usage) -> bytes: ...
 
-    def part(self, index: int, part: Part, words: Sequence[Any] | None) -> bytes: ...
+    def tell(self, index: int, change: Change) -> bytes: ...
 
-    def last(self, index: int, reason: str, stop: str | None) -> bytes: ...
+    def last(self, index: int, choice: Choice) -> bytes: ...
 
     def close(self, usage: Usage) -> bytes: ...
 
     def fail(self, refusal: Refusal) -> bytes: ...
-
-    def whole(self, choices: Sequence[Said], usage: Usage) -> dict: ...
 
 
 class Speaks(NamedTuple):
@@ -377,11 +352,6 @@ def call_of(place: str, id: Any, name: Any, arguments: Any) -> dict:
         if not isinstance(value, str) or not value:
             raise bad(f"{place}: the call's {field}", value, "a text", "messages")
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def new_id() -> str:
-    """Of a call. The templates of some models want nine letters or digits."""
-    return secrets.token_hex(5)[:9]
 
 
 # --- small things -------------------------------------------------------------------------------

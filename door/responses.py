@@ -23,9 +23,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from door.choice import Change, Choice, Item
 from door.protocol import (
     Refusal,
-    Said,
     Speaks,
     Usage,
     Wish,
@@ -36,7 +36,6 @@ from door.protocol import (
     check_model,
     choose_tools,
     named_event,
-    new_id,
     number,
     read_json,
     read_schema,
@@ -45,7 +44,6 @@ from door.protocol import (
     refuse_what_cannot_be_kept,
 )
 from parts.checks import shown
-from parts.text.speech import Part
 from parts.text.tokens import Chat
 
 PLAIN = ("temperature", "top_p")
@@ -183,154 +181,109 @@ def own_message(messages: list[dict], field: str) -> dict:
 
 # --- the bodies of the answer -------------------------------------------------------------------
 
-# For each kind of a part: the events of a text, and the type of the item's part that has it
-TEXT_EVENTS = {"answer": "output_text", "thought": "reasoning_text"}
+# For each kind of item: its type and the beginning of its id, and the type of its text
+KINDS = {
+    "answer": ("message", "msg", "output_text"),
+    "thought": ("reasoning", "rs", "reasoning_text"),
+    "call": ("function_call", "fc", "function_call_arguments"),
+}
+# What a body repeats of its request, and what stands there if the request does not say
+ECHO = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": False,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+}
 
 
-class Shape:
-    """One response. Its items grow as parts of the answer come; a whole answer grows the same
-    way, and nobody hears the events."""
+class Response:
+    """The bodies of one answer."""
 
     def __init__(self, wish: Wish, number: int, suffix: str, model: str):
         self.id = f"resp_{number}_{suffix}"
-        self._own = f"{number}_{suffix}"
-        self._asked = wish.asked
-        self._model = model
-        self._created = int(time.time())
+        self._suffix = f"{number}_{suffix}"  # of the items' ids
+        self._body = {"id": self.id, "object": "response", "created_at": int(time.time())}
+        self._body |= {"model": model, "status": "in_progress", "output": [], "usage": None}
+        self._body |= {"error": None, "incomplete_details": None}
+        self._body |= {name: wish.asked.get(name, value) for name, value in ECHO.items()}
         self._sent = 0  # so many events
-        self._items: list[dict] = []
-        self._kind = ""  # of the open item; empty if there is none
-        self._text: list[str] = []  # of the open item
-        self._reason = ""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
+        self.last(0, choices[0])
+        return self._body | {"usage": written(usage)}
 
     def first(self, choices: int, usage: Usage) -> bytes:
-        body = self._body("in_progress")
+        body = self._body
         return self._event("created", response=body) + self._event("in_progress", response=body)
 
-    def part(self, index: int, part: Part, words: Any = None) -> bytes:
-        if part.kind == "call":
-            return self._close("completed") + self._open("arguments", part.text)
-        said = b""
-        if part.kind != self._kind:
-            said = self._close("completed") + self._open(part.kind)
-        self._text.append(part.text)
-        return said + self._tell("delta", delta=part.text)
+    def tell(self, index: int, change: Change) -> bytes:
+        kind, item, text, _ = change
+        type = KINDS[item.kind][2]
+        whole = self._item(item)
+        place = {"output_index": item.place}
+        inner = place | {"item_id": whole["id"]}
+        if item.kind != "call":
+            inner["content_index"] = 0
+        if kind == "delta":
+            return self._event(f"{type}.delta", **inner, delta=text)
+        if kind == "start":
+            said = self._event("output_item.added", **place, item=whole)
+            if item.kind != "call":
+                said += self._event("content_part.added", **inner, part=part(item))
+            return said
+        if item.kind == "call":
+            said = self._event(f"{type}.done", **inner, name=item.name, arguments=item.text)
+        else:
+            said = self._event(f"{type}.done", **inner, text=item.text)
+            said += self._event("content_part.done", **inner, part=part(item))
+        return said + self._event("output_item.done", **place, item=whole)
 
-    def last(self, index: int, reason: str, stop: str | None) -> bytes:
-        self._reason = reason
-        return self._close("incomplete" if reason == "length" else "completed")
+    def last(self, index: int, choice: Choice) -> bytes:
+        self._body["status"] = "completed"
+        self._body["output"] = [self._item(item) for item in choice.items]
+        if choice.reason == "length":
+            self._body["status"] = "incomplete"
+            self._body["incomplete_details"] = {"reason": "max_output_tokens"}
+        return b""
 
     def close(self, usage: Usage) -> bytes:
-        status = "incomplete" if self._reason == "length" else "completed"
-        return self._event(status, response=self._body(status, usage))
+        self._body["usage"] = written(usage)
+        return self._event(self._body["status"], response=self._body)
 
     def fail(self, refusal: Refusal) -> bytes:
-        body = self._body("failed")
-        body["error"] = {"code": "server_error", "message": refusal.message}
-        return self._event("failed", response=body)
+        self._body["status"] = "failed"
+        self._body["error"] = {"code": "server_error", "message": refusal.message}
+        return self._event("failed", response=self._body)
 
-    def whole(self, choices: Sequence[Said], usage: Usage) -> dict:
-        (said,) = choices
-        for part in said.parts:
-            self.part(0, part)
-        self.last(0, said.reason, said.stop)
-        return self._body("incomplete" if said.reason == "length" else "completed", usage)
-
-    # --- items
-
-    def _open(self, kind: str, name: str = "") -> bytes:
-        """Add an item. `name`: of the function that it calls."""
-        self._kind = kind
-        self._text = []
-        own = f"{self._own}_{len(self._items)}"
-        if kind == "arguments":
-            item = {"type": "function_call", "id": f"fc_{own}", "call_id": new_id(), "name": name}
-            item["arguments"] = ""
-        elif kind == "thought":
-            item = {"type": "reasoning", "id": f"rs_{own}", "summary": [], "content": []}
-        else:
-            item = {"type": "message", "id": f"msg_{own}", "role": "assistant", "content": []}
-        item["status"] = "in_progress"
-        self._items.append(item)
-        said = self._event("output_item.added", **self._place("output_index"), item=item)
-        if kind in TEXT_EVENTS:
-            said += self._tell_part("added")
-        return said
-
-    def _close(self, status: str) -> bytes:
-        if not self._kind:
-            return b""
-        text = "".join(self._text)
-        item = self._items[-1]
-        if self._kind in TEXT_EVENTS:
-            said = self._tell("done", text=text) + self._tell_part("done")
-            grown = {"content": [self._content()]}
-        else:
-            said = self._tell("done", arguments=text, name=item["name"])
-            grown = {"arguments": text}
-        item = self._items[-1] = item | grown | {"status": status}
-        self._kind = ""
-        return said + self._event("output_item.done", **self._place("output_index"), item=item)
-
-    def _content(self) -> dict:
-        text = {"type": TEXT_EVENTS[self._kind], "text": "".join(self._text)}
-        return text | ({"annotations": [], "logprobs": []} if self._kind == "answer" else {})
-
-    # --- events
-
-    def _place(self, *names: str) -> dict:
-        """Where an event belongs."""
-        last = len(self._items) - 1
-        place = {"item_id": self._items[-1]["id"], "output_index": last, "content_index": 0}
-        return {name: place[name] for name in names}
-
-    def _tell(self, what: str, **fields: Any) -> bytes:
-        """Of the open item's text or arguments."""
-        if self._kind not in TEXT_EVENTS:
-            place = self._place("item_id", "output_index")
-            return self._event(f"function_call_arguments.{what}", **place, **fields)
-        place = self._place("item_id", "output_index", "content_index")
-        if self._kind == "answer":
-            place["logprobs"] = []
-        return self._event(f"{TEXT_EVENTS[self._kind]}.{what}", **place, **fields)
-
-    def _tell_part(self, what: str) -> bytes:
-        place = self._place("item_id", "output_index", "content_index")
-        return self._event(f"content_part.{what}", **place, part=self._content())
+    def _item(self, item: Item) -> dict:
+        """An item, as far as it has come."""
+        type, prefix, _ = KINDS[item.kind]
+        id = f"{prefix}_{self._suffix}_{item.place}"
+        own = {"type": type, "id": id, "status": item.status}
+        if item.kind == "call":
+            return own | {"call_id": item.id, "name": item.name, "arguments": item.text}
+        own["content"] = [part(item)] if item.text else []
+        return own | ({"role": "assistant"} if item.kind == "answer" else {"summary": []})
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = {"type": f"response.{kind}", "sequence_number": self._sent, **fields}
         self._sent += 1
         return named_event(body)
 
-    def _body(self, status: str, usage: Usage | None = None) -> dict:
-        asked = self._asked
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if status == "incomplete"
-            else None,
-            "instructions": asked.get("instructions"),
-            "max_output_tokens": asked.get("max_output_tokens"),
-            "metadata": asked.get("metadata", {}),
-            "model": self._model,
-            "output": self._items,
-            "parallel_tool_calls": asked.get("parallel_tool_calls", True),
-            "previous_response_id": None,
-            "reasoning": asked.get("reasoning", {"effort": None, "summary": None}),
-            "store": False,
-            "temperature": asked.get("temperature"),
-            "text": asked.get("text", {"format": {"type": "text"}}),
-            "tool_choice": asked.get("tool_choice", "auto"),
-            "tools": asked.get("tools", []),
-            "top_p": asked.get("top_p"),
-            "truncation": "disabled",
-            "usage": usage and written(usage),
-        }
+
+def part(item: Item) -> dict:
+    """The one part of a text or a thought."""
+    own = {"type": KINDS[item.kind][2], "text": item.text}
+    return own | ({"annotations": [], "logprobs": []} if item.kind == "answer" else {})
 
 
 def written(usage: Usage) -> dict:
@@ -343,4 +296,4 @@ def written(usage: Usage) -> dict:
     }
 
 
-RESPONSES = Speaks(lambda body, names: understand(body, names), Shape, "text")
+RESPONSES = Speaks(lambda body, names: understand(body, names), Response, "text")

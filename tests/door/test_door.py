@@ -21,10 +21,10 @@ from soak_http import soak, talker
 
 from door import bridge, http, openai, protocol
 from door.bridge import Answer, Served
+from door.choice import Change, Item, Words
 from door.door import Door
 from door.http import LONG, Options
 from door.journal import ACCESS_LOG, Lines, log_to
-from door.openai import Words
 from parts.api.handle import TokenLogprob
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
@@ -444,14 +444,19 @@ def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
 def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(chat, text):
     """A stream's events are written around their texts. A text that looks like the pattern's hole
     would tear them."""
-    shape = openai.Shape(chat, 7, "ab", 'a "model"', streamed_usage=True)
+    speaks = openai.CHAT if chat else openai.COMPLETIONS
+    shape = speaks.shape(protocol.Wish([], usage=True), 7, "ab", 'a "model"')
+
+    def tell(index: int, words: list | None) -> bytes:
+        return shape.tell(index, Change("delta", Item("answer"), text, words))
+
     for index in (0, 3, 0):
-        (choice,) = json.loads(shape.piece(index, text, None).removeprefix(b"data: "))["choices"]
+        (choice,) = json.loads(tell(index, None).removeprefix(b"data: "))["choices"]
         written = choice["delta"]["content"] if chat else choice["text"]
         assert (choice["index"], written) == (index, text.replace("\ud83e", "?"))
-        said = json.loads(shape.piece(index, text, []).removeprefix(b"data: "))
+        said = json.loads(tell(index, []).removeprefix(b"data: "))
         said["choices"][0]["logprobs"] = None
-        assert shape.piece(index, text, None) == protocol.event(said)
+        assert tell(index, None) == protocol.event(said)
 
 
 def test_a_connection_too_many_is_told_to_come_again(here, monkeypatch):
