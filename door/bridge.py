@@ -17,6 +17,7 @@ Where next: `journal.py`, what is remembered of it.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections import deque
@@ -27,13 +28,12 @@ from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
-from door import openai
 from door.choice import Choice, Words
+from door.fields import Refusal
 from door.http import Visit
 from door.journal import Figures
 from door.protocol import (
     Progress,
-    Refusal,
     Speaks,
     Usage,
     Wish,
@@ -146,9 +146,7 @@ class Answer:
             for prompt in wish.prompts:
                 read = read_prompt(engine, prompt)
                 room = min(engine.sched.max_len - len(read.ids), wish.most_tokens)
-                settings = (
-                    defaults | wish.settings | {"max_tokens": min(wish.max_tokens or room, room)}
-                )
+                settings = defaults | wish.settings | {"max_tokens": min(wish.max_tokens, room)}
                 if held := grammar_of(engine, wish, read):
                     settings["grammar"] = held
                 for i in range(wish.n):
@@ -161,7 +159,7 @@ class Answer:
                     f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
                 )
         except ValueError as error:
-            raise openai.of_sampling(error, wish.settings, protocol.form) from None
+            raise refusal_of(error, wish, protocol.form) from None
         self._asks = asks
         if not any(sampling.grammar for _, sampling in asks):
             self.submit(client)
@@ -172,7 +170,7 @@ class Answer:
         try:
             self._submit(self._asks, client)
         except ValueError as error:
-            raise openai.of_sampling(error, wish.settings, self._protocol.form) from None
+            raise refusal_of(error, wish, self._protocol.form) from None
         except QueueFull as error:
             raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
         except RuntimeError:  # the engine has been closed meanwhile
@@ -377,6 +375,21 @@ class Answer:
             else None,
             generation_tps=first.tokens_per_s,
         )
+
+
+def refusal_of(error: ValueError, wish: Wish, form: str) -> Refusal:
+    """What `Sampling` or the engine said, with the field that it names. `form`: the one that has a
+    JSON schema."""
+    settings = wish.settings
+    param = re.match(r"\w*", str(error))[0]
+    if param == "grammar":
+        kind = next(iter(settings.get("grammar", ())), "")
+        # Without one of the body's, it is a grammar of calls
+        names = {"": "tools", "json": form, "lark": "guided_grammar"}
+        param = names.get(kind, f"guided_{kind}")
+    elif param not in settings:
+        param = None
+    return Refusal(400, str(error), "invalid_value", param)
 
 
 def check_tools(engine: AnyEngine, wish: Wish) -> None:

@@ -39,9 +39,10 @@ from starlette.routing import Route, Router
 
 from door import http, messages, openai, page, responses
 from door.bridge import Answer, Mailbox, Served, count, defaults_of
+from door.fields import Refusal
 from door.http import Gone, Options, Visit, refused, reply
 from door.journal import ACCESS_LOG, DoorView, Figures, Journal
-from door.protocol import Refusal, Speaks, check_model, ending
+from door.protocol import Speaks, check_model, ending
 from door.watch import WATCHERS, Watched, watch
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe, show_fault

@@ -33,8 +33,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from door.fields import Refusal
 from door.journal import Call, Journal
-from door.protocol import Refusal, dump
+from door.protocol import dump
 from parts.checks import shown
 
 CONNECTIONS = 512  # open at once; one more gets a 429

@@ -21,46 +21,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from door.choice import Change, Choice, Item
+from door.fields import Given, Refusal, invalid, text_of
 from door.protocol import (
-    Refusal,
+    MOST,
+    NO_WISH,
     Speaks,
     Usage,
     Wish,
-    bad,
-    boolean,
     call_of,
-    check_length,
-    check_model,
     choose_tools,
+    conversation,
     named_event,
-    number,
-    read_json,
-    read_schema,
+    read_body,
+    read_form,
     read_stop,
-    read_text,
     read_tools,
-    refuse_what_cannot_be_kept,
 )
 from parts.text.speech import loads
 from parts.text.tokens import Chat
 
 PLAIN = ("temperature", "top_p", "top_k")
-KNOWN = {
-    *PLAIN,
-    "max_tokens",
-    "messages",
-    "model",
-    "output_config",
-    "stop_sequences",
-    "stream",
-    "system",
-    "thinking",
-    "tool_choice",
-    "tools",
-}
 KEEP = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 NEUTRAL = {"service_tier": ("auto", "standard_only"), "context_management": (KEEP,)}
-THINKING = ("enabled", "adaptive", "disabled")
+THINKING = {
+    "enabled": {"enable_thinking": True},
+    "adaptive": {},
+    "disabled": {"enable_thinking": False},
+}
 # How Anthropic calls what others call "none", "auto", "required" and "function"
 CHOICES = {"none": "none", "auto": "auto", "any": "required", "tool": "function"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -85,103 +72,79 @@ def error(refusal: Refusal) -> dict:
 
 def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wish:
     """`is_count`: nothing is to be answered, so a length need not be given."""
-    asked = {name: value for name, value in read_json(body).items() if value is not None}
-    refuse_what_cannot_be_kept(asked, KNOWN, NEUTRAL)
-    check_model(asked.get("model", names[0]), names)
-    if "max_tokens" not in asked and not is_count:
-        raise bad("max_tokens", None, "the most tokens of an answer")
-    choice = asked.get("tool_choice", {"type": "auto"})
-    if not isinstance(choice, dict):
-        raise bad("tool_choice", choice, "an object with a type")
-    kind = choice.get("type")
-    kind = CHOICES.get(kind) if isinstance(kind, str) else None
-    tools = read_tools(asked.get("tools"), schema="input_schema", type="custom")
+    asked = read_body(body, names)
+    choice = asked.inner("tool_choice")
+    kind = CHOICES[choice.one_of("type", CHOICES, "auto")]
+    tools = read_tools(asked, schema="input_schema", type="custom")
     tools, must_call = choose_tools(tools, kind, choice.get("name"))
-    settings = {name: asked[name] for name in PLAIN if name in asked}
-    settings["stop"] = read_stop(asked.get("stop_sequences", []), "stop_sequences")
-    config = asked.get("output_config", {})  # beside a schema it has an effort, which is a hint
-    if not isinstance(config, dict):
-        raise bad("output_config", config, "an object")
-    schema = read_schema("output_config", config.get("format"), None)
-    if schema is not None:
-        settings["grammar"] = {"json": schema}
-    return Wish(
-        [Chat(read_messages(asked), tools, hints=read_thinking(asked))],
+    # How long a thought may be is a hint, too
+    hints = THINKING[asked.inner("thinking").one_of("type", THINKING, "adaptive")]
+    settings = asked.some(PLAIN) | {"stop": read_stop(asked, "stop_sequences")}
+    # Beside a schema it has an effort, which is a hint
+    if form := read_form(asked.inner("output_config"), "format"):
+        settings["grammar"] = form
+    if not is_count and asked.get("max_tokens") is None:
+        raise asked.bad("max_tokens", "the most tokens of an answer")
+    wish = Wish(
+        [Chat(read_messages(asked), tools, hints=hints)],
         settings=settings,
-        max_tokens=number(asked, "max_tokens", 1, 2**63 - 1) if "max_tokens" in asked else None,
-        stream=boolean(asked, "stream"),
+        max_tokens=asked.whole("max_tokens", 1, MOST, MOST),
+        stream=asked.read("stream", bool, False),
         must_call=must_call,
-        is_single=boolean(choice, "disable_parallel_tool_use", "tool_choice"),
+        is_single=choice.read("disable_parallel_tool_use", bool, False),
     )
+    asked.refuse_rest(NEUTRAL, NO_WISH)
+    return wish
 
 
-def read_thinking(asked: dict[str, Any]) -> dict[str, Any]:
-    """How long a thought may be is a hint."""
-    thinking = asked.get("thinking", {"type": "adaptive"})
-    kind = thinking.get("type") if isinstance(thinking, dict) else None
-    if kind not in THINKING:
-        raise bad("thinking", thinking, f"an object whose type is one of {', '.join(THINKING)}")
-    return {} if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
-
-
-def read_messages(asked: dict[str, Any]) -> list[dict]:
+def read_messages(asked: Given) -> list[dict]:
     found = []
-    if system := asked.get("system"):
-        found.append({"role": "system", "content": read_text("system", system, "system")})
-    messages = asked.get("messages")
-    check_length("messages", messages, "content")
-    for i, message in enumerate(messages):
-        place = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("user", "assistant", "system"):
-            raise bad(f"{place}.role", role, "user, assistant or system", "messages")
-        content = message.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-            raise bad(f"{place}.content", content, "a text or a list of blocks", "messages")
-        if role == "system":
-            found.append({"role": role, "content": read_text(place, blocks, "messages")})
+    if system := asked.text("system", ""):
+        found.append({"role": "system", "content": system})
+    for message in conversation(asked, "messages"):
+        role = message.one_of("role", ("user", "assistant", "system"))
+        if role == "system" or isinstance(message.get("content"), str):
+            found.append({"role": role, "content": message.text("content")})
+        elif role == "assistant":
+            found.append(read_own(message.items("content")))
         else:
-            found += read_own(place, blocks) if role == "assistant" else read_user(place, blocks)
+            found += read_user(message.items("content"))
     if found[-1]["role"] == "assistant":
         words = "the last message is the assistant's, but an answer cannot be begun by the client"
-        raise Refusal(400, words, "unsupported_content", "messages")
+        raise invalid("messages", words, "unsupported_content")
     return found
 
 
-def read_user(place: str, blocks: list[dict]) -> list[dict]:
+def read_user(blocks: list[Given]) -> list[dict]:
     """Results of tools are messages of their own, and stand before what the user says."""
-    results = []
+    found = []
     texts = []
     for block in blocks:
-        if block.get("type") != "tool_result":
+        if block.get("type") == "tool_result":
+            id = block.read("tool_use_id", str)
+            found.append({"role": "tool", "tool_call_id": id, "content": block.text("content", "")})
+        else:
             texts.append(block)
-            continue
-        id = block.get("tool_use_id")
-        if not isinstance(id, str):
-            raise bad(f"{place}: tool_use_id", id, "the id of a tool_use", "messages")
-        text = read_text(place, block.get("content") or "", "messages")
-        results.append({"role": "tool", "tool_call_id": id, "content": text})
-    if texts or not results:
-        results.append({"role": "user", "content": read_text(place, texts, "messages")})
-    return results
+    if texts or not found:
+        found.append({"role": "user", "content": text_of(texts)})
+    return found
 
 
-def read_own(place: str, blocks: list[dict]) -> list[dict]:
+def read_own(blocks: list[Given]) -> dict:
     """What the assistant has thought, said, and called."""
     texts = []
     message: dict[str, Any] = {"role": "assistant"}
     for block in blocks:
         kind = block.get("type")
         if kind == "thinking":
-            thought = read_text(place, block.get("thinking"), "messages")
-            message["reasoning_content"] = message.get("reasoning_content", "") + thought
+            thought = message.get("reasoning_content", "")
+            message["reasoning_content"] = thought + block.read("thinking", str)
         elif kind == "tool_use":
-            call = call_of(place, block.get("id"), block.get("name"), block.get("input"))
+            call = call_of(block.read("id", str), block, "input")
             message.setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":
             texts.append(block)
-    return [message | {"content": read_text(place, texts, "messages")}]
+    return message | {"content": text_of(texts)}
 
 
 # --- the bodies of the answer -------------------------------------------------------------------

@@ -20,50 +20,33 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from door.choice import Change, Choice, Item, Word
+from door.fields import Given, Refusal, check_count, invalid
 from door.protocol import (
+    MOST,
+    NO_WISH,
     Progress,
-    Refusal,
     Speaks,
     Usage,
     Wish,
-    bad,
-    boolean,
     call_of,
-    check_count,
-    check_length,
-    check_model,
     choose_tools,
+    conversation,
     dump,
     event,
-    number,
-    read_json,
-    read_schema,
+    read_body,
+    read_form,
     read_stop,
-    read_text,
     read_tools,
-    refuse_what_cannot_be_kept,
 )
 from parts.text.tokens import Chat
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+# Templates know no developer: it is the newer name of the system's role.
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 # The most of each in one request
 N, CHOICES, BIASES, TOP = 16, 128, 1000, 20
 
 # These go to `Sampling` as they are, and it checks them.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "ignore_eos")
-KNOWN = {
-    *PLAIN,
-    "model",
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "max_completion_tokens",
-    "n",
-    "stop",
-    "logprobs",
-    "logit_bias",
-    "return_progress",
-}
 # What an answer must be: a name of vLLM's, and what `Sampling.grammar` calls it.
 GUIDED = {
     "guided_json": "json",
@@ -71,20 +54,8 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "lark",
 }
-KNOWN |= {"response_format", *GUIDED}
-OF_CHAT = {
-    *KNOWN,
-    "messages",
-    "top_logprobs",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-}
-OF_COMPLETIONS = {*KNOWN, "prompt"}
 # What else asks for nothing.
 NEUTRAL = {
-    "best_of": (1,),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
@@ -101,199 +72,127 @@ NEUTRAL = {
 # --- what a body asks for -----------------------------------------------------------------------
 
 
-def understand(body: bytes, chat: bool, names: Sequence[str]) -> Wish:
+def understand(body: bytes, is_chat: bool, names: Sequence[str]) -> Wish:
     """The body of POST /v1/chat/completions, or of POST /v1/completions. `names`: the models that
     are here."""
-    given = read_json(body)
-    asked = {name: value for name, value in given.items() if value is not None}
-    refuse_what_cannot_be_kept(asked, OF_CHAT if chat else OF_COMPLETIONS, NEUTRAL)
-    check_model(asked.get("model", names[0]), names)
-    wish = read_chat(asked) if chat else Wish(read_prompts(asked.get("prompt")))
-    prompts = wish.prompts
-    stream = boolean(asked, "stream")
-    options = asked.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise bad("stream_options", options, "an object")
-    lengths = [
-        number(asked, name, 1, 2**63 - 1)
-        for name in ("max_tokens", "max_completion_tokens")
-        if name in asked
-    ]
-    n = number(asked, "n", 1, N) if "n" in asked else 1
-    if n * len(prompts) > CHOICES:
-        words = f"{len(prompts)} prompts with n = {n} each, but one request has at most {CHOICES} choices"
-        raise Refusal(400, words, "invalid_value", "n")
-    settings = {name: asked[name] for name in PLAIN if name in asked}
-    if type(asked.get("top_k")) is int and asked["top_k"] == -1:
-        settings["top_k"] = 0  # as other servers write "all"
-    if asked.get("top_p") == 0 and not isinstance(asked["top_p"], bool):
-        settings["top_p"] = 1e-9  # the likeliest token alone
-    settings |= {
-        "stop": read_stop(asked.get("stop", [])),
-        "logit_bias": read_bias(asked.get("logit_bias", {})),
-    }
-    if grammar := read_grammar(asked):
-        settings["grammar"] = grammar
-    settings["logprobs"] = chat_logprobs(asked) if chat else completions_logprobs(asked)
-    progress = boolean(asked, "return_progress")
+    asked = read_body(body, names)
+    wish = read_chat(asked) if is_chat else Wish(read_prompts(asked))
+    prompts = len(wish.prompts)
+    n = asked.whole("n", 1, N, 1)
+    if n * prompts > CHOICES:
+        words = (
+            f"{prompts} prompts with n = {n} each, but one request has at most {CHOICES} choices"
+        )
+        raise invalid("n", words)
+    stream = asked.read("stream", bool, False)
+    progress = asked.read("return_progress", bool, False)
     if progress and not stream:
         words = "return_progress is given without stream; set stream to true"
-        raise Refusal(400, words, "invalid_value", "return_progress")
-    return wish._replace(
-        settings=settings,
-        max_tokens=min(lengths, default=None),
+        raise invalid("return_progress", words)
+    lengths = []
+    for name in ("max_tokens", "max_completion_tokens"):
+        lengths.append(asked.whole(name, 1, MOST, MOST))
+    wish = wish._replace(
+        settings=read_settings(asked) | {"logprobs": read_top(asked, is_chat)},
+        max_tokens=min(lengths),
         n=n,
         stream=stream,
-        usage=boolean(options, "include_usage", "stream_options"),
+        usage=asked.inner("stream_options").read("include_usage", bool, False),
         progress=progress,
     )
+    asked.refuse_rest(NEUTRAL | {"best_of": (1, n)}, NO_WISH)
+    return wish
 
 
-def read_chat(asked: dict[str, Any]) -> Wish:
+def read_settings(asked: Given) -> dict[str, Any]:
+    """For `Sampling`."""
+    settings = asked.some(PLAIN)
+    if type(settings.get("top_k")) is int and settings["top_k"] == -1:
+        settings["top_k"] = 0  # as other servers write "all"
+    if settings.get("top_p") == 0 and not isinstance(settings["top_p"], bool):
+        settings["top_p"] = 1e-9  # the likeliest token alone
+    settings["stop"] = read_stop(asked, "stop")
+    bias = asked.read("logit_bias", dict, {})
+    check_count("logit_bias", len(bias), "entries", BIASES)
+    if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
+        raise asked.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
+    settings["logit_bias"] = {int(token): value for token, value in bias.items()}
+    # A schema holds, or it is refused: `strict` changes nothing
+    forms = [{GUIDED[name]: value} for name, value in asked.some(GUIDED).items()]
+    if form := read_form(asked, "response_format", "json_schema"):
+        forms.append(form)
+    if len(forms) > 1:
+        words = f"response_format and {', '.join(GUIDED)} exclude each other; give one of them"
+        raise invalid("response_format", words)
+    if forms:
+        settings["grammar"] = forms[0]
+    return settings
+
+
+def read_top(asked: Given, is_chat: bool) -> int | None:
+    """How many log probabilities are wanted beside each token's own; None if not even those."""
+    if not is_chat:
+        return None if asked.get("logprobs") is False else asked.whole("logprobs", 0, TOP)
+    top = asked.whole("top_logprobs", 0, TOP, 0)
+    if asked.read("logprobs", bool, False):
+        return top
+    if top:
+        words = "top_logprobs is given without logprobs; set logprobs to true"
+        raise invalid("top_logprobs", words)
+    return None
+
+
+def read_chat(asked: Given) -> Wish:
     """The messages, and what goes into the template beside them."""
-    messages = asked.get("messages")
-    check_length("messages", messages, "content")
-    messages = [read_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
-    options = asked.get("chat_template_kwargs", {})
-    if not isinstance(options, dict):
-        raise bad("chat_template_kwargs", options, "an object")
+    messages = [read_message(message) for message in conversation(asked, "messages")]
+    options = asked.read("chat_template_kwargs", dict, {})
     hints = {"enable_thinking": False} if asked.get("reasoning_effort") == "none" else {}
     kind = asked.get("tool_choice", "auto")
     name = None
     if isinstance(kind, dict):
-        function = kind.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        kind = kind.get("type")
-    tools, must_call = choose_tools(read_tools(asked.get("tools"), "function"), kind, name)
-    parallel = asked.get("parallel_tool_calls") is None or boolean(asked, "parallel_tool_calls")
+        choice = asked.inner("tool_choice")
+        kind = choice.get("type")
+        name = choice.inner("function").get("name")
+    tools, must_call = choose_tools(read_tools(asked, "function"), kind, name)
+    parallel = asked.read("parallel_tool_calls", bool, True)
     chat = Chat(messages, tools, options, hints)
     return Wish([chat], must_call=must_call, is_single=not parallel)
 
 
-def read_message(place: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise bad(place, message, "an object with a role and a content", "messages")
-    role = message.get("role")
-    if role not in ROLES:
-        raise bad(f"{place}.role", role, f"one of {', '.join(ROLES)}", "messages")
-    known = {"role", "content", "name"}
-    # Templates know no developer: it is the newer name of the system's role.
-    read = {"role": "system" if role == "developer" else role, "content": ""}
+def read_message(message: Given) -> dict[str, Any]:
+    role = ROLES[message.one_of("role", ROLES)]
+    read: dict[str, Any] = {"role": role}
     if role == "tool":
-        known.add("tool_call_id")
-        if not isinstance(message.get("tool_call_id"), str):
-            what = "the id of a call"
-            raise bad(f"{place}.tool_call_id", message.get("tool_call_id"), what, "messages")
-        read["tool_call_id"] = message["tool_call_id"]
+        read["tool_call_id"] = message.read("tool_call_id", str)
     if role == "assistant":
-        known |= {"tool_calls", "reasoning_content"}
-        read |= read_own(place, message)
-    for name in message.keys() - known:
-        said = message[name]  # audio, ...
-        if any(said.values()) if isinstance(said, dict) else said:
-            words = f"{place}.{name[:40]} is not supported here; leave it out"
-            raise Refusal(400, words, "unsupported_parameter", "messages")
-    if message.get("content") is not None or "tool_calls" not in read:
-        read["content"] = read_text(place, message.get("content"), "messages")
+        if thought := message.text("reasoning_content", ""):
+            read["reasoning_content"] = thought
+        calls = message.items("tool_calls", [])
+        if calls:
+            read["tool_calls"] = [
+                call_of(call.read("id", str), call.inner("function")) for call in calls
+            ]
+    read["content"] = message.text("content", "" if "tool_calls" in read else None)
+    message.refuse_rest(ignored=["name"])
     return read
 
 
-def read_own(place: str, message: dict) -> dict[str, Any]:
-    """What an assistant has thought, and which tools were called."""
-    read = {}
-    thought = message.get("reasoning_content")
-    if thought:
-        read["reasoning_content"] = read_text(place, thought, "messages")
-    calls = message.get("tool_calls")
-    if not calls:
-        return read
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise bad(f"{place}.tool_calls", calls, "a list of calls", "messages")
-    read["tool_calls"] = []
-    for call in calls:
-        function = call.get("function")
-        function = function if isinstance(function, dict) else {}
-        given = call_of(place, call.get("id"), function.get("name"), function.get("arguments"))
-        read["tool_calls"].append(given)
-    return read
-
-
-def read_prompts(prompt: Any) -> list:
+def read_prompts(asked: Given) -> list:
     """A text, a list of texts, token ids, or a list of those: as a list of prompts."""
-    what = "a text, a list of texts, or token ids"
 
     def are_ids(value: Any) -> bool:
-        return (
-            isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-        )
+        is_list = isinstance(value, list) and bool(value)
+        return is_list and all(type(token) is int for token in value)
 
+    prompt = asked.get("prompt")
     prompts = [prompt] if isinstance(prompt, str) or are_ids(prompt) else prompt
-    if not isinstance(prompts, list) or not prompts:
-        raise bad("prompt", prompt, what)
+    wrong = asked.bad("prompt", "a text, a list of texts, or token ids, and none of them empty")
+    if not isinstance(prompts, list) or not prompts or "" in prompts:
+        raise wrong
     check_count("prompt", len(prompts), "prompts", CHOICES)
     if not (all(isinstance(one, str) for one in prompts) or all(are_ids(one) for one in prompts)):
-        raise bad("prompt", prompt, what)
-    if "" in prompts:
-        raise Refusal(
-            400, "the prompt is empty; give at least one token", "invalid_value", "prompt"
-        )
+        raise wrong
     return prompts
-
-
-def read_bias(bias: Any) -> dict[int, float]:
-    if isinstance(bias, dict):
-        check_count("logit_bias", len(bias), "entries", BIASES)
-    if not isinstance(bias, dict) or not all(re.fullmatch(r"-?[0-9]{1,18}", key) for key in bias):
-        raise bad("logit_bias", bias, "an object that maps token ids, as strings, to numbers")
-    return {int(key): value for key, value in bias.items()}
-
-
-def chat_logprobs(asked: dict[str, Any]) -> int | None:
-    wanted = boolean(asked, "logprobs")
-    top = number(asked, "top_logprobs", 0, TOP) if "top_logprobs" in asked else 0
-    if top and not wanted:
-        words = "top_logprobs is given without logprobs; set logprobs to true"
-        raise Refusal(400, words, "invalid_value", "top_logprobs")
-    return top if wanted else None
-
-
-def completions_logprobs(asked: dict[str, Any]) -> int | None:
-    wanted = asked.get("logprobs")  # 0: the tokens' own, and no others beside them
-    return None if wanted is None or wanted is False else number(asked, "logprobs", 0, TOP)
-
-
-def read_grammar(asked: dict[str, Any]) -> dict[str, Any] | None:
-    """`response_format`, or one of vLLM's four: as `Sampling.grammar`. None if there is none.
-
-    A schema holds, or it is refused: `strict` changes nothing.
-    """
-    found = {kind: asked[name] for name, kind in GUIDED.items() if name in asked}
-    schema = read_schema("response_format", asked.get("response_format"), "json_schema")
-    if schema is not None:
-        found["schema"] = schema
-    if len(found) > 1:
-        words = f"response_format and {', '.join(GUIDED)} exclude each other; give one of them"
-        raise Refusal(400, words, "invalid_value", "response_format")
-    for kind, source in found.items():
-        return {"json" if kind == "schema" else kind: source}
-    return None
-
-
-def of_sampling(error: ValueError, settings: dict[str, Any], form: str) -> Refusal:
-    """What `Sampling` or the engine said, with the field that it names. `form`: the one that has a
-    JSON schema."""
-    name = re.match(r"\w*", str(error))[0]
-    if name == "grammar":
-        names = {"json": form, "lark": "guided_grammar"}
-        # Without one of the body's, it is a grammar of calls
-        kind = next(iter(settings.get("grammar", ())), "")
-        name = names.get(kind, f"guided_{kind}") if kind else "tools"
-    return Refusal(
-        400,
-        str(error),
-        "invalid_value",
-        name if name in {*OF_CHAT, *OF_COMPLETIONS, form} else None,
-    )
 
 
 # --- the bodies of the answers ------------------------------------------------------------------

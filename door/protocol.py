@@ -19,13 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from door.choice import Change, Choice
-from parts.checks import shown, whole
+from door.fields import Given, Refusal, bad, check_count, invalid, read_json
+from parts.checks import shown
+from parts.text.speech import loads
 
 # The most of each in one request
-STOPS, STOP_LENGTH, TOOLS = 16, 1000, 128
+STOPS = 16
+STOP_LENGTH = 1000
+TOOLS = 128
 MESSAGES = 2048  # and their parts, together
-MARKS = 100_000  # brackets, braces and colons of a body, in texts, too
 SCORES = 200_000  # log probabilities in one answer, over all its choices
+MOST = sys.maxsize  # tokens of an answer
 
 # They change nothing in an answer: a user's name, notes for a bill, hints for a cache.
 NO_WISH = {
@@ -36,32 +40,6 @@ NO_WISH = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-
-
-class Refusal(Exception):
-    """An answer that is an error. OpenAI's clients make an exception of their own of each
-    status."""
-
-    TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # noqa: RUF012
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        **headers: str | None,
-    ):
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items() if value}
-
-    @property
-    def body(self) -> dict:
-        kind = self.TYPES.get(self.status, "invalid_request_error")
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
 
 
 def ending() -> Refusal:
@@ -92,7 +70,7 @@ class Wish(NamedTuple):
 
     prompts: list
     settings: Mapping[str, Any] = {}  # for `Sampling`
-    max_tokens: int | None = None
+    max_tokens: int = MOST
     n: int = 1
     stream: bool = False
     usage: bool = False  # at the end of the stream
@@ -107,7 +85,7 @@ class Wish(NamedTuple):
         kilobytes."""
         top = self.settings.get("logprobs")
         if top is None:
-            return sys.maxsize
+            return MOST
         return SCORES // (self.n * len(self.prompts) * (1 + top))
 
 
@@ -163,160 +141,88 @@ class Speaks(NamedTuple):
     form: str  # the field that has a JSON schema
 
 
-# --- reading a body -----------------------------------------------------------------------------
+# --- what is read alike -------------------------------------------------------------------------
 
 
-def read_json(body: bytes) -> dict[str, Any]:
-    # Of 4 MiB of "[]," Python makes a million lists, and lets no other thread run for half a second
-    marks = sum(map(body.count, (b"[", b"{", b":")))
-    if marks > MARKS:
-        words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MARKS:,}"
-        raise Refusal(413, words, "request_too_large")
-
-    def no_number(name: str) -> None:
-        raise ValueError(f"{name} is no JSON")
-
-    try:
-        given = json.loads(body.decode("utf-8-sig"), parse_constant=no_number)
-    except UnicodeDecodeError as error:
-        raise Refusal(400, f"the body is no UTF-8 at byte {error.start}", "invalid_json") from None
-    except RecursionError:
-        raise Refusal(400, "the body is nested too deep", "invalid_json") from None
-    except ValueError as error:
-        raise Refusal(
-            400, f"the body is no valid JSON: {str(error)[:200]}", "invalid_json"
-        ) from None
-    if not isinstance(given, dict):
-        raise Refusal(
-            400, f"the body is {shown(given)}, but it must be a JSON object", "invalid_json"
-        )
-    return given
-
-
-def refuse_what_cannot_be_kept(
-    asked: dict[str, Any], known: set[str], neutral: Mapping[str, Sequence]
-) -> None:
-    """`known`: fields that are understood. `neutral`: values that ask for nothing. So does
-    everything that is null, false, zero or empty."""
-    for name, value in asked.items():
-        if name in known or name in NO_WISH or not value or value in neutral.get(name, ()):
-            continue
-        if name == "best_of" and value == asked.get("n"):
-            continue
-        words = f"{shown(name).strip(chr(39))} = {shown(value)} is not supported here; leave it out"
-        raise Refusal(400, words, "unsupported_parameter", name[:100])
+def read_body(body: bytes, names: Sequence[str]) -> Given:
+    """`names`: those of the models that are here."""
+    asked = read_json(body)
+    check_model(asked.get("model", names[0]), names)
+    return asked
 
 
 def check_model(model: Any, names: Sequence[str]) -> None:
     if not isinstance(model, str):
-        raise bad("model", model, "a string")
+        raise bad("model", model, "a text")
     if model not in names:
         words = f"the model {shown(model, 200)} does not exist here; there is {names[0]!r}, also as 'default'"
         raise Refusal(404, words, "model_not_found", "model")
 
 
-def read_stop(stop: Any, name: str = "stop") -> list[str]:
+def conversation(asked: Given, name: str) -> list[Given]:
+    """One message at least, and not too many: a template takes time for each, be it empty or
+    not."""
+    messages = asked.read(name, list)
+    if not messages:
+        raise asked.bad(name, "a list of at least one message")
+    count = len(messages)
+    for message in messages:
+        if isinstance(message, dict):
+            parts = (message.get("content"), message.get("tool_calls"))
+            count += sum(len(part) for part in parts if isinstance(part, list))
+    check_count(name, count, "messages and parts of messages", MESSAGES)
+    return asked.items(name)
+
+
+def read_stop(asked: Given, name: str) -> list[str]:
     """Texts alone: `Sampling` would take a number for a token id."""
-    stops = [stop] if isinstance(stop, str) else stop
-    if isinstance(stops, list):
-        check_count(name, len(stops), "texts", STOPS)
-    if not isinstance(stops, list) or not all(
-        isinstance(text, str) and 0 < len(text) <= STOP_LENGTH for text in stops
-    ):
-        raise bad(
-            name,
-            stop,
-            f"a text or a list of texts, none empty or longer than {STOP_LENGTH:,} characters",
-        )
+    stops = asked.get(name, [])
+    stops = [stops] if isinstance(stops, str) else asked.read(name, list, [])
+    check_count(name, len(stops), "texts", STOPS)
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= STOP_LENGTH:
+            what = f"texts, none empty or longer than {STOP_LENGTH:,} characters"
+            raise asked.bad(name, what)
     return stops
 
 
-def read_text(place: str, content: Any, param: str, kinds: Sequence[str] = ("text",)) -> str:
-    """A text, or parts of text, which are of one of these kinds."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [None]
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in kinds:
-            words = f"{place} has a part of type {shown(kind)}, but only text can be read here"
-            raise Refusal(400, words, "unsupported_content", param)
-        if kind not in kinds or not isinstance(part.get("text"), str):
-            raise bad(f"{place}.content", content, "a text or a list of parts of text", param)
-        texts.append(part["text"])
-    return "".join(texts)
+def read_form(given: Given, name: str, inner: str = "") -> dict[str, Any]:
+    """The JSON that an answer has to be, as `Sampling.grammar`; empty if any text will do.
 
-
-def read_schema(name: str, form: Any, inner: str | None) -> dict[str, Any] | None:
-    """The JSON schema that an answer has to fit; None if any text will do. `inner`: the field of
-    the form that has the schema, if not the form itself."""
-    form = form or {"type": "text"}
-    kind = form.get("type") if isinstance(form, dict) else None
+    `inner`: the field of the form that has the schema, if it is not the form itself.
+    """
+    form = given.inner(name)
+    kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
     if kind == "text":
-        return None
+        return {}
     if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
-        raise bad(name, form, "of the type json_schema, json_object or text", name)
-    own = form.get(inner) if inner else form
-    schema = own.get("schema") if isinstance(own, dict) else None
-    if not isinstance(schema, dict):
-        place = f"{name}.{inner}" if inner else name
-        raise bad(f"{place}.schema", schema, "a schema", name)
-    return schema
-
-
-def check_length(name: str, messages: Any, part: str) -> None:
-    """A conversation of one message at least, and not of too many. `part`: where their parts
-    are."""
-    if not isinstance(messages, list) or not messages:
-        raise bad(name, messages, "a list of at least one message")
-    objects = [message for message in messages if isinstance(message, dict)]
-    contents = (message.get(field) for message in objects for field in (part, "tool_calls"))
-    parts = sum(len(content) for content in contents if isinstance(content, list))
-    # A template takes time for each message, be it empty or not
-    check_count(name, len(messages) + parts, "messages and parts of messages", MESSAGES)
-
-
-# --- tools --------------------------------------------------------------------------------------
+        return {"json": {"type": "object"}}
+    own = form.inner(inner) if inner else form
+    return {"json": own.read("schema", dict)}
 
 
 def read_tools(
-    tools: Any, inner: str | None = None, schema: str = "parameters", type: str = "function"
+    asked: Given, inner: str = "", schema: str = "parameters", type: str = "function"
 ) -> list[dict]:
     """Tools as templates take them. Their fields stand in `inner`, or in the tool itself; `schema`
     is the field of their parameters, and `type` the only one that can be called."""
-    if tools in (None, []):
-        return []
-    if not isinstance(tools, list):
-        raise bad("tools", tools, "a list of tools")
+    tools = asked.items("tools", [])
     check_count("tools", len(tools), "tools", TOOLS)
     found = []
-    for i, tool in enumerate(tools):
-        kind = tool.get("type", type) if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != type:
-            words = f"tools[{i}] is of type {shown(kind)}, but only functions can be called here"
-            raise Refusal(400, words, "unsupported_parameter", "tools")
-        own = (tool.get(inner) if inner else tool) if isinstance(tool, dict) else None
-        if not isinstance(own, dict):
-            raise bad(f"tools[{i}]", tool, "an object that describes a function", "tools")
-        found.append({"type": "function", "function": read_function(f"tools[{i}]", own, schema)})
+    for tool in tools:
+        kind = tool.read("type", str, type)
+        if kind != type:
+            raise tool.unsupported(
+                "type", f"= {shown(kind)}, but only functions can be called here"
+            )
+        own = tool.inner(inner) if inner else tool
+        name = own.read("name", str)
+        if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,128}", name):
+            raise own.bad("name", "at most 128 letters, digits, '_', '-' and '.'")
+        function = {"name": name, "description": own.read("description", str, "")}
+        function["parameters"] = own.read(schema, dict, {"type": "object", "properties": {}})
+        found.append({"type": "function", "function": function})
     return found
-
-
-def read_function(place: str, given: dict, schema: str) -> dict:
-    name = given.get("name")
-    if not isinstance(name, str) or not re.fullmatch(r"[a-zA-Z0-9_.-]{1,128}", name):
-        what = "a name of letters, digits, '_', '-' and '.', of at most 128"
-        raise bad(f"{place}: name", name, what, "tools")
-    about = given.get("description") or ""
-    if not isinstance(about, str):
-        raise bad(f"{place}: description", about, "a text", "tools")
-    parameters = given.get(schema) or {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict):
-        raise bad(f"{place}: {schema}", parameters, "a JSON schema", "tools")
-    return {"name": name, "description": about, "parameters": parameters}
 
 
 def choose_tools(tools: list[dict], kind: Any, name: Any) -> tuple[list[dict], tuple[str, ...]]:
@@ -328,65 +234,28 @@ def choose_tools(tools: list[dict], kind: Any, name: Any) -> tuple[list[dict], t
     if kind == "auto":
         return tools, ()
     if not tools and kind in ("required", "function"):
-        words = "tool_choice asks for a call, but there are no tools"
-        raise Refusal(400, words, "invalid_value", "tool_choice")
+        raise invalid("tool_choice", "tool_choice asks for a call, but there are no tools")
     if kind == "required":
         return tools, names
     if kind == "function" and name in names:
         return tools, (name,)
     wrong = name if kind == "function" else kind
-    raise bad("tool_choice", wrong, "none, auto, required, or the name of a tool", "tool_choice")
+    raise bad("tool_choice", wrong, "none, auto, required, or the name of a tool")
 
 
-def call_of(place: str, id: Any, name: Any, arguments: Any) -> dict:
+def call_of(id: str, function: Given, field: str = "arguments") -> dict:
     """A call that an assistant has made, as templates take it. The arguments may be an object, or
     JSON of one."""
+    arguments = function.get(field)
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise bad(f"{place}: arguments", arguments, "JSON of an object", "messages") from None
+        arguments = loads(arguments or "{}")
     if not isinstance(arguments, dict):
-        raise bad(f"{place}: arguments", arguments, "JSON of an object", "messages")
-    for field, value in (("id", id), ("name", name)):
-        if not isinstance(value, str) or not value:
-            raise bad(f"{place}: the call's {field}", value, "a text", "messages")
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        raise function.bad(field, "an object, or JSON of one")
+    called = {"name": function.read("name", str), "arguments": arguments}
+    return {"id": id, "type": "function", "function": called}
 
 
-# --- small things -------------------------------------------------------------------------------
-
-
-def boolean(asked: dict[str, Any], name: str, param: str | None = None) -> bool:
-    value = asked.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise bad(name, value, "true or false", param)
-    return bool(value)
-
-
-def number(asked: dict[str, Any], name: str, least: int, most: int) -> int:
-    try:
-        return whole(name, asked[name], least, most)
-    except ValueError as error:
-        raise Refusal(400, str(error), "invalid_value", name) from None
-
-
-def check_count(name: str, count: int, what: str, most: int) -> None:
-    """Refuse too many of something before any of them is looked at."""
-    if count > most:
-        words = f"{name} has {count:,} {what}, but there may be at most {most:,}"
-        raise Refusal(400, words, "invalid_value", name)
-
-
-def bad(name: str, value: Any, what: str, param: str | None = None) -> Refusal:
-    words = (
-        f"{name} is missing; give {what}"
-        if value is None
-        else f"{name} = {shown(value)}, but it must be {what}"
-    )
-    return Refusal(
-        400, words, "missing_parameter" if value is None else "invalid_value", param or name
-    )
+# --- events -------------------------------------------------------------------------------------
 
 
 def event(body: dict | str) -> bytes:

@@ -24,42 +24,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from door.choice import Change, Choice, Item
+from door.fields import Given, Refusal
 from door.protocol import (
-    Refusal,
+    MOST,
+    NO_WISH,
     Speaks,
     Usage,
     Wish,
-    bad,
-    boolean,
     call_of,
-    check_length,
-    check_model,
     choose_tools,
+    conversation,
     named_event,
-    number,
-    read_json,
-    read_schema,
-    read_text,
+    read_body,
+    read_form,
     read_tools,
-    refuse_what_cannot_be_kept,
 )
 from parts.checks import shown
 from parts.text.tokens import Chat
 
 PLAIN = ("temperature", "top_p")
-KNOWN = {
-    *PLAIN,
-    "model",
-    "input",
-    "instructions",
-    "max_output_tokens",
-    "parallel_tool_calls",
-    "reasoning",
-    "stream",
-    "text",
-    "tool_choice",
-    "tools",
-}
 NEUTRAL = {
     "include": (["reasoning.encrypted_content"],),  # thoughts come as they are
     "service_tier": ("auto", "default"),
@@ -69,6 +52,7 @@ NEUTRAL = {
 # What needs a memory, which this server has not
 MEMORY = ("previous_response_id", "store", "conversation", "background")
 TEXTS = ("input_text", "output_text", "text")
+ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -76,98 +60,72 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 
 
 def understand(body: bytes, names: Sequence[str]) -> Wish:
-    asked = {name: value for name, value in read_json(body).items() if value is not None}
+    asked = read_body(body, names)
     for name in MEMORY:
-        if asked.get(name):
-            words = f"{name} = {shown(asked[name])} needs a memory, and this server keeps nothing"
+        if value := asked.get(name):
+            words = f"= {shown(value)} needs a memory, and this server keeps nothing"
             words += "; leave it out, and send the whole conversation as input"
-            raise Refusal(400, words, "unsupported_parameter", name)
-    refuse_what_cannot_be_kept(asked, KNOWN | set(MEMORY), NEUTRAL)
-    check_model(asked.get("model", names[0]), names)
+            raise asked.unsupported(name, words)
     kind = asked.get("tool_choice", "auto")
     name = None
     if isinstance(kind, dict):
-        name = kind.get("name")
-        kind = kind.get("type")
-    tools, must_call = choose_tools(read_tools(asked.get("tools")), kind, name)
-    parallel = asked.get("parallel_tool_calls") is None or boolean(asked, "parallel_tool_calls")
-    most = "max_output_tokens"
-    return Wish(
-        [Chat(read_input(asked), tools, hints=read_reasoning(asked))],
-        settings={name: asked[name] for name in PLAIN if name in asked} | read_format(asked),
-        max_tokens=number(asked, most, 1, 2**63 - 1) if most in asked else None,
-        stream=boolean(asked, "stream"),
+        choice = asked.inner("tool_choice")
+        kind = choice.get("type")
+        name = choice.get("name")
+    tools, must_call = choose_tools(read_tools(asked), kind, name)
+    # Its effort is a hint, and so is what a summary should be like: thoughts are told whole
+    effort = asked.inner("reasoning").get("effort")
+    hints = {} if effort is None else {"enable_thinking": effort != "none"}
+    settings = asked.some(PLAIN)
+    if form := read_form(asked.inner("text"), "format"):
+        settings["grammar"] = form
+    wish = Wish(
+        [Chat(read_input(asked), tools, hints=hints)],
+        settings=settings,
+        max_tokens=asked.whole("max_output_tokens", 1, MOST, MOST),
+        stream=asked.read("stream", bool, False),
         must_call=must_call,
-        is_single=not parallel,
-        asked=asked,
+        is_single=not asked.read("parallel_tool_calls", bool, True),
+        asked=asked.fields,
     )
+    asked.refuse_rest(NEUTRAL, NO_WISH)
+    return wish
 
 
-def read_reasoning(asked: dict[str, Any]) -> dict[str, Any]:
-    """`effort` is a hint, and so is what a summary should be like: thoughts are told whole."""
-    reasoning = asked.get("reasoning", {})
-    if not isinstance(reasoning, dict):
-        raise bad("reasoning", reasoning, "an object")
-    effort = reasoning.get("effort")
-    return {} if effort is None else {"enable_thinking": effort != "none"}
-
-
-def read_format(asked: dict[str, Any]) -> dict[str, Any]:
-    text = asked.get("text", {})
-    if not isinstance(text, dict):
-        raise bad("text", text, "an object")
-    schema = read_schema("text", text.get("format"), None)
-    return {} if schema is None else {"grammar": {"json": schema}}
-
-
-def read_input(asked: dict[str, Any]) -> list[dict]:
+def read_input(asked: Given) -> list[dict]:
     """The items of a conversation as messages."""
     messages = []
-    instructions = asked.get("instructions")
-    if instructions:
-        text = read_text("instructions", instructions, "instructions", TEXTS)
-        messages.append({"role": "system", "content": text})
-    items = asked.get("input")
-    if isinstance(items, str):
-        return [*messages, {"role": "user", "content": items}]
-    check_length("input", items, "content")
-    for i, item in enumerate(items):
-        place = f"input[{i}]"
-        if not isinstance(item, dict):
-            raise bad(place, item, "an item, which is an object", "input")
-        read_item(place, item, messages)
+    if instructions := asked.text("instructions", "", TEXTS):
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(asked.get("input"), str):
+        messages.append({"role": "user", "content": asked.get("input")})
+        return messages
+    for item in conversation(asked, "input"):
+        read_item(item, messages)
     return messages
 
 
-def read_item(place: str, item: dict, messages: list[dict]) -> None:
+def read_item(item: Given, messages: list[dict]) -> None:
     """A thought, a message and calls that follow each other are one message of a template."""
-    kind = item.get("type", "message")
+    kind = item.one_of("type", ITEMS, "message")
     if kind == "message":
-        role = item.get("role")
-        if not isinstance(role, str) or role not in ROLES:
-            raise bad(f"{place}.role", role, f"one of {', '.join(ROLES)}", "input")
-        text = read_text(place, item.get("content"), "input", TEXTS)
+        role = ROLES[item.one_of("role", ROLES)]
+        text = item.text("content", kinds=TEXTS)
         if role == "assistant":
-            own = own_message(messages, "content")
-            own["content"] = text
+            own_message(messages, "content")["content"] = text
         else:
-            messages.append({"role": ROLES[role], "content": text})
+            messages.append({"role": role, "content": text})
     elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or ""
-        text = read_text(place, parts, "input", ("reasoning_text", "summary_text"))
+        name = "content" if item.get("content") else "summary"
+        text = item.text(name, "", ("reasoning_text", "summary_text"))
         own_message(messages, "reasoning_content")["reasoning_content"] = text
     elif kind == "function_call":
-        call = call_of(place, item.get("call_id"), item.get("name"), item.get("arguments"))
+        call = call_of(item.read("call_id", str), item)
         own_message(messages, "").setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        id = item.get("call_id")
-        if not isinstance(id, str):
-            raise bad(f"{place}.call_id", id, "the id of a call", "input")
-        text = read_text(place, item.get("output"), "input", TEXTS)
-        messages.append({"role": "tool", "tool_call_id": id, "content": text})
     else:
-        words = f"{place} is of type {shown(kind)}, which is not supported here"
-        raise Refusal(400, words, "unsupported_content", "input")
+        id = item.read("call_id", str)
+        text = item.text("output", kinds=TEXTS)
+        messages.append({"role": "tool", "tool_call_id": id, "content": text})
 
 
 def own_message(messages: list[dict], field: str) -> dict:

@@ -180,7 +180,7 @@ def test_a_fault_of_ours_at_the_door_has_a_traceback_and_its_client_a_500(
     def broken(*arguments):
         raise error("of ours")
 
-    monkeypatch.setattr(bridge.openai, "understand", broken)
+    monkeypatch.setattr(openai, "read_prompts", broken)
     assert here.complete().status == 500
     monkeypatch.undo()
     assert "in broken" in caplog.text and caplog.text.count("Traceback") == 1
@@ -549,14 +549,14 @@ def test_a_long_prompt_stops_no_other_thread(engine):
 
 def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
     """Four long prompts kept all that turn text into tokens busy, for seconds."""
-    understand, goes_on = openai.understand, threading.Event()
+    read, goes_on = openai.read_prompts, threading.Event()
 
-    def slow(body, *arguments):
-        if len(body) > LONG:
+    def slow(asked):
+        if len(asked.fields.get("user", "")) >= LONG:
             assert goes_on.wait(20)
-        return understand(body, *arguments)
+        return read(asked)
 
-    monkeypatch.setattr(bridge.openai, "understand", slow)
+    monkeypatch.setattr(openai, "read_prompts", slow)
     lines = [here.line().post(COMPLETIONS, BODY | {"user": "x" * LONG}) for _ in range(6)]
     assert here.complete(max_tokens=1).status == 200
     goes_on.set()

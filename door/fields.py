@@ -1,0 +1,192 @@
+"""What a client has sent, field by field.
+
+The problem. A body is a stranger's. A field may be missing, null, of another type, nested without
+end, or huge. And a field that we do not know may ask for something. A client that gets an answer to
+another question than its own does not notice.
+
+The way out. An object of the body is a `Given`. A field is read by its kind: either the value is
+one, or a refusal names the place, the value and what it must be. The object remembers which of its
+fields have been read. The others have not been understood, so they are refused, unless they ask for
+nothing (`refuse_rest`).
+
+What this file keeps. Nothing but a `Refusal` comes out of a body, whatever is in it.
+
+Where next: `protocol.py`, what the protocols read in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from parts.checks import shown, whole
+
+MARKS = 100_000  # brackets, braces and colons of a body, in texts, too
+KINDS = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
+
+
+class Refusal(Exception):
+    """An answer that is an error. OpenAI's clients make an exception of their own of each
+    status."""
+
+    TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # noqa: RUF012
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        **headers: str | None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items() if value}
+
+    @property
+    def body(self) -> dict:
+        kind = self.TYPES.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def invalid(param: str, words: str, code: str = "invalid_value") -> Refusal:
+    return Refusal(400, words, code, param)
+
+
+def bad(name: str, value: Any, what: str, param: str = "") -> Refusal:
+    if value is None:
+        return invalid(param or name, f"{name} is missing; give {what}", "missing_parameter")
+    return invalid(param or name, f"{name} = {shown(value)}, but it must be {what}")
+
+
+def check_count(name: str, count: int, what: str, most: int) -> None:
+    """Refuse too many of something before any of them is looked at."""
+    if count > most:
+        raise invalid(name, f"{name} has {count:,} {what}, but there may be at most {most:,}")
+
+
+class Given:
+    """An object that a client has sent. A field that is null counts as missing.
+
+    `place`: where it stands in the body.
+    `param`: the field of the body that it belongs to, if it is not the body itself.
+    """
+
+    def __init__(self, value: Any, place: str = "", param: str = ""):
+        if not isinstance(value, dict):
+            raise bad(place, value, "an object", param)
+        self.fields = {name: field for name, field in value.items() if field is not None}
+        self._place = f"{place}." if place else ""
+        self._param = param
+        self._known: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field of any kind."""
+        self._known.add(name)
+        return self.fields.get(name, default)
+
+    def read(self, name: str, kind: type, default: Any = None) -> Any:
+        """A field of this kind. Without a default it may not be missing."""
+        value = self.get(name, default)
+        if type(value) is not kind:
+            raise self.bad(name, KINDS[kind])
+        return value
+
+    def whole(self, name: str, least: int, most: int, default: int | None = None) -> int | None:
+        if self.get(name) is None:
+            return default
+        try:
+            return whole(self._place + name, self.fields[name], least, most)
+        except ValueError as error:
+            raise invalid(self._param or name, str(error)) from None
+
+    def one_of(self, name: str, values: Collection[str], default: str | None = None) -> str:
+        value = self.get(name, default)
+        if not isinstance(value, str) or value not in values:
+            raise self.bad(name, f"one of {', '.join(values)}")
+        return value
+
+    def inner(self, name: str) -> Given:
+        """A field that is an object itself. One that is missing has no fields."""
+        return Given(self.get(name, {}), self._place + name, self._param or name)
+
+    def items(self, name: str, default: list | None = None) -> list[Given]:
+        """A field that is a list of objects."""
+        found = []
+        for i, value in enumerate(self.read(name, list, default)):
+            found.append(Given(value, f"{self._place}{name}[{i}]", self._param or name))
+        return found
+
+    def text(self, name: str, default: str | None = None, kinds: Sequence[str] = ("text",)) -> str:
+        """A field that is a text, or a list of parts of text, which are of one of these kinds."""
+        value = self.get(name, default)
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise self.bad(name, "a text or a list of parts of text")
+        return text_of(self.items(name), kinds)
+
+    def some(self, names: Sequence[str]) -> dict[str, Any]:
+        """Those of these fields that are there."""
+        self._known.update(names)
+        return {name: self.fields[name] for name in names if name in self.fields}
+
+    def bad(self, name: str, what: str) -> Refusal:
+        return bad(self._place + name, self.fields.get(name), what, self._param or name)
+
+    def unsupported(self, name: str, words: str) -> Refusal:
+        return invalid(
+            self._param or name, f"{self._place}{name[:40]} {words}", "unsupported_parameter"
+        )
+
+    def refuse_rest(
+        self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = ()
+    ) -> None:
+        """Refuse what has not been read. What is false, zero or empty asks for nothing, and so do
+        `neutral` values and `ignored` fields."""
+        for name, value in self.fields.items():
+            asks = any(value.values()) if isinstance(value, dict) else value
+            is_known = name in self._known or name in ignored
+            if asks and not is_known and value not in neutral.get(name, ()):
+                raise self.unsupported(
+                    name, f"= {shown(value)} is not supported here; leave it out"
+                )
+
+
+def text_of(parts: Sequence[Given], kinds: Sequence[str] = ("text",)) -> str:
+    texts = []
+    for part in parts:
+        kind = part.read("type", str)
+        if kind not in kinds:
+            raise part.unsupported("type", f"= {shown(kind)}, but only text can be read here")
+        texts.append(part.read("text", str))
+    return "".join(texts)
+
+
+def read_json(body: bytes) -> Given:
+    # Of 4 MiB of "[]," Python makes a million lists, and lets no other thread run for half a second
+    marks = sum(map(body.count, (b"[", b"{", b":")))
+    if marks > MARKS:
+        words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MARKS:,}"
+        raise Refusal(413, words, "request_too_large")
+
+    def no_number(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        given = json.loads(body.decode("utf-8-sig"), parse_constant=no_number)
+        if not isinstance(given, dict):
+            raise ValueError(f"it is {shown(given)}, but it must be an object")
+        return Given(given)
+    except UnicodeDecodeError as error:
+        words = f"it is no UTF-8 at byte {error.start}"
+    except RecursionError:
+        words = "it is nested too deep"
+    except ValueError as error:
+        words = str(error)[:200]
+    raise Refusal(400, f"the body is no valid JSON: {words}", "invalid_json")
