@@ -139,21 +139,17 @@ class Answer:
         check_tools(engine, wish)
         asks = []
         try:
-            engine.text.check_ids(wish.settings.get("logit_bias", ()))
-        except ValueError as error:
-            raise Refusal(400, str(error), "invalid_value", "logit_bias") from None
-        try:
             for prompt in wish.prompts:
                 read = read_prompt(engine, prompt)
                 room = min(engine.sched.max_len - len(read.ids), wish.most_tokens)
                 settings = defaults | wish.settings | {"max_tokens": min(wish.max_tokens, room)}
                 if held := grammar_of(engine, wish, read):
                     settings["grammar"] = held
-                for i in range(wish.n):
-                    seed = (
-                        {"seed": settings["seed"] + i} if type(settings.get("seed")) is int else {}
-                    )
-                    asks.append((read, Sampling(**settings | seed)))
+                for _ in range(wish.n):
+                    asks.append((read, Sampling(**settings)))
+                    # Else the choices would be the same
+                    if type(settings.get("seed")) is int:
+                        settings["seed"] += 1
             if len(asks) > engine.sched.max_queue:
                 raise ValueError(
                     f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
@@ -380,16 +376,14 @@ class Answer:
 def refusal_of(error: ValueError, wish: Wish, form: str) -> Refusal:
     """What `Sampling` or the engine said, with the field that it names. `form`: the one that has a
     JSON schema."""
-    settings = wish.settings
-    param = re.match(r"\w*", str(error))[0]
-    if param == "grammar":
-        kind = next(iter(settings.get("grammar", ())), "")
-        # Without one of the body's, it is a grammar of calls
-        names = {"": "tools", "json": form, "lark": "guided_grammar"}
-        param = names.get(kind, f"guided_{kind}")
-    elif param not in settings:
-        param = None
-    return Refusal(400, str(error), "invalid_value", param)
+    # Without a grammar of the body's, it is one of calls
+    kind = next(iter(wish.settings.get("grammar", ())), "calls")
+    grammars = {"calls": "tools", "json": form, "lark": "guided_grammar"}
+    params = {name: name for name in wish.settings}
+    params["token"] = "logit_bias"
+    params["grammar"] = grammars.get(kind, f"guided_{kind}")
+    subject = re.match(r"\w*", str(error))[0]
+    return Refusal(400, str(error), "invalid_value", params.get(subject))
 
 
 def check_tools(engine: AnyEngine, wish: Wish) -> None:
@@ -408,21 +402,19 @@ def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, An
     beside calls that may come and behind a thought."""
     given = wish.settings.get("grammar")
     chat = wish.prompts[0]
-    is_free = not wish.must_call and (given is None or "json" not in given)
-    if is_free or not isinstance(chat, Chat):
+    if not isinstance(chat, Chat):
         return given
     speech = engine.text.speech
-    if not chat.tools and not speech.thought:
-        return given
     answer = None
     if not wish.must_call:
-        answer = loads(given["json"]) if isinstance(given["json"], str) else given["json"]
-        if not isinstance(answer, dict):
+        answer = given and given.get("json")
+        if isinstance(answer, str):
+            answer = loads(answer)
+        if not isinstance(answer, dict) or not (chat.tools or speech.thought):
             return given
-    names = wish.must_call or [tool["function"]["name"] for tool in chat.tools]
     text = grammar(
         speech,
-        [tool for tool in chat.tools if tool["function"]["name"] in names],
+        wish.must_call or chat.tools,
         answer=answer,
         is_single=wish.is_single,
         is_thinking=prompt.is_thinking,

@@ -112,7 +112,10 @@ class Given:
         return value
 
     def inner(self, name: str) -> Given:
-        """A field that is an object itself. One that is missing has no fields."""
+        """A field that is an object itself. One that is missing has no fields. Without a name: this
+        object."""
+        if not name:
+            return self
         return Given(self.get(name, {}), self._place + name, self._param or name)
 
     def items(self, name: str, default: list | None = None) -> list[Given]:

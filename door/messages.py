@@ -18,6 +18,7 @@ Where next: `bridge.py`, the way of a request to the engine and back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from door.choice import Change, Choice, Item
@@ -48,8 +49,7 @@ THINKING = {
     "adaptive": {},
     "disabled": {"enable_thinking": False},
 }
-# How Anthropic calls what others call "none", "auto", "required" and "function"
-CHOICES = {"none": "none", "auto": "auto", "any": "required", "tool": "function"}
+CHOICES = {"any": "required", "tool": "function"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {
     401: "authentication_error",
@@ -73,10 +73,9 @@ def error(refusal: Refusal) -> dict:
 def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wish:
     """`is_count`: nothing is to be answered, so a length need not be given."""
     asked = read_body(body, names)
-    choice = asked.inner("tool_choice")
-    kind = CHOICES[choice.one_of("type", CHOICES, "auto")]
     tools = read_tools(asked, schema="input_schema", type="custom")
-    tools, must_call = choose_tools(tools, kind, choice.get("name"))
+    tools, must_call = choose_tools(asked, tools, words=CHOICES)
+    choice = asked.inner("tool_choice")
     # How long a thought may be is a hint, too
     hints = THINKING[asked.inner("thinking").one_of("type", THINKING, "adaptive")]
     settings = asked.some(PLAIN) | {"stop": read_stop(asked, "stop_sequences")}
@@ -227,5 +226,5 @@ def written(usage: Usage) -> dict:
     }
 
 
-MESSAGES = Speaks(lambda body, names: understand(body, names), Message, "output_config")
-COUNT = Speaks(lambda body, names: understand(body, names, is_count=True), Message, "")
+MESSAGES = Speaks(understand, Message, "output_config")
+COUNT = Speaks(partial(understand, is_count=True), Message, "")

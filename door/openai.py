@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from door.choice import Change, Choice, Item, Word
@@ -72,7 +73,7 @@ NEUTRAL = {
 # --- what a body asks for -----------------------------------------------------------------------
 
 
-def understand(body: bytes, is_chat: bool, names: Sequence[str]) -> Wish:
+def understand(body: bytes, names: Sequence[str], is_chat: bool) -> Wish:
     """The body of POST /v1/chat/completions, or of POST /v1/completions. `names`: the models that
     are here."""
     asked = read_body(body, names)
@@ -147,13 +148,7 @@ def read_chat(asked: Given) -> Wish:
     messages = [read_message(message) for message in conversation(asked, "messages")]
     options = asked.read("chat_template_kwargs", dict, {})
     hints = {"enable_thinking": False} if asked.get("reasoning_effort") == "none" else {}
-    kind = asked.get("tool_choice", "auto")
-    name = None
-    if isinstance(kind, dict):
-        choice = asked.inner("tool_choice")
-        kind = choice.get("type")
-        name = choice.inner("function").get("name")
-    tools, must_call = choose_tools(read_tools(asked, "function"), kind, name)
+    tools, must_call = choose_tools(asked, read_tools(asked, "function"), "function")
     parallel = asked.read("parallel_tool_calls", bool, True)
     chat = Chat(messages, tools, options, hints)
     return Wish([chat], must_call=must_call, is_single=not parallel)
@@ -383,7 +378,5 @@ def model(name: str, created: int, max_len: int) -> dict:
     }
 
 
-CHAT = Speaks(lambda body, names: understand(body, True, names), ChatCompletion, "response_format")
-COMPLETIONS = Speaks(
-    lambda body, names: understand(body, False, names), Completion, "response_format"
-)
+CHAT = Speaks(partial(understand, is_chat=True), ChatCompletion, "response_format")
+COMPLETIONS = Speaks(partial(understand, is_chat=False), Completion, "response_format")

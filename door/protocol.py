@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from door.choice import Change, Choice
-from door.fields import Given, Refusal, bad, check_count, invalid, read_json
+from door.fields import Given, Refusal, bad, check_count, read_json
 from parts.checks import shown
 from parts.text.speech import loads
 
@@ -75,7 +75,7 @@ class Wish(NamedTuple):
     stream: bool = False
     usage: bool = False  # at the end of the stream
     progress: bool = False  # of the prompt, in the stream
-    must_call: tuple[str, ...] = ()  # one of these tools has to be called
+    must_call: Sequence[dict] = ()  # one of these tools has to be called
     is_single: bool = False  # at most one call is wanted
     asked: Mapping[str, Any] = {}  # the body's fields that are not null
 
@@ -197,8 +197,7 @@ def read_form(given: Given, name: str, inner: str = "") -> dict[str, Any]:
         return {}
     if kind == "json_object":
         return {"json": {"type": "object"}}
-    own = form.inner(inner) if inner else form
-    return {"json": own.read("schema", dict)}
+    return {"json": form.inner(inner).read("schema", dict)}
 
 
 def read_tools(
@@ -215,7 +214,7 @@ def read_tools(
             raise tool.unsupported(
                 "type", f"= {shown(kind)}, but only functions can be called here"
             )
-        own = tool.inner(inner) if inner else tool
+        own = tool.inner(inner)
         name = own.read("name", str)
         if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,128}", name):
             raise own.bad("name", "at most 128 letters, digits, '_', '-' and '.'")
@@ -225,22 +224,30 @@ def read_tools(
     return found
 
 
-def choose_tools(tools: list[dict], kind: Any, name: Any) -> tuple[list[dict], tuple[str, ...]]:
-    """Which tools a model is given, and which of them one has to be called. `kind`: "none",
-    "auto", "required", or "function" with a `name`."""
-    names = tuple(tool["function"]["name"] for tool in tools)
+def choose_tools(
+    asked: Given, tools: list[dict], inner: str = "", words: Mapping[str, str] = {}
+) -> tuple[list[dict], list[dict]]:
+    """By `tool_choice`: the tools that a model is given, and those of which one has to be called.
+
+    `words`: what the protocol calls "required" and "function", if something else.
+    """
+    kind = asked.get("tool_choice", "auto")
+    name = None
+    if isinstance(kind, dict):
+        choice = asked.inner("tool_choice")
+        kind = choice.get("type")
+        name = choice.inner(inner).get("name")
+    kind = words.get(str(kind), kind)
+    wanted = tools
+    if kind == "function":
+        wanted = [tool for tool in tools if tool["function"]["name"] == name]
     if kind == "none":
-        return [], ()
+        return [], []
     if kind == "auto":
-        return tools, ()
-    if not tools and kind in ("required", "function"):
-        raise invalid("tool_choice", "tool_choice asks for a call, but there are no tools")
-    if kind == "required":
-        return tools, names
-    if kind == "function" and name in names:
-        return tools, (name,)
-    wrong = name if kind == "function" else kind
-    raise bad("tool_choice", wrong, "none, auto, required, or the name of a tool")
+        return tools, []
+    if kind not in ("required", "function") or not wanted:
+        raise asked.bad("tool_choice", "none, auto, required, or the name of one of the tools")
+    return tools, wanted
 
 
 def call_of(id: str, function: Given, field: str = "arguments") -> dict:

@@ -66,13 +66,7 @@ def understand(body: bytes, names: Sequence[str]) -> Wish:
             words = f"= {shown(value)} needs a memory, and this server keeps nothing"
             words += "; leave it out, and send the whole conversation as input"
             raise asked.unsupported(name, words)
-    kind = asked.get("tool_choice", "auto")
-    name = None
-    if isinstance(kind, dict):
-        choice = asked.inner("tool_choice")
-        kind = choice.get("type")
-        name = choice.get("name")
-    tools, must_call = choose_tools(read_tools(asked), kind, name)
+    tools, must_call = choose_tools(asked, read_tools(asked))
     # Its effort is a hint, and so is what a summary should be like: thoughts are told whole
     effort = asked.inner("reasoning").get("effort")
     hints = {} if effort is None else {"enable_thinking": effort != "none"}
@@ -254,4 +248,4 @@ def written(usage: Usage) -> dict:
     }
 
 
-RESPONSES = Speaks(lambda body, names: understand(body, names), Response, "text")
+RESPONSES = Speaks(understand, Response, "text")

@@ -42,7 +42,8 @@ class Format(NamedTuple):
     name: str
     opens: str  # the mark before a call
     closes: str  # the mark behind it, if there is one
-    # What stands before the first body, between two, and behind the last one
+    # What stands before the first body, between two, and behind the last one. The first is taken
+    # from the model's template
     layout: tuple[str, str, str]
     key: str = "arguments"  # their name in what the template writes
     is_bare: bool = False  # an answer may begin with a call that has no mark
@@ -89,14 +90,6 @@ class Speech(NamedTuple):
     why: str = ""  # if there is no format: why the model can be given no tools
     # What stands between a tool's name and its arguments, if the name stands before the body
     behind_name: str | None = None
-    has_id: bool = False  # an id of the call may stand there, too
-
-    @property
-    def layout(self) -> tuple[str, str, str]:
-        """What stands before the first body, between two, and behind the last one."""
-        if self.behind_name is None:
-            return self.format.layout
-        return self.format.opens, self.format.opens, ""
 
     def is_thinking(self, prompt: str) -> bool:
         """Some templates open a thought at the end of the prompt."""
@@ -133,39 +126,33 @@ def learn(source: str | None, render: Callable[[list, list], str]) -> Speech:
         return Speech(thought, why="this model's chat template writes no calls of tools")
     place = text.index("is_called")
     for format in FORMATS:
-        if reads_back(format, text, place):
-            is_named = not text[:place].endswith('"')
-            if not is_named:
-                return Speech(thought, as_written(format, text, place))
-            behind = "[ARGS]" if "[ARGS]" in text[place:] else ""
-            return Speech(thought, format, behind_name=behind, has_id="[CALL_ID]" in text[place:])
+        begin = begin_of_call(format, text, place)
+        if begin is None:
+            continue
+        if text[place - 1] == '"':
+            start = text[begin : text.index("{", begin)]
+            return Speech(thought, format._replace(layout=(start, *format.layout[1:])))
+        start = text[begin:place]
+        behind = text[place + len("is_called") : text.index("{", place)]
+        return Speech(thought, format._replace(layout=(start, start, "")), behind_name=behind)
     written = " ".join(text[max(place - 40, 0) : place + 40].split())
     known = ", ".join(format.name for format in FORMATS)
     why = f"this model writes a call as {written!r}, but only these formats are known: {known}"
     return Speech(thought, why=why)
 
 
-def reads_back(format: Format, text: str, place: int) -> bool:
-    """Does a format find the call that a template has written? `place` is that of the name."""
+def begin_of_call(format: Format, text: str, place: int) -> int | None:
+    """Where the call begins that a template has written, if it can be read back in this format.
+    `place` is that of the name."""
     begin = text.rfind(format.opens, 0, place)
     if format.is_bare and begin < 0:
         begin = text.rfind("{", 0, place)
     if begin < 0 or (f'"{format.key}"' not in text[place:] and not format.is_named):
-        return False
-    parts = Parser(Speech(format=format), ["is_called"]).push(text[begin:])
-    calls = joined(parts)[:2]
-    if [part.kind for part in calls] != ["call", "arguments"] or calls[0].text != "is_called":
-        return False
-    return loads(calls[1].text) == {"n": 7}
-
-
-def as_written(format: Format, text: str, place: int) -> Format:
-    """With the template's own white space before the first body."""
-    begin = text.rfind(format.opens, 0, place)
-    if begin < 0:
-        return format
-    start = text[begin : text.index("{", begin)]
-    return format._replace(layout=(start, *format.layout[1:]))
+        return None
+    parts = joined(Parser(Speech(format=format), ["is_called"]).push(text[begin:]))
+    if len(parts) < 2 or parts[0] != Part("call", "is_called") or loads(parts[1].text) != {"n": 7}:
+        return None
+    return begin
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
@@ -215,7 +202,7 @@ def grammar(
         rules["answer"] = as_json(answer)
     if tools:
         bodies = [body_rule(speech, tool["function"], spelled) for tool in tools]
-        start, between, end = speech.layout
+        start, between, end = speech.format.layout
         more = f"({spelled(between)} body)*"
         if is_single or speech.format.is_single:
             more = ""
@@ -242,8 +229,10 @@ def body_rule(speech: Speech, function: Mapping[str, Any], spelled: Callable[[st
     name = function["name"]
     parameters = dict(function["parameters"])
     if speech.behind_name is not None:
-        id = f"({spelled('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/)?" if speech.has_id else ""
-        return f"{spelled(name)} {id} {spelled(speech.behind_name)} {as_json(parameters)}"
+        before, id, behind = speech.behind_name.partition(CALL["id"])
+        behind = spelled(behind)
+        before = f"({spelled(before)} /[a-zA-Z0-9]{{9}}/)?" if id else spelled(before)
+        return f"{spelled(name)} {before} {behind} {as_json(parameters)}"
     key = speech.format.key
     # What parameters refer to is looked for in the whole schema's own definitions
     whole = {name: parameters.pop(name) for name in ("$defs", "definitions") if name in parameters}
@@ -259,10 +248,10 @@ def as_json(schema: Mapping[str, Any]) -> str:
 # --- for those who watch ------------------------------------------------------------------------
 
 
-def marked(text: str) -> list[Part]:
+def marked(text: str, is_thinking: bool = False) -> list[Part]:
     """The thought of an answer, what it says, and its calls: with their marks, and without to know
-    the model. (Of a thought that the prompt has begun, the end alone is seen.)"""
-    start = 0
+    the model. `is_thinking`: the prompt has opened the thought."""
+    start = len(text) if is_thinking else 0
     for opens, closes in THOUGHTS:
         place = text.find(closes)
         if place >= 0:

@@ -613,10 +613,10 @@ def test_what_log_probabilities_take_is_bounded_by_a_shorter_answer(here):
     the door did nothing else."""
     for tops, n, most in ((20, 16, protocol.SCORES // (16 * 21)), (0, 16, protocol.SCORES // 16)):
         wish = openai.understand(
-            json.dumps({"prompt": "x", "n": n, "logprobs": tops}).encode(), False, ("small",)
+            json.dumps({"prompt": "x", "n": n, "logprobs": tops}).encode(), ("small",), False
         )
         assert wish.most_tokens == most
-    plain = openai.understand(b'{"prompt": "x", "n": 16}', False, ("small",))
+    plain = openai.understand(b'{"prompt": "x", "n": 16}', ("small",), False)
     assert plain.most_tokens > 10**9
     asked = {"n": 16, "logprobs": 20, "max_tokens": 1}
     assert len(here.complete(**asked).json["choices"]) == 16
