@@ -14,6 +14,7 @@ it:
     runs.py      races and replays on a clock that interruptions do not reach. trace.py is a trace for Perfetto.
     why.py       a request's life in parts that add up, and what it would have been in another company.
     company.py   a trial: the same prompt alone and hundreds of times among neighbours.
+    elephant.py  a trial: a long prompt among chats, their gaps, and what the budget trades.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
     panes.py     pure functions: state, colours and a size in, lines of text out. So are steps.py, pages.py,
                  contest.py, charts.py, waterfall.py, bill.py, clients.py and keys.py.
@@ -74,6 +75,7 @@ from screen import (
     clients,
     company,
     contest,
+    elephant,
     keys,
     pages,
     panes,
@@ -129,9 +131,9 @@ SHEETS |= {
 }
 SHEETS |= {"step": partial(steps.draw_step, whole=True), "why": waterfall.draw_why}
 SHEETS |= {"bill": bill.draw_bill}
-SHEETS |= {"same": company.draw_same}
+SHEETS |= {"same": company.draw_same, "elephant": elephant.draw_elephant}
 # Commands whose page stays open when they are given once more
-STAYS = {"/why": "why", "/same": "same"}
+STAYS = {"/why": "why", "/same": "same", "/elephant": "elephant"}
 # While something runs, they are painted less often
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
 # On a small screen, the pane in which is seen what a command does; a prompt's is its answer
@@ -535,7 +537,9 @@ class Screen(App):
         elif page := STAYS.get(line.partition(" ")[0]):
             if self.screen.name != page:
                 self.action_sheet(page)
-        elif self.screen.name in SHEETS and self.screen.name != "bill":
+        elif line.startswith("/budget") and self.screen.name == "elephant":
+            said = ""  # the page shows it
+        elif self.screen.name in SHEETS and self.screen.name not in ("bill", "elephant"):
             # The page hides what the engine does
             said = said or f"done behind this page: {line}"
         self.say(said)
@@ -678,7 +682,11 @@ class Screen(App):
         if before in SHEETS and (name != "contest" or before != name):
             self.screen.dismiss()
         if before != name:
-            self.push_screen(Sheet(name=name), lambda _: self.call_after_refresh(self.paint))
+            self.push_screen(Sheet(name=name), lambda _: self.left(name))
+
+    def left(self, page: str) -> None:
+        self.session.leave(page)
+        self.call_after_refresh(self.paint)
 
     # --- scripts
 
@@ -698,13 +706,14 @@ class Screen(App):
                 self.action_command(as_command(word, rest))
             await self.until(lambda: self.session.heard and not state.view.stepping)
             await self.until(lambda: state.view.paused or not state.view.engine.draining_to)
-            if word == "race":
+            if word in ("race", "elephant"):
                 await self.until(lambda: self.session.settled)
             if word == "wait":  # while paused, nothing would ever come to an end
                 await self.until(lambda: state.view.paused or self.session.settled)
         if self._screenshot:
             await self.until(lambda: state.view.paused or self.session.settled)
             await self.take_picture(self._screenshot)
+        self.session.stays = True  # from now on a user is there, who leaves pages
 
     async def take_picture(self, path: str) -> None:
         self.screen.set_focus(None)

@@ -36,6 +36,7 @@ COMMANDS = {
     "step": "10",
     "slow": "8",
     "budget": "64",
+    "elephant": "40 104",
     "set": "temperature=0.8 max=64",
     "help": "",
     "quit": "",
@@ -151,6 +152,14 @@ KEYS = (
         "Load",
         "a steady load of random prompts: on, off (/load 8: 8 a second)",
         11,
+    ),
+    Key(
+        "L",
+        "L",
+        "command('/elephant')",
+        "Elephant",
+        "drop a prompt as long as a slot into the chats: their gaps, and what the budget trades",
+        12,
     ),
     Key(
         "left_square_bracket",
@@ -277,6 +286,12 @@ ON_A_SHEET += (
     "command('/compare')",
     "command('/race')",
     "command('/race last')",
+    "command('/slow -')",
+    "command('/slow +')",
+    "command('/slow off')",
+    "command('/elephant')",
+    "command('/budget -')",
+    "command('/budget +')",
 )
 OF_THE_ENGINE = (
     "pause",
@@ -293,6 +308,7 @@ OF_THE_ENGINE = (
             "slow off",
             "budget -",
             "budget +",
+            "elephant",
         )
     ),
 )
@@ -329,6 +345,10 @@ WORDS = (
     (
         "budget",
         "what a step may cost: 1 for a token, more if it looks far back. One whole chunk may always go in.",
+    ),
+    (
+        "elephant",
+        "a prompt as long as a slot, among chats: what a chunk of it costs them, and a small chunk costs it.",
     ),
     (
         "run-ahead",

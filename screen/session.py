@@ -27,6 +27,7 @@ from pathlib import Path
 from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
 from sched import POLICIES
+from screen import elephant
 from screen.bill import bill_line
 from screen.company import RUNS, same
 from screen.ink import clean, count, number, shorten, span
@@ -64,6 +65,7 @@ NUMBERS = {  # the commands that take a number, and its limits
     "why": (read_which, 0, 2**31),
     "budget": (read_whole, 1, 2**31),
     "same": (read_whole, 1, 1000),
+    "elephant": (read_whole, 1, 2**31),
 }
 
 SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
@@ -74,12 +76,15 @@ class Session:
 
     `eases`: a first burst runs in slow motion, since a small model is done with it before anything
     can be seen.
+    `stays`: a trial with a page goes on until the page is left. In a log, and in a script, it ends.
     """
 
     def __init__(self, room: EngineRoom, state: State, eases: bool = False):
         self.room, self.state, self.eases = room, state, eases
         self._seen, self._pace = 0, 0.0  # `_pace`: what the last wish for slow motion was
         self._limits: Limits | None = None  # what the last wish for a budget will lead to
+        self.stays = False
+        self._elephant: elephant.Trial | None = None
 
     @property
     def heard(self) -> bool:
@@ -201,6 +206,37 @@ class Session:
         if is_asked and owner.origin.prompt not in ours:
             return owner.origin.prompt
         return max(ours, key=len)
+
+    def _do_elephant(self, rest: str) -> None:
+        """Drop a prompt as long as a slot into the chats that run; with numbers, one with each of
+        these budgets."""
+        budgets = [number_for("budget", word) for word in rest.split()]
+        for budget in budgets:
+            with_budget(self.state.view.made_with, budget)
+        trial = self._elephant
+        begins = not self._has_elephant
+        if begins:
+            found = self.state.found.get(elephant.NAME)
+            trial = elephant.Trial(found.drops if found else (), self.stays)
+        for budget in budgets or (None,):
+            trial.drop(budget)
+        if begins:
+            self._try_out("elephant", trial.run)
+            self._elephant = trial
+
+    @property
+    def _has_elephant(self) -> bool:
+        """Does the trial run, or has the engine yet to hear of it?"""
+        if self._elephant is None or self._elephant.is_over:
+            return False
+        view = self.state.view
+        is_other = view.trial is not None and view.trial.name != elephant.NAME
+        return not self.heard or (view.trying and not is_other)
+
+    def leave(self, page: str) -> None:
+        """A page has been left: its trial ends, and puts back what it has changed."""
+        if page == elephant.NAME and self._has_elephant:
+            self.room.end_trial()
 
     def _do_compare(self, rest: str) -> None:
         self.state.contest = compare(self.state, known(rest) if rest else "")
@@ -361,7 +397,7 @@ SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
 # The plain log obeys a word when all before it has ended. So the others mean something on a screen
 # only.
-LOGGED = ("policy", "burst", "race", "compare", "wait", "why", "bill", "budget", "same")
+LOGGED = ("policy", "burst", "race", "compare", "wait", "why", "bill", "budget", "same", "elephant")
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
 SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
 on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""

@@ -23,7 +23,7 @@ from door.journal import Call
 from parts.api.views import ExpertsView, Limits, RequestView, SlotView, Snapshot, StepView
 from sched import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
-from screen.room import BURST, RIVALS, Ask, Fault, Settings, View
+from screen.room import BURST, RIVALS, Ask, Fault, Finding, Settings, View
 from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, renumbered, replay
 from screen.timeline import Column, column, gap, merge
 from screen.totals import Period
@@ -67,6 +67,7 @@ class State:
     film: float | None = None
     # A request, and what came of it by replay; or why there is no replay
     replayed: tuple[int, list[Outcome] | str] | None = None
+    found: dict[str, Finding] = field(default_factory=dict)  # by trial: what it has found last
     typing: bool = False  # the prompt box has the keyboard
     has_typed: bool = False  # it has had the keyboard
     kept: str = ""  # what was pressed while the model loads, as it is shown
@@ -92,6 +93,8 @@ class State:
         before, self.view = self.view, view
         self.model = view.model or self.model
         self.faults += view.faults[len(before.faults) :]
+        if view.trial is not None:
+            self.found[view.trial.name] = view.trial
         # Another engine begins, or the same one is told once more from its start.
         begins = view.life != before.life
         if begins:

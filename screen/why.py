@@ -26,7 +26,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from parts.api.views import Limits, RequestView
+from parts.api.views import Limits, RequestView, StepView
 from sched import POLICIES, Plan, Request
 from screen.ink import DECODE, GHOST, PREFILL, span
 from screen.runs import LEAST, Prices, Told, is_cut_short, on_clock, replayed
@@ -172,7 +172,7 @@ def _look_at_slot(
         is_at_work = owner == request.id and kind in (PREFILL, DECODE, GHOST)
         if now >= end and not (is_at_work and kind == GHOST):
             break
-        worked = column.ended if i == len(history) - 1 else work_ends(column)
+        worked = column.ended if i == len(history) - 1 else work_ends(column.view)
         stop = min(worked, end)
         if stop > now:
             shares = {"slot": 1.0}
@@ -193,15 +193,14 @@ def _look_at_slot(
     life.after = _owner(history, slot, range(after, len(history)), request.id)
 
 
-def work_ends(column: Column) -> float:
+def work_ends(step: StepView) -> float:
     """When the work of a step was done.
 
-    A column ends when its tokens were read. On a CPU Python stands still while the step is started,
+    A step ends when its tokens were read. On a CPU Python stands still while the step is started,
     and the device works meanwhile. Then the next step is started, and only then the tokens are read.
     """
-    view = column.view
-    started = view.began + view.plan_s + view.build_s + view.device_s
-    return min(started, column.ended) if view.device_s > view.wait_s else column.ended
+    started = step.began + step.plan_s + step.build_s + step.device_s
+    return min(started, step.ended) if step.device_s > step.wait_s else step.ended
 
 
 def _shares(

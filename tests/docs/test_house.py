@@ -53,7 +53,7 @@ INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
     session record
-    bill keys pages contest widgets
+    bill elephant keys pages contest widgets
     panes
     steps charts clients waterfall company
     state

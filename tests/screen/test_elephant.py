@@ -1,11 +1,14 @@
 """The budget that is turned while the engine runs, and the elephant that shows what it trades."""
 
 import pytest
-from stage import Stage, show
+from rich.cells import cell_len
+from stage import Stage, at_every_size, like_golden, plain, show
 
 from sched import NARROWEST
+from screen import elephant, ink
 from screen import state as state_
 from screen.room import WIDEST, bounds
+from screen.session import PlainLog, orders_of
 
 
 def costs(stage: Stage, first: int) -> list[int]:
@@ -122,3 +125,242 @@ def test_a_race_and_clients_keep_their_budget():
         stage.state.view = others
         with pytest.raises(ValueError, match=r"no other budget .* clients would suffer"):
             stage.session.obey("/budget 100")
+
+
+def like_a_cpu(stage: Stage) -> Stage:
+    """Python stands still until the device has done a step: 10 ms for what decodes, and 0.1 ms for
+    each token of a prompt."""
+    runner = stage.engine.runner
+    begin = runner.begin
+
+    def begin_and_wait(order):
+        flight = begin(order)
+        tokens = sum(len(prefill.ids) for prefill in order.prefills)
+        flight.cost = 0.01 * bool(order.decodes) + 0.0001 * tokens
+        flight.read()
+        flight.build_s = 0.0
+        flight.device_s += flight.cost
+        return flight
+
+    runner.begin = begin_and_wait
+    stage.engine.sched.chunk = 64
+    stage.engine.sched.budget = 104
+    return stage.turns()
+
+
+def finish(stage: Stage) -> Stage:
+    """Until the trial is over."""
+    for _ in range(3000):
+        stage.turns()
+        if stage.session.settled:
+            return stage
+    raise AssertionError("this trial never ends")
+
+
+def until_read(stage: Stage) -> None:
+    while not (stage.state.view.trial and stage.state.view.trial.reading):
+        stage.turns()
+    stage.turns(2)
+
+
+def drops(stage: Stage) -> tuple[elephant.Drop, ...]:
+    return stage.state.found[elephant.NAME].drops
+
+
+def test_each_drop_tells_the_gaps_that_its_chunks_made_and_when_its_first_token_came():
+    """16 tokens in a step: 1.6 ms more for each chat, and 32 steps until the first token."""
+    stage = like_a_cpu(Stage().load())
+    stage.session.obey("/elephant 24 104 520")
+    finish(stage)
+    found = drops(stage)
+    assert [drop.budget for drop in found] == ["24", "104", "520"]
+    assert [drop.widest for drop in found] == [16, 64, found[2].tokens]
+    for drop in found:
+        assert 480 < drop.tokens <= 510 and drop.chats == 7 and drop.steps_between == 1
+        assert drop.steps == -(-drop.tokens // drop.widest)
+        assert drop.quiet_gap == drop.quiet_longest == pytest.approx(0.01)
+        assert drop.longest == pytest.approx(0.01 + drop.widest * 0.0001)
+        assert drop.gap == pytest.approx(drop.longest, rel=0.1)
+        in_flight = 0.01  # the step that ran when it came
+        assert drop.ttft == pytest.approx(in_flight + drop.steps * 0.01 + drop.tokens * 0.0001)
+
+
+def test_no_elephant_takes_over_rows_of_another():
+    stage = like_a_cpu(Stage().load())
+    stage.session.obey("/elephant 40 40 40 40")
+    finish(stage)
+    elephants = [stage.state.requests[drop.request] for drop in drops(stage)]
+    assert len(elephants) == 4
+    assert [request.metrics.cached_tokens for request in elephants] == [0] * 4
+
+
+def test_chats_that_run_already_are_used_and_go_on_after_it():
+    stage = like_a_cpu(Stage().load())
+    for i in range(3):
+        stage.session.obey(f"a chat of mine {i}")
+    stage.turns(8)
+    stage.session.obey("/elephant")
+    stage.turns(60)
+    assert not stage.state.view.trying and drops(stage)[0].chats == 3
+    assert len(stage.engine.sched.running) == 3 and stage.engine.sched.submitted == 4
+    finish(stage)
+    assert [request.reason for request in stage.state.ended[-3:]] == ["length"] * 3
+
+
+def test_where_no_slot_is_free_it_says_so_and_waits():
+    stage = like_a_cpu(Stage(slots=3).load())
+    for i in range(3):
+        stage.session.obey(f"/set max={50 + 80 * i}")
+        stage.session.obey(f"a chat {i}")
+    stage.turns(8)
+    stage.session.obey("/elephant")
+    stage.turns(5)
+    assert "3 chats decode; an elephant waits until a slot is free" in page(stage)
+    finish(stage)
+    assert drops(stage)[0].chats == 2
+
+
+def page(stage: Stage, width: int = 120, height: int = 40) -> str:
+    lines = elephant.draw_elephant(stage.state, ink.DARK, width, height)
+    assert len(lines) <= height
+    assert all(cell_len(line) <= width for line in plain(lines))
+    return "\n".join(plain(lines))
+
+
+@pytest.mark.parametrize("end", ["cancel", "page", "itself"])
+def test_what_was_turned_meanwhile_is_turned_back_at_its_end_and_its_chats_end_too(end):
+    stage = like_a_cpu(Stage().load())
+    own = stage.engine.sched.budget
+    stage.session.obey("/budget 60")
+    stage.session.stays = end != "itself"
+    stage.session.obey("/elephant")
+    until_read(stage)
+    stage.session.obey("/budget 200")
+    stage.turns(3)
+    assert stage.engine.sched.budget == 200 and stage.state.view.trying
+    if end == "cancel":
+        stage.session.obey("/cancel all")
+    if end == "page":
+        stage.session.leave(elephant.NAME)
+    finish(stage)
+    assert stage.engine.sched.budget == 60 and not stage.engine.sched.running
+    stage.session.obey("/budget off")
+    stage.turns()
+    assert stage.engine.sched.budget == own
+
+
+def test_a_budget_that_is_turned_in_mid_read_is_told_with_the_drop():
+    stage = like_a_cpu(Stage().load())
+    stage.session.obey("/elephant 24")
+    until_read(stage)
+    stage.turns(5)
+    stage.session.obey("/budget 264")
+    finish(stage)
+    (drop,) = drops(stage)
+    assert drop.budget == "24→264" and drop.widest == 256 and drop.steps < 10
+
+
+@pytest.mark.parametrize("policy", ["static", "serial"])
+def test_a_policy_that_lets_nothing_in_while_others_run_is_refused_in_a_line(policy):
+    stage = like_a_cpu(Stage(policy=policy).load())
+    stage.session.obey("/elephant")
+    finish(stage)
+    assert f"{policy} keeps a free slot shut" in stage.state.faults[-1].message
+    assert not stage.engine.sched.running and "no elephant has been read yet" in page(stage)
+
+
+def test_an_engine_of_one_slot_is_refused_in_a_line():
+    stage = Stage(slots=1).load()
+    stage.session.obey("/elephant")
+    finish(stage)
+    assert "no room for chats beside an elephant; --slots 8" in stage.state.faults[-1].message
+
+
+def test_the_sentence_has_the_numbers_of_the_newest_drop_and_of_one_with_other_chunks():
+    stage = like_a_cpu(Stage().load())
+    stage.session.obey("/elephant 24")
+    finish(stage)
+    first = stage.state.view.trial.lines[-1]
+    assert first.startswith(
+        "budget 24 (16 of the elephant's tokens in a step): a chat's gap was 11.6 ms"
+    )
+    assert "instead of 10.0 ms" in first and "then drop another" in first
+    stage.session.obey("/elephant 264")
+    finish(stage)
+    assert drops(stage)[0].budget == "24"  # the drop of the trial before is kept
+    second = stage.state.view.trial.lines[-1]
+    for width, height in ((60, 20), (80, 24), (200, 50)):
+        page(stage, width, height)
+    assert second.startswith(
+        "budget 264 (256 of the elephant's tokens in a step): a chat's gap was 34.5 ms"
+    )
+    assert "; with 24 (16 in a step) it was 11.6 ms" in second
+
+
+def test_the_plain_log_tells_each_drop_in_a_line_and_none_of_its_requests():
+    stage, written = like_a_cpu(Stage().load()), []
+    log = PlainLog(stage.session, written.append)
+    assert orders_of("elephant elephant40 budget64", logged=True)
+    for budget in ("24", "104"):
+        log.obey(f"/elephant {budget}")
+        for _ in range(300):
+            stage.room.loop.turn()
+            log.look()
+    log.flush()
+    told = [line for line in written if "the elephant's first token came after" in line]
+    assert len(told) == 2 and "; with 24 " in told[1]
+    assert not any("waits: " in line or "admitted" in line for line in written)
+
+
+@at_every_size
+def test_the_page_is_as_drawn_while_an_elephant_is_read_and_after(size):
+    async def scenario(it):
+        like_a_cpu(it.stage)
+        it.stage.session.stays = True
+        await it.press("L")
+        await it.turns(70)
+        await it.press("left_square_bracket", "left_square_bracket", "L")
+        await it.turns(40)
+        assert "tokens are read; budget 24, a chunk of 16 (made with 104)" in it.text()
+        like_golden(f"elephant-{size[0]}x{size[1]}", it.text())
+        await it.turns(60)
+        await it.press("right_square_bracket", "L")
+        await it.turns(70)
+        assert len(drops(it.stage)) == 3
+        like_golden(f"elephants-{size[0]}x{size[1]}", it.text())
+        await it.press("escape", turns=3)
+        assert it.stage.engine.sched.budget == 104 and not it.stage.state.view.trying
+        assert "Slots" in it.text()
+
+    show(scenario, size=size)
+
+
+def test_the_picture_stands_still_behind_the_newest_elephant():
+    stage = like_a_cpu(Stage().load())
+    stage.session.stays = True
+    stage.session.obey("/elephant")
+    stage.turns(130)
+    before = page(stage).splitlines()[2:]
+    assert any("▒▒▒▒" in line for line in before)
+    stage.turns(150)
+    assert page(stage).splitlines()[2:] == before
+
+
+def test_a_gap_that_is_noise_is_cut_and_marked_and_does_not_flatten_all_others():
+    stage = like_a_cpu(Stage().load())
+    stage.session.stays = True
+    stage.session.obey("/elephant")
+    until_read(stage)
+    begin = stage.engine.runner.begin
+
+    def interrupted(order):
+        stage.time.now += 1.0
+        stage.engine.runner.begin = begin
+        return begin(order)
+
+    stage.turns(20)
+    stage.engine.runner.begin = interrupted
+    stage.turns(30)
+    lines = page(stage).splitlines()
+    assert sum("↑" in line for line in lines) == 8  # seven chats, and the axis
+    assert any(line.startswith(" 0–20 ms, ↑ more") for line in lines)

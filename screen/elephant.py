@@ -1,0 +1,546 @@
+"""The elephant: a prompt as long as fits a slot goes into running chats, and each chat draws its
+gaps like an ECG.
+
+The problem. A long prompt is read in chunks, and each chunk is a part of a step in which all chats
+decode. So their next tokens come later. How much later, the chunk decides: narrow chunks keep the
+gaps short, and let the long prompt wait. Engines hide this trade in an option. Here two keys turn
+it while the engine runs.
+
+The way out. A trial (`EngineRoom.try_out`) sees to it that chats decode, waits until nothing else
+is read, and drops the elephant. From the steps that ran it measures what a chat's reader feels: the
+time from a token to the next, while the elephant was read and just before. The median stands beside
+the longest, since a longest gap alone may be another program's doing.
+
+What this file keeps. All times are the engine's, and of each gap it is known how many of the
+elephant's tokens were computed in it. Each elephant begins with other words than all before it: the
+rows of an earlier one would be taken over, and cost nothing. What the trial changes, it puts back.
+
+Where next: `session.py`, which starts the trial; `tui.py`, which shows the page.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from parts.api.handle import Handle
+from parts.api.views import StepView
+from sched import Request, Scheduler
+from screen.charts import EIGHTHS, nice
+from screen.ink import (
+    GLYPHS,
+    PREFILL,
+    Line,
+    Palette,
+    Pen,
+    axis,
+    fitting,
+    heading,
+    shorten,
+    span,
+    style,
+    wrap,
+)
+from screen.panes import fit_slots, others_of
+from screen.room import Ask, EngineRoom
+from screen.state import State
+from screen.timeline import Column
+from screen.totals import Figure, percentile
+from screen.why import work_ends
+
+NAME = "elephant"
+ANSWER = 2  # tokens: an elephant is there to be read
+QUIET = 24  # so many steps are measured before an elephant comes
+SHUT = 3  # steps: if a free slot is kept from those who wait for longer, a policy does that
+KEPT = 40  # so many drops are remembered
+NOUNS = (
+    "owl",
+    "fox",
+    "cat",
+    "dog",
+    "bee",
+    "girl",
+    "boy",
+    "lantern",
+    "kite",
+    "drum",
+    "moon",
+    "boat",
+)
+VERBS = ("saw", "found", "liked", "took", "lost", "knew")
+
+
+# --- the prompts
+
+
+def chat(i: int) -> str:
+    """A prompt with a long answer."""
+    return f"Tell me a long story about a {NOUNS[i % 7]} and a {NOUNS[7 + i // 7 % 5]}."
+
+
+def elephant(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> str:
+    """A prompt of `size` tokens, or as many below as whole sentences have. `ask` makes tokens of a
+    text.
+
+    It begins with its number, so no other prompt begins alike.
+    """
+
+    def text(sentences: int) -> str:
+        dice = random.Random(number)
+        said = [f"{number}."]
+        for _ in range(sentences):
+            said.append(f"The {dice.choice(NOUNS)} {dice.choice(VERBS)} the {dice.choice(NOUNS)}.")
+        return " ".join(said)
+
+    fits = 0
+    too_many = 1
+    while len(ask(text(too_many))) <= size:
+        fits = too_many
+        too_many *= 2
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if len(ask(text(middle))) <= size:
+            fits = middle
+        else:
+            too_many = middle
+    return text(fits)
+
+
+# --- what is measured
+
+
+class Gap(NamedTuple):
+    """From one token of a chat to its next."""
+
+    seconds: float
+    steps: int  # 1: the chat had a token in each step
+    tokens: int  # of the elephant, computed meanwhile
+
+
+class Held(NamedTuple):
+    """What bounded the steps."""
+
+    budget: int
+    chunk: int
+
+
+class Drop(NamedTuple):
+    """One elephant, and what the chats felt of it. Seconds are the engine's."""
+
+    request: int
+    held: tuple[Held, ...]  # more than one, if the budget was turned while it was read
+    chats: int
+    tokens: int  # of its prompt that were computed
+    widest: int  # the most of them in a step
+    steps: int  # in which it was read
+    ttft: float
+    gap: float  # the median of the chats' gaps meanwhile
+    longest: float
+    steps_between: int  # from a chat's token to its next, at most
+    quiet_gap: float  # the same before it came
+    quiet_longest: float
+
+    @property
+    def budget(self) -> str:
+        return "→".join(f"{held.budget:,}" for held in self.held[-2:])
+
+
+class Found(NamedTuple):
+    """What the trial has found so far."""
+
+    stage: str  # what it does now, in words
+    reading: int | None  # the elephant that is in line, or is read
+    drops: tuple[Drop, ...]
+    lines: tuple[str, ...]
+    name: str = NAME
+
+
+def read_of(step: StepView, request: int) -> int:
+    """So many tokens of this prompt the step reads."""
+    return sum(stop - start for _, id, start, stop in step.prefill if id == request)
+
+
+def gaps_of(steps: Sequence[StepView], elephant: int | None) -> Iterator[tuple[StepView, int, Gap]]:
+    """Each gap of each chat, with the step that ended it, and the chat's slot."""
+    work = deque((work_ends(step), read_of(step, elephant)) for step in steps)
+    newest: dict[int, StepView] = {}  # by chat: the step of its newest token
+    tokens: dict[int, int] = {}  # by chat: of the elephant, since then
+    for step in steps:
+        while work and work[0][0] <= step.ended:
+            _, read = work.popleft()
+            for chat in tokens:
+                tokens[chat] += read
+        for slot, chat in step.decode:
+            if chat == elephant or slot in step.ghosts:
+                continue
+            if chat in newest:
+                before = newest[chat]
+                seconds = step.ended - before.ended
+                yield step, slot, Gap(seconds, step.step - before.step, tokens[chat])
+            newest[chat] = step
+            tokens[chat] = 0
+
+
+def measured(steps: Sequence[StepView], handle: Handle, held: Sequence[Held]) -> Drop | None:
+    """What an elephant did, from the steps before it and those that read it. None: no chat decoded
+    beside it."""
+    reads = [step for step in steps if read_of(step, handle.id)]
+    quiet: list[Gap] = []
+    disturbed: list[Gap] = []
+    for step, _, gap in gaps_of(steps, handle.id):
+        if gap.tokens:
+            disturbed.append(gap)
+        elif step.ended <= reads[0].began and not step.prefill:
+            quiet.append(gap)
+    if not quiet or not disturbed:
+        return None
+    metrics = handle.metrics
+    return Drop(
+        request=handle.id,
+        held=tuple(held),
+        chats=len(reads[0].decode),
+        tokens=metrics.prompt_tokens - metrics.cached_tokens,
+        widest=max(read_of(step, handle.id) for step in reads),
+        steps=len(reads),
+        ttft=metrics.ttft_s,
+        gap=percentile([gap.seconds for gap in disturbed], 0.5),
+        longest=max(disturbed).seconds,
+        steps_between=max(gap.steps for gap in disturbed),
+        quiet_gap=percentile([gap.seconds for gap in quiet], 0.5),
+        quiet_longest=max(quiet).seconds,
+    )
+
+
+# --- the trial
+
+
+class Trial:
+    """Drops elephants. `drop` asks for one more, in any thread; the rest is the loop's.
+
+    `before`: the drops of earlier trials, to be compared with.
+    `stays`: it goes on until somebody ends it; else it ends with the last drop that was asked for.
+    """
+
+    def __init__(self, before: Sequence[Drop], stays: bool):
+        self.is_over = False
+        self._drops = [*before][-KEPT:]
+        self._stays = stays
+        self._wanted: deque[int | None] = deque()  # the budgets of drops to come; None: as it is
+        self._lines: list[str] = []
+        self._own: list[Handle] = []  # what this trial has fired, and has not ended
+        self._fired = 0  # so many chats
+        self._has_company = False  # it keeps all slots but one filled with chats
+        self._shut = 0  # for so many steps a free slot has been kept from those who wait
+        self._seen = 0  # the newest step then
+
+    def drop(self, budget: int | None = None) -> None:
+        self._wanted.append(budget)
+
+    def run(self, room: EngineRoom) -> Iterator[Found]:
+        sched = room.engine.sched
+        budget = sched.budget
+        try:
+            if sched.slots < 2:
+                raise ValueError("one slot has no room for chats beside an elephant; --slots 8 has")
+            while self._wanted or self._stays:
+                yield from self._gather(room)
+                wanted = self._wanted.popleft()
+                if wanted is not None:
+                    room.turn_budget(wanted)
+                yield from self._drop_one(room)
+        finally:
+            self.is_over = True
+            room.turn_budget(budget)
+            for handle in self._own:
+                handle.cancel()
+
+    def _found(self, stage: str, reading: int | None = None) -> Found:
+        return Found(stage, reading, tuple(self._drops), tuple(self._lines))
+
+    def _gather(self, room: EngineRoom) -> Iterator[Found]:
+        """Until an elephant is wanted, chats decode, nothing else is read, and a slot is free."""
+        sched = room.engine.sched
+        while True:
+            self._keep_company(room)
+            self._check_open(sched)
+            chats = [r for r in sched.running.values() if r.phase == "decode"]
+            is_quiet = len(chats) == len(sched.running) and not sched.waiting
+            if chats and is_quiet and sched.free and self._wanted:
+                return
+            stage = decoding(len(chats))
+            if not sched.free:
+                stage += "; an elephant waits until a slot is free"
+            elif not is_quiet:
+                stage += "; their prompts are read"
+            yield self._found(stage)
+
+    def _keep_company(self, room: EngineRoom) -> None:
+        """If nothing runs, fill all slots but one with chats; from then on, keep them so."""
+        sched = room.engine.sched
+        self._own = [handle for handle in self._own if handle.finish_reason is None]
+        busy = len(sched.running) + len(sched.waiting)
+        self._has_company = self._has_company or not busy
+        missing = sched.slots - 1 - busy
+        if self._has_company and missing > 0:
+            numbers = range(self._fired, self._fired + missing)
+            self._own += room.submit([asked(chat(i), sched.max_len) for i in numbers])
+            self._fired += missing
+
+    def _check_open(self, sched: Scheduler) -> None:
+        """Does the policy admit requests while others run? What it does tells."""
+        is_shut = sched.waiting and sched.free and not sched.draining_to
+        self._shut = self._shut + (sched.steps > self._seen) if is_shut else 0
+        self._seen = sched.steps
+        if self._shut > SHUT:
+            shut = f"{sched.policy} keeps a free slot shut while others run"
+            raise ValueError(f"{shut}, so no elephant comes in; /policy continuous lets it in")
+
+    def _drop_one(self, room: EngineRoom) -> Iterator[Found]:
+        engine = room.engine
+        sched = engine.sched
+        prompt = elephant(sched.submitted, sched.max_len - ANSWER, engine.text.ask)
+        mark = engine.snapshot()
+        while sched.steps < mark.planned + QUIET and sched.running and sched.free:
+            yield self._found(f"{decoding(len(sched.running))}; the elephant comes")
+        (handle,) = room.submit([asked(prompt, ANSWER)])
+        self._own.append(handle)
+        held: list[Held] = []
+        while handle.finish_reason is None:
+            self._check_open(sched)
+            now = Held(sched.budget, sched.chunk)
+            if handle.request.phase != "decode" and now not in held[-1:]:
+                held.append(now)
+            yield self._found(reading(handle.request), handle.id)
+        drop = measured(engine.snapshot(mark).steps, handle, held) if handle.tokens else None
+        if drop is None:
+            self._lines.append(f"r{handle.id}, an elephant, met no chat, or was cancelled")
+        else:
+            self._drops.append(drop)
+            self._lines.append(sentence(self._drops))
+        yield self._found(decoding(len(sched.running)))
+
+
+def asked(prompt: str, most: int) -> Ask:
+    return Ask(prompt, most, temperature=0.0, seed=None, mute=True)
+
+
+def decoding(chats: int) -> str:
+    return f"{chats:,} chats decode" if chats != 1 else "1 chat decodes"
+
+
+def reading(request: Request) -> str:
+    if request.slot is None:
+        return f"r{request.id} waits for a slot"
+    return f"r{request.id}: {request.prefilled:,} of {len(request.prompt):,} tokens are read"
+
+
+# --- in words
+
+
+def sentence(drops: Sequence[Drop]) -> str:
+    """What the budget trades, in the numbers of what ran: the newest drop, and beside it the newest
+    one with other chunks."""
+    newest = drops[-1]
+    words = (
+        f"budget {newest.budget} ({newest.widest:,} of the elephant's tokens in a step): a chat's gap was "
+        f"{span(newest.gap)}, the longest {span(newest.longest)}, instead of {span(newest.quiet_gap)}, "
+        f"and the elephant's first token came after {span(newest.ttft)}"
+    )
+    others = [drop for drop in drops if drop.widest != newest.widest]
+    if not others:
+        return f"{words}. [ and ] turn the budget (/budget 40): then drop another."
+    other = others[-1]
+    return (
+        f"{words}; with {other.budget} ({other.widest:,} in a step) it was {span(other.gap)}, the longest "
+        f"{span(other.longest)}, and {span(other.ttft)}."
+    )
+
+
+# --- the page
+
+LEFT = 10  # characters before a trace: whose it is
+RIGHT = 9  # and behind it: the newest gap
+TALLEST = 4  # lines of a trace
+BEYOND = "↑"  # a gap that is longer than the scale
+FIGURES = (
+    Figure("elephant", 9, 8),
+    Figure("budget", 9, 0),
+    Figure("tokens/step", 12, 0),
+    Figure("steps", 7, 5),
+    Figure("gap p50", 10, 0),
+    Figure("longest", 10, 0),
+    Figure("without", 10, 0),
+    Figure("its longest", 13, 9),
+    Figure("first token", 12, 0),
+)
+
+
+class Scope(NamedTuple):
+    """The steps that are drawn. As on an oscilloscope, the picture begins a little before the
+    newest elephant, and stands still when it is full."""
+
+    columns: Sequence[Column]
+    zoom: int  # steps in a cell: of them the longest gap is drawn
+    elephant: int | None
+    before: int  # so many cells stand before the elephant's first chunk
+
+
+def scope_of(state: State, found: Found | None, width: int) -> Scope:
+    history = state.history
+    elephant = None
+    if found:
+        drops = found.drops[-1:]
+        elephant = drops[0].request if drops and found.reading is None else found.reading
+    reads = [i for i, column in enumerate(history) if read_of(column.view, elephant)]
+    if not reads:
+        return Scope(history[-width:], 1, None, 0)
+    lead = width // 4
+    zoom = -(-len(range(reads[0], reads[-1] + 1)) // (width - lead - 4))
+    start = max(0, reads[0] - lead * zoom)
+    columns = history[start : start + width * zoom]
+    return Scope(columns, zoom, elephant, (reads[0] - start) // zoom)
+
+
+def draw_elephant(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """A trace for each chat, a line for each elephant, and what the budget trades."""
+    found = state.found.get(NAME)
+    runs = found is not None and state.view.trying and state.view.trial.name == NAME
+    keys = "L another  [ ] budget  Esc ends it" if runs else "L drops one  Esc back"
+    title = "The elephant: gaps between two tokens"
+    lines = [heading(p, width, title, keys, do="screen.dismiss")]
+    lines.append(Pen().put(f" {shorten(doing(state, found, runs), width - 2)}", p.text).line)
+    drops = found.drops if found else ()
+    words = [] if not drops else wrap(sentence(drops), width - 2)
+    below = [Pen().put(f" {line}", p.text, True).line for line in words]
+    below += [Pen().put(f" {line}", p.muted).line for line in wrap(truth(drops), width - 2)]
+    room = height - len(lines) - len(below) - 1
+    rows = min(len(drops), max(2, room - len(state.view.engine.slots) - 1))
+    lines += draw_traces(state, p, width, room - rows, scope_of(state, found, width - LEFT - RIGHT))
+    lines += draw_drops(p, width, drops[-rows:] if rows else ())
+    return [*lines, *below]
+
+
+def doing(state: State, found: Found | None, runs: bool) -> str:
+    """What goes on, and under which budget."""
+    limits = state.view.engine.limits
+    own = state.view.made_with
+    is_empty = found is None or not found.drops
+    words = "no elephant has been read yet" if is_empty else "over, all is as before"
+    if runs:
+        words = found.stage
+    if state.view.paused:
+        words = "paused: space goes on"
+    words += f"; budget {limits.budget:,}, a chunk of {limits.chunk:,}"
+    words += f" (made with {own.budget:,})" if limits != own else ""
+    return f"{words}; {others_of(state.view)}" if state.view.others else words
+
+
+def truth(drops: Sequence[Drop]) -> str:
+    """What the figures can tell, and what not."""
+    words = "A longest gap may be another program's doing: compare the medians."
+    if drops and all(drop.steps_between == 1 for drop in drops):
+        words += " Each gap is one step: no chat missed one, but a step with a chunk takes longer."
+    return f"{words} Leaving this page turns the budget back."
+
+
+def draw_traces(state: State, p: Palette, width: int, height: int, scope: Scope) -> list[Line]:
+    """A trace for each slot, on one scale, and under all of them the axis."""
+    cells = width - LEFT - RIGHT
+    views = [column.view for column in scope.columns]
+    first = {view.step: i for i, view in enumerate(views)}
+    grid: dict[tuple[int, int], Gap] = {}  # (slot, cell): the longest gap there
+    for step, slot, gap in gaps_of(views, scope.elephant):
+        if gap.steps == 1 or not any(column.unseen for column in scope.columns):
+            at = (slot, first[step.step] // scope.zoom)
+            grid[at] = max(gap, grid.get(at, gap))
+    slots = fit_slots(state, max(1, height - 1))
+    tall = max(1, min(TALLEST, (height - 2) // max(1, len(slots) - 1)))
+    top = top_of(grid.values())
+    own = {at for view in views for at, id, *_ in view.prefill if id == scope.elephant}
+    lines: list[Line] = []
+    for slot in slots:
+        cell = next((c.cells[slot] for c in reversed(scope.columns) if c.cells[slot].request), None)
+        chat = cell.request if cell else None
+        if slot in own:
+            busy = {x for (_, x), gap in grid.items() if gap.tokens}
+            lines.append(draw_chunks(p, slot, scope.elephant, busy, cells))
+        else:
+            trace = [grid.get((slot, x)) for x in range(cells)]
+            lines += draw_trace(p, slot, chat, trace, top, tall)
+    label = ""
+    if scope.elephant is not None:
+        label = (
+            f"▲ r{scope.elephant} comes in step {scope.columns[scope.before * scope.zoom].step:,}"
+        )
+    unit = "1 cell = 1 step" if scope.zoom == 1 else f"1 cell = {scope.zoom} steps, the longest gap"
+    is_cut = any(1000 * gap.seconds > 1.01 * top for gap in grid.values())
+    scale = f"0–{top:g} ms{f', {BEYOND} more' if is_cut else ''}"
+    end = max(LEFT + scope.before + len(label) + 2, width - 1 - len(unit))
+    labels = ((1, scale), (max(len(scale) + 2, LEFT + scope.before), label))
+    return [*lines, axis(p, *labels, *([(end, unit)] if end + len(unit) < width else []))]
+
+
+def top_of(gaps: Collection[Gap]) -> float:
+    """The end of the scale, in ms. What another program made long may lie beyond it, since it would
+    make all others look alike."""
+    usual = percentile([gap.seconds for gap in gaps], 0.98) or 0.01
+    read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
+    return nice(1000 * max(usual, read))
+
+
+def draw_trace(
+    p: Palette, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
+) -> list[Line]:
+    """One chat's gaps as columns. Those in which the elephant was read have another colour."""
+    newest = next((gap for gap in reversed(trace) if gap), None)
+    lines = []
+    for row in reversed(range(tall)):
+        is_last = row == 0
+        name = f"{slot:>3} {'' if chat is None else f'r{chat}'}"
+        pen = Pen().put(name if is_last else "", p.text).to(LEFT)
+        for gap in trace:
+            part = 0.0 if gap is None else 1000 * gap.seconds / top * tall - row
+            eighths = max(0, min(8, round(8 * part)))
+            if gap and is_last:
+                eighths = max(1, eighths)
+            hue = p.bad if gap and gap.tokens else p.fill(chat)
+            if gap and row == tall - 1 and 1000 * gap.seconds > 1.01 * top:
+                pen.put(BEYOND, p.text)
+            else:
+                pen.put(EIGHTHS[eighths], style(hue, hue) if eighths == 8 else hue)
+        figure = span(newest.seconds) if newest and is_last else ""
+        lines.append(pen.put(f"{figure:>{RIGHT}}", p.text).line)
+    return lines
+
+
+def draw_chunks(p: Palette, slot: int, elephant: int, busy: Collection[int], cells: int) -> Line:
+    """The elephant's own line: the cells in which a chunk of it was computed."""
+    pen = Pen().put(f"{slot:>3} r{elephant}", p.text, True).to(LEFT)
+    for x in range(cells):
+        pen.put(GLYPHS[PREFILL] if x in busy else " ", p.cell(PREFILL, elephant))
+    return pen.put(f"{NAME:>{RIGHT}}", p.text).line
+
+
+def draw_drops(p: Palette, width: int, drops: Sequence[Drop]) -> list[Line]:
+    """A line for each elephant, the newest last."""
+    shown = fitting(FIGURES, width - 1)
+    titles = "".join(f"{figure.title:>{figure.width}}" for figure in shown)
+    lines = [Pen().put(titles if drops else "", p.muted).line]
+    for i, drop in enumerate(drops):
+        texts = (
+            f"r{drop.request}",
+            drop.budget,
+            f"{drop.widest:,}",
+            f"{drop.steps:,}",
+            span(drop.gap),
+            span(drop.longest),
+            span(drop.quiet_gap),
+            span(drop.quiet_longest),
+            span(drop.ttft),
+        )
+        pairs = zip(FIGURES, texts, strict=True)
+        row = "".join(f"{text:>{figure.width}}" for figure, text in pairs if figure in shown)
+        lines.append(Pen().put(row, p.text, i == len(drops) - 1).line)
+    return lines
