@@ -214,8 +214,11 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %"
 
 
-def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
-    """Which of the three bounds the step, in one sentence. If none does, it says so."""
+def what_bounds(bill: Bill, step: StepView, roof: Roof, disturbed: bool = False) -> str:
+    """Which of the three bounds the step, in one sentence. If none does, it says so.
+
+    `disturbed`: other programs ran when the roof was measured. Then it says nothing of caches.
+    """
     floors = floors_of(bill, roof)
     whole = step.seconds
     if floors is None or not whole:
@@ -225,8 +228,8 @@ def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
     python, read, multiplied = (percent(part, whole) for part in (step.python_s, *floors))
     if most > whole:
         return (
-            f"It was quicker than the roof allows ({span(most)}): "
-            "what else ran when the roof was measured, or a part of it lay in a nearer cache."
+            f"It was quicker than the roof allows ({span(most)}): other programs ran when the roof "
+            "was measured (/bill again), or what it read lay in a nearer cache."
         )
     if most < whole / 2:
         words = f"Reading is {read} of it, arithmetic {multiplied}, Python {python}: none is half. "
@@ -237,7 +240,7 @@ def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
         words = f"Reading bounds it: under the roof that takes {read} of the time."
     else:
         words = f"Arithmetic bounds it: under the roof that takes {multiplied} of the time."
-    if rate > roof.reading:
+    if rate > roof.reading and not disturbed:
         words += (
             f" It read {scaled(rate, 'B/s')}, more than memory yields: the weights lie in a cache."
         )
@@ -300,7 +303,10 @@ def draw_bill(state: State, p: Palette, width: int, height: int) -> list[Line]:
         title = f"The bill of step {column.step:,}"
         lines += draw_entries(state, p, width, column)
         lines += draw_floors(state, p, width, column)
-    keys = "←→ other steps  s step  Esc back" if width >= 100 else "←→ steps  Esc"
+    keys = "←→ steps  Esc"
+    if width >= 100:
+        step = "" if state.view.watches else "  s takes one"
+        keys = f"←→ other steps{step}  Esc back"
     return [
         heading(p, width, title, keys, do="screen.dismiss"),
         *lines,
@@ -380,7 +386,10 @@ def roof_of(state: State) -> str:
             return "not measured there: a screen of its own does so (tui.py --serve, then B)"
         return "is being measured"
     words = f"memory {scaled(roof.reading, 'B/s')}, arithmetic {scaled(roof.multiplying, 'FLOP/s')}"
-    if roof.again > NEARER * roof.reading:
+    view = state.view
+    if view.beside:
+        words += f"; other programs had {view.beside:.1f} of {view.cores} cores then: /bill again"
+    elif roof.again > NEARER * roof.reading:
         words += f"; the model fits a cache, which yields {scaled(roof.again, 'B/s')}"
     return words
 
@@ -392,7 +401,7 @@ def draw_floors(state: State, p: Palette, width: int, column: Column) -> list[Li
     bill = this_bill(state, column)
     floors = floors_of(bill, roof)
     if floors is None:
-        bars = [("Python", step.python_s, HUES[0], "▒")]
+        bars = [("Python", step.python_s, HUES[0], "░")]
     else:
         bars = [
             ("reading", floors.reading, HUES[1], "▒"),
@@ -408,7 +417,7 @@ def draw_floors(state: State, p: Palette, width: int, column: Column) -> list[Li
         pen.put(f"{share:>7}  ", p.muted)
         pen.put(glyph * max(1, round(seconds / longest * room)), hue)
         lines.append(pen.line)
-    words = f"{what_bounds(bill, step, roof)}{how_usual(state, step)}"
+    words = what_bounds(bill, step, roof, state.view.beside > 0) + how_usual(state, step)
     said = wrap(words, width - 2) if words else ()
     return [*lines, *(Pen().put(f" {part}", p.text, True).line for part in said)]
 
@@ -533,4 +542,4 @@ def bill_line(state: State) -> str:
         words.append(
             f"at least {span(floors.reading)} to read, {span(floors.multiplying)} to multiply"
         )
-    return f"{'; '.join(words)}. {what_bounds(bill, step, engine.roof)}".rstrip()
+    return f"{'; '.join(words)}. {what_bounds(bill, step, engine.roof, state.view.beside > 0)}".rstrip()

@@ -125,13 +125,17 @@ class Stack(NamedTuple):
 
 class Choices:
     """Which experts the tokens of the newest pass take, layer by layer. A pass computes that anyway:
-    keeping it adds no node to the graph, and only those who ask wait for it."""
+    keeping it adds no node to the graph, and only those who ask wait for it.
+
+    subtle: no choices of an earlier pass are kept. What was never computed of them would hold the
+    slab, and the next write would copy it.
+    """
 
     def __init__(self, layers: int):
         self._newest: deque[mx.array | None] = deque(maxlen=layers)
 
     def add(self, chosen: mx.array) -> None:  # (N, k)
-        # subtle: without tokens it is never computed, and would hold all that leads to it: the slab
+        # No token is asked in the last layer: nothing of it is computed, and nobody may ask for it
         self._newest.append(chosen if chosen.size else None)
 
     def read(self) -> list[Counter[int]]:

@@ -262,6 +262,27 @@ def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
         stage.session.obey("/bill twice")
 
 
+def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_caches():
+    stage = ready()
+    stage.room.others.look = lambda: 1.4
+    stage.engine.measure_roof = lambda: setattr(
+        stage.engine._ledger, "roof", ROOF._replace(reading=5e9)
+    )
+    stage.session.obey("alone")
+    stage.session.obey("/bill")
+    stage.finish()
+    stage.state.move(-3)
+    text = drawn(stage)
+    assert "arithmetic 100 GFLOP/s; other programs had 1.4 of 2 cores then: /bill again" in text
+    assert "cache" not in text and "Reading bounds it" in text
+    stage.room.others.look = lambda: 0.0
+    stage.session.obey("/bill again")
+    stage.turns()
+    text = drawn(stage)
+    assert "; the model fits a cache, which yields 10.0 GB/s" in text
+    assert "more than memory yields: the weights lie in a cache" in " ".join(text.split())
+
+
 def test_before_anything_has_run_the_table_is_there():
     stage = ready()
     text = drawn(stage, 80, 24)
