@@ -72,6 +72,9 @@ def test_experts_are_counted_apart(tmp_path):
     qkv = 128 * 64
     assert view.body_products == (qkv + 64 * 64 + router) + qkv
     assert view.tail_products == 64 * 64 + router + 272 * 64
+    norms = 64 + 2 * 16  # before attention, and of each query's and each key's head
+    assert view.body_nbytes == 4 * (view.body_products + norms + 64 + norms)
+    assert view.tail_nbytes == 4 * (view.tail_products + 2 * 64)
     assert view.nbytes == view.body_nbytes + view.tail_nbytes + 2 * 6 * view.expert_nbytes
 
 
