@@ -525,8 +525,10 @@ def bill_line(state: State) -> str:
     """The same of the newest step, in a line of the log."""
     column = state.here
     engine = state.view.engine
-    if column is None or column.unseen:
+    if column is None:
         return f"no step has run yet; the roof: {roof_of(state)}"
+    if column.unseen:
+        return f"steps went by before the screen looked; the roof: {roof_of(state)}"
     bill = this_bill(state, column)
     floors = floors_of(bill, engine.roof)
     step = column.view

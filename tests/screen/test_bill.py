@@ -1,16 +1,18 @@
 """The bill of a step: bytes, arithmetic and Python, and the roof of the machine above them."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from stage import Stage, at_every_size, like_golden, plain, show
 from words import VIEW
 
-from parts.api.views import ExpertsView, ModelView, Roof
+from parts.api.views import ExpertsView, ModelView, RanksView, Roof
 from screen import bill, ink
 from screen.bill import Floors, Part, Work, bill_of, floors_of, of_rows
 from screen.remote import RemoteRoom
 from screen.session import PlainLog, orders_of
+from screen.timeline import gap
 
 ROOF = Roof(reading=10e9, again=10e9, multiplying=100e9)
 # Numbers that can be added up by heart
@@ -281,6 +283,33 @@ def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_c
     text = drawn(stage)
     assert "; the model fits a cache, which yields 10.0 GB/s" in text
     assert "more than memory yields: the weights lie in a cache" in " ".join(text.split())
+
+
+def test_a_share_of_a_model_and_a_window_are_named_where_they_matter():
+    """With a window of 30 rows, a sequence of 40 reads all of its own, and hides ten."""
+    stage = ready()
+    stage.engine._ledger.model = VIEW._replace(window=30, windowed=3)
+    stage.engine.ranks = SimpleNamespace(view=RanksView("ring", (3, 4)), size=1, leave=lambda: None)
+    stage.session.obey("a" * 20)
+    stage.turns(5)
+    text = drawn(stage)
+    assert "read once (the share of rank 0, of 2)" in text and "window" not in text
+    stage.turns(20)
+    assert "3 of 4 layers see 30 rows; older ones are read, and hidden" in drawn(stage)
+
+
+def test_of_steps_that_the_screen_has_missed_there_is_no_bill():
+    stage = ready()
+    stage.session.obey("/burst 4")
+    stage.turns(20)
+    here = stage.state.history[-1]
+    stage.state.history[-1] = gap(9, 9, here.view, stage.state.history[-2])
+    text = drawn(stage)
+    assert "Steps went by before the screen looked." in text and "roof" in text
+    assert "in products" not in text and "measured  " not in text.replace("measured │", "")
+    assert bill.bill_line(stage.state).startswith(
+        "steps went by before the screen looked; the roof"
+    )
 
 
 def test_before_anything_has_run_the_table_is_there():
