@@ -232,7 +232,7 @@ def what_bounds(bill: Bill, step: StepView, roof: Roof, disturbed: bool = False)
             "was measured (/bill again), or what it read lay in a nearer cache."
         )
     if most < whole / 2:
-        words = f"Reading is {read} of it, arithmetic {multiplied}, Python {python}: none is half. "
+        words = f"None of the three bounds it: reading is {read}, arithmetic {multiplied}, Python {python}. "
         words += "The rest goes to small operations, to starting them, and to what else ran."
     elif most == step.python_s:
         words = f"Python is most of it: {python}. The roof would allow {span(floors.longest)}."
@@ -302,6 +302,8 @@ def draw_bill(state: State, p: Palette, width: int, height: int) -> list[Line]:
     else:
         title = f"The bill of step {column.step:,}"
         lines += draw_entries(state, p, width, column)
+    lines += entry(p, width, "roof", roof_of(state), names=NAMES)
+    if column and not column.unseen:
         lines += draw_floors(state, p, width, column)
     keys = "←→ steps  Esc"
     if width >= 100:
@@ -333,7 +335,6 @@ def draw_entries(state: State, p: Palette, width: int, column: Column) -> list[L
         "arithmetic": f"{scaled(bill.products, 'FLOP')} in products, {scaled(bill.attention, 'FLOP')} in attention",
         "experts": experts_of(state, column, bill),
         "window": windows_of(model, column),
-        "roof": roof_of(state),
     }
     lines: list[Line] = []
     for name, text in entries.items():

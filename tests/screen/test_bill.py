@@ -126,7 +126,12 @@ class Took:
         ),
         (8.0, 1.0, Roof(100, 100, 1), "Arithmetic bounds it: under the roof that takes 50 %"),
         (8.0, 5.0, Roof(2, 2, 1e9), "Python is most of it: 62 %. The roof would allow 3.00 s."),
-        (8.0, 1.0, Roof(3, 3, 2), "Reading is 25 % of it, arithmetic 25 %, Python 12 %: none is"),
+        (
+            8.0,
+            1.0,
+            Roof(3, 3, 2),
+            "None of the three bounds it: reading is 25 %, arithmetic 25 %, Python 12 %. The",
+        ),
         (5.0, 0.1, Roof(1, 1, 1e9), "It was quicker than the roof allows (6.00 s)"),
         (
             5.0,
