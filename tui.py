@@ -22,6 +22,7 @@ it:
     widgets.py   what Textual needs of a pane and of the prompt box.
     record.py    a run as a file, from which a page is made.
     session.py   what a user can say: commands, scripts, and the same run as a plain log.
+    scenes.py    the scenes of the tour, a table. tour.py plays them, and draws what it says.
 
 This file makes a screen of them: which function draws which pane (`PANES`), what each key does (the
 `action_...` methods of `Screen`), and the command line.
@@ -51,6 +52,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
@@ -68,6 +70,7 @@ from parts.api import faults
 from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
 from parts.checks import read_whole, shown
+from parts.device import rows
 from parts.program import BROWSER, about, on_a_terminal
 from screen import (
     bill,
@@ -84,7 +87,7 @@ from screen import (
     waterfall,
 )
 from screen.ink import DARK, Line, Palette, Pen, clean, count
-from screen.places import LOWER, STACKS, arrange, is_wide
+from screen.places import LOWER, STACKS, arrange, arrange_tour, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, CHUNK, Ask, EngineRoom, Room, Settings
 from screen.session import (
@@ -98,6 +101,7 @@ from screen.session import (
     write_trace,
 )
 from screen.state import State, verdict
+from screen.tour import Tour, draw_tour, run_plain_tour
 from screen.why import at_percent, place_of, ranked
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
 
@@ -120,6 +124,7 @@ PANES = {  # by name: what draws it
     "mark": panes.draw_mark,
     "settings": panes.draw_settings,
     "keys": keys.draw_keys,
+    "tour": draw_tour,
 }
 # What the wheel does there
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
@@ -142,6 +147,10 @@ BRINGS = {"/pause": "step", "/step": "step", "/resume": "timeline", "/burst": "t
 EMPTY = ("open", "sheet('totals')", "sheet('clients')", "sheet('errors')")
 EARLY = ("q", "b", "d", "ctrl+p")  # keys that act at once while the model loads
 ALWAYS = ("ctrl+c", "ctrl+q", "ctrl+z")
+# Keys of the tour, while it speaks; and the actions that would take the engine out of its hands
+TOUR_KEYS = {str(number): f"guess({number})" for number in range(1, 5)}
+TOUR_KEYS |= {"enter": "go_on", "space": "go_on", "escape": "leave_tour"}
+OF_A_USER = ("command", "prompt", "fire", "pause", "settings", "tour")
 # Commands that the screen itself obeys
 ASIDE = {"/help": "sheet('help')", "/quit": "quit", "/exit": "quit"}
 
@@ -241,6 +250,7 @@ class Screen(App):
     Sheet { background: $background; }
     Sheet Pane { width: 100%; height: 100%; }
     #status, #keys { background: $foreground 10%; }
+    #tour { background: $foreground 5%; }
     #prompt, #mark, #settings { background: $surface; color: $foreground; }
     #prompt { border: none; height: 1; padding: 0; color: $foreground 60%; }
     #prompt:focus { border: none; background-tint: $foreground 0%; color: $foreground; }
@@ -260,8 +270,20 @@ class Screen(App):
     LOOKS = 0.1  # seconds between two looks at the engine room
     FILM = (4.0, 10.0)  # seconds for which the two legs of a race are shown, at least and at most
 
-    def __init__(self, session: Session, script: str = "", screenshot: str | None = None):
+    def __init__(
+        self,
+        session: Session,
+        script: str = "",
+        screenshot: str | None = None,
+        tours: bool = False,
+        note: Path | None = None,
+    ):
+        """`tours`: the tour begins at once. `note`: a file that says, once it is there, that the
+        tour need not be offered any more."""
         super().__init__()
+        self.tour: Tour | None = None
+        self._tours, self._note = tours, note
+        session.state.offers_tour = bool(note and not tours and not note.exists())
         self.session, self.state = session, session.state
         self._script, self._screenshot = script, screenshot
         self._looks = self._faults = self._told = 0
@@ -310,7 +332,10 @@ class Screen(App):
         places = {"loading": Region(0, 0, *size)}
         if self.state.view.stage == "ready":
             view = self.state.view
-            places = arrange(*size, len(view.engine.slots), self.state.lower, bool(view.door))
+            slots = len(view.engine.slots)
+            places = arrange(*size, slots, self.state.lower, bool(view.door))
+            if self.state.tour:
+                places = arrange_tour(*size, slots, self.state.lower)
         for pane in self.screen_stack[0].query("Pane, Prompt"):
             pane.display = pane.id in places
             if region := places.get(pane.id):
@@ -330,7 +355,9 @@ class Screen(App):
         self._told = len(self.state.tracebacks)
         if self.screen_stack and self.screen.name == "bill":
             self.session.ask_experts()
-        if not self.session.look():
+        has_news = self.session.look()
+        self.look_at_tour()
+        if not has_news:
             return
         view = self.state.view
         self._looks += 1
@@ -339,12 +366,31 @@ class Screen(App):
         if view.stage == "ready" != before.stage:
             self.prompt.put(self.state.prompts[0][0])  # an example to fire
             self.press_kept()
+            if self._tours:
+                self.call_later(self.action_tour)
         for fault in self.state.faults[self._faults :]:
             self.notify(fault.message, severity="error", markup=False)
             if fault.prompt and not self.prompt.value:
                 self.prompt.put(fault.prompt)
         self._faults = len(self.state.faults)
         self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
+
+    def look_at_tour(self) -> None:
+        """The tour goes on by itself. Once anything has been fired, it is not offered any more."""
+        if self.tour:
+            before = self.state.tour
+            self.tour.look()
+            if self.state.tour is not before:
+                self.paint()
+        elif self.state.offers_tour and self.session.room.posted:
+            self.decline_tour()
+
+    def decline_tour(self) -> None:
+        """It was taken or declined: note it, as far as that is possible."""
+        self.state.offers_tour = False
+        if self._note:
+            with suppress(OSError):
+                self._note.touch()
 
     def roll(self) -> None:
         """A race that has ended is shown once more: both legs side by side, on one clock."""
@@ -408,8 +454,15 @@ class Screen(App):
         """All keys come through here first."""
         is_new = isinstance(event, events.Key) and not event.is_forwarded
         on_main = len(self.screen_stack) == 1
-        if not (is_new and on_main and (self.keeps(event) or self.is_text(event))):
+        if is_new and on_main and self.is_for_tour(event):
+            await self.run_action(TOUR_KEYS[event.key])
+        elif not (is_new and on_main and (self.keeps(event) or self.is_text(event))):
             await super().on_event(event)
+
+    def is_for_tour(self, event: events.Key) -> bool:
+        """While the tour speaks, some keys are its own. Esc declines it where it is offered."""
+        is_declined = self.state.offers_tour and event.key == "escape" and not self.focused
+        return event.key in TOUR_KEYS and bool(self.tour or is_declined)
 
     def keeps(self, event: events.Key) -> bool:
         """While the model loads, keys are kept for the screen that comes. Those in `EARLY` act at
@@ -461,7 +514,11 @@ class Screen(App):
 
     async def run_action(self, *arguments, **options) -> bool:
         """Every key, click and turn of the wheel comes through here. Whatever it does, the screen
-        is painted after."""
+        is painted after. While the tour speaks, the engine is the tour's."""
+        action = str(arguments[0]).removeprefix("app.")
+        if self.tour and action.partition("(")[0] in OF_A_USER:
+            self.say("the tour has the engine; esc leaves it")
+            return True
         done = await super().run_action(*arguments, **options)
         self.paint()
         return done
@@ -544,6 +601,41 @@ class Screen(App):
             said = said or f"done behind this page: {line}"
         self.say(said)
         return True
+
+    def action_tour(self) -> None:
+        try:
+            self.tour = Tour(self.session)
+        except ValueError as error:
+            self.notify(str(error), severity="error", markup=False)
+            return
+        self.decline_tour()
+        self.action_leave()
+        while len(self.screen_stack) > 1:
+            self.pop_screen()
+        self.place(self.size)
+
+    def action_guess(self, answer: int) -> None:
+        if self.tour:
+            self.tour.guess(answer)
+
+    def action_go_on(self) -> None:
+        if self.tour:
+            self.tour.go_on()
+            self.end_tour()
+
+    def action_leave_tour(self) -> None:
+        if self.tour:
+            self.tour.leave()
+            self.end_tour()
+        elif self.state.offers_tour:
+            self.decline_tour()
+            self.say("T begins the tour, whenever you like")
+
+    def end_tour(self) -> None:
+        """The panes go back to their places, once the tour is over."""
+        if self.tour and self.tour.is_over:
+            self.tour = None
+            self.place(self.size)
 
     def action_pause(self) -> None:
         self.action_command("/resume" if self.state.view.paused else "/pause")
@@ -755,6 +847,7 @@ def options() -> program.Parser:
         action="store_true",
         help="no screen: prompts are read, and events written, as lines (as if there is no terminal)",
     )
+    add("--tour", action="store_true", help="begin with the tour: it asks before it shows")
     add("--script", default="", help=SCRIPT)
     add(
         "--screenshot",
@@ -801,6 +894,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         args.watch = None if args.watch is None else base_of(args.watch)
         if args.serve and args.watch:
             raise ValueError("--serve opens a door and --watch looks through another; choose one")
+        check_tour(args)
         args.slots = args.slots and read_whole("--slots", args.slots, 1, 4096)
         args.max_len = args.max_len and read_whole("--max-len", args.max_len, 1, 2**24)
         args.seed = args.seed and read_whole("--seed", args.seed, 0, 2**31 - 1)
@@ -821,6 +915,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
+
+
+def check_tour(args: argparse.Namespace) -> None:
+    """The tour fires prompts of its own, at an engine that is its own."""
+    others = ("script", "prompts", "screenshot", "serve", "watch")
+    given = [name for name in others if getattr(args, name)]
+    if args.tour and given:
+        raise ValueError(f"--tour fires prompts of its own; leave --{given[0]} out")
+
+
+def tour_note() -> Path | None:
+    """The file that says that the tour was taken or declined. It lies beside the compiled product;
+    None if nothing can be kept there."""
+    folder, _ = rows.cache_folder()
+    return folder and folder / "tour"
 
 
 def read_prompts(file: str | None) -> list[str]:
@@ -969,7 +1078,8 @@ def main(arguments: list[str] | None = None) -> int:
     code = 1
     try:
         if not args.plain:
-            app = Screen(session, args.script, args.screenshot)
+            note = tour_note() if session.eases else None
+            app = Screen(session, args.script, args.screenshot, args.tour, note)
             app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
             code = app.return_code or failed(session.state)
             for block in session.state.tracebacks[-5:]:
@@ -978,7 +1088,10 @@ def main(arguments: list[str] | None = None) -> int:
                 print("\n".join(pages.farewell(session.state, shutil.get_terminal_size().columns)))
         else:
             signal.signal(signal.SIGTERM, leave)
-            code = run_plain(session, args.script, stays=bool(args.serve or args.watch))
+            if args.tour:
+                code = run_plain_tour(session)
+            else:
+                code = run_plain(session, args.script, stays=bool(args.serve or args.watch))
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the program that read the log has seen enough

@@ -52,7 +52,7 @@ ARGUMENTS = {
     "why": ("p50", "p95", "p99"),
     "bill": ("again",),
     "same": ("last",),
-    "set": ("temperature=", "max=", "seed=", "burst=", "rate="),
+    "set": ("temperature=", "max=", "seed=", "burst=", "rate=", "client="),
 }
 
 
@@ -271,6 +271,13 @@ KEYS = (
         "Suspend",
         "give the terminal back to the shell; fg goes on",
     ),
+    Key(
+        "T",
+        "T",
+        "tour",
+        "Tour",
+        "scenes of a minute: each asks what will happen next, lets it happen, and explains it",
+    ),
     Key("question_mark", "?", "sheet('help')", "Help", "this page", 1),
     Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
 )
@@ -312,6 +319,14 @@ OF_THE_ENGINE = (
         )
     ),
 )
+# While the tour has the keyboard: what it asks for, and what only looks
+TOURING = (
+    Key("", "1-4", "", "Guess", "", 1),
+    Key("", "enter", "go_on", "Go on", "", 1),
+    Key("", "esc", "leave_tour", "Leave the tour", "", 1),
+)
+LOOKS = ("quit", "theme", "suspend_process", "choose", "move", "nudge", "follow", "zoom", "view")
+LOOKS += ("copy", "open", "why", "go", "sheet")
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
 WORDS = (
     (
@@ -424,15 +439,32 @@ WORDS = (
 )
 
 
+def only_looks(action: str) -> bool:
+    """Does it leave the engine alone?"""
+    return action.partition("(")[0] in LOOKS
+
+
+def pressed(line: str) -> str:
+    """The key that does what a line says; without one, the line itself; a prompt is typed."""
+    if not line.startswith("/"):
+        return "i and a prompt" if len(line) > 1 else line
+    if line in ("/pause", "/resume"):
+        return "space"
+    by_line = {key.action: key.show for key in KEYS}
+    return by_line.get(f"command('{line}')", line)
+
+
 def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
     keys = [*TYPING, *KEYS[3:]] if state.typing else list(KEYS)
+    if state.tour:
+        keys = [*TOURING, *(key for key in KEYS if only_looks(key.action))]
     if state.view.watches:
         keys = [key for key in keys if key.action not in OF_THE_ENGINE]
     ways = {}  # the keys that lead out of where the engine is come first
-    if state.view.paused:
+    if state.view.paused and not state.tour:
         ways = {"pause": ("Go on", 1), "command('/step')": ("Step", 1), "view": ("View", 2)}
-    elif state.view.slow:
+    elif state.view.slow and not state.tour:
         ways = {
             "command('/slow off')": ("Full speed", 1),
             "pause": ("Pause", 2),

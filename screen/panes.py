@@ -44,6 +44,7 @@ from screen.timeline import Column, useful_of
 from screen.totals import Period, words
 
 TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
+OFFER = "T takes a tour that asks before it shows; Esc: do not offer it again."
 FIRST = (  # what stands in the timeline before the first step
     "b fires a burst of prompts; i types a prompt, and Enter fires it.",
     "Where no answers are in sight, v leads to them, and to other panes.",
@@ -139,6 +140,8 @@ def parts_of_status(state: State, p: Palette) -> Iterator[tuple[str, str, bool, 
         yield f"load {view.load:g}/s", p.text, False, "command('/load')"
     if engine.limits != view.made_with:
         yield f"budget {engine.limits.budget:,}", p.accent, False, "command('/budget off')"
+    if state.tour:
+        return  # it has the keys
     if view.paused:
         yield "space: go on", p.accent, False, "pause"
     elif view.slow:
@@ -224,7 +227,8 @@ def queue_line(state: State, slots: Sequence[SlotView], p: Palette, width: int) 
     waiting, line = state.line()
     why = why_waiting(state, slots)
     pen = Pen().put(f" queue {waiting:,}", p.text, True)
-    pen.put(f"  {why}" if waiting else "", p.bad if "shut" in why else p.muted)
+    if waiting and pen.width + cell_len(why) + 14 <= width:
+        pen.put(f"  {why}", p.bad if "shut" in why else p.muted)
     left = waiting  # requests that have not been named yet
     for request, waited in line:
         text = f"  r{request} {span(waited)}"
@@ -296,7 +300,10 @@ def draw_timeline(state: State, p: Palette, width: int, height: int) -> list[Lin
     rare = (ink.UNSEEN,) if any(column.unseen for column in columns) else ()
     kinds = legend(p, *rare, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.GHOST, ink.EMPTY)
     lines = [heading(p, width, "Timeline", f"useful {useful_of(columns):.0f} %", kinds)]
-    hints = [] if columns else [f"{hint} " for hint in FIRST if cell_len(hint) < width - 5]
+    hints = [OFFER, *FIRST] if state.offers_tour else FIRST
+    if columns or state.tour:
+        hints = []
+    hints = [f"{hint} " for hint in hints if cell_len(hint) < width - 5]
     for slot in fit_slots(state, height - 2):
         colour = p.text if slot == state.selected else p.muted
         pen = Pen().put(f"{slot:>3} ", colour, do=f"select({slot})")

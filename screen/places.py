@@ -68,6 +68,36 @@ def arrange(
     return places | (stack(below, STACKS[lower]) if lower in STACKS else {lower: below})
 
 
+def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
+    """Where each pane goes while the tour speaks: its strip stands in place of the prompt box, over
+    the footer. Slots and timeline are in sight on any screen; on a small one, side by side."""
+    if width < 60 or height < 20:
+        return {"small": Region(0, 0, width, height)}
+    tall = 7 if width >= 80 else 9
+    strip = height - 1 - tall
+    rows = min(slots, strip - 4)
+    # As ever, on a screen that ends with the strip's first line
+    places = arrange(width, strip + 2, slots, lower)
+    all_slots = "slots" in places and places["slots"].height == slots + 3
+    if "timeline" in places and (all_slots or is_wide(width, strip + 2)):
+        for name in ("mark", "prompt", "settings"):
+            del places[name]
+    else:
+        left = (width + 6) // 2
+        places = {
+            "status": Region(0, 0, width, 1),
+            "slots": Region(0, 1, left, rows + 3),
+            "timeline": Region(left + 1, 1, width - left - 1, rows + 2),
+        }
+        below = Region(0, rows + 4, width, strip - rows - 4)
+        if below.height >= 4:
+            lower = "streams" if lower == "timeline" else lower
+            places |= stack(below, STACKS[lower]) if lower in STACKS else {lower: below}
+    places["tour"] = Region(0, strip, width, tall)
+    places["keys"] = Region(0, height - 1, width, 1)
+    return places
+
+
 def is_wide(width: int, height: int) -> bool:
     """Is there room for slots, timeline, charts, answers and step side by side?"""
     return width >= 110 and height >= 34

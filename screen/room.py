@@ -92,6 +92,7 @@ class Ask(NamedTuple):
     schema: str = ""  # of the JSON that the answer must be
     logprobs: int | None = None  # so many of the likeliest tokens, with their log probabilities
     mute: bool = False  # a log does not tell of it: it is one of a trial's hundreds
+    client: str = ""  # under whose name it is asked
 
 
 class Read(NamedTuple):
@@ -109,19 +110,22 @@ class Settings(NamedTuple):
     seed: int | None = None
     burst: int = 24
     rate: float = 2.0  # of the steady load, requests a second
+    client: str = ""  # under whose name prompts are fired: `fair` goes by clients
 
     @property
     def words(self) -> str:
         """As `/set` takes them."""
         seed = "none" if self.seed is None else self.seed
         figures = f"temperature={self.temperature:g} max={self.max_tokens} seed={seed}"
-        return f"{figures} burst={self.burst} rate={self.rate:g}"
+        client = f" client={self.client}" if self.client else ""
+        return f"{figures} burst={self.burst} rate={self.rate:g}{client}"
 
     def ask(self, prompt: str, most: float = math.inf, number: int = 0) -> Ask:
         """A prompt with these settings, and an answer of at most `most` tokens. `number` makes
         seeds differ."""
         seed = None if self.seed is None else self.seed + number
-        return Ask(prompt, min(most, self.max_tokens), self.temperature, seed)
+        most = min(most, self.max_tokens)
+        return Ask(prompt, most, self.temperature, seed, client=self.client)
 
 
 # --- what the screen may know -------------------------------------------------------------------
@@ -500,7 +504,7 @@ class EngineRoom(Room):
             seed=ask.seed,
             **{"logprobs": ask.logprobs, **form},
         )
-        handle = engine.submit(ids, sampling, origin=ask)
+        handle = engine.submit(ids, sampling, origin=ask, client=ask.client)
         self.own[handle.id] = handle
         return handle
 

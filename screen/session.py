@@ -38,12 +38,20 @@ from screen.totals import words
 from screen.trace import trace_events
 from screen.why import at_percent, ranked, sentence
 
+
+def read_name(name: str, text: str, least: int, most: int) -> str:
+    if len(text) > most:
+        raise ValueError(f"{name} has {len(text)} characters, {most} at most")
+    return text
+
+
 SETTABLE = {  # what /set takes: the field, and its limits
     "temperature": ("temperature", read_real, 0, 1_000_000),
     "max": ("max_tokens", read_whole, 1, 2**20),
     "seed": ("seed", read_whole, 0, 2**31 - 1),
     "burst": ("burst", read_whole, 1, 1000),
     "rate": ("rate", read_real, 0.01, 1000),
+    "client": ("client", read_name, 0, 20),
 }
 
 
@@ -362,7 +370,7 @@ class Session:
             name, _, value = pair.partition("=")
             if name not in SETTABLE:
                 raise ValueError(
-                    f"{name!r} cannot be set; temperature, max, seed, burst and rate can"
+                    f"{name!r} cannot be set; temperature, max, seed, burst, rate and client can"
                 )
             knob, read, least, most = SETTABLE[name]
             changes[knob] = (

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from door.journal import Call
 from parts.api.views import ExpertsView, Limits, RequestView, SlotView, Snapshot, StepView
@@ -30,6 +31,22 @@ from screen.totals import Period
 from screen.why import Life, Outcome, company_of, life_of, outcomes, ranked, steps_of
 
 ASKED = 100  # of so many steps it is known which experts they took
+
+
+class Telling(NamedTuple):
+    """What the tour says now (`tour.py`)."""
+
+    scene: int  # from 1
+    scenes: int
+    title: str
+    text: str  # the question, or what came of it
+    answers: tuple[str, ...] = ()
+    asks: bool = False  # waits for one of them
+    guess: int | None = None  # from 1
+    verdict: str = ""  # which answer was right
+    pressed: tuple[str, ...] = ()  # the keys that do the same
+    place: str = ""  # the line of code
+    hint: str = ""  # what the keys do now
 
 
 @dataclass
@@ -73,6 +90,8 @@ class State:
     kept: str = ""  # what was pressed while the model loads, as it is shown
     has_chosen: bool = False  # which pane is shown where room is short; else it follows the keys
     said: str = ""  # what the last command answered; shown for a while
+    tour: Telling | None = None  # None: no tour
+    offers_tour: bool = False  # it was neither taken nor declined so far
     woke: int = 0  # index of the first step of the latest busy period
     # Busy periods, the newest last
     periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))

@@ -43,6 +43,7 @@ PARTS = {
     "ghost": "computed for nothing in its slot, after its end",
     "unseen": "the screen looked away",
 }
+ROUNDING = 1e-9  # seconds: after a pause a step may seem to begin so much before a prompt came
 LONGEST = 5_000  # steps: a replay of more would keep the screen waiting
 
 
@@ -332,7 +333,7 @@ def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Seque
     """The steps of a busy period. ValueError if not all of them are known."""
     began = company[0].arrived
     ended = max(math.inf if r.ended is None else r.ended for r in company)
-    first = bisect_left(history, began, key=lambda column: column.view.began)
+    first = bisect_left(history, began - ROUNDING, key=lambda column: column.view.began)
     stop = bisect_left(history, ended, key=lambda column: column.view.began)
     columns = history[first:stop]
     if len(columns) > LONGEST:
@@ -344,7 +345,7 @@ def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Seque
 
 def next_plan(columns: Sequence[Column], moment: float) -> int:
     """The number, from 1, of the first step that was planned at this moment or later."""
-    return bisect_left(columns, moment, key=lambda column: column.view.began) + 1
+    return bisect_left(columns, moment - ROUNDING, key=lambda column: column.view.began) + 1
 
 
 def halts(columns: Sequence[Column], i: int) -> bool:

@@ -52,6 +52,8 @@ ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
 INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
+    tour
+    scenes
     session record
     bill elephant keys pages contest widgets
     panes

@@ -1,0 +1,467 @@
+"""The scenes of the tour: for each of eight questions a stage, a question, a run, and what came of
+it.
+
+The problem. A screen shows what an engine does, and not why. Whoever looks at a timeline for the
+first time does not know where to look, and reads past what would surprise them.
+
+The way out. Each scene stops the engine, asks what will happen next, lets it happen, and explains
+what has happened by the figures of this very run. A scene is a row of `SCENES`: a few lines that a
+user could type as well, and a few functions of what has been seen.
+
+What this file keeps. No figure is written down here: all of them are read from the steps and the
+requests of the scene. Where a run has none of what the scene is about, its functions raise a
+ValueError that says so, and the tour goes on.
+
+Where next: `tour.py`, which plays the scenes and draws the strip.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from parts.api.views import RequestView
+from screen.ink import clean, count, span
+from screen.room import BURST, EVENING
+from screen.state import State, life_in, prices
+from screen.timeline import Column
+from screen.why import outcomes
+
+HEROES = ("fox", "cat", "girl", "bear", "owl", "hen", "boy", "mouse")
+STORIES = tuple((f"Tell me a long story about a {hero}.", 320) for hero in HEROES)
+
+
+# --- what a scene is made of --------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What a scene has seen so far: the steps and the requests since it began."""
+
+    state: State
+    first: int  # all steps up to this one, and all requests up to `newest`, were there before
+    newest: int
+    guess: int | None = None  # from 1
+    late: bool = False  # what was to happen took too long, and was cut short
+    notes: dict = field(default_factory=dict)  # whatever a scene wants to remember
+
+    @staticmethod
+    def begin(state: State) -> Seen:
+        first = state.history[-1].step if state.history else 0
+        return Seen(state, first, newest=max(state.requests, default=0))
+
+    @property
+    def slots(self) -> int:
+        return self.state.view.engine.limits.slots
+
+    @property
+    def requests(self) -> list[RequestView]:
+        """In the order of their arrival."""
+        return [r for id, r in sorted(self.state.requests.items()) if id > self.newest]
+
+    @property
+    def columns(self) -> list[Column]:
+        """The steps in which a request of this scene had a slot."""
+        return [
+            column
+            for column in self.state.history
+            if column.step > self.first
+            and any((cell.request or 0) > self.newest for cell in column.cells)
+        ]
+
+    def decodes(self, rows: int) -> list[float]:
+        """The seconds of the steps that decoded so many rows, and did nothing else."""
+        steps = [column.view for column in self.columns]
+        return [s.seconds for s in steps if len(s.decode) == rows and not s.prefill]
+
+
+class Until(NamedTuple):
+    """Wait until `ready` says so. Meanwhile the line `each` is obeyed again and again, if there is
+    one."""
+
+    ready: Callable[[Seen], bool]
+    each: str = ""
+
+
+# A line as a user types it, or a function: it makes such a line, or does something to the screen
+# and answers with the name of the key that does the same
+Act = str | Until | Callable[[Seen], str]
+
+
+class Scene(NamedTuple):
+    """A row of the table.
+
+    `stage`: what happens before the question is asked. `run`: what happens after the guess.
+    `prompts`: those that a burst fires, with the longest answer of each.
+    `judge`: which of the answers was right, from 1.
+    `tell`: what came of it, in two lines of a small screen.
+    `place`: the file and the function that decide it.
+    """
+
+    title: str
+    stage: Sequence[Act]
+    question: Callable[[Seen], str]
+    answers: Callable[[Seen], Sequence[str]]
+    run: Sequence[Act]
+    judge: Callable[[Seen], int]
+    tell: Callable[[Seen], str]
+    place: tuple[str, str]
+    prompts: Sequence[tuple[str, int]] = BURST
+
+
+def usual(times: Sequence[float]) -> float:
+    """What a step takes if nothing comes in between: most took longer."""
+    if not times:
+        raise ValueError("no step was seen that could be compared")
+    return sorted(times)[(len(times) - 1) // 8]
+
+
+def is_settled(seen: Seen) -> bool:
+    return not seen.state.view.busy and not seen.state.view.stepping
+
+
+def has_decoded(rows: int | None, steps: int, seen: Seen) -> bool:
+    """So many steps that decode so many rows; None: as many rows as there are slots."""
+    return len(seen.decodes(rows or seen.slots)) >= steps
+
+
+# --- eight rows for the price of one ------------------------------------------------------------
+
+STEPS = 16  # of a kind, to know what they take
+
+
+def ask_rows(seen: Seen) -> str:
+    one = span(usual(seen.decodes(1)))
+    more = seen.slots - 1
+    return (
+        f"One prompt has one slot: each step makes one token of its answer, and takes {one}. "
+        f"Now {more} more prompts come. How long will a step take that makes {seen.slots} tokens?"
+    )
+
+
+def row_answers(seen: Seen) -> Sequence[str]:
+    one = usual(seen.decodes(1))
+    many = seen.slots
+    return (
+        f"{many} times as long, {span(many * one)}",
+        f"half of that, {span(many * one / 2)}",
+        "less than twice as long",
+    )
+
+
+def rows_ratio(seen: Seen) -> float:
+    return usual(seen.decodes(seen.slots)) / usual(seen.decodes(1))
+
+
+def judge_rows(seen: Seen) -> int:
+    ratio = rows_ratio(seen)
+    if ratio < 2:
+        return 3
+    return 2 if ratio < 0.75 * seen.slots else 1
+
+
+def tell_rows(seen: Seen) -> str:
+    one, many = usual(seen.decodes(1)), usual(seen.decodes(seen.slots))
+    row = (many - one) / (seen.slots - 1)
+    said = (
+        f"{seen.slots} rows took {span(many)}, one row {span(one)}: {rows_ratio(seen):.2f} times the time "
+        f"for {seen.slots} times the tokens. A step reads all weights once, for however many rows."
+    )
+    if row * 200 < one:
+        return f"{said} A row more costs too little to be measured here."
+    ends = max(2, round((one - row) / row))
+    return f"{said} It ends where the rows' own work is more: at {span(row)} a row, from {ends} on."
+
+
+# --- whose fault a slow first token is ----------------------------------------------------------
+
+
+def last_in_line(seen: Seen) -> RequestView:
+    """The longest prompt of those that find no slot."""
+    waiting = seen.requests[seen.slots :]
+    if not waiting:
+        raise ValueError("no prompt had to wait")
+    return max(waiting, key=lambda r: (r.metrics.prompt_tokens, r.id))
+
+
+def ask_fault(seen: Seen) -> str:
+    r = last_in_line(seen)
+    many = len(seen.requests)
+    return (
+        f"{many} prompts came at once, and there are {seen.slots} slots. r{r.id} has the longest prompt in line, "
+        f"{count(r.metrics.prompt_tokens, 'token')}. What will its first token have to wait for most?"
+    )
+
+
+def has_first_token(seen: Seen) -> bool:
+    return last_in_line(seen).metrics.ttft_s is not None
+
+
+def faults(seen: Seen) -> tuple[float, float, float]:
+    """The line, its own prompt, its neighbours: seconds up to the first token."""
+    r = last_in_line(seen)
+    if r.metrics.ttft_s is None:
+        raise ValueError(f"r{r.id} has no first token yet")
+    parts = life_in(seen.state, r).parts(until=r.arrived + r.metrics.ttft_s)
+    line, own = parts.get("line", 0.0), parts.get("own chunks", 0.0)
+    return line, own, max(0.0, sum(parts.values()) - line - own)
+
+
+def judge_fault(seen: Seen) -> int:
+    spent = faults(seen)
+    return 1 + spent.index(max(spent))
+
+
+def tell_fault(seen: Seen) -> str:
+    r = last_in_line(seen)
+    line, own, others = faults(seen)
+    taken = r.metrics.cached_tokens
+    said = (
+        f"r{r.id} waited {span(r.metrics.ttft_s)}: {span(line)} in line, {span(own)} for its own "
+        f"prompt, {span(others)} for its neighbours."
+    )
+    if taken:
+        said += (
+            f" Of its {count(r.metrics.prompt_tokens, 'token')}, {taken:,} were copied from a slot "
+            "whose prompt began alike (▓)."
+        )
+    return f"{said} w says it of any request."
+
+
+# --- who starves --------------------------------------------------------------------------------
+
+CHOICE = {
+    "static": "batch by batch",
+    "continuous": "by arrival",
+    "fair": "by clients",
+    "short": "by length",
+}
+
+
+def lone(seen: Seen) -> RequestView:
+    """The one request of the second client."""
+    mine = [r for r in seen.requests if r.client == "Ben"]
+    if not mine:
+        raise ValueError("the second client's prompt was not fired")
+    return mine[0]
+
+
+def ask_starving(seen: Seen) -> str:
+    r = lone(seen)
+    return (
+        f"Anna has sent {len(seen.requests) - 1} prompts. Then Ben sends one, r{r.id}, and it is long: "
+        f"{count(r.metrics.prompt_tokens, 'token')}. Which policy gives Ben a first token soonest?"
+    )
+
+
+def chosen_policy(seen: Seen) -> str:
+    return f"/policy {list(CHOICE)[seen.guess - 1] if seen.guess else 'fair'}"
+
+
+def firsts(seen: Seen) -> dict[str, int]:
+    """By policy: the step that brings Ben's first token. One policy ran, the others are replays."""
+    r = lone(seen)
+    state = seen.state
+    limits = state.view.engine.limits
+    found = outcomes(r, state.requests.values(), state.history, limits, prices(state))
+    steps = {each.name: each.steps[0] + each.steps[1] for each in found}
+    return {policy: steps["measured" if policy == r.policy else policy] for policy in CHOICE}
+
+
+def judge_starving(seen: Seen) -> int:
+    found = firsts(seen)
+    return 1 + list(CHOICE).index(min(CHOICE, key=found.get))
+
+
+def tell_starving(seen: Seen) -> str:
+    found = firsts(seen)
+    r = lone(seen)
+    steps = ", ".join(f"{policy} {found[policy]:,}" for policy in CHOICE)
+    said = f"Steps to Ben's first token: {steps} ({r.policy} ran, {span(r.metrics.ttft_s)}; the others by replay)."
+    if found["fair"] == min(found.values()):
+        said += (
+            " fair looks at clients, and Ben had no slot; short at prompts, so the long one pays."
+        )
+    return said
+
+
+# --- ghosts -------------------------------------------------------------------------------------
+
+
+def ask_ghosts(seen: Seen) -> str:
+    return (
+        f"{count(len(seen.requests), 'answer')} run. The next step is started before this one's tokens are read. "
+        "An answer may end with such a token. What does the next step, already on its way, do for it?"
+    )
+
+
+def ghosts(seen: Seen) -> list[Column]:
+    found = [column for column in seen.columns if column.view.ghosts]
+    if not found:
+        raise ValueError("no answer ended by itself in this run, so there was no ghost")
+    return found
+
+
+def back_to_a_ghost(seen: Seen) -> str:
+    """Put the cursor on the step with the most ghosts, so that they can be seen."""
+    if not any(column.view.ghosts for column in seen.columns):
+        return ""
+    state = seen.state
+    step = max(ghosts(seen), key=lambda column: len(column.view.ghosts)).step
+    state.zoom = 1
+    state.look_at(state.index_of(step))
+    state.edge = state.at + 12  # what came before is in sight, too
+    return "←"
+
+
+def judge_ghosts(seen: Seen) -> int:
+    return 2 if ghosts(seen) else 0
+
+
+def tell_ghosts(seen: Seen) -> str:
+    many = sum(len(column.view.ghosts) for column in ghosts(seen))
+    rows = sum(len(column.view.decode) for column in seen.columns)
+    step = seen.state.here
+    slot = step.view.ghosts[0] if step.view.ghosts else 0
+    return (
+        f"It ran once more, for nothing: a ghost (▚), as in slot {slot} at step {step.step:,}. "
+        f"{count(many, 'ghost')} among {rows:,} rows, {many / rows:.1%}: the price for a device that never waits until "
+        "Python has read. Step by step (s) there is none."
+    )
+
+
+# --- JSON ---------------------------------------------------------------------------------------
+
+
+def ask_json(seen: Seen) -> str:
+    return (
+        f"r{seen.requests[0].id} must answer in JSON of a schema, and the demo model was never shown any. "
+        "What makes its answer fit?"
+    )
+
+
+def note_glass(seen: Seen) -> bool:
+    """Note what the model would have said at each token. Has the answer ended?"""
+    r = seen.requests[0]
+    if r.glass:
+        seen.notes[r.metrics.output_tokens] = r.glass
+    return r.reason is not None
+
+
+def json_figures(seen: Seen) -> tuple[int, int, int]:
+    """Tokens; at how many the likeliest was forbidden; and how many were forced."""
+    r = seen.requests[0]
+    try:
+        json.loads(r.text)
+    except ValueError:
+        raise ValueError(f"the answer of r{r.id} was cut off ({r.reason or 'not over'})") from None
+    struck = forced = 0
+    for (_, chance, _), *others in seen.notes.values():
+        likeliest = max(others, key=lambda token: token[1], default=("", 0.0, True))
+        struck += not likeliest[2] and len(others) > 0
+        forced += chance > 0.999
+    return r.metrics.output_tokens, struck, forced
+
+
+def judge_json(seen: Seen) -> int:
+    """Each step said one token, none was taken back, and the answer parses."""
+    tokens, _, _ = json_figures(seen)
+    return 3 if tokens <= len(seen.columns) + 1 else 1
+
+
+def tell_json(seen: Seen) -> str:
+    r = seen.requests[0]
+    tokens, struck, forced = json_figures(seen)
+    return (
+        f"{tokens} tokens in {len(seen.columns)} steps. At {struck} of {len(seen.notes)} the likeliest was "
+        f"forbidden (✗), its chance set to 0 before the choice; {forced} times a single one was allowed. "
+        f"Said: {' '.join(clean(r.text).split())}"
+    )
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+SCENES = (
+    Scene(
+        title="many rows for the price of one",
+        stage=("/burst 1", "/slow 10", "/resume", Until(partial(has_decoded, 1, STEPS))),
+        question=ask_rows,
+        answers=row_answers,
+        run=(
+            lambda seen: f"/burst {seen.slots - 1}",
+            "/resume",
+            Until(partial(has_decoded, None, STEPS)),
+        ),
+        judge=judge_rows,
+        tell=tell_rows,
+        place=("nanobatch.py", "Runner._forward"),
+        prompts=STORIES,
+    ),
+    Scene(
+        title="whose fault a slow first token is",
+        stage=(lambda seen: f"/burst {2 * seen.slots}", "/step 1"),
+        question=ask_fault,
+        answers=lambda seen: (
+            "the line: no slot is free",
+            "its own prompt, which is long",
+            "its neighbours' work in each step",
+        ),
+        run=("/slow 16", "/resume", Until(has_first_token)),
+        judge=judge_fault,
+        tell=tell_fault,
+        place=("sched.py", "Scheduler._admit"),
+    ),
+    Scene(
+        title="who starves",
+        stage=(
+            "/set max=40 client=Anna",
+            lambda seen: f"/burst {3 * seen.slots}",
+            "/set client=Ben",
+            f"{EVENING} Tell me a story about an owl.",
+        ),
+        question=ask_starving,
+        answers=lambda seen: tuple(f"{policy}: {how}" for policy, how in CHOICE.items()),
+        run=(
+            chosen_policy,
+            "/slow 32",
+            "/resume",
+            Until(lambda seen: bool(lone(seen).text)),
+            "/slow off",
+            Until(is_settled),
+        ),
+        judge=judge_starving,
+        tell=tell_starving,
+        place=("sched.py", "Scheduler._next"),
+    ),
+    Scene(
+        title="a step ahead of the tokens",
+        stage=("/set max=60", lambda seen: f"/burst {seen.slots}", "/step 3"),
+        question=ask_ghosts,
+        answers=lambda seen: (
+            "nothing: the slot is free by then",
+            "one token more, which is dropped",
+            "it waits until the token is read",
+        ),
+        run=("/resume", Until(is_settled), back_to_a_ghost),
+        judge=judge_ghosts,
+        tell=tell_ghosts,
+        place=("nanobatch.py", "Engine._may_fly"),
+    ),
+    Scene(
+        title="JSON that cannot break",
+        stage=("/json Tell me about a fox.",),
+        question=ask_json,
+        answers=lambda seen: (
+            "it is asked again until it does",
+            "the text is mended at its end",
+            "before each token, what does not fit is struck out",
+        ),
+        run=(Until(note_glass, each="/step 1"),),
+        judge=judge_json,
+        tell=tell_json,
+        place=("nanobatch.py", "Engine._masks"),
+    ),
+)

@@ -1,0 +1,430 @@
+"""The tour: a few scenes that ask what will happen next, let it happen, and explain what happened.
+
+The problem. A tour that only talks is skipped, and one that takes the screen hides what it talks
+about. And a person leaves a tour at any moment, wants everything back as it was, and never waits.
+
+The way out. The tour is a script over what any user can do: it pauses, fires, steps and switches by
+the same lines that are typed (`Session.obey`), and names the keys. `Tour.look` is called as often
+as the screen is looked at, goes on as far as it can, and never waits. What it says is a `Telling`
+in the state, and `draw_tour` draws it as a strip of a few lines under the panes, so what runs is
+seen.
+
+    stage -> ask -> a guess -> run -> tell -> the next scene
+
+What this file keeps. Whatever happens, `leave` puts back what the tour has changed: policy, budget,
+pause, slow motion, settings, and what is selected; and it ends the requests that were fired. No part of a
+scene takes longer than `LONGEST`: then the scene goes on with what there is, or says that it did
+not come off. The line of code that is named is looked up in the source, so it cannot be stale.
+
+Where next: `tui.py`, which gives the tour its keys.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.cells import cell_len
+
+from parts.api.faults import describe, show_fault
+from screen import keys
+from screen.ink import Line, Palette, Pen, clean, heading, shorten, wrap
+from screen.room import Settings
+from screen.scenes import SCENES, Act, Scene, Seen, Until
+from screen.session import Session
+from screen.state import State, Telling
+
+ROOT = Path(__file__).parents[1]
+# Seconds: what a scene runs goes on at full speed then, and is cut short then
+HURRY, LONGEST = 8.0, 14.0
+LEAST_SLOTS = 4  # with fewer there is nothing to see
+# What every scene begins with: nothing runs, and no slot remembers anything
+CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
+FAREWELL = (
+    "That was the tour. b fires a burst, r runs a race, w says why a request waited, ? explains every key and word; "
+    "and docs/learn climbs from one token to an engine in five short programs."
+)
+
+
+# --- playing ------------------------------------------------------------------------------------
+
+
+class Before(NamedTuple):
+    """What the tour changes, as it was before."""
+
+    policy: str
+    budget: int | None  # None: as the engine was made
+    paused: bool
+    slow: float
+    eases: bool
+    fields: dict[str, object]  # of the state
+
+    FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
+
+    @staticmethod
+    def of(session: Session) -> Before:
+        view = session.state.view
+        fields = {name: getattr(session.state, name) for name in Before.FIELDS}
+        policy = view.engine.draining_to or view.engine.policy
+        limits = view.engine.limits
+        budget = None if limits == view.made_with else limits.budget
+        return Before(policy, budget, view.paused, view.slow, session.eases, fields)
+
+    def put_back(self, session: Session) -> None:
+        room = session.room
+        room.cancel(None)
+        room.switch(self.policy)
+        room.set_budget(self.budget)
+        room.slow(self.slow)
+        room.pause(self.paused)
+        session.eases = self.eases
+        for name, value in self.fields.items():
+            setattr(session.state, name, value)
+
+
+def refuse(state: State) -> None:
+    """A ValueError says why there can be no tour now."""
+    view = state.view
+    if view.door or view.watches:
+        whose = "while the door is open" if view.door else "on a watched engine"
+        raise ValueError(
+            f"no tour {whose}, since its clients would suffer; start a python tui.py for it"
+        )
+    if view.busy or view.load:
+        raise ValueError(
+            "the tour begins when nothing runs: X cancels all requests, l ends a steady load"
+        )
+    slots = view.engine.limits.slots
+    if slots < LEAST_SLOTS:
+        raise ValueError(
+            f"the tour needs {LEAST_SLOTS} slots, and there are {slots}: python tui.py --slots {LEAST_SLOTS}"
+        )
+
+
+class Tour:
+    """Plays scenes, one after the other. No method of it waits.
+
+    `now`: a clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        now: Callable[[], float] = time.monotonic,
+        scenes: Sequence[Scene] = SCENES,
+    ):
+        refuse(session.state)
+        self.session = session
+        self.state = session.state
+        self.is_over = False
+        self._now = now
+        self._scenes = scenes
+        self._before = Before.of(session)
+        self._right = 0  # guesses that came true
+        self._number = -1  # of the scene, from 0
+        session.eases = False
+        self._next_scene()
+
+    @property
+    def scene(self) -> Scene:
+        return self._scenes[self._number]
+
+    @property
+    def waits(self) -> bool:
+        """Does nothing happen before the user says something?"""
+        return self._phase in ("ask", "tell", "end")
+
+    # --- what the user says
+
+    def guess(self, answer: int) -> None:
+        """From 1. Nothing happens if there is no such answer, or nothing was asked."""
+        if self.state.tour.asks and 1 <= answer <= len(self.state.tour.answers):
+            self.seen.guess = answer
+            self._run()
+
+    def go_on(self) -> None:
+        """Without a guess; or to the next scene. While a scene runs: at full speed."""
+        if self.state.tour.asks:
+            self._run()
+        elif self._phase == "tell":
+            self._next_scene()
+        elif self._phase == "run":
+            self._hurry()
+        elif self._phase == "end":
+            self.leave()
+
+    def leave(self) -> None:
+        """At once; everything is as it was before."""
+        if not self.is_over:
+            self.is_over = True
+            self._before.put_back(self.session)
+            self.state.tour = None
+
+    def _hurry(self) -> None:
+        self._hurries = True
+        self._obey("/slow off")
+        self._obey("/resume")
+
+    # --- going on by itself
+
+    def look(self) -> None:
+        """Go on as far as that is possible now."""
+        if self._phase in ("stage", "run") and not self.is_over:
+            spent = self._now() - self._began
+            self.seen.late = self.seen.late or spent >= LONGEST
+            if spent >= HURRY and self._phase == "run" and not self._hurries:
+                self._hurry()
+            try:
+                self._go_on()
+            except ValueError as error:
+                self._give_up(str(error))
+            except Exception as error:  # a mistake in the scene
+                show_fault(f"the scene {self.scene.title!r} failed", error)
+                self._give_up(f"{describe(error)}; E shows where")
+
+    def _go_on(self) -> None:
+        self._check_faults()
+        is_done = self._play() or self.seen.late
+        if is_done and self._phase == "stage":
+            self._ask()
+        elif is_done:
+            self._tell()
+
+    def _play(self) -> bool:
+        """Obey the lines whose time has come, then pause. Is all of it done?"""
+        while self._acts and not self.seen.late:
+            act = self._acts[0]
+            if not isinstance(act, Until):
+                self._acts.popleft()
+                self._do(act)
+                continue
+            if not self._is_quiet:
+                return False
+            if not act.ready(self.seen):
+                if act.each and not self._hurries:
+                    self._do(act.each)
+                return False
+            self._acts.popleft()
+        if not self._stops:
+            self._stops = True
+            self._obey("/pause")
+        return self._is_quiet
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Does the view show the effect of all that was said?"""
+        return self.session.heard and not self.state.view.stepping
+
+    def _do(self, act: Act) -> None:
+        line = act if isinstance(act, str) else act(self.seen)
+        if line.startswith("/") or len(line) > 1:
+            self._obey(line)
+        word = keys.pressed(line)
+        if word and word not in self._pressed:
+            self._pressed.append(word)
+
+    def _obey(self, line: str) -> None:
+        self.session.obey(line)
+
+    def _next_scene(self) -> None:
+        self._number += 1
+        if self._number == len(self._scenes):
+            self._end()
+            return
+        for line in CLEARED:
+            self._obey(line)
+        self.state.settings = Settings()
+        self.state.prompts = self.scene.prompts
+        self.state.cursor = None
+        self.state.selected = 0
+        self.state.zoom = None
+        self.seen = Seen.begin(self.state)
+        self._faults = len(self.state.faults)
+        self._pressed: list[str] = []
+        self._begin("stage", self.scene.stage)
+        self.state.tour = self._telling("The stage is being set …", "esc: leave")
+
+    def _begin(self, phase: str, acts: Sequence[Act]) -> None:
+        self._phase = phase
+        self._acts = deque(acts)
+        self._began = self._now()
+        self._hurries = self._stops = False
+
+    def _ask(self) -> None:
+        question = self.scene.question(self.seen)
+        answers = tuple(self.scene.answers(self.seen))
+        self._phase = "ask"
+        hint = f"1–{len(answers)}: your guess · enter: no guess · esc: leave"
+        telling = self._telling(question, hint)
+        self.state.tour = telling._replace(answers=answers, asks=True)
+
+    def _run(self) -> None:
+        self._begin("run", self.scene.run)
+        hint = "it runs … · enter: at full speed · esc: leave"
+        guess = self.seen.guess
+        self.state.tour = self.state.tour._replace(asks=False, guess=guess, hint=hint)
+
+    def _tell(self) -> None:
+        right = self.scene.judge(self.seen)
+        said = self.scene.tell(self.seen)
+        self._phase = "tell"
+        guess, answers = self.seen.guess, self.state.tour.answers
+        self._right += guess == right
+        telling = self._telling(said, f"enter: go on · esc: leave{self._others()}")
+        self.state.tour = telling._replace(
+            verdict=judged(right, guess, answers),
+            place=line_of(*self.scene.place),
+            pressed=tuple(self._pressed),
+        )
+
+    def _give_up(self, why: str) -> None:
+        """The scene did not come off, but the tour goes on."""
+        self._phase = "tell"
+        late = f" within {LONGEST:g} s" if self.seen.late else ""
+        said = f"This scene did not come off{late}: {clean(why)}."
+        self.state.tour = self._telling(said, f"enter: go on · esc: leave{self._others()}")
+
+    def _others(self) -> str:
+        """Other programs make steps slow: then the figures are not only the engine's."""
+        view = self.state.view
+        taken = f"{view.others:.1f} of {view.cores} cores"
+        return f" · other programs take {taken}" if view.others else ""
+
+    def _check_faults(self) -> None:
+        """Was a prompt not fired?"""
+        faults = self.state.faults[self._faults :]
+        if faults:
+            raise ValueError(faults[0].message)
+
+    def _end(self) -> None:
+        self._number -= 1
+        self._phase = "end"
+        came = f"{self._right} of your guesses came true. " if self._right else ""
+        telling = self._telling(f"{FAREWELL}", "enter, esc: everything as it was before the tour")
+        self.state.tour = telling._replace(title="the end", verdict=came.strip())
+
+    def _telling(self, text: str, hint: str) -> Telling:
+        return Telling(self._number + 1, len(self._scenes), self.scene.title, text, hint=hint)
+
+
+def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
+    """Which answer was right, and whether it was the user's."""
+    if not 1 <= right <= len(answers):
+        return "None of the answers came true."
+    said = f"{right}, {answers[right - 1]}."
+    if guess is None:
+        return f"It was {said}"
+    return f"As you said: {said}" if guess == right else f"You said {guess}; it was {said}"
+
+
+def line_of(file: str, name: str) -> str:
+    """Where a function begins: "sched.py:234  Scheduler._room"."""
+    try:
+        node: ast.AST = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        for part in name.split("."):
+            node = next(child for child in node.body if getattr(child, "name", "") == part)
+    except (OSError, SyntaxError, StopIteration):  # somebody is changing it just now
+        return f"{file}  {name}"
+    return f"{file}:{node.lineno}  {name}"
+
+
+# --- the strip ----------------------------------------------------------------------------------
+
+
+def draw_tour(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """What the tour says now: a heading, a text, and as many of the rest as find room."""
+    told = state.tour
+    if told is None:
+        return []
+    title = f"Tour {told.scene} of {told.scenes}: {told.title}"
+    lines = [heading(p, width, title, "esc leaves, and puts all back", do="leave_tour")]
+    lines += [Pen().put(f" {part}", p.text).line for part in wrap(told.text, width - 2)]
+    lines += draw_answers(told, p, width)
+    lines += [Pen().put(f" {part}", p.accent, True).line for part in cut(told.verdict, width - 2)]
+    where = Pen().put(" ")
+    if told.place:
+        where.put(told.place, p.text, True)
+    if told.pressed:
+        where.to(where.width + 3 if told.place else 1)
+        words = f"by hand: {', '.join(told.pressed)}"
+        where.put(shorten(words, width - where.width - 1), p.muted)
+    if told.place or told.pressed:
+        lines.append(where.line)
+    hint = shorten(state.said or told.hint, width - 2)
+    last = Pen().put(f" {hint}", p.accent if state.said else p.muted, do="go_on").line
+    return [*lines[: height - 1], last]
+
+
+def cut(text: str, width: int) -> list[str]:
+    return wrap(text, width) if text else []
+
+
+def draw_answers(told: Telling, p: Palette, width: int) -> list[Line]:
+    """As many answers in a line as find room. Each can be clicked."""
+    lines: list[Line] = []
+    pen = Pen()
+    for number, answer in enumerate(told.answers, 1):
+        text = shorten(f"{number} {answer}", width - 4)
+        if pen.width and pen.width + cell_len(text) + 3 > width:
+            lines.append(pen.line)
+            pen = Pen()
+        pen.put("   " if pen.width else " ")
+        is_guess = told.guess == number
+        pen.put("▸" if is_guess else " ", p.accent)
+        colour = p.accent if is_guess or told.asks else p.muted
+        pen.put(text, colour, is_guess, f"guess({number})")
+    return [*lines, pen.line] if pen.width else lines
+
+
+# --- without a screen ---------------------------------------------------------------------------
+
+
+def run_plain_tour(session: Session) -> int:
+    """The tour as lines: each question, a guess from standard input, and what came of it."""
+    tour: Tour | None = None
+    told: Telling | None = None
+    while tour is None or not tour.is_over:
+        time.sleep(0.05)
+        session.look()
+        stage = session.state.view.stage
+        if stage == "failed":
+            print(f"nanobatch: {session.state.view.error}", file=sys.stderr)
+            return 2
+        if stage != "ready":
+            continue
+        tour = tour or Tour(session)
+        tour.look()
+        if session.state.tour != told:
+            told = session.state.tour
+            print("\n".join(in_lines(told)), flush=True)
+        elif tour.waits:
+            answer(tour, sys.stdin.readline() if sys.stdin else "")
+    return 0
+
+
+def in_lines(told: Telling) -> list[str]:
+    """What the tour says now, for the plain log."""
+    if told.guess or not (told.asks or told.verdict or told.place):
+        return [f"  ({told.hint})"] if told.guess else [told.text, *filter(None, [told.verdict])]
+    lines = [told.text]
+    if told.asks:
+        lines = ["", f"{told.scene} of {told.scenes}: {told.title}", told.text]
+        lines += [f"  {number} {each}" for number, each in enumerate(told.answers, 1)]
+    lines += filter(None, [told.verdict, told.place, "  ".join(told.pressed), told.hint])
+    return [clean(line) for line in lines]
+
+
+def answer(tour: Tour, line: str) -> None:
+    """A line of standard input: a number is a guess, q leaves, and an empty one goes on."""
+    word = line.strip().lower()
+    if word in ("q", "quit", "/quit", "esc"):
+        tour.leave()
+    elif word.isdecimal() and tour.state.tour.asks:
+        tour.guess(int(word))
+    else:
+        tour.go_on()

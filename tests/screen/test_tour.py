@@ -1,0 +1,528 @@
+"""The tour: each scene asks, runs, and explains by what ran; and a person can leave at any moment.
+
+Most scenes are played on an engine of words. Its answers end by themselves here, so that there are
+ghosts. JSON needs a real tokenizer, so that scene is played on the demo model.
+"""
+
+import re
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.cells import cell_len
+from stage import SIZES, Stage, like_golden, plain, show
+from textual.geometry import Region
+
+import tui
+from nanobatch import Engine
+from screen import ink, scenes, tour
+from screen.places import LOWER, arrange_tour
+from screen.room import Settings
+from screen.scenes import SCENES
+from screen.state import State, Telling
+
+ROOT = Path(__file__).parents[2]
+TITLES = [scene.title for scene in SCENES]
+JSON = TITLES.index("JSON that cannot break")
+RIGHT = {  # on the engine of words, or on the demo model
+    "many rows for the price of one": 3,
+    "whose fault a slow first token is": 1,
+    "who starves": 3,
+    "a step ahead of the tokens": 2,
+    "JSON that cannot break": 3,
+}
+each_scene = pytest.mark.parametrize("number", range(len(SCENES)), ids=TITLES)
+
+
+class Ending:
+    """A stream of words that ends by itself after some of them."""
+
+    def __init__(self, text, words: int):
+        self.text, self.left = text, words
+
+    def push(self, token: int) -> str:
+        self.left -= 1
+        return self.text.pieces[token - 0x110000]
+
+    def finish(self, tokens) -> str:
+        return ""
+
+    @property
+    def stopped(self) -> bool:
+        return self.left <= 0
+
+
+class TourStage(Stage):
+    """A stage on which answers end by themselves, with a tour that one scene is played of."""
+
+    def __init__(self, number: int | None = None, stops: bool = True, **options):
+        super().__init__(**options)
+        self.number = number
+        self.stops = stops
+        self.now = 0.0
+        self.tour = None
+
+    def _load(self, report, clock, options):
+        if self.number == JSON:
+            options = {"slots": 4, "max_len": 400, "chunk": 64} | options
+            return Engine.load("demo", clock=clock, **options)
+        engine = super()._load(report, clock, options)
+        words = count(24, 7)
+        if self.stops:
+            engine.text.stream = lambda stops: Ending(engine.text, next(words) % 40 + 20)
+        return engine
+
+    def begin(self, number: int) -> "TourStage":
+        self.tour = tour.Tour(self.session, lambda: self.now, SCENES[number : number + 1])
+        return self
+
+    def turn(self) -> None:
+        """Time passes, too: slow motion waits for it."""
+        self.time.now += 0.05
+        self.now += 0.05
+        self.turns()
+        self.tour.look()
+
+    def until(self, phase: str) -> "TourStage":
+        for _ in range(4000):
+            if self.tour._phase == phase:
+                return self
+            self.turn()
+        raise AssertionError(f"{phase} never comes: {self.state.tour}")
+
+
+def staged(number: int, **options) -> TourStage:
+    return TourStage(number, **options).load().begin(number)
+
+
+# --- the scenes ---------------------------------------------------------------------------------
+
+
+@each_scene
+@pytest.mark.parametrize("guess", ["right", "wrong", "none"])
+def test_each_scene_asks_runs_and_explains_by_what_ran(number, guess):
+    stage = staged(number).until("ask")
+    asked = stage.state.tour
+    assert asked.asks and 2 <= len(asked.answers) <= 4 and asked.text.endswith("?")
+    assert stage.state.view.paused, "the engine waits for the guess"
+    right = RIGHT[SCENES[number].title]
+    if guess == "none":
+        stage.tour.go_on()
+    else:
+        stage.tour.guess(right if guess == "right" else right % len(asked.answers) + 1)
+    assert not stage.state.tour.asks
+    stage.until("tell")
+    told = stage.state.tour
+    assert "did not come off" not in told.text, told.text
+    said = {"right": "As you said: ", "wrong": "You said ", "none": "It was "}[guess]
+    assert told.verdict.startswith(said) and f"{right}, " in told.verdict, told.verdict
+    assert re.search(r"\d", told.text), "figures of what ran"
+    assert told.pressed and re.match(r"\w+\.py:\d+  \w+", told.place)
+    stage.tour.go_on()
+    assert stage.state.tour.title == "the end"
+    assert ("came true" in stage.state.tour.verdict) == (guess == "right")
+    stage.tour.go_on()
+    assert stage.tour.is_over and stage.state.tour is None
+
+
+def test_the_figures_of_the_rows_are_those_of_the_steps():
+    stage = staged(0).until("ask")
+    assert "takes 11.0 ms" in stage.state.tour.text and "7 more prompts" in stage.state.tour.text
+    begin = stage.engine.runner.begin
+
+    def slower(order):
+        """A step takes 2 ms more for each row."""
+        flight = begin(order)
+        flight.cost += 0.002 * (len(order.decodes) - 1)
+        return flight
+
+    stage.engine.runner.begin = slower
+    stage.tour.guess(3)
+    told = stage.until("tell").state.tour
+    assert "8 rows took 25.0 ms, one row 11.0 ms: 2.27 times the time" in told.text
+    assert "at 2.00 ms a row, from 4 on" in told.text
+    assert told.verdict.startswith("You said 3; it was 2, half of that")
+
+
+def test_the_parts_of_a_slow_first_token_add_up():
+    stage = staged(1).until("ask")
+    stage.tour.go_on()
+    stage.until("tell")
+    r = scenes.last_in_line(stage.tour.seen)
+    assert sum(scenes.faults(stage.tour.seen)) == pytest.approx(r.metrics.ttft_s)
+    assert f"r{r.id} waited" in stage.state.tour.text
+    assert r.id > stage.engine.sched.slots, "it was in line"
+
+
+@pytest.mark.parametrize("guess", [1, 2, 3, 4])
+def test_the_policy_that_was_guessed_is_the_one_that_runs(guess):
+    stage = staged(2).until("ask")
+    stage.tour.guess(guess)
+    stage.until("tell")
+    ran = list(scenes.CHOICE)[guess - 1]
+    assert {column.view.policy for column in stage.tour.seen.columns} == {ran}
+    found = scenes.firsts(stage.tour.seen)
+    ttft = scenes.span(scenes.lone(stage.tour.seen).metrics.ttft_s)
+    said = f"{ran} {found[ran]}"
+    assert said in stage.state.tour.text and f"({ran} ran, {ttft}; " in stage.state.tour.text
+    assert found["fair"] == min(found.values()) and len(set(found.values())) == 4
+
+
+def test_the_cursor_stands_on_a_ghost_that_can_be_seen():
+    stage = staged(3).until("ask")
+    stage.tour.go_on()
+    stage.until("tell")
+    assert stage.state.here.view.ghosts and stage.state.zoom == 1
+    slot = stage.state.here.view.ghosts[0]
+    assert stage.state.here.cells[slot].kind == ink.GHOST
+    assert f"in slot {slot} at step {stage.state.cursor}" in stage.state.tour.text
+
+
+def test_where_no_answer_ends_by_itself_the_scene_of_ghosts_says_so():
+    stage = TourStage(3, stops=False).load().begin(3).until("ask")
+    stage.tour.guess(1)
+    stage.until("tell")
+    assert "did not come off: no answer ended by itself" in stage.state.tour.text
+
+
+# --- leaving ------------------------------------------------------------------------------------
+
+
+@each_scene
+@pytest.mark.parametrize("phase", ["stage", "ask", "run", "tell", "end"])
+def test_leaving_in_any_phase_puts_everything_back(number, phase):
+    stage = TourStage(number).load()
+    stage.session.obey("/policy static")
+    stage.session.obey("/slow 4")
+    stage.session.obey("/budget 30")
+    stage.session.obey("/pause")
+    stage.turns(2)
+    state = stage.state
+    state.settings = Settings(temperature=0.5, burst=3, client="me")
+    state.lower, state.selected, state.zoom = "step", 2, 4
+    before = (state.settings, state.prompts, state.lower, state.selected, state.zoom, state.cursor)
+    stage.begin(number)
+    steps = {"stage": (), "ask": ("ask",), "run": ("ask",), "tell": ("ask", "tell")}
+    for each in steps.get(phase, ("ask", "tell")):
+        stage.until(each)
+        if (phase, each) != (each, each):
+            stage.tour.go_on()
+    if phase in ("stage", "run"):
+        stage.turn()
+        assert stage.tour._phase in (phase, "tell"), "some scenes are run in a moment"
+    elif phase == "tell":
+        assert stage.tour._phase in ("tell", "end")
+    stage.tour.leave()
+    stage.turns(6)
+    view = state.view
+    assert state.tour is None and stage.tour.is_over
+    assert (view.engine.policy, view.engine.draining_to) == ("static", None)
+    assert view.paused and view.slow == 4 and not view.stepping
+    assert view.engine.limits.budget == 30
+    assert not view.engine.waiting and all(slot.request is None for slot in view.engine.slots)
+    assert before == (
+        *(state.settings, state.prompts, state.lower),
+        *(state.selected, state.zoom, state.cursor),
+    )
+    stage.tour.leave()  # a second time changes nothing
+    stage.session.obey("/resume")
+    stage.session.obey("/slow off")
+    stage.session.obey("/burst 2")
+    stage.finish()
+    assert [r.policy for r in state.ended[-2:]] == ["static"] * 2
+
+
+def test_a_pause_that_was_not_there_before_does_not_stay():
+    stage = staged(0).until("ask")
+    stage.tour.leave()
+    stage.turns(3)
+    assert not stage.state.view.paused and stage.state.view.slow == 0
+
+
+# --- what can go wrong --------------------------------------------------------------------------
+
+
+def test_a_prompt_that_does_not_fit_is_told_and_the_tour_goes_on():
+    stage = TourStage(max_len=24).load()
+    without_json = [scene for scene in SCENES if scene.title != TITLES[JSON]]
+    stage.tour = tour.Tour(stage.session, lambda: stage.now, without_json)
+    for scene in without_json:
+        stage.until("tell")
+        assert stage.state.tour.title == scene.title
+        assert "did not come off: not fired: " in stage.state.tour.text
+        stage.tour.go_on()
+    assert stage.state.tour.title == "the end"
+
+
+@each_scene
+def test_an_engine_that_stands_still_is_not_waited_for(number):
+    """A machine may be so busy that nothing comes. No part of a scene takes longer than LONGEST."""
+    stage = staged(number)
+    stage.until("ask")
+    stage.tour.guess(1)
+    began = stage.now
+    while stage.tour._phase == "run":
+        stage.now += 0.5
+        stage.session.look()
+        stage.tour.look()
+    assert stage.now - began <= tour.LONGEST + 0.5
+    assert "did not come off" in stage.state.tour.text and "within 14 s" in stage.state.tour.text
+    stage.tour.go_on()
+    assert stage.state.tour.title == "the end"
+
+
+def test_enter_while_a_scene_runs_lets_it_run_at_full_speed():
+    stage = staged(1).until("ask")
+    stage.tour.go_on()
+    stage.turn()
+    stage.turn()
+    assert stage.state.view.slow
+    stage.tour.go_on()
+    stage.turns(2)
+    assert not stage.state.view.slow and not stage.state.view.paused
+    assert "did not" not in stage.until("tell").state.tour.text
+
+
+def test_a_guess_counts_only_while_the_tour_asks_and_only_if_there_is_such_an_answer():
+    stage = staged(0)
+    stage.tour.guess(1)
+    assert stage.tour.seen.guess is None
+    stage.until("ask")
+    stage.tour.guess(4)
+    assert stage.state.tour.asks
+    stage.tour.guess(2)
+    stage.tour.guess(3)
+    assert stage.tour.seen.guess == 2
+
+
+def test_the_tour_is_refused_in_one_line_where_others_would_suffer():
+    def refusal(stage: Stage) -> str:
+        with pytest.raises(ValueError) as error:
+            tour.refuse(stage.state)
+        return str(error.value)
+
+    stage = Stage().load()
+    tour.refuse(stage.state)
+    stage.state.view = stage.state.view._replace(door=SimpleNamespace())
+    assert "no tour while the door is open" in refusal(stage)
+    stage.state.view = stage.state.view._replace(door=None, watches=True)
+    assert "no tour on a watched engine" in refusal(stage)
+    busy = Stage().load()
+    busy.session.obey("/burst 2")
+    busy.turns(2)
+    assert "X cancels all requests" in refusal(busy)
+    assert "needs 4 slots, and there are 2" in refusal(Stage(slots=2).load())
+
+
+def test_each_line_of_code_that_the_tour_names_is_there():
+    for scene in SCENES:
+        file, name = scene.place
+        found = re.fullmatch(r"(.+):(\d+)  (.+)", tour.line_of(file, name))
+        assert found, f"{scene.title}: {name} is not in {file}"
+        line = (ROOT / file).read_text().splitlines()[int(found[2]) - 1]
+        assert f"def {name.rpartition('.')[2]}(" in line
+    assert tour.line_of("sched.py", "Scheduler.nonsense") == "sched.py  Scheduler.nonsense"
+    assert tour.line_of("nonsense.py", "f") == "nonsense.py  f"
+
+
+def test_what_the_scenes_press_is_named_by_its_key():
+    pressed = tui.keys.pressed
+    assert [pressed(line) for line in ("/pause", "/burst", "/slow 10", "a prompt", "←")] == [
+        *("space", "b", "/slow 10", "i and a prompt", "←"),
+    ]
+
+
+# --- on the screen ------------------------------------------------------------------------------
+
+
+async def play(it, phase: str) -> None:
+    for _ in range(3000):
+        if it.app.tour._phase == phase:
+            await it.turns(0)
+            return
+        it.stage.time.now += 0.05
+        it.stage.turns()
+        it.app.tour.look()
+    raise AssertionError(it.text())
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+@each_scene
+def test_question_and_explanation_are_as_drawn(number, size, monkeypatch):
+    if number == JSON and size[0] != 80:
+        pytest.skip("times of a real model are no golden figures")
+    monkeypatch.setattr(tour, "line_of", lambda file, name: f"{file}:123  {name}")
+    monkeypatch.setattr(
+        tour.Tour.__init__, "__defaults__", (lambda: 0.0, SCENES[number : number + 1])
+    )
+
+    async def scenario(it):
+        await it.press("T", turns=0)
+        await play(it, "ask")
+        name = f"tour-{number + 1}"
+        if number != JSON:
+            like_golden(f"{name}-ask-{size[0]}x{size[1]}", it.text())
+        assert "esc: leave" in it.text()
+        await it.press("1", turns=0)
+        await play(it, "tell")
+        if number != JSON:
+            like_golden(f"{name}-tell-{size[0]}x{size[1]}", it.text())
+        seen = " ".join(it.text().split())
+        for part in (it.stage.state.tour.text, it.stage.state.tour.verdict, "enter: go on"):
+            assert " ".join(part.split()) in seen.replace(" esc leaves", ""), part
+        assert "Slots" in seen and "Timeline" in seen
+        await it.press("escape")
+
+    show(scenario, TourStage(number), size)
+
+
+def test_keys_of_the_tour_and_no_others_reach_the_engine():
+    async def scenario(it):
+        state = it.stage.state
+        await it.press("T", turns=0)
+        await play(it, "ask")
+        submitted = it.stage.engine.sched.submitted
+        await it.press("b", "p", "i", "x", "r", turns=2)
+        assert it.stage.engine.sched.submitted == submitted and it.app.focused is None
+        await it.sees("the tour has the engine; esc leaves it")
+        await it.press("d", "question_mark")
+        assert it.app.screen.name == "help"
+        await it.press("escape")
+        assert state.tour.asks, "that closed the page, and not the tour"
+        for size in ((120, 40), (59, 20), (60, 20), (200, 50), (80, 24)):
+            await it.pilot.resize_terminal(*size)
+            await it.turns(1)
+            assert ("Tour 1 of" in it.text()) == (size[0] >= 60), it.text()
+        await it.press("3", turns=0)
+        await play(it, "tell")
+        assert state.tour.guess is None and "As you said: 3" in state.tour.verdict
+        await it.press("space", turns=0)
+        assert state.tour.scene == 2
+        await it.press("escape", turns=3)
+        assert it.app.tour is None and "Tour" not in it.text() and "❯" in it.text()
+        assert it.stage.engine.sched.policy == "continuous" and not state.view.paused
+
+    show(scenario, TourStage())
+
+
+def test_an_answer_can_be_clicked():
+    async def scenario(it):
+        await it.press("T", turns=0)
+        await play(it, "ask")
+        row = next(i for i, line in enumerate(it.text().splitlines()) if " 1 8 times" in line)
+        await it.pilot.click("#tour", offset=(4, row - it.app.query_one("#tour").region.y))
+        assert it.stage.state.tour.guess == 1
+
+    show(scenario, TourStage())
+
+
+def test_a_refusal_is_one_line_and_there_is_no_strip():
+    async def scenario(it):
+        await it.press("b", turns=2)
+        await it.press("T")
+        await it.sees("the tour begins when nothing runs")
+        assert it.app.tour is None and it.stage.state.tour is None
+
+    show(scenario, TourStage())
+
+
+@pytest.mark.parametrize("how", ["T", "escape", "b"])
+def test_the_tour_is_offered_until_it_is_taken_or_declined(how, tmp_path):
+    note = tmp_path / "tour"
+
+    def offered() -> bool:
+        return tui.Screen(Stage().session, note=note).session.state.offers_tour
+
+    assert offered() and offered(), "who only looks is asked once more"
+    assert not tui.Screen(Stage().session).session.state.offers_tour
+
+    async def scenario(it):
+        it.app._note = note
+        it.stage.state.offers_tour = True
+        it.app.paint()
+        await it.turns(0)
+        assert "T takes a tour" in it.text()
+        await it.press(how, turns=2)
+        assert "T takes a tour" not in it.text() and bool(it.app.tour) == (how == "T")
+
+    show(scenario, TourStage())
+    assert note.exists() and not offered()
+
+
+def test_where_nothing_can_be_kept_the_offer_is_declined_all_the_same(tmp_path):
+    async def scenario(it):
+        it.app._note = tmp_path / "no" / "folder" / "tour"
+        it.stage.state.offers_tour = True
+        await it.press("escape")
+        assert not it.stage.state.offers_tour
+
+    show(scenario, TourStage())
+
+
+@pytest.mark.parametrize("width", [60, 79, 80, 97, 120, 200])
+@pytest.mark.parametrize("slots", [4, 8, 40])
+def test_the_strip_hides_neither_slots_nor_timeline(width, slots):
+    seen = 0
+    for height in range(20, 70):
+        for lower in LOWER:
+            places = arrange_tour(width, height, slots, lower)
+            assert {"status", "slots", "timeline", "tour", "keys"} <= places.keys(), height
+            assert 5 <= places["tour"].height <= 9
+            assert min(places["slots"].height, places["timeline"].height) >= 5, height
+            for name, region in places.items():
+                assert Region(0, 0, width, height).contains_region(region), (name, region)
+                for other, its in places.items():
+                    assert other == name or not region.overlaps(its), (name, other, height)
+                seen += 1
+    assert seen > 500
+    assert arrange_tour(80, 24, 8, "timeline")["slots"].height == 11, "all eight are in sight"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_of_the_strip_is_too_long_and_the_keys_stand_last(width):
+    told = Telling(3, 8, "a title", "word " * 60, ("an answer " * 3,) * 4, True, 2)
+    told = told._replace(verdict="You said. " * 5, pressed=("b", "/slow 8") * 9, hint="enter")
+    told = told._replace(place="sched.py:123  Scheduler._room")
+    for each in (told, told._replace(text="short?"), Telling(1, 8, "t" * 90, "x", hint="h")):
+        lines = plain(tour.draw_tour(State(tour=each), ink.DARK, width, 7))
+        assert len(lines) <= 7 and lines[-1].strip() == each.hint
+        assert all(cell_len(line) <= width for line in lines), lines
+    assert tour.draw_tour(State(), ink.DARK, width, 7) == []
+
+
+# --- as a program -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["--script burst8", "--serve 0", "--watch http://127.0.0.1:1"])
+def test_what_cannot_go_with_a_tour_is_refused_in_one_line(other, capsys):
+    with pytest.raises(SystemExit) as left:
+        tui.parse_arguments(["--tour", *other.split()])
+    assert left.value.code == 2
+    assert f"leave {other.split()[0]} out" in capsys.readouterr().err
+
+
+def test_without_a_screen_the_tour_is_lines_and_guesses_come_from_standard_input():
+    command = [sys.executable, str(ROOT / "tui.py"), "--plain", "--tour", "--slots", "4"]
+    done = subprocess.run(command, input="3\nq\n", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert f"1 of {len(SCENES)}: {TITLES[0]}" in lines
+    assert any(line.startswith("4 rows took ") for line in lines)
+    assert sum(line.startswith("  3 ") for line in lines) == 1
+    assert re.search(r"^nanobatch\.py:\d+  Runner\._forward$", done.stdout, re.M)
+
+
+def test_a_scene_may_be_judged_none_of_its_answers():
+    answers = ("one", "two")
+    assert tour.judged(0, 1, answers) == "None of the answers came true."
+    assert tour.judged(2, 2, answers) == "As you said: 2, two."
+    assert tour.judged(2, 1, answers) == "You said 1; it was 2, two."
+    assert tour.judged(2, None, answers) == "It was 2, two."
+
+
+def test_the_table_is_whole():
+    assert len(set(TITLES)) == len(TITLES) and RIGHT.keys() == set(TITLES)
+    assert all(scene.run and len(scene.title) <= 40 for scene in SCENES)
