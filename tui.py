@@ -151,6 +151,7 @@ ALWAYS = ("ctrl+c", "ctrl+q", "ctrl+z")
 TOUR_KEYS = {str(number): f"guess({number})" for number in range(1, 5)}
 TOUR_KEYS |= {"enter": "go_on", "space": "go_on", "escape": "leave_tour"}
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings", "tour")
+WARNINGS = 4  # so many are shown at a time
 # Commands that the screen itself obeys
 ASIDE = {"/help": "sheet('help')", "/quit": "quit", "/exit": "quit"}
 
@@ -287,6 +288,8 @@ class Screen(App):
         self.session, self.state = session, session.state
         self._script, self._screenshot = script, screenshot
         self._looks = self._faults = self._told = 0
+        self._warned: list[float] = []  # when the warnings came that are still shown
+        self._untold: list[str] = []  # warnings that have not found room yet
         self._tracebacks = Tracebacks(self.state)
         self._raced = self.state.raced  # the race whose film has been begun
         self._filmed = 0.0  # when the film was moved on last
@@ -348,11 +351,9 @@ class Screen(App):
         rest."""
         before = self.state.view
         self.roll()
-        for block in self.state.tracebacks[self._told :]:
-            self.notify(
-                f"{block.partition(chr(10))[0]}; E shows where", severity="error", markup=False
-            )
-        self._told = len(self.state.tracebacks)
+        blocks = self.state.tracebacks[self._told :]
+        self._told += len(blocks)
+        self.warn([f"{block.partition(chr(10))[0]}; E shows where" for block in blocks])
         if self.screen_stack and self.screen.name == "bill":
             self.session.ask_experts()
         has_news = self.session.look()
@@ -368,11 +369,12 @@ class Screen(App):
             self.press_kept()
             if self._tours:
                 self.call_later(self.action_tour)
-        for fault in self.state.faults[self._faults :]:
-            self.notify(fault.message, severity="error", markup=False)
+        faults = self.state.faults[self._faults :]
+        self._faults += len(faults)
+        self.warn([fault.message for fault in faults])
+        for fault in faults:
             if fault.prompt and not self.prompt.value:
                 self.prompt.put(fault.prompt)
-        self._faults = len(self.state.faults)
         self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
 
     def look_at_tour(self) -> None:
@@ -391,6 +393,23 @@ class Screen(App):
         if self._note:
             with suppress(OSError):
                 self._note.touch()
+
+    def warn(self, messages: Sequence[str]) -> None:
+        """Tell what went wrong. With ten thousand messages on it a screen would stand still: of
+        those for which there is no room, the newest is told, and how many there are."""
+        now = time.monotonic()
+        self._warned = [told for told in self._warned if now - told < self.NOTIFICATION_TIMEOUT]
+        self._untold += messages
+        room = WARNINGS - len(self._warned)
+        if not self._untold or room < 1:
+            return
+        if len(self._untold) > room:
+            others = count(len(self._untold) - 1, "other fault")
+            self._untold = [f"{self._untold[-1]} (and {others})"]
+        for message in self._untold:
+            self.notify(message, severity="error", markup=False)
+            self._warned.append(now)
+        self._untold = []
 
     def roll(self) -> None:
         """A race that has ended is shown once more: both legs side by side, on one clock."""

@@ -541,7 +541,12 @@ class EngineRoom(Room):
         """The steady load is a Poisson process: the gaps between its arrivals are exponentially
         distributed."""
         rate = self._known.load
+        sched = self.engine.sched
         while rate and not self._race and self.clock() >= self._next_arrival:
+            if len(sched.waiting) >= sched.max_queue:  # so it would go on, with a fault for each
+                self.note(load=0.0)
+                self.fault(f"the steady load is off: the line is full ({sched.max_queue:,})")
+                return
             self._fire([self._dice.choice(self._crowd)])
             self._next_arrival += self._dice.expovariate(rate)
 

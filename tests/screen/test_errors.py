@@ -7,7 +7,7 @@ from stage import at_every_size, plain, show
 
 import tui
 from parts.api.faults import show_fault
-from screen import ink, pages
+from screen import ink, pages, room
 from screen.state import State
 
 
@@ -28,6 +28,23 @@ def test_a_failed_step_says_so_in_a_line_and_a_page_shows_where():
         )
         await it.press("escape")
         assert it.app.screen.name != "errors"
+
+    show(scenario, size=(120, 40))
+
+
+def test_ten_thousand_faults_are_a_few_warnings_and_the_newest_is_among_them():
+    """Each was a toast of its own, and with some thousand of them Textual stood still."""
+
+    async def scenario(it):
+        it.stage.room.fault("the first")
+        await it.turns()
+        await it.sees("the first")
+        it.stage.state.faults += [room.Fault(f"r{i} failed") for i in range(10_000)]
+        await it.turns()
+        await it.sees("other faults)")
+        assert 1 <= len(it.app._notifications) <= tui.WARNINGS
+        await it.press("question_mark")
+        assert it.app.screen.name == "help"
 
     show(scenario, size=(120, 40))
 

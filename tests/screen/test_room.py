@@ -403,3 +403,18 @@ def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requ
 
 def stage_asks(count: int) -> list[room.Ask]:
     return [room.Settings().ask(f"prompt {i}", 8) for i in range(count)]
+
+
+def test_a_steady_load_that_fills_the_line_is_turned_off_with_one_fault():
+    """Each prompt that found no room was a fault of its own, for as long as the load went on."""
+    stage = Stage().load()
+    stage.engine.sched.max_queue = 20
+    stage.session.obey("/load 1000")
+    for _ in range(100):
+        stage.time.now += 0.05
+        stage.turns()
+    assert [fault.message for fault in stage.state.faults] == [
+        "the steady load is off: the line is full (20)"
+    ]
+    assert stage.state.view.load == 0 and len(stage.state.requests) == 20
+    stage.finish()
