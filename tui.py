@@ -15,6 +15,7 @@ it:
     why.py       a request's life in parts that add up, and what it would have been in another company.
     company.py   a trial: the same prompt alone and hundreds of times among neighbours.
     elephant.py  a trial: a long prompt among chats, their gaps, and what the budget trades.
+    breakage.py  a trial: something is broken on purpose. Who ends, who goes on?
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
     panes.py     pure functions: state, colours and a size in, lines of text out. So are steps.py, pages.py,
                  contest.py, charts.py, waterfall.py, bill.py, clients.py and keys.py.
@@ -74,6 +75,7 @@ from parts.device import rows
 from parts.program import BROWSER, about, on_a_terminal
 from screen import (
     bill,
+    breakage,
     charts,
     clients,
     company,
@@ -137,8 +139,9 @@ SHEETS |= {
 SHEETS |= {"step": partial(steps.draw_step, whole=True), "why": waterfall.draw_why}
 SHEETS |= {"bill": bill.draw_bill}
 SHEETS |= {"same": company.draw_same, "elephant": elephant.draw_elephant}
+SHEETS |= {"break": breakage.draw_break}
 # Commands whose page stays open when they are given once more
-STAYS = {"/why": "why", "/same": "same", "/elephant": "elephant"}
+STAYS = {"/why": "why", "/same": "same", "/elephant": "elephant", "/break": "break"}
 # While something runs, they are painted less often
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
 # On a small screen, the pane in which is seen what a command does; a prompt's is its answer
@@ -188,6 +191,7 @@ class Sheet(ModalScreen):
         *(Binding(key, f"page({by})", show=False) for key, by in PAGES),
         *(Binding(key, f"lead({by})", show=False) for key, by in (("left", -1), ("right", 1))),
         Binding("tab", "mark", show=False),
+        *(Binding(str(number), f"number({number})", show=False) for number in range(1, 5)),
     )
 
     top = 0  # the first line in sight
@@ -228,6 +232,11 @@ class Sheet(ModalScreen):
             state.lead(0 if place is None else place + by)
         elif self.name == "bill":
             state.move(by)
+
+    def action_number(self, number: int) -> None:
+        """What a page numbers: the ways to break an engine."""
+        if self.name == "break":
+            self.app.action_command(f"/break {[*breakage.BREAKS][number - 1]}")
 
     def action_mark(self) -> None:
         """To the first of the percentiles that is beyond the request; then from the start."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from sched import POLICIES
+from screen.breakage import BREAKS
 from screen.ink import Line, Palette, Pen, entry, heading, wrap
 from screen.room import RIVALS
 from screen.state import State
@@ -28,6 +29,7 @@ COMMANDS = {
     "why": "p95",
     "bill": "again",
     "same": "200",
+    "break": "nan",
     "policy": "static",
     "load": "2",
     "cancel": "7",
@@ -52,6 +54,7 @@ ARGUMENTS = {
     "why": ("p50", "p95", "p99"),
     "bill": ("again",),
     "same": ("last",),
+    "break": BREAKS,
     "set": ("temperature=", "max=", "seed=", "burst=", "rate=", "client="),
 }
 
@@ -233,6 +236,14 @@ KEYS = (
         17,
     ),
     Key(
+        "K",
+        "K",
+        "sheet('break')",
+        "Break it",
+        "an exception, NaN, a client that vanishes, 10,000 requests: who ends, who goes on?",
+        18,
+    ),
+    Key(
         "t",
         "t",
         "sheet('totals')",
@@ -309,6 +320,7 @@ OF_THE_ENGINE = (
             "policy",
             "race",
             "same",
+            "break",
             "load",
             "slow -",
             "slow +",

@@ -35,7 +35,7 @@ from parts.api.faults import show_fault
 from parts.api.handle import Handle
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
-from parts.api.views import ExpertsView, Limits, Snapshot
+from parts.api.views import ExpertsView, Limits, RequestView, Snapshot
 from sched import NARROWEST, POLICIES
 from screen.ink import clean
 from screen.machine import Others
@@ -93,6 +93,10 @@ class Ask(NamedTuple):
     logprobs: int | None = None  # so many of the likeliest tokens, with their log probabilities
     mute: bool = False  # a log does not tell of it: it is one of a trial's hundreds
     client: str = ""  # under whose name it is asked
+
+
+def is_mute(request: RequestView) -> bool:
+    return isinstance(request.origin, Ask) and request.origin.mute
 
 
 class Read(NamedTuple):
@@ -357,6 +361,7 @@ class EngineRoom(Room):
         self._legs_left: list[str] = []  # policies that the race has yet to run under
         self._policy = ""  # the policy that comes back when the race is over
         self._trial: Iterator[Finding] | None = None
+        self.looks = 0  # how often somebody has looked
 
     def start(self) -> None:
         self._loader.start()
@@ -425,6 +430,7 @@ class EngineRoom(Room):
 
     def look(self, since: View | None = None) -> View:
         known, loop = self._known, self.loop
+        self.looks += 1
         if self.door:
             known = known._replace(
                 door=self.door.look(since.door.seen if since and since.door else 0)

@@ -29,9 +29,10 @@ from parts.checks import read_real, read_whole, shown
 from sched import POLICIES
 from screen import elephant
 from screen.bill import bill_line
+from screen.breakage import BREAKS, break_it
 from screen.company import RUNS, same
 from screen.ink import clean, count, number, shorten, span
-from screen.room import RIVALS, SCHEMA, Ask, EngineRoom, Finding, bounds, with_budget
+from screen.room import RIVALS, SCHEMA, Ask, EngineRoom, Finding, bounds, is_mute, with_budget
 from screen.runs import FIGURES, Contest
 from screen.state import State, asked, client_of, compare, life_in, prompt_of, verdict
 from screen.totals import words
@@ -63,6 +64,13 @@ def read_which(name: str, text: str, least: int, most: int) -> int | str:
     return read_whole(name, text.removeprefix("r"), least, most)
 
 
+def read_break(name: str, text: str, least: int, most: int) -> str:
+    """One of the ways in which an engine can be broken."""
+    if text not in BREAKS:
+        raise ValueError(f"{name} = {shown(text)}; choose one of {', '.join(BREAKS)}")
+    return text
+
+
 NUMBERS = {  # the commands that take a number, and its limits
     "burst": (read_whole, 1, 1000),
     "race": (read_whole, 1, 1000),
@@ -74,6 +82,7 @@ NUMBERS = {  # the commands that take a number, and its limits
     "budget": (read_whole, 1, 2**31),
     "same": (read_whole, 1, 1000),
     "elephant": (read_whole, 1, 2**31),
+    "break": (read_break, 0, 0),
 }
 
 SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
@@ -195,11 +204,23 @@ class Session:
         if not word[:1].isdigit():
             word, prompt = str(RUNS), rest
         runs = number_for("same", word)
-        if self.state.view.load:
-            raise ValueError("a steady load runs, and the prompt has to run alone first; l ends it")
+        self._check_load("the prompt has to run alone first")
         ask = self.state.settings.ask(prompt.strip() or self._own_prompt())
         self._try_out("trial in company", same(ask, runs))
         return ""
+
+    def _do_break(self, rest: str) -> str:
+        """Break the engine on purpose: /break step, nan, client or flood. Alone it tells which."""
+        if not rest:
+            return f"what shall break? /break {', '.join(BREAKS)}"
+        what = number_for("break", rest)
+        self._check_load("each request has to run alone at last")
+        self._try_out("breakage", break_it(what))
+        return ""
+
+    def _check_load(self, why: str) -> None:
+        if self.state.view.load:
+            raise ValueError(f"a steady load runs, and {why}; l ends it")
 
     def _is_trying(self, name: str) -> bool:
         view = self.state.view
@@ -406,6 +427,7 @@ SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 # The plain log obeys a word when all before it has ended. So the others mean something on a screen
 # only.
 LOGGED = ("policy", "burst", "race", "compare", "wait", "why", "bill", "budget", "same", "elephant")
+LOGGED += ("break",)
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
 SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
 on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""
@@ -584,10 +606,6 @@ class PlainLog:
             self.write(f"{run.policy}, {run.how}: {', '.join(figures)}")
         for line in filter(None, (verdict(contest.runs), contest.note)):
             self.write(line)
-
-
-def is_mute(request: RequestView) -> bool:
-    return isinstance(request.origin, Ask) and request.origin.mute
 
 
 def why_of(state: State) -> str:

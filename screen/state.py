@@ -24,7 +24,7 @@ from door.journal import Call
 from parts.api.views import ExpertsView, Limits, RequestView, SlotView, Snapshot, StepView
 from sched import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
-from screen.room import BURST, RIVALS, Ask, Fault, Finding, Settings, View
+from screen.room import BURST, RIVALS, Ask, Fault, Finding, Settings, View, is_mute
 from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, renumbered, replay
 from screen.timeline import Column, column, gap, merge
 from screen.totals import Period
@@ -162,7 +162,7 @@ class State:
             self.requests[r.id] = r
         self.ended += news.ended
         if not begins:
-            failed = [r for r in news.ended if r.error]
+            failed = [r for r in news.ended if r.error and not is_mute(r)]
             self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in failed]
         for request in self.ended[: -self.REMEMBERED]:
             self.requests.pop(request.id, None)

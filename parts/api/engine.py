@@ -24,6 +24,8 @@ class AnyEngine(Protocol):
 
     text: Any  # makes tokens of text, and text of tokens (`parts/text/tokens.py`)
     sched: Scheduler
+    runner: Any  # the device half
+    steps: int  # that have been run
     summary: str
     has_work: bool
     exact: bool  # whether a request's bits are independent of its company

@@ -56,7 +56,7 @@ SCREEN = """
     scenes
     session record
     bill elephant keys pages contest widgets
-    panes
+    panes breakage
     steps charts clients waterfall company
     state
     why

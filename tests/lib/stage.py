@@ -150,3 +150,26 @@ def disturb(stage: Stage, seconds: float) -> None:
         return flight
 
     stage.engine.runner.begin = disturbed
+
+
+def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
+    """A runner whose bits depend on company: where so many decode in a step, the sixth word of an
+    answer is another one, or its probability. Answers with the slots and steps in which it was."""
+    runner = stage.engine.runner
+    begin = runner.begin
+    turned = []
+
+    def bent(order):
+        flight = begin(order)
+        for slot, pick in order.picks.items():
+            if pick.index == 5 and len(order.decodes) >= many and slot in flight.logprobs:
+                found = flight.logprobs[slot]
+                if wrong == "token":
+                    flight.tokens[slot] = stage.engine.text.token(" wolf")
+                else:
+                    flight.logprobs[slot] = found._replace(logprob=found.logprob + 2**-20)
+                turned.append(slot)
+        return flight
+
+    runner.begin = bent
+    return turned

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 from rich.cells import cell_len
-from stage import Stage, at_every_size, like_golden, plain, show
+from stage import Stage, at_every_size, like_golden, plain, show, turned_by_company
 
 import llama
 import tui
@@ -22,29 +22,6 @@ def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> Company:
     stage.finish()
     assert stage.state.faults == []
     return stage.state.view.trial
-
-
-def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
-    """A runner whose bits depend on company: where so many decode in a step, the sixth word of an
-    answer is another one, or its probability. Answers with the slots and steps in which it was."""
-    runner = stage.engine.runner
-    begin = runner.begin
-    turned = []
-
-    def bent(order):
-        flight = begin(order)
-        for slot, pick in order.picks.items():
-            if pick.index == 5 and len(order.decodes) >= many and slot in flight.logprobs:
-                found = flight.logprobs[slot]
-                if wrong == "token":
-                    flight.tokens[slot] = stage.engine.text.token(" wolf")
-                else:
-                    flight.logprobs[slot] = found._replace(logprob=found.logprob + 2**-20)
-                turned.append(slot)
-        return flight
-
-    runner.begin = bent
-    return turned
 
 
 def test_an_engine_whose_answers_do_not_depend_on_company_has_one_answer():

@@ -1,0 +1,506 @@
+"""Break it: what a failure, a NaN, a client that hangs up or ten thousand requests do to the others.
+
+The problem. Every server says that one bad request does not harm its neighbours. Who believes that
+without having tried it?
+
+The way out is to break the engine that runs, on purpose, in one of four ways:
+
+    step      an exception, raised when the forward pass of the next step has been started
+    nan       numbers that are no numbers, written over the newest values of one slot
+    client    a request that is cancelled in mid-answer, as the door does when a client hangs up
+    flood     10,000 requests at once
+
+All that ran beside it are witnesses. When they have ended, each is run once more, alone, and the
+two answers are compared: all tokens, and all bits of their log probabilities. Of a witness that has
+been cut off, the tokens until then are compared.
+
+What this file keeps. Nothing of the engine knows about this: what is broken is broken from outside,
+for one step, and put back. NaN is written with Python's own, so no array is made here.
+
+Where next: `Engine._fail` in `nanobatch.py`, which decides who ends.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parts.api.handle import Handle
+from parts.api.settings import Sampling
+from parts.api.views import StepView
+from sched import QueueFull
+from screen.company import LIKELIEST
+from screen.ink import Line, Palette, Pen, count, entry, heading, shorten, span
+from screen.room import BURST, Ask, EngineRoom
+from screen.state import State
+
+BREAKS = {  # by name: the title, and how it is done
+    "step": ("an exception in the next step", "raised when the forward pass has begun"),
+    "nan": ("NaN in a slot", "written over the newest values of one request"),
+    "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
+    "flood": ("10,000 requests", "all at once; later they are cancelled"),
+}
+LONGEST = 48  # tokens of a witness that is fired from here
+FEWEST = 4  # open requests: if there are fewer, witnesses are fired
+FLOOD = 10_000
+AT_ONCE = 500  # requests of the flood that come between two steps
+A_LOOK = 300  # so many of it are cancelled between two looks: 500 ends are kept for a watcher
+CALM = 20  # steps before the flood, for their time
+STEPS = 60  # and with the whole flood in line
+LONG_ANSWERS = [prompt for prompt, most in BURST if most >= 64]
+NAMES = 9  # characters of a name on the page
+COLUMNS = (9, 19, 11, 8)  # characters of the table's columns: request, then, end, tokens
+
+
+class Planted(Exception):
+    """Raised on purpose: nothing is wrong."""
+
+
+# --- what is found ------------------------------------------------------------------------------
+
+
+class Witness(NamedTuple):
+    """A request that was open when something was broken."""
+
+    id: int
+    where: str  # it was then
+    reason: str | None = None
+    error: str = ""
+    tokens: int = 0
+    # Whether its answer is the one that it gives alone, as far as it has come; None: not known yet
+    alike: bool | None = None
+    covers: int = 0  # log probabilities that were compared
+
+    @property
+    def went_on(self) -> bool:
+        return self.reason in ("stop", "length")
+
+
+class Breakage(NamedTuple):
+    """What the trial has found so far."""
+
+    what: str  # one of `BREAKS`
+    exact: bool  # what the engine says of itself
+    stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
+    did: str = ""
+    witnesses: tuple[Witness, ...] = ()
+    figures: tuple[str, ...] = ()  # of the flood
+    lines: tuple[str, ...] = ()
+    name: str = "break"
+
+    @property
+    def ended(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.reason and not each.went_on]
+
+    @property
+    def verdict(self) -> str:
+        if self.stage == "gathers":
+            return "Requests come, to have somebody to disturb."
+        on = [each for each in self.witnesses if each.went_on]
+        left = len(self.witnesses) - len(on) - len(self.ended)
+        words = f"{len(self.ended):,} ended by it, {len(on):,} went on to the end of their answers"
+        if left:
+            return f"{words}, {left:,} still run"
+        compared = [each for each in self.witnesses if each.alike is not None]
+        changed = sum(not each.alike for each in compared)
+        if len(compared) < len(self.witnesses):
+            return f"{words}; {len(compared):,} compared so far, {changed:,} changed"
+        return f"{words}; {changed:,} changed in a bit" if changed else f"{words}; no bit changed"
+
+    @property
+    def compared(self) -> str:
+        """What "no bit changed" is said of."""
+        tokens = sum(each.tokens for each in self.witnesses if each.alike is not None)
+        numbers = sum(each.covers for each in self.witnesses if each.alike is not None)
+        words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"
+        return f"{words} with those of the same requests alone, all bits"
+
+
+# --- the trial ----------------------------------------------------------------------------------
+
+
+def break_it(what: str) -> Callable[[EngineRoom], Iterator[Breakage]]:
+    """The trial: one of `BREAKS`."""
+    return lambda room: Breaking(room, what).run()
+
+
+@contextmanager
+def instead(runner: Any, begin: Callable) -> Iterator[None]:
+    """For a while the runner begins its steps in this way."""
+    was = vars(runner).get("begin")
+    runner.begin = begin
+    try:
+        yield
+    finally:
+        if was is None:
+            del runner.begin
+        else:
+            runner.begin = was
+
+
+class Breaking:
+    """The trial while it runs."""
+
+    def __init__(self, room: EngineRoom, what: str):
+        self.room = room
+        self.engine = room.engine
+        self.found = Breakage(what, self.engine.exact)
+        self.handles: list[Handle] = []  # the witnesses
+        self.fired: list[Handle] = []  # all that came from here
+        self.flood: list[Handle] = []
+
+    def run(self) -> Iterator[Breakage]:
+        if self.engine.snapshot().ranks.memory:
+            raise ValueError("with several ranks a failed step ends them all; break one process")
+        title, _ = BREAKS[self.found.what]
+        self._tell(f"break it: {title}")
+        ways = {
+            "step": self._raise,
+            "nan": self._poison,
+            "client": self._hang_up,
+            "flood": self._drown,
+        }
+        try:
+            yield from self._gather()
+            yield from ways[self.found.what]()
+            while any(handle.finish_reason is None for handle in self.handles):
+                yield self._look()
+            yield from self._cancel_the_flood()
+            yield from self._compare()
+            self._tell_the_end()
+            yield self.found
+        finally:
+            for handle in (*self.fired, *self.flood):
+                handle.cancel()
+
+    def _tell(self, *lines: str, **changes) -> None:
+        self.found = self.found._replace(lines=(*self.found.lines, *lines), **changes)
+
+    def _gather(self) -> Iterator[Breakage]:
+        """Those that run, if they are enough; else some of ours. Wait until they are at it."""
+        self.handles = self._open(self.room.own.values())
+        if len(self.handles) < FEWEST:
+            many = self.engine.sched.slots + FEWEST
+            for i, prompt in enumerate(islice(cycle(LONG_ANSWERS), many)):
+                temperature = 0.8 * (i % 2)
+                ask = Ask(prompt, LONGEST, temperature, i, logprobs=LIKELIEST, mute=True)
+                self.fired += self.room.submit([ask])
+            self.handles += self.fired
+        while self._open(self.handles) and not self._victim():
+            yield self.found
+        self.handles = self._open(self.handles)
+
+    @staticmethod
+    def _open(handles: Sequence[Handle]) -> list[Handle]:
+        return [handle for handle in handles if handle.finish_reason is None]
+
+    def _victim(self) -> Handle | None:
+        """The witness that has most to say still, once half of those in a slot are at it."""
+        running = [h for h in self._open(self.handles) if h.request.slot is not None]
+        at_it = [handle for handle in running if len(handle.tokens) >= 3]
+        if not at_it or 2 * len(at_it) < len(running):
+            return None
+        return max(at_it, key=lambda h: (h.request.max_tokens - len(h.tokens), -h.id))
+
+    def _note_where(self) -> None:
+        """Where each witness is now, in the moment of the break."""
+        witnesses = []
+        for handle in self.handles:
+            slot = handle.request.slot
+            where = "in line" if slot is None else f"slot {slot}"
+            if handle.tokens:
+                where += f", {count(len(handle.tokens), 'token')}"
+            witnesses.append(Witness(handle.id, where))
+        self.found = self.found._replace(stage="goes on", witnesses=tuple(witnesses))
+
+    def _look(self) -> Breakage:
+        """What has become of the witnesses so far."""
+        witnesses = []
+        for handle, known in zip(self.handles, self.found.witnesses, strict=True):
+            changes = {"reason": handle.finish_reason, "error": handle.error or ""}
+            witnesses.append(known._replace(tokens=len(handle.tokens), **changes))
+        self.found = self.found._replace(witnesses=tuple(witnesses))
+        return self.found
+
+    # --- the four ways
+
+    def _raise(self) -> Iterator[Breakage]:
+        runner = self.engine.runner
+        begin = runner.begin
+        raised = []
+
+        def fail(order):
+            begun = begin(order)
+            if raised:
+                return begun
+            raised.append(self.engine.sched.steps)
+            self._note_where()
+            raise Planted("planted by /break step, to see who ends; nothing is wrong")
+
+        with instead(runner, fail):
+            while not raised and self.engine.has_work:
+                yield self.found
+        self._did(f"step {raised[0]:,} raised an exception" if raised else "")
+
+    def _poison(self) -> Iterator[Breakage]:
+        """The rows of a victim's prompt stay as they are, since others may take them over: they
+        would say NaN, too, and rightly."""
+        runner = self.engine.runner
+        if runner.slab is None:
+            raise ValueError("this engine has no slab to write into")
+        begin = runner.begin
+        done = []
+
+        def poison(order):
+            victim = self._victim()
+            rows = dict(order.decodes)
+            if victim is not None and not done:
+                slot = victim.request.slot
+                first = len(victim.request.prompt)
+                last = rows.get(slot, 0)
+                if last > first:
+                    done.append((victim.id, slot, first, last))
+                    self._note_where()
+                    runner.slab.v[-1][slot, :, first:last] = math.nan
+            return begin(order)
+
+        with instead(runner, poison):
+            while not done and self.engine.has_work:
+                yield self.found
+        if not done:
+            self._did("")
+        id, slot, first, last = done[0]
+        rows = f"rows {first:,} to {last - 1:,} of slot {slot}"
+        self._did(f"the last layer's values in {rows}, of r{id}, became NaN")
+
+    def _hang_up(self) -> Iterator[Breakage]:
+        victim = self._victim()
+        if victim is None:
+            self._did("")
+        self._note_where()
+        self._did(f"r{victim.id} was cancelled after {count(len(victim.tokens), 'token')}")
+        victim.cancel()
+        yield self.found
+
+    def _did(self, words: str) -> None:
+        if not words:
+            raise ValueError("all had ended before anything could be broken; try it again")
+        self._tell(words, did=words)
+
+    def _drown(self) -> Iterator[Breakage]:
+        """Ten thousand requests come, and stay in line for some steps."""
+        yield from self._steps(CALM)
+        self.handles = self._open(self.handles)
+        before = self.engine.snapshot()
+        mib = memory()
+        self._note_where()
+        ask = Ask("What is 3 + 4?", 16, 0.0, 0, mute=True)
+        ids = self.engine.text.ask(ask.prompt)
+        sampling = Sampling(max_tokens=ask.max_tokens)
+        refused = 0
+        while len(self.flood) + refused < FLOOD:
+            for _ in range(AT_ONCE):
+                try:
+                    self.flood.append(self.engine.submit(ids, sampling, origin=ask))
+                except QueueFull:
+                    refused += 1
+            yield self._look()
+        limit = before.limits.max_queue
+        self._did(f"{len(self.flood):,} came, {refused:,} refused: the line holds {limit:,}")
+        grown = memory() - mib
+        yield from self._steps(STEPS)
+        # Without the ten thousand: nobody here reads their views
+        seen = before.seen._replace(request=sys.maxsize)
+        after = self.engine.snapshot(replace(before, seen=seen))
+        waiting = max(step.waiting for step in after.steps)
+        full = [step for step in after.steps if step.waiting > 0.9 * waiting]
+        figures = (
+            f"in line: {waiting:,} at most, and {grown:,.0f} MiB of memory more",
+            f"before: {times(before.steps[-CALM:])}",
+            f"while: {times(full)}",
+        )
+        self._tell(*figures, figures=figures)
+
+    def _steps(self, many: int) -> Iterator[Breakage]:
+        first = self.engine.steps
+        while self.engine.steps < first + many and self.engine.has_work:
+            yield self._look() if self.found.witnesses else self.found
+
+    def _cancel_the_flood(self) -> Iterator[Breakage]:
+        """As fast as the screen looks: so it sees each of them end."""
+        looks = self.room.looks
+        done = 0
+        while done < len(self.flood):
+            if self.room.looks != looks:
+                looks = self.room.looks
+                for handle in self.flood[done : done + A_LOOK]:
+                    handle.cancel()
+                done += A_LOOK
+            yield self.found
+        if self.flood:
+            answered = sum(handle.finish_reason in ("stop", "length") for handle in self.flood)
+            cancelled = len(self.flood) - answered
+            words = f"after: {answered:,} of them were answered meanwhile, {cancelled:,} cancelled"
+            self._tell(words, figures=(*self.found.figures, words))
+
+    # --- the comparison
+
+    def _compare(self) -> Iterator[Breakage]:
+        """Each witness once more, alone, with each row of its prompt computed."""
+        self._look()
+        self.found = self.found._replace(stage="compares")
+        while self.engine.has_work:
+            yield self.found
+        for i, handle in enumerate(self.handles):
+            while True:
+                before = self.engine.sched.submitted
+                again = self._again(handle)
+                self.fired.append(again)
+                while again.finish_reason is None:
+                    yield self.found
+                was_alone = self.engine.sched.submitted == before + 1
+                if was_alone and again.finish_reason != "cancelled":
+                    break
+            witnesses = list(self.found.witnesses)
+            numbers = sum(1 + len(each.top) for each in handle.logprobs)
+            witnesses[i] = witnesses[i]._replace(alike=is_alike(handle, again), covers=numbers)
+            self.found = self.found._replace(witnesses=tuple(witnesses))
+
+    def _again(self, handle: Handle) -> Handle:
+        request = handle.request
+        sampling = replace(handle.sampling, max_tokens=request.max_tokens, seed=handle.seed)
+        reuse = self.engine.reuse
+        self.engine.reuse = False
+        try:
+            origin = Ask(handle.prompt, request.max_tokens, sampling.temperature, None, mute=True)
+            return self.engine.submit(list(request.prompt), sampling, origin=origin)
+        finally:
+            self.engine.reuse = reuse
+
+    def _tell_the_end(self) -> None:
+        self.found = self.found._replace(stage="over")
+        ended = [f"ended: {ids(some)}: {how}" for how, some in by_end(self.found.ended)]
+        changed = [each for each in self.found.witnesses if not each.alike]
+        words = f"changed: {ids(changed)}"
+        self._tell(*ended, self.found.verdict, f"compared: {self.found.compared}")
+        if changed:
+            self._tell(words if self.found.exact else f"{words}; {UNPROMISED}")
+
+
+UNPROMISED = "this product promises no bits in company (engine.exact is False)"
+
+
+def is_alike(handle: Handle, again: Handle) -> bool:
+    """Is the answer the one that comes alone? Of one that was cut off: as far as it came."""
+    many = len(handle.tokens)
+    is_whole = handle.finish_reason in ("stop", "length")
+    if is_whole and (many, handle.finish_reason) != (len(again.tokens), again.finish_reason):
+        return False
+    logprobs = again.logprobs[: len(handle.logprobs)]
+    return handle.tokens == again.tokens[:many] and handle.logprobs == logprobs
+
+
+def memory() -> float:
+    """MiB that the process takes; where that is not told, the most that it has taken."""
+    told = Path("/proc/self/statm")
+    if told.exists():
+        return int(told.read_text().split()[1]) * resource.getpagesize() / 2**20
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def times(steps: Sequence[StepView]) -> str:
+    """The lower quartile of those that only decode, in as many slots as possible: other programs
+    make some steps longer."""
+    steps = [step for step in steps if not step.prefill]
+    rows = max((len(step.decode) for step in steps), default=0)
+    steps = [step for step in steps if len(step.decode) == rows]
+    if not steps:
+        return "each step had a chunk of a prompt"
+    step = sorted(steps, key=lambda step: step.seconds)[len(steps) // 4]
+    parts = f"{span(step.seconds)} (lower quartile), {span(step.plan_s)} of it to plan"
+    return f"{count(len(step.decode), 'row')} a step: {parts}"
+
+
+def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
+    """Those that ended alike, together."""
+    found: dict[str, list[Witness]] = {}
+    for each in witnesses:
+        found.setdefault(each.error or each.reason, []).append(each)
+    return list(found.items())
+
+
+def ids(witnesses: Sequence[Witness]) -> str:
+    return " ".join(f"r{each.id}" for each in witnesses)
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def draw_break(state: State, p: Palette, width: int, height: int) -> list[Line]:
+    """The four ways; and of the last that was tried, who ended, who went on, and what changed."""
+    found = state.view.trial if isinstance(state.view.trial, Breakage) else None
+    note = "X ends it  Esc back" if state.view.trying else "1 to 4 break it  Esc back"
+    lines = [heading(p, width, "Break it", note, do="screen.dismiss")]
+    for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):
+        here = found is not None and found.what == what
+        pen = Pen().put("▸" if here else " ", p.accent)
+        do = f"command('/break {what}')"
+        pen.put(f"{number}  ", p.accent, True, do).put(title, p.text, here, do)
+        room = width - pen.width - 3
+        lines.append(pen.put(shorten(f": {how}", room), p.muted, do=do).line)
+    if found is None:
+        words = "Requests come, something is broken, and then each is run once more, alone."
+        return [*lines, [], Pen().put(f" {words}", p.muted).line]
+    lines.append(heading(p, width, f"What came of it: {BREAKS[found.what][0]}"))
+    changed = any(each.alike is False for each in found.witnesses)
+    lines += entry(p, width, "so far" if state.view.trying else "result", found.verdict, p.accent)
+    lines += entry(p, width, "done", found.did)
+    for how, some in by_end(found.ended):
+        lines += entry(p, width, "ended", f"{ids(some)}: {how}", p.bad)
+    if found.stage in ("compares", "over"):
+        lines += entry(p, width, "compared", found.compared, p.muted)
+    if changed and not found.exact:
+        lines += entry(p, width, "but", UNPROMISED, p.muted)
+    if found.what == "step" and found.ended:
+        lines += entry(p, width, "errors", "E shows its traceback: Planted", p.muted)
+    for figure in found.figures:
+        lines += entry(p, width, *figure.split(": ", 1))
+    return [*lines, *draw_witnesses(p, width, found)]
+
+
+def draw_witnesses(p: Palette, width: int, found: Breakage) -> list[Line]:
+    """A line for each request that was open when something was broken."""
+    if not found.witnesses:
+        return []
+    names = ("request", "in that moment", "end", "tokens")
+    pen = Pen().put(" ")
+    for name, wide in zip(names, COLUMNS, strict=True):
+        pen.put(f"{name:<{wide}}", p.muted)
+    lines = [pen.put("as alone?", p.muted).line]
+    for each in found.witnesses:
+        ink = p.text if each.went_on or each.reason is None else p.bad
+        figures = (f"r{each.id}", each.where, each.reason or "runs", f"{each.tokens:,}")
+        pen = Pen().put(" ")
+        for figure, wide in zip(figures, COLUMNS, strict=True):
+            pen.put(f"{shorten(figure, wide - 1):<{wide}}", ink)
+        words = verdict_of(each)
+        lines.append(pen.put(words, p.bad if each.alike is False else p.text).line)
+    return lines
+
+
+def verdict_of(each: Witness) -> str:
+    if each.alike is None or not (each.tokens or each.went_on):
+        return "–"
+    if not each.alike:
+        return "✗ differs"
+    if not each.went_on:
+        return "✓ until then"
+    return "✓ all bits" if each.covers else "✓ all tokens"

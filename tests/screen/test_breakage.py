@@ -1,0 +1,298 @@
+"""Breaking the engine on purpose: who ends, who goes on, whose bits change, and what is put back."""
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from rich.cells import cell_len
+from stage import Stage, at_every_size, like_golden, plain, show, turned_by_company
+
+import kv
+import tui
+from nanobatch import Engine
+from screen import breakage, ink, session
+from screen.breakage import BREAKS, Breakage
+
+
+def broken(stage: Stage, what: str) -> Breakage:
+    stage.session.obey(f"/break {what}")
+    stage.turns()
+    stage.finish()
+    found = stage.state.view.trial
+    assert found.stage == "over" and found.what == what, stage.state.faults
+    assert not stage.state.view.busy and stage.engine.reuse and not stage.room.own
+    return found
+
+
+@cache
+def demo_stage() -> Stage:
+    stage = Stage()
+    stage.room._load = lambda report, clock: Engine.load("demo", slots=4, max_len=400, chunk=64)
+    return stage.load()
+
+
+@pytest.fixture
+def demo() -> Stage:
+    stage = demo_stage()
+    stage.state.faults.clear()
+    return stage
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_on_a_real_model_those_who_go_on_answer_as_they_do_alone(demo, what, monkeypatch):
+    monkeypatch.setattr(breakage, "FLOOD", 700)
+    found = broken(demo, what)
+    in_slots = [each for each in found.witnesses if each.where.startswith("slot")]
+    ended = {"step": in_slots, "nan": in_slots[:1], "client": in_slots[:1], "flood": []}[what]
+    assert len(in_slots) == 4 and len(found.witnesses) == 8
+    assert len(found.ended) == len(ended) and {*found.ended} <= {*in_slots}
+    assert sum(each.went_on for each in found.witnesses) == 8 - len(ended)
+    assert all(each.covers == 6 * each.tokens > 0 for each in found.witnesses)
+    if demo.engine.exact:
+        assert all(each.alike for each in found.witnesses) and "no bit changed" in found.verdict
+    assert "begin" not in vars(demo.engine.runner)
+    errors = {each.error for each in found.ended}
+    said = {
+        "step": "Planted: planted by /break step, to see who ends; nothing is wrong",
+        "nan": "the model computed a number that is not finite",
+        "client": "",
+    }
+    assert errors == ({said[what]} if what in said else set())
+
+
+def test_nan_is_written_over_nothing_that_another_prompt_may_take_over(demo):
+    """Rows of a prompt are given to others that begin alike: these would be NaN, too, and
+    rightly."""
+    found = broken(demo, "nan")
+    first, last = map(int, found.did.split("rows ")[1].split(" of ")[0].split(" to "))
+    (victim,) = found.ended
+    prompts = {r.id: r.metrics.prompt_tokens for r in demo.state.ended}
+    assert first == prompts[victim.id] <= last < first + victim.tokens
+
+
+def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
+    """With a window that looks into all slots, whoever decodes ends."""
+    read = kv.Window.read
+
+    def nosy(self, layer, look):
+        k, v = read(self, layer, look)
+        return k, v + 0 * self.slab.v[layer].sum()
+
+    monkeypatch.setattr(kv.Window, "read", nosy)
+    found = broken(demo, "nan")
+    assert len(found.ended) > 1 and found.verdict.startswith(f"{len(found.ended)} ended by it")
+
+
+# --- with an engine of words --------------------------------------------------------------------
+
+
+def test_an_exception_ends_those_in_the_step_and_those_in_line_go_on():
+    stage = Stage().load()
+    found = broken(stage, "step")
+    assert len(found.witnesses) == 12
+    assert [each.id for each in found.ended] == [1, 2, 3, 4, 5, 7, 8]
+    half_read = found.witnesses[5]
+    assert half_read.where == "slot 5" and half_read.went_on, "it went back to the line"
+    assert found.verdict == "7 ended by it, 5 went on to the end of their answers; no bit changed"
+    assert found.did.startswith("step ") and "begin" not in vars(stage.engine.runner)
+
+
+def test_its_traceback_stands_on_the_page_of_errors_under_the_name_planted():
+    async def scenario(it):
+        await it.press("K")
+        assert "an exception in the next step" in it.text()
+        await it.press("1", turns=60)
+        assert "ended by it" in it.text()
+        await it.press("E")
+        await it.sees("screen.breakage.Planted: planted by /break step")
+        assert "breakage.py" in it.text()
+        assert not it.stage.state.faults, "what is meant needs no notices over the page"
+
+    show(scenario, size=(120, 40))
+
+
+def test_requests_of_a_user_are_the_witnesses_if_they_are_enough():
+    stage = Stage().load()
+    stage.session.obey("/set max=60 temperature=0.9")
+    for i in range(10):
+        stage.session.obey(f"prompt {i}")
+    stage.turns(6)
+    found = broken(stage, "client")
+    assert [each.id for each in found.witnesses] == [*range(1, 11)]
+    assert len(found.ended) == 1 and found.ended[0].reason == "cancelled"
+    assert all(each.alike and not each.covers for each in found.witnesses), "tokens alone"
+    page = " ".join(plain(draw(stage, 80, 24)))
+    assert "✓ all tokens" in page
+
+
+def test_answers_that_change_with_their_company_are_reported():
+    stage = Stage().load()
+    stage.engine.exact = False
+    turned_by_company(stage, 5, "bits")
+    found = broken(stage, "client")
+    changed = [each for each in found.witnesses if not each.alike]
+    assert changed and f"{len(changed)} changed in a bit" in found.verdict
+    assert found.lines[-1].startswith(f"changed: r{changed[0].id}")
+    assert "promises no bits in company" in found.lines[-1]
+    page = " ".join(plain(draw(stage, 120, 40)))
+    assert page.count("✗ differs") == len(changed)
+
+
+def test_ten_thousand_requests_are_counted_refused_answered_and_cancelled(monkeypatch):
+    stage = Stage().load()
+    stage.engine.sched.max_queue = 2_000
+    found = broken(stage, "flood")
+    assert stage.state.faults == [], "the screen has seen each of them end"
+    came, refused = numbers(found.did)[:2]
+    assert came + refused == breakage.FLOOD and refused > 7_000
+    answered, cancelled = numbers(found.figures[-1])
+    assert answered + cancelled == came and answered >= 10
+    assert not found.ended and "no bit changed" in found.verdict
+    assert "8 rows a step: 10.0 ms" in found.figures[2]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.replace(",", "").split() if word.isdigit()]
+
+
+@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize("turns", [2, 8, 40])
+def test_what_is_broken_is_put_back_when_it_is_ended(what, turns, monkeypatch):
+    stage = with_slab(Stage().load())
+    begin = stage.engine.runner.begin
+    monkeypatch.setattr(breakage, "FLOOD", 3_000)
+    stage.session.obey(f"/break {what}")
+    stage.turns(turns)
+    assert stage.state.view.trying
+    stage.session.obey("/cancel all")
+    stage.turns(3)
+    assert not stage.engine.has_work and stage.engine.runner.begin == begin
+    assert stage.engine.reuse and not stage.state.view.trying
+    stage.session.obey("a request")
+    stage.finish()
+    assert stage.state.ended[-1].reason == "length"
+
+
+def with_slab(stage: Stage) -> Stage:
+    """A runner of words with a slab into which NaN can be written: then the slot's next token is
+    none."""
+    runner = stage.engine.runner
+    poisoned = set()
+
+    class Values:
+        def __setitem__(self, where, number):
+            assert number != number
+            poisoned.add(where[0])
+
+    begin = type(runner).begin
+
+    def sick(order):
+        flight = begin(runner, order)
+        for slot in poisoned & {slot for slot, _ in order.decodes}:
+            flight.tokens[slot] = -1
+            poisoned.discard(slot)
+        return flight
+
+    runner.slab = SimpleNamespace(v=[Values()], check=lambda: None)
+    runner.begin = sick
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("orders", "words"),
+    [
+        (["/break"], "what shall break? /break step, nan, client, flood"),
+        (["/break it"], "break = 'it'; choose one of step, nan, client, flood"),
+        (["/load 2", "/break step"], "a steady load runs"),
+        (["/break nan"], "this engine has no slab"),
+    ],
+)
+def test_what_cannot_be_broken_is_refused_in_a_line(orders, words):
+    stage = Stage().load()
+    lines = []
+    log = session.PlainLog(stage.session, lines.append)
+    for order in orders:
+        log.obey(order)
+        stage.turns(30)
+    said = " ".join([*lines, *(fault.message for fault in stage.state.faults)])
+    assert words in said and not stage.state.view.trying
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def draw(stage: Stage, width: int, height: int) -> list[ink.Line]:
+    return tui.SHEETS["break"](stage.state, ink.DARK, width, height)
+
+
+@at_every_size
+@pytest.mark.parametrize("what", BREAKS)
+def test_the_page_is_as_drawn(size, what, monkeypatch):
+    monkeypatch.setattr(breakage, "memory", lambda: 100.0)
+
+    async def scenario(it):
+        if what == "nan":
+            with_slab(it.stage)
+        it.stage.engine.exact = True
+        await it.press("K", str([*BREAKS].index(what) + 1))
+        it.stage.finish()
+        await it.turns(1)
+        like_golden(f"break-{what}-{size[0]}x{size[1]}", it.text())
+
+    show(scenario, size=size)
+
+
+def test_before_anything_was_broken_the_page_says_what_it_does():
+    async def scenario(it):
+        await it.press("K")
+        text = it.text()
+        for title, _ in BREAKS.values():
+            assert title in text
+        assert "1 to 4 break it" in text
+        row = next(i for i, line in enumerate(text.split("\n")) if "client that" in line)
+        await it.pilot.click("#sheet", offset=(8, row))
+        await it.turns(30)
+        assert it.stage.state.view.trial.what == "client"
+        await it.press("K")
+        assert "Slots" in it.text(), "its own key closes it, and does not end the trial"
+        assert it.stage.state.view.trying
+        await it.press("K", "2", turns=2)
+        assert "a trial runs already" in it.stage.state.faults[-1].message
+        await it.press("X", turns=3)
+        assert not it.stage.state.view.busy
+
+    show(scenario)
+
+
+@pytest.mark.parametrize("width", [60, 80, 97, 200])
+def test_no_line_of_the_page_is_longer_than_the_page(width, monkeypatch):
+    monkeypatch.setattr(breakage, "FLOOD", 2_000)
+    stage = Stage().load()
+    seen = 0
+    for what in ("step", "client", "flood"):
+        stage.session.obey(f"/break {what}")
+        stage.turns()
+        while not stage.session.settled:
+            stage.turns(40)
+            for line in plain(draw(stage, width, 24)):
+                assert cell_len(line) <= width, line
+                seen += 1
+    assert seen > 200
+
+
+def test_the_plain_log_tells_who_ended_who_went_on_and_what_was_compared():
+    stage, lines = Stage().load(), []
+    log = session.PlainLog(stage.session, lines.append)
+    log.obey("/break client")
+    while not stage.session.settled:
+        stage.room.loop.turn()
+        log.look()
+    log.flush()
+    told = [line.split(" s  ")[1] for line in lines if " s  " in line and "in all (" not in line]
+    assert told[1:] == [
+        "break it: a client that vanishes",
+        "r5 was cancelled after 3 tokens",
+        "ended: r5: cancelled",
+        "1 ended by it, 11 went on to the end of their answers; no bit changed",
+        "compared: 531 tokens and 1,062 log probabilities with those of the same requests alone, all bits",
+    ]
