@@ -446,7 +446,7 @@ def ids(witnesses: Sequence[Witness]) -> str:
 
 def draw_break(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """The four ways; and of the last that was tried, who ended, who went on, and what changed."""
-    found = state.view.trial if isinstance(state.view.trial, Breakage) else None
+    found = state.found.get("break")
     note = "X ends it  Esc back" if state.view.trying else "1 to 4 break it  Esc back"
     lines = [heading(p, width, "Break it", note, do="screen.dismiss")]
     for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):

@@ -429,10 +429,10 @@ def unlike(found: Company) -> list[Kind]:
 
 def draw_same(state: State, p: Palette, width: int, height: int) -> list[Line]:
     """How many answers there are, in what company, and where they differ."""
-    found = state.view.trial
+    found = state.found.get("same")
     note = "X ends it  Esc back" if state.view.trying else "a runs it anew  Esc back"
     title = heading(p, width, "The same answer in company", note, do="screen.dismiss")
-    if not isinstance(found, Company):
+    if found is None:
         words = "a runs a prompt alone, and then 200 times among random neighbours."
         return [title, Pen().put(f" {words}", p.muted).line]
     lines = [title, draw_counter(state, p, width, found)]
