@@ -269,7 +269,9 @@ def marked(text: str, is_thinking: bool = False) -> list[Part]:
 
 # --- the machine --------------------------------------------------------------------------------
 
-HEAD = 300  # so many characters may stand before a body, or in it before its arguments
+# So many characters may stand before a body, or in it before its arguments; so much white space
+# belongs to a mark
+HEAD = 300
 NAME = r"([\w.-]{1,128})"
 # Separators of calls, and the tool's name, if it stands before the body
 BEFORE = re.compile(rf"[\s,;\[]*(?:{NAME}(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)")
@@ -349,6 +351,8 @@ class Parser:
         """Does this mark come next, perhaps behind white space?"""
         while True:
             text = self._text.lstrip()
+            if len(self._text) - len(text) > HEAD:
+                return False
             if text.startswith(mark):
                 return True
             if self._is_complete or not mark.startswith(text):
@@ -374,14 +378,14 @@ class Parser:
         while not mark or mark not in self._text:
             words = self._text
             if mark and not self._is_complete:
-                words = words.removesuffix(beginning(mark, words)).rstrip()
+                words = without_space(words.removesuffix(beginning(mark, words)))
             self._say(kind, words)
             self._text = self._text[len(words) :]
             if self._is_complete:
                 return ""
             yield
         before, _, self._text = self._text.partition(mark)
-        words = before.rstrip()
+        words = without_space(before)
         self._say(kind, words)
         return before[len(words) :] + mark
 
@@ -484,6 +488,12 @@ def beginning(mark: str, text: str) -> str:
         if mark.startswith(text[place:]):
             return text[place:]
     return ""
+
+
+def without_space(text: str) -> str:
+    """Without the white space at its end, but for more than may belong to a mark: a model that
+    writes nothing else would let all of it be looked at for each token."""
+    return text[: max(len(text.rstrip()), len(text) - HEAD)]
 
 
 class Braces:
