@@ -219,7 +219,10 @@ def read_tools(
         if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,128}", name):
             raise own.bad("name", "at most 128 letters, digits, '_', '-' and '.'")
         function = {"name": name, "description": own.read("description", str, "")}
-        function["parameters"] = own.read(schema, dict, {"type": "object", "properties": {}})
+        parameters = own.read(schema, dict, {"type": "object", "properties": {}})
+        if parameters.get("type", "object") != "object":
+            raise own.bad(schema, "a JSON schema of the type 'object'")
+        function["parameters"] = parameters
         found.append({"type": "function", "function": function})
     return found
 

@@ -227,18 +227,16 @@ def grammar(
 
 def body_rule(speech: Speech, function: Mapping[str, Any], spelled: Callable[[str], str]) -> str:
     name = function["name"]
-    parameters = dict(function["parameters"])
+    # With an id it is a document of its own: "#" refers to it, wherever it stands
+    parameters = {"$id": f"tool:{name}", "type": "object", **function["parameters"]}
     if speech.behind_name is not None:
         before, id, behind = speech.behind_name.partition(CALL["id"])
         behind = spelled(behind)
         before = f"({spelled(before)} /[a-zA-Z0-9]{{9}}/)?" if id else spelled(before)
         return f"{spelled(name)} {before} {behind} {as_json(parameters)}"
     key = speech.format.key
-    # What parameters refer to is looked for in the whole schema's own definitions
-    whole = {name: parameters.pop(name) for name in ("$defs", "definitions") if name in parameters}
-    whole |= {"type": "object", "properties": {"name": {"const": name}, key: parameters}}
-    whole |= {"required": ["name", key], "additionalProperties": False}
-    return as_json(whole)
+    body = {"type": "object", "properties": {"name": {"const": name}, key: parameters}}
+    return as_json({**body, "required": ["name", key], "additionalProperties": False})
 
 
 def as_json(schema: Mapping[str, Any]) -> str:

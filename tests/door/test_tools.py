@@ -20,7 +20,10 @@ from conform import (
     said,
 )
 from doors import CHAT, Server
+from jsonschema import validate
 from parrot import Parrot
+
+from parts.text.speech import FORMATS, Speech
 
 
 class Taught(Server):
@@ -288,6 +291,59 @@ def test_a_call_that_is_required_always_comes_and_its_arguments_parse(template):
             assert call["function"]["name"] in (("mug",) if seed % 3 == 2 else ("tea", "mug"))
             streamed = data(server.ask(CHAT, body | {"stream": True}))
             assert streamed[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+TREE = {"type": "object", "properties": {"size": {"enum": ["s", "l"]}, "of": {"$ref": "#"}}}
+TWICE = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"$ref": "#/properties/a"}}}
+AT_ONCE = {
+    "$ref": "#/$defs/N",
+    "$defs": {"N": {"type": "object", "properties": {"n": {"const": 5}}}},
+}
+
+
+@pytest.mark.parametrize(
+    "schema", [TREE, TWICE | {"required": ["a", "b"]}, AT_ONCE, {"title": "any"}]
+)
+@pytest.mark.parametrize("template", [with_calls(HERMES), with_calls(MISTRAL)])
+def test_a_schema_of_arguments_may_refer_to_itself_and_they_are_an_object(template, schema):
+    """Within the schema of a call, "#" meant the whole call: a tree was a call in a call without
+    an end, and a second field like the first one a 400."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    body = {"messages": [said("x")], "tools": tools, "tool_choice": "required", "max_tokens": 400}
+    body |= {"parallel_tool_calls": False, "temperature": 1}
+    with Taught(template=template, is_taught=False) as server:
+        whole = 0
+        for seed in range(5):
+            reply = server.ask(CHAT, body | {"seed": seed})
+            assert reply.status == 200, reply
+            choice = reply.json["choices"][0]
+            if choice["finish_reason"] == "tool_calls":
+                (call,) = choice["message"]["tool_calls"]
+                validate(json.loads(call["function"]["arguments"]), {"type": "object", **schema})
+                whole += 1
+        assert whole or schema == {"title": "any"}
+
+
+def test_a_call_of_one_of_many_tools_may_be_required():
+    """A schema's colons were counted as rules of a grammar."""
+    fields = {name: {"type": "integer"} for name in "abc"}
+    tools = []
+    for number in range(60):
+        function = {"name": f"t{number}", "parameters": {"type": "object", "properties": fields}}
+        tools.append({"type": "function", "function": function})
+    body = {"messages": [said("x")], "tools": tools, "tool_choice": "required", "max_tokens": 9}
+    with Taught(template=TURNS + "{# is_called #}", is_taught=False) as server:
+        server.parrot.engine.text.speech = Speech(None, FORMATS[0])  # whose prompt is short
+        reply = server.ask(CHAT, body | {"parallel_tool_calls": False})
+        assert reply.status == 200, reply
+
+
+def test_arguments_that_are_no_object_are_refused(taught):
+    for type in ("string", ["object", "null"], 5):
+        function = {"name": "f", "parameters": {"type": type}}
+        body = {"messages": [said("x")], "tools": [{"type": "function", "function": function}]}
+        reply = taught.ask(CHAT, body)
+        assert reply.status == 400 and "object" in reply.error["message"]
 
 
 def test_a_call_that_is_required_comes_in_the_other_protocols_too():
