@@ -53,6 +53,7 @@ from screen.why import work_ends
 NAME = "elephant"
 ANSWER = 2  # tokens: an elephant is there to be read
 QUIET = 24  # so many steps are measured before an elephant comes
+AFTER = 12  # and so many steps are run after it, so that the picture has an end
 SHUT = 3  # steps: if a free slot is kept from those who wait for longer, a policy does that
 KEPT = 40  # so many drops are remembered
 NOUNS = (
@@ -117,6 +118,7 @@ class Gap(NamedTuple):
     seconds: float
     steps: int  # 1: the chat had a token in each step
     tokens: int  # of the elephant, computed meanwhile
+    cost: int  # of the budget, what its chunks took
 
 
 class Held(NamedTuple):
@@ -136,7 +138,7 @@ class Drop(NamedTuple):
     widest: int  # the most of them in a step
     steps: int  # in which it was read
     ttft: float
-    gap: float  # the median of the chats' gaps meanwhile
+    gap: float  # the median of the chats' gaps with a whole chunk in them
     longest: float
     steps_between: int  # from a chat's token to its next, at most
     quiet_gap: float  # the same before it came
@@ -164,23 +166,29 @@ def read_of(step: StepView, request: int) -> int:
 
 def gaps_of(steps: Sequence[StepView], elephant: int | None) -> Iterator[tuple[StepView, int, Gap]]:
     """Each gap of each chat, with the step that ended it, and the chat's slot."""
-    work = deque((work_ends(step), read_of(step, elephant)) for step in steps)
+    undone = deque(steps)
     newest: dict[int, StepView] = {}  # by chat: the step of its newest token
-    tokens: dict[int, int] = {}  # by chat: of the elephant, since then
+    done: dict[int, list[StepView]] = {}  # by chat: since then, those that read the elephant
     for step in steps:
-        while work and work[0][0] <= step.ended:
-            _, read = work.popleft()
-            for chat in tokens:
-                tokens[chat] += read
+        while undone and work_ends(undone[0]) <= step.ended:
+            other = undone.popleft()
+            if read_of(other, elephant):
+                for chat in done:
+                    done[chat].append(other)
         for slot, chat in step.decode:
             if chat == elephant or slot in step.ghosts:
                 continue
             if chat in newest:
                 before = newest[chat]
-                seconds = step.ended - before.ended
-                yield step, slot, Gap(seconds, step.step - before.step, tokens[chat])
+                gap = Gap(
+                    step.ended - before.ended,
+                    steps=step.step - before.step,
+                    tokens=sum(read_of(other, elephant) for other in done[chat]),
+                    cost=sum(other.cost - len(other.decode) for other in done[chat]),
+                )
+                yield step, slot, gap
             newest[chat] = step
-            tokens[chat] = 0
+            done[chat] = []
 
 
 def measured(steps: Sequence[StepView], handle: Handle, held: Sequence[Held]) -> Drop | None:
@@ -196,6 +204,9 @@ def measured(steps: Sequence[StepView], handle: Handle, held: Sequence[Held]) ->
             quiet.append(gap)
     if not quiet or not disturbed:
         return None
+    # The last chunk is as wide as what is left: of two gaps, it would be the median
+    dearest = max(gap.cost for gap in disturbed)
+    whole = [gap.seconds for gap in disturbed if 2 * gap.cost >= dearest]
     metrics = handle.metrics
     return Drop(
         request=handle.id,
@@ -205,7 +216,7 @@ def measured(steps: Sequence[StepView], handle: Handle, held: Sequence[Held]) ->
         widest=max(read_of(step, handle.id) for step in reads),
         steps=len(reads),
         ttft=metrics.ttft_s,
-        gap=percentile([gap.seconds for gap in disturbed], 0.5),
+        gap=percentile(whole, 0.5),
         longest=max(disturbed).seconds,
         steps_between=max(gap.steps for gap in disturbed),
         quiet_gap=percentile([gap.seconds for gap in quiet], 0.5),
@@ -319,7 +330,10 @@ class Trial:
         else:
             self._drops.append(drop)
             self._lines.append(sentence(self._drops))
+        end = sched.steps + AFTER
         yield self._found(decoding(len(sched.running)))
+        while sched.steps < end and sched.running:
+            yield self._found(decoding(len(sched.running)))
 
 
 def asked(prompt: str, most: int) -> Ask:
@@ -350,7 +364,7 @@ def sentence(drops: Sequence[Drop]) -> str:
     )
     others = [drop for drop in drops if drop.widest != newest.widest]
     if not others:
-        return f"{words}. [ and ] turn the budget (/budget 40): then drop another."
+        return f"{words}. Turn the budget ([ and ], /budget), and drop another."
     other = others[-1]
     return (
         f"{words}; with {other.budget} ({other.widest:,} in a step) it was {span(other.gap)}, the longest "
@@ -361,8 +375,8 @@ def sentence(drops: Sequence[Drop]) -> str:
 # --- the page
 
 LEFT = 10  # characters before a trace: whose it is
-RIGHT = 9  # and behind it: the newest gap
-TALLEST = 4  # lines of a trace
+RIGHT = 10  # and behind it: the newest gap
+TALLEST = 6  # lines of a trace
 BEYOND = "↑"  # a gap that is longer than the scale
 FIGURES = (
     Figure("elephant", 9, 8),
@@ -393,7 +407,9 @@ def scope_of(state: State, found: Found | None, width: int) -> Scope:
     if found:
         drops = found.drops[-1:]
         elephant = drops[0].request if drops and found.reading is None else found.reading
-    reads = [i for i, column in enumerate(history) if read_of(column.view, elephant)]
+    request = state.requests.get(elephant)
+    steps = state.steps_of(request) if request else []
+    reads = [i for i in steps if read_of(history[i].view, elephant)]
     if not reads:
         return Scope(history[-width:], 1, None, 0)
     lead = width // 4
@@ -511,7 +527,7 @@ def draw_trace(
             else:
                 pen.put(EIGHTHS[eighths], style(hue, hue) if eighths == 8 else hue)
         figure = span(newest.seconds) if newest and is_last else ""
-        lines.append(pen.put(f"{figure:>{RIGHT}}", p.text).line)
+        lines.append(pen.put(f"{figure:>{RIGHT - 1}}", p.text).line)
     return lines
 
 
@@ -519,8 +535,11 @@ def draw_chunks(p: Palette, slot: int, elephant: int, busy: Collection[int], cel
     """The elephant's own line: the cells in which a chunk of it was computed."""
     pen = Pen().put(f"{slot:>3} r{elephant}", p.text, True).to(LEFT)
     for x in range(cells):
-        pen.put(GLYPHS[PREFILL] if x in busy else " ", p.cell(PREFILL, elephant))
-    return pen.put(f"{NAME:>{RIGHT}}", p.text).line
+        if x in busy:
+            pen.put(GLYPHS[PREFILL], p.cell(PREFILL, elephant))
+        else:
+            pen.put(" ")
+    return pen.put(f"{NAME:>{RIGHT - 1}}", p.text).line
 
 
 def draw_drops(p: Palette, width: int, drops: Sequence[Drop]) -> list[Line]:

@@ -15,7 +15,7 @@ from parts.text.speech import marked
 from screen import ink
 from screen.ink import Line, Palette, Pen, clean, count, entry, heading, number, span, wrap
 from screen.panes import colour_of
-from screen.state import State, client_of, prices, prompt_of
+from screen.state import State, client_of, price_in, prompt_of
 from screen.totals import CLOCK, explained, table
 
 # --- a request ----------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def draw_totals(state: State, p: Palette, width: int, height: int) -> list[Line]
     lines = [heading(p, width, title, "Esc back", do="screen.dismiss")]
     if not state.periods:
         return [*lines, Pen().put(" Nothing has run yet. b fires a burst.", p.muted).line]
-    titles, *rows = table(state.periods, prices(state).of, width, len(state.periods))
+    titles, *rows = table(state.periods, price_in(state), width, len(state.periods))
     lines.append(Pen().put(titles, p.muted).line)
     for row, period in zip(rows, reversed(state.periods), strict=True):
         pen = Pen().put(" " if period.over else "▶", p.accent)
@@ -134,7 +134,7 @@ def farewell(state: State, width: int) -> list[str]:
     is_elsewhere = state.view.watches or state.view.door
     if left and not is_elsewhere:
         lost = f"{count(left, 'request')} not finished.\n"
-    lines = table(state.periods, prices(state).of, width, 10)
+    lines = table(state.periods, price_in(state), width, 10)
     return [*lines, *(f" {part}" for part in wrap(lost + CLOCK, width - 2))]
 
 

@@ -98,7 +98,7 @@ def run_of(
     clients = {client: f"client {i + 1}" for i, client in enumerate(clients_of(requests))}
     clocked, moment = on_clock(columns, costs)
     answers = [request.text.encode() for request in requests]
-    limits = state.limits_of(columns)
+    limits = state.limits_of(columns[0].step, columns[-1].step)
     run = {
         "policy": columns[0].view.policy,
         "limits": limits,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from screen.ink import EMPTY, NAMES, clean, count, span
 from screen.room import BURST, RIVALS, Ask, Fault, Finding, Settings, View, is_mute
 from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, renumbered, replay
 from screen.timeline import Column, column, gap, merge
-from screen.totals import Period
+from screen.totals import Period, Price
 from screen.why import Life, Outcome, company_of, life_of, outcomes, ranked, steps_of
 
 ASKED = 100  # of so many steps it is known which experts they took
@@ -406,14 +406,14 @@ class State:
         held = [limits for first, limits in self.view.turns if first <= step]
         return held[-1] if held else self.view.made_with
 
-    def limits_of(self, columns: Sequence[Column]) -> Limits:
+    def limits_of(self, first: int, last: int) -> Limits:
         """What held in all of these steps. ValueError if the budget was turned in between."""
-        for first, limits in self.view.turns:
-            if columns[0].step < first <= columns[-1].step:
+        for step, limits in self.view.turns:
+            if first < step <= last:
                 raise ValueError(
-                    f"the budget was turned to {limits.budget:,} in step {first:,}, and a replay has one"
+                    f"the budget was turned to {limits.budget:,} in step {step:,}, and a replay has one"
                 )
-        return self.limits_at(columns[0].step)
+        return self.limits_at(first)
 
     # --- from a step to a request, and back
 
@@ -437,7 +437,7 @@ class State:
         try:
             if self.view.turns:
                 columns = steps_of(company_of(request, requests), self.history)
-                limits = self.limits_of(columns)
+                limits = self.limits_of(columns[0].step, columns[-1].step)
                 step = columns[0].step
             found = outcomes(request, requests, self.history, limits, prices(self, step=step))
         except ValueError as error:
@@ -500,6 +500,22 @@ def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
     return Prices((column.view for column in columns), one_in)
 
 
+def price_in(state: State) -> Callable[[Period], Price | None]:
+    """What steps cost in a period: under another budget, chunks have another price."""
+    known: dict[Limits, Prices] = {}
+
+    def of(period: Period) -> Price | None:
+        try:
+            limits = state.limits_of(period.first_step, period.last_step)
+        except ValueError:
+            return None
+        if limits not in known:
+            known[limits] = prices(state, step=period.first_step)
+        return known[limits].of
+
+    return of
+
+
 def life_in(state: State, request: RequestView) -> Life:
     """A request's life, its steps divided by what their parts usually take."""
     steps = state.steps_of(request)
@@ -523,7 +539,7 @@ def compare(state: State, rival: str = "") -> Contest:
     ]
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
-    limits = state.limits_of(columns)
+    limits = state.limits_of(columns[0].step, columns[-1].step)
     # More than one, if the user changed it meanwhile
     policies = Counter(column.view.policy for column in columns)
     ran, costs = policies.most_common(1)[0][0], prices(state, step=columns[0].step)

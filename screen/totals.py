@@ -40,6 +40,8 @@ class Period:
 
     began: float
     ended: float = 0.0
+    first_step: int = 0
+    last_step: int = 0
     over: bool = False
     policies: dict[str, None] = field(default_factory=dict)  # in the order in which they ran
     requests: int = 0
@@ -65,6 +67,8 @@ class Period:
             self.tokens + step.tokens,
             self.useful + step.useful,
         )
+        self.first_step = self.first_step or step.step
+        self.last_step = step.step
         self.cells += step.steps * len(step.cells)
         self.policies |= {step.view.policy: None}
         self.kinds[len(step.view.decode), len(step.view.prefill)] += 1
@@ -117,11 +121,16 @@ FIGURES = (
 )
 
 
+Price = Callable[[int, int], float]  # of a step with so many rows and so many chunks, undisturbed
+
+
 def table(
-    periods: Sequence[Period], price: Callable[[int, int], float], width: int, most: int
+    periods: Sequence[Period], price_in: Callable[[Period], Price | None], width: int, most: int
 ) -> list[str]:
-    """A line for each of the last periods, newest first, under a line of titles. `price`: of a
-    step, undisturbed."""
+    """A line for each of the last periods, newest first, under a line of titles.
+
+    `price_in`: what steps cost in a period; None: that cannot be known.
+    """
     shown = fitting(FIGURES, width - 1)
 
     def line(texts: Sequence[str]) -> str:
@@ -134,9 +143,9 @@ def table(
     lines = [line([figure.title for figure in FIGURES])]
     for period in list(periods)[: -most - 1 : -1]:
         *before, took, rate, p50, p95, gap, useful = period.figures
-        lines.append(
-            line([*before, took, span(period.makespan(price)), rate, p50, p95, gap, useful])
-        )
+        price = price_in(period)
+        makespan = span(period.makespan(price) if price else None)
+        lines.append(line([*before, took, makespan, rate, p50, p95, gap, useful]))
     return lines
 
 

@@ -5,7 +5,7 @@ from rich.cells import cell_len
 from stage import Stage, at_every_size, like_golden, plain, show
 
 from sched import NARROWEST
-from screen import elephant, ink
+from screen import elephant, ink, pages
 from screen import state as state_
 from screen.room import WIDEST, bounds
 from screen.session import PlainLog, orders_of
@@ -110,6 +110,29 @@ def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_n
         assert len({steps for (each, _), steps in replays.items() if each == turn}) == 1
         assert replays[turn, "/budget off"] == len(stage.state.history)
     assert replays["before", "/budget off"] != replays["never", "/budget off"]
+
+
+def test_the_totals_price_each_period_with_its_own_budget_and_one_that_was_turned_with_none():
+    """The makespan of an earlier period changed when the budget was turned after it."""
+    stage = Stage().load()
+
+    def makespans(count: int) -> list[str]:
+        title, *rows = plain(pages.draw_totals(stage.state, ink.DARK, 120, 40))[1 : count + 2]
+        end = title.index("makespan") + len("makespan")
+        return [row[end - 10 : end].strip() for row in reversed(rows)]
+
+    stage.engine.sched.chunk = 64
+    seen = []
+    for order in ("/budget off", "/budget 24", "/budget off"):
+        stage.session.obey(order)
+        stage.time.now += 1
+        stage.session.obey("/burst 12")
+        stage.turns(10)
+        if len(seen) == 2:
+            stage.session.obey("/budget 40")
+        stage.finish()
+        seen.append(makespans(len(seen) + 1))
+    assert seen[2] == [*seen[1], "–"] and seen[1][0] == seen[0][0] != "–" != seen[1][1]
 
 
 def test_a_race_and_clients_keep_their_budget():
@@ -284,7 +307,7 @@ def test_the_sentence_has_the_numbers_of_the_newest_drop_and_of_one_with_other_c
     assert first.startswith(
         "budget 24 (16 of the elephant's tokens in a step): a chat's gap was 11.6 ms"
     )
-    assert "instead of 10.0 ms" in first and "then drop another" in first
+    assert "instead of 10.0 ms" in first and "and drop another" in first
     stage.session.obey("/elephant 264")
     finish(stage)
     assert drops(stage)[0].budget == "24"  # the drop of the trial before is kept
