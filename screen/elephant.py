@@ -57,7 +57,7 @@ AFTER = 12  # and so many steps are run after it, so that the picture has an end
 SHUT = 3  # steps: if a free slot is kept from those who wait for longer, a policy does that
 KEPT = 40  # so many drops are remembered
 NOUNS = (
-    "owl",
+    "hen",
     "fox",
     "cat",
     "dog",
@@ -354,22 +354,31 @@ def reading(request: Request) -> str:
 
 
 def sentence(drops: Sequence[Drop]) -> str:
-    """What the budget trades, in the numbers of what ran: the newest drop, and beside it the newest
-    one with other chunks."""
+    """What the budget trades, in the numbers of what ran: with the newest budget, and with the one
+    before."""
     newest = drops[-1]
+    drop, which = calmest(drops, newest.held)
     words = (
-        f"budget {newest.budget} ({newest.widest:,} of the elephant's tokens in a step): a chat's gap was "
-        f"{span(newest.gap)}, the longest {span(newest.longest)}, instead of {span(newest.quiet_gap)}, "
-        f"and the elephant's first token came after {span(newest.ttft)}"
+        f"budget {drop.budget} ({drop.widest:,} of the elephant's tokens in a step{which}): a chat's gap was "
+        f"{span(drop.gap)}, the longest {span(drop.longest)}, instead of {span(drop.quiet_gap)}, "
+        f"and the elephant's first token came after {span(drop.ttft)}"
     )
-    others = [drop for drop in drops if drop.widest != newest.widest]
+    others = [drop for drop in drops if drop.held[-1].chunk != newest.held[-1].chunk]
     if not others:
         return f"{words}. Turn the budget ([ and ], /budget), and drop another."
-    other = others[-1]
+    other, which = calmest(drops, others[-1].held)
     return (
-        f"{words}; with {other.budget} ({other.widest:,} in a step) it was {span(other.gap)}, the longest "
-        f"{span(other.longest)}, and {span(other.ttft)}."
+        f"{words}; with {other.budget} ({other.widest:,} in a step{which}) it was {span(other.gap)}, "
+        f"the longest {span(other.longest)}, and {span(other.ttft)}."
     )
+
+
+def calmest(drops: Sequence[Drop], held: tuple[Held, ...]) -> tuple[Drop, str]:
+    """Of the drops with a budget, the least disturbed: another program makes gaps longer, and never
+    shorter."""
+    alike = [drop for drop in drops if drop.held == held]
+    which = f", the calmest of {len(alike):,} drops" if len(alike) > 1 else ""
+    return min(alike, key=lambda drop: drop.gap), which
 
 
 # --- the page
@@ -377,6 +386,7 @@ def sentence(drops: Sequence[Drop]) -> str:
 LEFT = 10  # characters before a trace: whose it is
 RIGHT = 10  # and behind it: the newest gap
 TALLEST = 6  # lines of a trace
+NOISY = 3  # times as long as the median: such a gap had a cause outside of the engine
 BEYOND = "↑"  # a gap that is longer than the scale
 FIGURES = (
     Figure("elephant", 9, 8),
@@ -455,10 +465,15 @@ def doing(state: State, found: Found | None, runs: bool) -> str:
 
 def truth(drops: Sequence[Drop]) -> str:
     """What the figures can tell, and what not."""
-    words = "A longest gap may be another program's doing: compare the medians."
+    words = ""
+    if drops and drops[-1].quiet_longest > NOISY * drops[-1].quiet_gap:
+        longest = span(drops[-1].quiet_longest)
+        words = f"Noisy: without the elephant, too, a gap was {longest}. L drops another, and the calmest counts. "
+    elif drops:
+        words = "A longest gap may be another program's doing: compare the medians. "
     if drops and all(drop.steps_between == 1 for drop in drops):
-        words += " Each gap is one step: no chat missed one, but a step with a chunk takes longer."
-    return f"{words} Leaving this page turns the budget back."
+        words += "Each gap is one step: no chat missed one, but a step with a chunk takes longer. "
+    return f"{words}Leaving this page turns the budget back."
 
 
 def draw_traces(state: State, p: Palette, width: int, height: int, scope: Scope) -> list[Line]:

@@ -411,7 +411,7 @@ class State:
         for step, limits in self.view.turns:
             if first < step <= last:
                 raise ValueError(
-                    f"the budget was turned to {limits.budget:,} in step {step:,}, and a replay has one"
+                    f"the budget was turned to {limits.budget:,} in step {step:,}: a replay has only one"
                 )
         return self.limits_at(first)
 

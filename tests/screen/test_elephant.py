@@ -7,6 +7,7 @@ from stage import Stage, at_every_size, like_golden, plain, show
 from sched import NARROWEST
 from screen import elephant, ink, pages
 from screen import state as state_
+from screen.ink import span
 from screen.room import WIDEST, bounds
 from screen.session import PlainLog, orders_of
 
@@ -84,7 +85,7 @@ def turned_run(turn: str) -> Stage:
 def test_a_run_in_which_the_budget_was_turned_is_not_replayed_and_says_so():
     stage = turned_run("meanwhile")
     step = stage.state.view.turns[-1][0]
-    words = f"the budget was turned to 130 in step {step:,}, and a replay has one"
+    words = f"the budget was turned to 130 in step {step:,}: a replay has only one"
     with pytest.raises(ValueError, match=words):
         stage.session.obey("/compare")
     stage.session.obey("/why p95")
@@ -387,3 +388,28 @@ def test_a_gap_that_is_noise_is_cut_and_marked_and_does_not_flatten_all_others()
     lines = page(stage).splitlines()
     assert sum("↑" in line for line in lines) == 8  # seven chats, and the axis
     assert any(line.startswith(" 0–20 ms, ↑ more") for line in lines)
+
+
+def test_of_drops_alike_the_calmest_counts_and_noise_is_named():
+    """A chunk that was interrupted for a second was sold as the budget's doing."""
+    stage = like_a_cpu(Stage().load())
+    begin = stage.engine.runner.begin
+
+    def interrupted(order):
+        stage.time.now += 1.0 if stage.engine.sched.steps % 3 == 0 else 0.0
+        return begin(order)
+
+    stage.engine.runner.begin = interrupted
+    stage.session.obey("/elephant 520")
+    stage.turns(12)
+    finish(stage)
+    assert "Noisy: without the elephant, too, a gap was 1.01 s" in " ".join(page(stage).split())
+    stage.engine.runner.begin = begin
+    stage.session.obey("/elephant 520 520")
+    finish(stage)
+    found = drops(stage)
+    calmest = min(drop.gap for drop in found)
+    assert len(found) == 3 and calmest < found[-1].gap
+    (said,) = stage.state.view.trial.lines[-1:]
+    assert f"the calmest of 3 drops): a chat's gap was {span(calmest)}, the longest" in said
+    assert "Noisy" not in page(stage) and "; with" not in said
