@@ -209,6 +209,15 @@ def test_each_drop_tells_the_gaps_that_its_chunks_made_and_when_its_first_token_
         assert drop.ttft == pytest.approx(in_flight + drop.steps * 0.01 + drop.tokens * 0.0001)
 
 
+def test_a_last_chunk_of_a_few_tokens_is_not_the_median():
+    """Of two gaps, one with 460 tokens and one with the rest, the shorter one was told."""
+    stage = like_a_cpu(Stage().load())
+    stage.session.obey("/elephant 468")
+    (drop,) = drops(finish(stage))
+    assert drop.steps == 2 and drop.tokens - drop.widest < drop.widest / 5
+    assert drop.gap == drop.longest == pytest.approx(0.01 + 460 * 0.0001)
+
+
 def test_no_elephant_takes_over_rows_of_another():
     stage = like_a_cpu(Stage().load())
     stage.session.obey("/elephant 40 40 40 40")
