@@ -163,7 +163,8 @@ def shown(part: Part) -> str:
 def show(handle: Handle, prompt: str, text: Text) -> None:
     """One answer as it comes, and one line of figures under it."""
     print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
-    parser = text.parser(handle.request.prompt) if sys.stdout.isatty() else Parser(Speech())
+    speech = text.speech if sys.stdout.isatty() else Speech()
+    parser = Parser(speech, is_thinking=handle.is_thinking)
     kind = ""
     for piece in handle:
         for part in parser.push(piece):

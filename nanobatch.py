@@ -739,14 +739,14 @@ class Engine:
         if not isinstance(client, str):
             raise ValueError(f"client is a {type(client).__name__}; give a text")
         self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
-        ids, shown = self.text.read(prompt)[:2]
+        ids, shown, is_thinking = self.text.read(prompt)
         grammar = self.text.grammar(sampling.grammar) if sampling.grammar else None
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
         with Held(), self.changed:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")
             request = Request(self._next_id, ids, max_tokens, self.clock(), self.reuse, client)
-            handle = Handle(self, request, sampling, shown, origin, grammar)
+            handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle
             self._next_id += 1

@@ -62,7 +62,7 @@ def about(state: State, p: Palette, width: int, r: RequestView, now: float) -> l
         *entry(p, width, "from", client_of(r), p.muted),
         *entry(p, width, "prompt", prompt_of(r), p.muted),
         *entry(p, width, "error", clean(r.error or ""), p.bad),
-        *parts_of(p, width, clean(r.text)),
+        *parts_of(p, width, clean(r.text), r.is_thinking),
     ]
 
 
@@ -98,10 +98,10 @@ def steps_of(state: State, request: RequestView, now: float) -> str:
     return f"{steps[0].step:,} to {steps[-1].step:,}, in slot {request.slot}: {what}"
 
 
-def parts_of(p: Palette, width: int, text: str) -> list[Line]:
+def parts_of(p: Palette, width: int, text: str, is_thinking: bool) -> list[Line]:
     """An answer, its thoughts and its calls."""
     lines = []
-    for kind, part in marked(text):
+    for kind, part in marked(text, is_thinking):
         name = "text" if kind == "answer" else kind
         lines += entry(p, width, name, part, colour_of(p, kind))
     return lines

@@ -347,7 +347,7 @@ def draw_stream(state: State, p: Palette, width: int, height: int, slot: int) ->
     pen.put(f"  {shorten(prompt_of(request), width - pen.width - 3)}", p.muted)
     lines = []
     growing = "" if request.reason else "▏"
-    for kind, text in marked(clean(request.text) + growing):
+    for kind, text in marked(clean(request.text) + growing, request.is_thinking):
         colour = colour_of(p, kind)
         lines += [Pen().put(line, colour).line for line in wrap(text, width - 1)]
     # Of the newest token alone: back in time there is none

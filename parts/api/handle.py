@@ -69,6 +69,7 @@ class Handle:
         prompt: str,  # as a person would read it
         origin: Any = None,  # shown to those who watch
         grammar: Any = None,  # where the answer stands in it (`parts/text/grammar.py`)
+        is_thinking: bool = False,  # the prompt has opened a thought
     ):
         self.id = request.id
         self.request = request
@@ -76,6 +77,7 @@ class Handle:
         self.prompt = prompt
         self.origin = origin
         self.grammar = grammar
+        self.is_thinking = is_thinking
         self.seed = (
             random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
         )
@@ -165,6 +167,7 @@ class Handle:
             "reason": r.finish_reason,
             "error": self.error,
             "glass": self._glass(),
+            "is_thinking": self.is_thinking,
         }
         return RequestView(
             r.id,

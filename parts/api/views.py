@@ -158,6 +158,7 @@ class RequestView:
     # With a grammar: the newest token, and its probability among those that were allowed. Then the
     # likeliest others, had there been no grammar: each with its probability, and whether allowed
     glass: tuple[tuple[str, float, bool], ...] = ()
+    is_thinking: bool = False  # the prompt has opened a thought, with which the text begins
 
 
 @dataclass(frozen=True)

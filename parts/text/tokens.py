@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from parts.checks import one_line, shown
 from parts.files import ModelError, check_plain, check_size, read_json, read_text
 from parts.text.grammar import Grammar, Grammars
-from parts.text.speech import MARKS, PROBE, TOOLS, Parser, Speech, learn
+from parts.text.speech import MARKS, PROBE, TOOLS, Speech, learn
 
 OURS = Path(__file__).resolve().parents[2] / "demo" / "model" / "chat_template.jinja"
 
@@ -162,10 +162,8 @@ class Text:
             return prompt
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             prompt = Chat(prompt)
-        is_thinking = False
         if isinstance(prompt, Chat):
             text = self.render(*prompt)
-            is_thinking = self.speech.is_thinking(text)
             ids, shown = self._ids(text, False), str(prompt.messages[-1].get("content"))
         elif isinstance(prompt, str):
             ids, shown = self.encode(prompt) if prompt else (), prompt
@@ -182,7 +180,7 @@ class Text:
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         self.check_ids((min(ids), max(ids)))
-        return Prompt(tuple(ids), shown, is_thinking)
+        return Prompt(tuple(ids), shown, self.is_thinking(ids))
 
     @cached_property
     def longest(self) -> int:
@@ -297,10 +295,10 @@ class Text:
         """How the model marks its thoughts, and calls of tools."""
         return learn(self._source, self.render)
 
-    def parser(self, prompt: Sequence[int]) -> Parser:
-        """What tells thoughts from the answer to a prompt."""
-        end = self.tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False)
-        return Parser(self.speech, is_thinking=self.speech.is_thinking(end))
+    def is_thinking(self, prompt: Sequence[int]) -> bool:
+        """Does a prompt open a thought at its end, as some templates do?"""
+        end = calmly(self.tokenizer.decode, list(prompt[-16:]), skip_special_tokens=False)
+        return self.speech.is_thinking(end)
 
     def render(
         self,

@@ -108,7 +108,9 @@ def test_a_template_that_opens_the_thought_leaves_its_end_to_the_model():
     with Taught(template=template) as taught:
         body = {"messages": [said("Hm.\n</think>\n\nYes.")]}
         message = taught.ask(CHAT, body).json["choices"][0]["message"]
+        (request,) = taught.parrot.engine.snapshot().ended
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    assert request.is_thinking, "those who watch would take the thought for the answer"
 
 
 def test_a_template_that_does_not_think_by_itself_thinks_if_a_client_wants_it():

@@ -41,11 +41,19 @@ def test_words_can_be_read_in_every_theme(name):
 def test_thoughts_are_dim_and_calls_stand_out():
     p = ink.Palette.of(BUILTIN_THEMES["textual-dark"])
     text = "<think>Hm.</think>\nYes.\n<tool_call>{}</tool_call>"
-    lines = parts_of(p, 80, text)
+    lines = parts_of(p, 80, text, False)
     ends = [line[-1].text.split()[-1] for line in lines]
     assert ends == ["<think>Hm.</think>", "Yes.", "<tool_call>{}</tool_call>"]
     colours = [line[-1].style.color.name.lower() for line in lines]
     assert colours == [Color.parse(colour).hex.lower() for colour in (p.muted, p.text, p.accent)]
+
+
+def test_a_thought_that_the_prompt_has_opened_is_dim_from_its_first_word():
+    """It became dim at its end, when the mark came."""
+    p = ink.Palette.of(BUILTIN_THEMES["textual-dark"])
+    for is_thinking, colour in ((True, p.muted), (False, p.text)):
+        (line,) = parts_of(p, 80, "Hm, let me", is_thinking)
+        assert line[-1].style.color.name.lower() == Color.parse(colour).hex.lower()
 
 
 def test_prefill_can_be_seen_on_light_and_on_dark():

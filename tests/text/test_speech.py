@@ -411,3 +411,10 @@ def test_a_call_that_has_to_come_may_be_written_as_the_models_were_trained_to(na
 )
 def test_a_watcher_sees_thoughts_and_calls_without_to_know_the_model(text, expected):
     assert marked(text) == expected
+
+
+def test_a_watcher_is_told_that_the_prompt_has_opened_the_thought():
+    for text in ("Hm.", "Hm.\n</think>"):
+        assert marked(text, is_thinking=True) == [("thought", text)]
+    parts = [("thought", "Hm.</think>"), ("answer", "Yes.")]
+    assert marked("Hm.</think>\n\nYes.", is_thinking=True) == parts
