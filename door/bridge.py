@@ -21,7 +21,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from starlette.responses import Response
 
 from door.choice import Choice, Words
-from door.fields import Refusal
+from door.fields import Refusal, invalid
 from door.http import Visit
 from door.journal import Figures
 from door.protocol import (
@@ -115,7 +115,7 @@ class Answer:
         self.choices: list[Choice] = []
         self.left = 0  # choices that have not been seen to end
         self._served = served
-        self._protocol: Speaks | None = None
+        self._protocol: type[Speaks] | None = None
         self._asks: Sequence[tuple] = ()  # prompts and settings, once they have been understood
         self._came = time.perf_counter()
         self._is_read = False  # the prompt, as far as the client has been told
@@ -127,8 +127,9 @@ class Answer:
 
     # --- in a thread beside the door's
 
-    def ask(self, protocol: Speaks, body: bytes, client: str) -> None:
-        """Understand a body and put its prompts in line: a choice for each, or none at all.
+    def ask(self, protocol: type[Speaks], body: bytes, client: str) -> None:
+        """Understand a body and put its prompts in line. If this raises, `cancel` has to be called:
+        some choices may be in line already.
 
         With a grammar, this is left to a call of `submit` in another thread. A grammar may take
         seconds to be made, and those who want none must not wait for it.
@@ -136,13 +137,14 @@ class Answer:
         engine, name, defaults = self._served
         wish = self.wish = protocol.understand(body, (name, "default"))
         self._protocol = protocol
-        check_tools(engine, wish)
         asks = []
         try:
             for prompt in wish.prompts:
                 read = read_prompt(engine, prompt)
                 room = min(engine.sched.max_len - len(read.ids), wish.most_tokens)
-                settings = defaults | wish.settings | {"max_tokens": min(wish.max_tokens, room)}
+                settings = (
+                    defaults | wish.settings | {"max_tokens": min(wish.max_tokens or room, room)}
+                )
                 if held := grammar_of(engine, wish, read):
                     settings["grammar"] = held
                 for _ in range(wish.n):
@@ -162,29 +164,21 @@ class Answer:
 
     def submit(self, client: str) -> None:
         """Put what has been understood in line. With a grammar this may take seconds."""
-        wish = self.wish
+        engine = self._served.engine
+        self.left = len(self._asks)
         try:
-            self._submit(self._asks, client)
+            for prompt, sampling in self._asks:
+                handle = engine.submit(prompt, sampling, client=client)
+                words = None if sampling.logprobs is None else Words(engine.text)
+                self.choices.append(Choice(handle, self._parser(prompt), words))
         except ValueError as error:
-            raise refusal_of(error, wish, self._protocol.form) from None
+            raise refusal_of(error, self.wish, self._protocol.form) from None
         except QueueFull as error:
             raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
         except RuntimeError:  # the engine has been closed meanwhile
             raise ending() from None
         number = self.choices[0].handle.id
-        self.shape = self._protocol.shape(wish, number, SUFFIX, self._served.name)
-
-    def _submit(self, asks: Sequence[tuple], client: str) -> None:
-        self.left = len(asks)
-        engine = self._served.engine
-        try:
-            for prompt, sampling in asks:
-                handle = engine.submit(prompt, sampling, client=client)
-                words = None if sampling.logprobs is None else Words(engine.text)
-                self.choices.append(Choice(handle, self._parser(prompt), words))
-        except BaseException:
-            self.cancel()
-            raise
+        self.shape = self._protocol(self.wish, number, SUFFIX, self._served.name)
 
     def _parser(self, prompt: Prompt) -> Parser:
         chat = self.wish.prompts[0]
@@ -383,18 +377,17 @@ def refusal_of(error: ValueError, wish: Wish, form: str) -> Refusal:
     params["token"] = "logit_bias"
     params["grammar"] = grammars.get(kind, f"guided_{kind}")
     subject = re.match(r"\w*", str(error))[0]
-    return Refusal(400, str(error), "invalid_value", params.get(subject))
+    return invalid(params.get(subject), str(error))
 
 
-def check_tools(engine: AnyEngine, wish: Wish) -> None:
+def check_tools(speech: Speech, chat: Chat) -> None:
     """Tools need a model whose way to call them is known."""
-    chat = wish.prompts[0]
-    if not isinstance(chat, Chat):
-        return
-    calls = any(message["role"] == "tool" or "tool_calls" in message for message in chat.messages)
-    if (chat.tools or calls) and not engine.text.speech.format:
+    has_calls = False
+    for message in chat.messages:
+        has_calls |= message["role"] == "tool" or "tool_calls" in message
+    if (chat.tools or has_calls) and not speech.format:
         param = "tools" if chat.tools else "messages"
-        raise Refusal(400, engine.text.speech.why, "unsupported_parameter", param)
+        raise invalid(param, speech.why, "unsupported_parameter")
 
 
 def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, Any] | None:
@@ -423,19 +416,20 @@ def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, An
     return {"lark": text}
 
 
-def count(served: Served, protocol: Speaks, body: bytes) -> int:
+def count(served: Served, understand: Callable[[bytes, Sequence[str]], Wish], body: bytes) -> int:
     """The tokens of a prompt, without an answer."""
-    wish = protocol.understand(body, (served.name, "default"))
-    check_tools(served.engine, wish)
+    wish = understand(body, (served.name, "default"))
     return len(read_prompt(served.engine, wish.prompts[0]).ids)
 
 
 def read_prompt(engine: AnyEngine, prompt: str | list | Chat) -> Prompt:
     """A prompt's tokens, if a slot has room for them and for one more."""
-    text, max_len = engine.text, engine.sched.max_len
+    text = engine.text
+    max_len = engine.sched.max_len
     param = "prompt"
     size = len(prompt)
     if isinstance(prompt, Chat):
+        check_tools(text.speech, prompt)
         param = "messages"
         size = sum(len(message["content"]) for message in prompt.messages)
         calls = [message["tool_calls"] for message in prompt.messages if "tool_calls" in message]
@@ -445,17 +439,14 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat) -> Prompt:
         # Else it would take long, and all for nothing
         read = text.read(prompt) if least < max_len else None
     except ValueError as error:
-        raise Refusal(400, str(error), "invalid_value", param) from None
+        raise invalid(param, str(error)) from None
     except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
-        raise Refusal(
-            400, f"the {param} cannot be read: {describe(error)}", "invalid_value", param
-        ) from None
+        raise invalid(param, f"the {param} cannot be read: {describe(error)}") from None
     if read is None or len(read.ids) >= max_len:
         tokens = f"at least {least:,}" if read is None else f"{len(read.ids):,}"
         words = f"this model's maximum context length is {max_len:,} tokens, but the {param} take {tokens}"
-        raise Refusal(
-            400, f"{words}; give less, or start the server with a larger --max-len", TOO_LONG, param
-        )
+        words += "; give less, or start the server with a larger --max-len"
+        raise invalid(param, words, TOO_LONG)
     return read
 
 

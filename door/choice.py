@@ -22,6 +22,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
@@ -30,18 +31,18 @@ from parts.text.speech import Parser
 from parts.text.tokens import Text
 
 
+@dataclass
 class Item:
     """A part of an answer that is told apart."""
 
-    def __init__(self, kind: str, place: int = 0, nth: int = 0, name: str = ""):
-        self.kind = kind  # "thought", "answer" or "call"
-        self.place = place  # so many items stand before it
-        self.nth = nth  # and so many of its kind
-        self.name = name  # of the tool that is called
-        # Of a call. The templates of some models want nine letters or digits
-        self.id = secrets.token_hex(5)[:9]
-        self.status = "in_progress"  # then "completed", or "incomplete": it has been cut off
-        self.pieces: list[str] = []
+    kind: str  # "thought", "answer" or "call"
+    place: int = 0  # so many items stand before it
+    nth: int = 0  # and so many of its kind
+    name: str = ""  # of the tool that is called
+    # Of a call. The templates of some models want nine letters or digits
+    id: str = field(default_factory=lambda: secrets.token_hex(5)[:9])
+    status: str = "in_progress"  # then "completed", or "incomplete": it has been cut off
+    pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -124,11 +125,13 @@ class Choice:
     def grow(self, piece: str | None) -> Iterator[Change]:
         """What a piece of text does to the items. None: the answer is complete."""
         words = self._release(piece)
-        for kind, text in self._parser.finish() if piece is None else self._parser.push(piece):
+        parts = self._parser.finish() if piece is None else self._parser.push(piece)
+        for kind, text in parts:
             if kind == "call":
                 yield from self._start(kind, text)
                 continue
-            if kind != "arguments" and (not self.items or self.items[-1].kind != kind):
+            is_open = kind == "arguments" or (self.items and self.items[-1].kind == kind)
+            if not is_open:
                 yield from self._start(kind)
             item = self.items[-1]
             item.pieces.append(text)

@@ -15,8 +15,9 @@ first. Until the model is loaded, clients get 503.
 The invariant: each request at the door ends with an answer, or with its client's hang-up, and frees
 its slots.
 
-Next: `bridge.py`, the way of one request; `protocol.py`, what a body may ask for, in three
-protocols; `journal.py`, what is remembered of it.
+Next: `bridge.py`, the way of one request; `fields.py`, how a body is read; `protocol.py`, what it may
+ask for, in three protocols; `choice.py`, what becomes of the answer; `journal.py`, what is remembered
+of it.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ from parts.api.views import Snapshot
 from parts.checks import shown
 
 PROTOCOLS = {
-    "/v1/chat/completions": openai.CHAT,
-    "/v1/completions": openai.COMPLETIONS,
-    "/v1/responses": responses.RESPONSES,
-    "/v1/messages": messages.MESSAGES,
+    "/v1/chat/completions": openai.ChatCompletion,
+    "/v1/completions": openai.Completion,
+    "/v1/responses": responses.Response,
+    "/v1/messages": messages.Message,
 }
 COUNT = "/v1/messages/count_tokens"
 DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
@@ -344,7 +345,8 @@ class Door:
         body = await http.read_body(visit, self._visits)
         pool = self._slow_pool if len(body) > http.LONG else self._pool
         events = asyncio.get_running_loop()
-        tokens = await events.run_in_executor(pool, count, self.served, messages.COUNT, body)
+        understand = partial(messages.understand, is_count=True)
+        tokens = await events.run_in_executor(pool, count, self.served, understand, body)
         return reply({"input_tokens": tokens})
 
     def _submit(self, answer: Answer, visit: Visit) -> None:
@@ -353,7 +355,7 @@ class Door:
             raise Gone
         answer.submit(visit.call.client)
 
-    async def _complete(self, protocol: Speaks, visit: Visit) -> Response | None:
+    async def _complete(self, protocol: type[Speaks], visit: Visit) -> Response | None:
         """From a body to its answer, whole or as a stream, while somebody listens."""
         visit.is_news = True
         answer = Answer(self.served)

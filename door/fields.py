@@ -17,12 +17,22 @@ Where next: `protocol.py`, what the protocols read in the same way.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from parts.checks import shown, whole
 
 MARKS = 100_000  # brackets, braces and colons of a body, in texts, too
+# They change nothing in an answer: a user's name, notes for a bill, hints for a cache.
+NO_WISH = {
+    "client_metadata",
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+}
 KINDS = {str: "a text", bool: "true or false", list: "a list", dict: "an object"}
 
 
@@ -50,11 +60,16 @@ class Refusal(Exception):
     @property
     def body(self) -> dict:
         kind = self.TYPES.get(self.status, "invalid_request_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        error = {
+            "message": self.message,
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
         return {"error": error}
 
 
-def invalid(param: str, words: str, code: str = "invalid_value") -> Refusal:
+def invalid(param: str | None, words: str, code: str = "invalid_value") -> Refusal:
     return Refusal(400, words, code, param)
 
 
@@ -97,7 +112,9 @@ class Given:
             raise self.bad(name, KINDS[kind])
         return value
 
-    def whole(self, name: str, least: int, most: int, default: int | None = None) -> int | None:
+    def whole(
+        self, name: str, least: int, most: int = sys.maxsize, default: int | None = None
+    ) -> int | None:
         if self.get(name) is None:
             return default
         try:
@@ -143,12 +160,12 @@ class Given:
         return bad(self._place + name, self.fields.get(name), what, self._param or name)
 
     def unsupported(self, name: str, words: str) -> Refusal:
-        return invalid(
-            self._param or name, f"{self._place}{name[:40]} {words}", "unsupported_parameter"
-        )
+        """`name`: it may be anything, and a whole book."""
+        words = f"{self._place}{shown(name).strip(chr(39))} {words}"
+        return invalid(self._param or name[:100], words, "unsupported_parameter")
 
     def refuse_rest(
-        self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = ()
+        self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = NO_WISH
     ) -> None:
         """Refuse what has not been read. What is false, zero or empty asks for nothing, and so do
         `neutral` values and `ignored` fields."""

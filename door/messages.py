@@ -18,15 +18,11 @@ Where next: `bridge.py`, the way of a request to the engine and back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from door.choice import Change, Choice, Item
 from door.fields import Given, Refusal, invalid, text_of
 from door.protocol import (
-    MOST,
-    NO_WISH,
-    Speaks,
     Usage,
     Wish,
     call_of,
@@ -87,12 +83,12 @@ def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wis
     wish = Wish(
         [Chat(read_messages(asked), tools, hints=hints)],
         settings=settings,
-        max_tokens=asked.whole("max_tokens", 1, MOST, MOST),
+        max_tokens=asked.whole("max_tokens", 1),
         stream=asked.read("stream", bool, False),
         must_call=must_call,
         is_single=choice.read("disable_parallel_tool_use", bool, False),
     )
-    asked.refuse_rest(NEUTRAL, NO_WISH)
+    asked.refuse_rest(NEUTRAL)
     return wish
 
 
@@ -121,7 +117,8 @@ def read_user(blocks: list[Given]) -> list[dict]:
     for block in blocks:
         if block.get("type") == "tool_result":
             id = block.read("tool_use_id", str)
-            found.append({"role": "tool", "tool_call_id": id, "content": block.text("content", "")})
+            text = block.text("content", "")
+            found.append({"role": "tool", "tool_call_id": id, "content": text})
         else:
             texts.append(block)
     if texts or not found:
@@ -159,6 +156,9 @@ DELTAS = {
 class Message:
     """The bodies of one answer."""
 
+    understand = staticmethod(understand)
+    form = "output_config"
+
     def __init__(self, wish: Wish, number: int, suffix: str, model: str):
         self.id = f"msg_{number}_{suffix}"
         self._model = model
@@ -166,10 +166,12 @@ class Message:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
         self.last(0, choices[0])
-        return self._message([block(item) for item in choices[0].items], usage)
+        blocks = [block(item) for item in choices[0].items]
+        return self._message(blocks, usage)
 
     def first(self, choices: int, usage: Usage) -> bytes:
-        return named_event({"type": "message_start", "message": self._message([], usage)})
+        message = self._message([], usage)
+        return named_event({"type": "message_start", "message": message})
 
     def tell(self, index: int, change: Change) -> bytes:
         kind, item, text, _ = change
@@ -193,8 +195,15 @@ class Message:
         return named_event(error(refusal))
 
     def _message(self, blocks: list[dict], usage: Usage) -> dict:
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
-        return head | {"content": blocks, **self._end, "usage": written(usage)}
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": blocks,
+            **self._end,
+            "usage": written(usage),
+        }
 
 
 def block(item: Item) -> dict:
@@ -224,7 +233,3 @@ def written(usage: Usage) -> dict:
         "cache_creation_input_tokens": 0,
         "output_tokens": usage.answer,
     }
-
-
-MESSAGES = Speaks(understand, Message, "output_config")
-COUNT = Speaks(partial(understand, is_count=True), Message, "")

@@ -1,13 +1,14 @@
 """OpenAI's protocol: what a request's body asks for, and the bodies of the answers.
 
+    POST /v1/chat/completions   {"messages": [{"role": "user", "content": "Why batch?"}]}
+    POST /v1/completions        {"prompt": "Once upon a time"}
+
 The problem. Every client speaks this protocol, and each in its own way. Some send a field as null
 and mean that it is not there, some send wishes that ask for nothing (`"presence_penalty": 0`,
-`"tools": []`), and some send wishes that we cannot fulfil. A client that gets an answer to another
-question than its own does not notice.
+`"tools": []`), and some send wishes that we cannot fulfil.
 
 What this file keeps. A body is understood completely, or refused with a status, a message and the
-field's name. No field is ignored if it asks for something. Nothing here knows sockets or engines:
-dictionaries in, dictionaries out.
+field's name. Nothing here knows sockets or engines.
 
 Where next: `bridge.py`, which reads and writes them.
 """
@@ -23,10 +24,7 @@ from typing import Any, ClassVar
 from door.choice import Change, Choice, Item, Word
 from door.fields import Given, Refusal, check_count, invalid
 from door.protocol import (
-    MOST,
-    NO_WISH,
     Progress,
-    Speaks,
     Usage,
     Wish,
     call_of,
@@ -42,9 +40,18 @@ from door.protocol import (
 from parts.text.tokens import Chat
 
 # Templates know no developer: it is the newer name of the system's role.
-ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 # The most of each in one request
-N, CHOICES, BIASES, TOP = 16, 128, 1000, 20
+N = 16
+CHOICES = 128
+BIASES = 1000
+TOP = 20
 
 # These go to `Sampling` as they are, and it checks them.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "ignore_eos")
@@ -90,18 +97,19 @@ def understand(body: bytes, names: Sequence[str], is_chat: bool) -> Wish:
     if progress and not stream:
         words = "return_progress is given without stream; set stream to true"
         raise invalid("return_progress", words)
-    lengths = []
-    for name in ("max_tokens", "max_completion_tokens"):
-        lengths.append(asked.whole(name, 1, MOST, MOST))
+    lengths = [
+        asked.whole("max_tokens", 1),
+        asked.whole("max_completion_tokens", 1),
+    ]
     wish = wish._replace(
         settings=read_settings(asked) | {"logprobs": read_top(asked, is_chat)},
-        max_tokens=min(lengths),
+        max_tokens=min(filter(None, lengths), default=None),
         n=n,
         stream=stream,
         usage=asked.inner("stream_options").read("include_usage", bool, False),
         progress=progress,
     )
-    asked.refuse_rest(NEUTRAL | {"best_of": (1, n)}, NO_WISH)
+    asked.refuse_rest(NEUTRAL | {"best_of": (1, n)})
     return wish
 
 
@@ -119,7 +127,9 @@ def read_settings(asked: Given) -> dict[str, Any]:
         raise asked.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
     settings["logit_bias"] = {int(token): value for token, value in bias.items()}
     # A schema holds, or it is refused: `strict` changes nothing
-    forms = [{GUIDED[name]: value} for name, value in asked.some(GUIDED).items()]
+    forms = []
+    for name, value in asked.some(GUIDED).items():
+        forms.append({GUIDED[name]: value})
     if form := read_form(asked, "response_format", "json_schema"):
         forms.append(form)
     if len(forms) > 1:
@@ -133,7 +143,9 @@ def read_settings(asked: Given) -> dict[str, Any]:
 def read_top(asked: Given, is_chat: bool) -> int | None:
     """How many log probabilities are wanted beside each token's own; None if not even those."""
     if not is_chat:
-        return None if asked.get("logprobs") is False else asked.whole("logprobs", 0, TOP)
+        if asked.get("logprobs") is False:
+            return None
+        return asked.whole("logprobs", 0, TOP)
     top = asked.whole("top_logprobs", 0, TOP, 0)
     if asked.read("logprobs", bool, False):
         return top
@@ -162,11 +174,10 @@ def read_message(message: Given) -> dict[str, Any]:
     if role == "assistant":
         if thought := message.text("reasoning_content", ""):
             read["reasoning_content"] = thought
-        calls = message.items("tool_calls", [])
-        if calls:
-            read["tool_calls"] = [
-                call_of(call.read("id", str), call.inner("function")) for call in calls
-            ]
+        for call in message.items("tool_calls", []):
+            id = call.read("id", str)
+            calls = read.setdefault("tool_calls", [])
+            calls.append(call_of(id, call.inner("function")))
     read["content"] = message.text("content", "" if "tool_calls" in read else None)
     message.refuse_rest(ignored=["name"])
     return read
@@ -199,6 +210,8 @@ HOLE = "\0"  # where a text will be; no model is named so
 class Completion:
     """The bodies of an answer to /v1/completions. The chunks of a stream look like the whole."""
 
+    understand = staticmethod(partial(understand, is_chat=False))
+    form = "response_format"
     prefix = "cmpl"
     kind = "text_completion"
     kind_of_chunk = "text_completion"
@@ -214,7 +227,8 @@ class Completion:
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
         entries = []
         for index, choice in enumerate(choices):
-            entries.append(self._entry(index, self._own(choice), choice.words, choice.reason))
+            own = self._own(choice)
+            entries.append(self._entry(index, own, choice.words, choice.reason))
         return self._head | {"object": self.kind, "choices": entries, "usage": written(usage)}
 
     def first(self, choices: int, usage: Usage) -> bytes:
@@ -228,7 +242,8 @@ class Completion:
         if change.words is not None:
             return self._chunk(index, self._said(change.text), change.words)
         if index not in self._around:
-            self._around[index] = self._chunk(index, self._said(HOLE)).split(dump(HOLE))
+            event = self._chunk(index, self._said(HOLE))
+            self._around[index] = event.split(dump(HOLE))
         return dump(change.text).join(self._around[index])
 
     def progress(self, progress: Progress) -> bytes:
@@ -294,6 +309,7 @@ class Completion:
 class ChatCompletion(Completion):
     """The bodies of an answer in a chat: a message, and in a stream, how it grows."""
 
+    understand = staticmethod(partial(understand, is_chat=True))
     prefix = "chatcmpl"
     kind = "chat.completion"
     kind_of_chunk = "chat.completion.chunk"
@@ -376,7 +392,3 @@ def model(name: str, created: int, max_len: int) -> dict:
         "owned_by": "nanobatch",
         "max_model_len": max_len,
     }
-
-
-CHAT = Speaks(partial(understand, is_chat=True), ChatCompletion, "response_format")
-COMPLETIONS = Speaks(partial(understand, is_chat=False), Completion, "response_format")

@@ -5,7 +5,7 @@ The problem. Three protocols ask for the same, each in its own words: OpenAI's o
 the others.
 
 What this file keeps. A protocol turns a body into a `Wish`, or refuses it. What comes back are the
-items of `choice.py`, which the protocol's shape turns into its own events, or into one JSON.
+items of `choice.py`, which the protocol turns into its own events, or into one JSON.
 
 Where next: `openai.py`, the protocol that every client speaks.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from door.choice import Change, Choice
@@ -29,17 +29,6 @@ STOP_LENGTH = 1000
 TOOLS = 128
 MESSAGES = 2048  # and their parts, together
 SCORES = 200_000  # log probabilities in one answer, over all its choices
-MOST = sys.maxsize  # tokens of an answer
-
-# They change nothing in an answer: a user's name, notes for a bill, hints for a cache.
-NO_WISH = {
-    "client_metadata",
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-}
 
 
 def ending() -> Refusal:
@@ -70,7 +59,7 @@ class Wish(NamedTuple):
 
     prompts: list
     settings: Mapping[str, Any] = {}  # for `Sampling`
-    max_tokens: int = MOST
+    max_tokens: int | None = None
     n: int = 1
     stream: bool = False
     usage: bool = False  # at the end of the stream
@@ -85,7 +74,7 @@ class Wish(NamedTuple):
         kilobytes."""
         top = self.settings.get("logprobs")
         if top is None:
-            return MOST
+            return sys.maxsize
         return SCORES // (self.n * len(self.prompts) * (1 + top))
 
 
@@ -115,10 +104,17 @@ class Progress(NamedTuple):
         return f": {words}\n\n".encode()
 
 
-class Shape(Protocol):
-    """The bodies of one answer, in one protocol: a whole one, or the events of a stream."""
+class Speaks(Protocol):
+    """A protocol: it understands a body, and makes the bodies of one answer, a whole one or the
+    events of a stream."""
 
-    id: str
+    form: str  # the field that has a JSON schema
+    id: str  # the answer's
+
+    @staticmethod
+    def understand(body: bytes, names: Sequence[str]) -> Wish: ...
+
+    def __init__(self, wish: Wish, number: int, suffix: str, model: str): ...
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict: ...
 
@@ -131,14 +127,6 @@ class Shape(Protocol):
     def close(self, usage: Usage) -> bytes: ...
 
     def fail(self, refusal: Refusal) -> bytes: ...
-
-
-class Speaks(NamedTuple):
-    """A protocol."""
-
-    understand: Callable[[bytes, Sequence[str]], Wish]  # a body, and the names of the models here
-    shape: Callable[[Wish, int, str, str], Shape]  # of a wish: its number, a suffix, the model
-    form: str  # the field that has a JSON schema
 
 
 # --- what is read alike -------------------------------------------------------------------------

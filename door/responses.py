@@ -20,15 +20,12 @@ Where next: `messages.py`, the same in Anthropic's words.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from door.choice import Change, Choice, Item
 from door.fields import Given, Refusal
 from door.protocol import (
-    MOST,
-    NO_WISH,
-    Speaks,
     Usage,
     Wish,
     call_of,
@@ -76,13 +73,13 @@ def understand(body: bytes, names: Sequence[str]) -> Wish:
     wish = Wish(
         [Chat(read_input(asked), tools, hints=hints)],
         settings=settings,
-        max_tokens=asked.whole("max_output_tokens", 1, MOST, MOST),
+        max_tokens=asked.whole("max_output_tokens", 1),
         stream=asked.read("stream", bool, False),
         must_call=must_call,
         is_single=not asked.read("parallel_tool_calls", bool, True),
         asked=asked.fields,
     )
-    asked.refuse_rest(NEUTRAL, NO_WISH)
+    asked.refuse_rest(NEUTRAL)
     return wish
 
 
@@ -160,13 +157,25 @@ ECHO = {
 class Response:
     """The bodies of one answer."""
 
+    understand = staticmethod(understand)
+    form = "text"
+
     def __init__(self, wish: Wish, number: int, suffix: str, model: str):
         self.id = f"resp_{number}_{suffix}"
         self._suffix = f"{number}_{suffix}"  # of the items' ids
-        self._body = {"id": self.id, "object": "response", "created_at": int(time.time())}
-        self._body |= {"model": model, "status": "in_progress", "output": [], "usage": None}
-        self._body |= {"error": None, "incomplete_details": None}
-        self._body |= {name: wish.asked.get(name, value) for name, value in ECHO.items()}
+        self._body = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+        }
+        for name, value in ECHO.items():
+            self._body[name] = wish.asked.get(name, value)
         self._sent = 0  # so many events
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
@@ -178,26 +187,31 @@ class Response:
         return self._event("created", response=body) + self._event("in_progress", response=body)
 
     def tell(self, index: int, change: Change) -> bytes:
+        return b"".join(self._event(kind, **fields) for kind, fields in self._events(change))
+
+    def _events(self, change: Change) -> Iterator[tuple[str, dict]]:
         kind, item, text, _ = change
-        type = KINDS[item.kind][2]
-        whole = self._item(item)
+        is_text = item.kind != "call"
         place = {"output_index": item.place}
-        inner = place | {"item_id": whole["id"]}
-        if item.kind != "call":
+        inner = place | {"item_id": self._id(item)}
+        if is_text:
             inner["content_index"] = 0
-        if kind == "delta":
-            return self._event(f"{type}.delta", **inner, delta=text)
+        words = {"logprobs": []} if item.kind == "answer" else {}
+        type = KINDS[item.kind][2]
         if kind == "start":
-            said = self._event("output_item.added", **place, item=whole)
-            if item.kind != "call":
-                said += self._event("content_part.added", **inner, part=part(item))
-            return said
-        if item.kind == "call":
-            said = self._event(f"{type}.done", **inner, name=item.name, arguments=item.text)
-        else:
-            said = self._event(f"{type}.done", **inner, text=item.text)
-            said += self._event("content_part.done", **inner, part=part(item))
-        return said + self._event("output_item.done", **place, item=whole)
+            yield "output_item.added", place | {"item": self._item(item)}
+            if is_text:
+                yield "content_part.added", inner | {"part": part(item)}
+        if kind == "delta":
+            yield f"{type}.delta", inner | words | {"delta": text}
+        if kind == "stop":
+            whole = {"name": item.name, "arguments": item.text}
+            if is_text:
+                whole = {"text": item.text}
+            yield f"{type}.done", inner | words | whole
+            if is_text:
+                yield "content_part.done", inner | {"part": part(item)}
+            yield "output_item.done", place | {"item": self._item(item)}
 
     def last(self, index: int, choice: Choice) -> bytes:
         self._body["status"] = "completed"
@@ -216,15 +230,18 @@ class Response:
         self._body["error"] = {"code": "server_error", "message": refusal.message}
         return self._event("failed", response=self._body)
 
+    def _id(self, item: Item) -> str:
+        return f"{KINDS[item.kind][1]}_{self._suffix}_{item.place}"
+
     def _item(self, item: Item) -> dict:
         """An item, as far as it has come."""
-        type, prefix, _ = KINDS[item.kind]
-        id = f"{prefix}_{self._suffix}_{item.place}"
-        own = {"type": type, "id": id, "status": item.status}
+        own = {"type": KINDS[item.kind][0], "id": self._id(item), "status": item.status}
         if item.kind == "call":
             return own | {"call_id": item.id, "name": item.name, "arguments": item.text}
         own["content"] = [part(item)] if item.text else []
-        return own | ({"role": "assistant"} if item.kind == "answer" else {"summary": []})
+        if item.kind == "thought":
+            return own | {"summary": []}
+        return own | {"role": "assistant"}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = {"type": f"response.{kind}", "sequence_number": self._sent, **fields}
@@ -235,7 +252,9 @@ class Response:
 def part(item: Item) -> dict:
     """The one part of a text or a thought."""
     own = {"type": KINDS[item.kind][2], "text": item.text}
-    return own | ({"annotations": [], "logprobs": []} if item.kind == "answer" else {})
+    if item.kind == "answer":
+        own |= {"annotations": [], "logprobs": []}
+    return own
 
 
 def written(usage: Usage) -> dict:
@@ -246,6 +265,3 @@ def written(usage: Usage) -> dict:
         "output_tokens_details": {"reasoning_tokens": usage.thought},
         "total_tokens": usage.prompt + usage.answer,
     }
-
-
-RESPONSES = Speaks(understand, Response, "text")

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 
@@ -46,9 +47,9 @@ class Format(NamedTuple):
     # from the model's template
     layout: tuple[str, str, str]
     key: str = "arguments"  # their name in what the template writes
-    is_bare: bool = False  # an answer may begin with a call that has no mark
+    # An answer may begin with a call that has no mark. The template takes no other beside it
+    is_bare: bool = False
     is_named: bool = False  # the tool's name may stand before a body that is its arguments alone
-    is_single: bool = False  # the template takes one call in a message
 
 
 FORMATS = (
@@ -72,13 +73,19 @@ FORMATS = (
         layout=("", "", ""),
         key="parameters",
         is_bare=True,
-        is_single=True,
     ),
 )
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # Some tokenizers have marks as special tokens, which are not shown as text elsewhere.
 MARKS = frozenset(
-    ["[ARGS]", "[CALL_ID]", *sum(THOUGHTS, ()), *(f.opens for f in FORMATS), "</tool_call>"]
+    [
+        "[ARGS]",
+        "[CALL_ID]",
+        "</tool_call>",
+        *(format.opens for format in FORMATS),
+        *THOUGHTS[0],
+        *THOUGHTS[1],
+    ]
 )
 
 
@@ -93,7 +100,9 @@ class Speech(NamedTuple):
 
     def is_thinking(self, prompt: str) -> bool:
         """Some templates open a thought at the end of the prompt."""
-        return self.thought is not None and prompt.rstrip().endswith(self.thought[0])
+        if not self.thought:
+            return False
+        return prompt.rstrip().endswith(self.thought[0])
 
 
 # --- which format does a model speak? -----------------------------------------------------------
@@ -131,11 +140,14 @@ def learn(source: str | None, render: Callable[[list, list], str]) -> Speech:
             continue
         if text[place - 1] == '"':
             start = text[begin : text.index("{", begin)]
-            return Speech(thought, format._replace(layout=(start, *format.layout[1:])))
+            layout = (start, *format.layout[1:])
+            return Speech(thought, format._replace(layout=layout))
         start = text[begin:place]
+        layout = (start, start, "")
         behind = text[place + len("is_called") : text.index("{", place)]
-        return Speech(thought, format._replace(layout=(start, start, "")), behind_name=behind)
-    written = " ".join(text[max(place - 40, 0) : place + 40].split())
+        return Speech(thought, format._replace(layout=layout), behind_name=behind)
+    around = text[max(place - 40, 0) : place + 40]
+    written = " ".join(around.split())
     known = ", ".join(format.name for format in FORMATS)
     why = f"this model writes a call as {written!r}, but only these formats are known: {known}"
     return Speech(thought, why=why)
@@ -147,25 +159,24 @@ def begin_of_call(format: Format, text: str, place: int) -> int | None:
     begin = text.rfind(format.opens, 0, place)
     if format.is_bare and begin < 0:
         begin = text.rfind("{", 0, place)
-    if begin < 0 or (f'"{format.key}"' not in text[place:] and not format.is_named):
+    has_key = f'"{format.key}"' in text[place:]
+    if begin < 0 or not (has_key or format.is_named):
         return None
-    parts = joined(Parser(Speech(format=format), ["is_called"]).push(text[begin:]))
-    if len(parts) < 2 or parts[0] != Part("call", "is_called") or loads(parts[1].text) != {"n": 7}:
+    parser = Parser(Speech(format=format), ["is_called"])
+    first = dict(reversed(parser.push(text[begin:])))  # of each kind
+    if first.get("call") != "is_called" or loads(first.get("arguments", "")) != {"n": 7}:
         return None
     return begin
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Neighbouring pieces of one kind as one. Each call stays a call of its own."""
-    whole: list[Part] = []
-    texts: list[list[str]] = []
-    for part in parts:
-        if whole and whole[-1].kind == part.kind != "call":
-            texts[-1].append(part.text)
-        else:
-            whole.append(part)
-            texts.append([part.text])
-    return [Part(part.kind, "".join(text)) for part, text in zip(whole, texts, strict=True)]
+    whole = []
+    for kind, same in groupby(parts, key=lambda part: part.kind):
+        texts = [part.text for part in same]
+        texts = texts if kind == "call" else ["".join(texts)]
+        whole += [Part(kind, text) for text in texts]
+    return whole
 
 
 # --- calls that have to come --------------------------------------------------------------------
@@ -191,9 +202,8 @@ def grammar(
     """
 
     def spelled(text: str) -> str:
-        pieces = (
-            re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
-        )
+        marks = "|".join(map(re.escape, special))
+        pieces = re.split(f"({marks})", text) if marks else [text]
         known = {piece: f"<[{special[piece]}]>" for piece in pieces if piece in special}
         return " ".join(known.get(piece, json.dumps(piece)) for piece in pieces if piece)
 
@@ -204,7 +214,7 @@ def grammar(
         bodies = [body_rule(speech, tool["function"], spelled) for tool in tools]
         start, between, end = speech.format.layout
         more = f"({spelled(between)} body)*"
-        if is_single or speech.format.is_single:
+        if is_single or speech.format.is_bare:
             more = ""
         rules["calls"] = f"{spelled(start)} body {more} {spelled(end)}"
         rules["body"] = " | ".join(bodies)
@@ -246,23 +256,28 @@ def as_json(schema: Mapping[str, Any]) -> str:
 # --- for those who watch ------------------------------------------------------------------------
 
 
+CLOSING = re.compile("|".join(re.escape(closes) for _, closes in THOUGHTS))
+CALLING = re.compile("|".join(re.escape(format.opens) for format in FORMATS))
+
+
 def marked(text: str, is_thinking: bool = False) -> list[Part]:
     """The thought of an answer, what it says, and its calls: with their marks, and without to know
     the model. `is_thinking`: the prompt has opened the thought."""
-    start = len(text) if is_thinking else 0
-    for opens, closes in THOUGHTS:
-        place = text.find(closes)
-        if place >= 0:
-            start = place + len(closes)
-        elif text.lstrip().startswith(opens):
-            start = len(text)
-    places = [text.find(format.opens, start) for format in FORMATS]
-    end = min((place for place in places if place >= 0), default=len(text))
+    closing = CLOSING.search(text)
+    start = closing.end() if closing else 0
+    openings = tuple(opens for opens, _ in THOUGHTS)
+    if not closing and (is_thinking or text.lstrip().startswith(openings)):
+        start = len(text)
+    call = CALLING.search(text, start)
+    end = call.start() if call else len(text)
     answer = text[start:end]
-    answer = answer.lstrip("\n") if start else answer
-    answer = answer.rstrip("\n") if end < len(text) else answer
-    parts = [("thought", text[:start]), ("answer", answer), ("call", text[end:])]
-    return [Part(*part) for part in parts if part[1]]
+    answer = answer.strip("\n") if start or call else answer
+    parts = [
+        Part("thought", text[:start]),
+        Part("answer", answer),
+        Part("call", text[end:]),
+    ]
+    return [part for part in parts if part.text]
 
 
 # --- the machine --------------------------------------------------------------------------------
@@ -303,12 +318,13 @@ class Parser:
         self._marks = speech.thought
         self._format = speech.format if tools else None
         self._tools = tools
-        self._is_single = is_single or (speech.format is not None and speech.format.is_single)
-        self._text = ""  # what has not been understood yet
+        self._is_single = is_single or (speech.format is not None and speech.format.is_bare)
+        # What has not been understood yet. Of a thought that the prompt has opened: its mark
+        self._text = self._marks[0] if is_thinking else ""
         self._length = 0  # of all text so far
         self._is_complete = False  # no more text will come
         self._parts: list[Part] = []
-        self._reading = self._read(is_thinking)
+        self._reading = self._read()
 
     def push(self, piece: str) -> list[Part]:
         self._length += len(piece)
@@ -316,34 +332,29 @@ class Parser:
         next(self._reading, None)
         parts = self._parts
         self._parts = []
-        return joined(parts)
+        return joined(parts) if len(parts) > 1 else parts
 
     def finish(self) -> list[Part]:
         """At the end of the answer: what may have become a mark has not, and is text."""
         self._is_complete = True
         return self.push("")
 
-    def _read(self, is_thinking: bool) -> Reading[None]:
+    def _read(self) -> Reading[None]:
         """A thought, and a call that has no mark, may stand at the beginning and behind a mark."""
-        if is_thinking:
-            yield from self._think()
-        format = self._format
+        opens = self._format.opens if self._format else ""
+        is_bare = self._format is not None and self._format.is_bare
         is_start = True
         while self._text or not self._is_complete:
             if is_start and self._marks and (yield from self._skip(self._marks[0])):
-                yield from self._think()
-            elif is_start and format and format.is_bare and (yield from self._begins_with("{")):
+                yield from self._say_up_to("thought", self._marks[1])
+                self.thought = self._length - len(self._text)
+                yield from self._skip("")
+            elif is_start and is_bare and (yield from self._begins_with("{")):
                 is_start = yield from self._call("")
-            elif mark := (yield from self._say_up_to("answer", format.opens if format else "")):
+            elif mark := (yield from self._say_up_to("answer", opens)):
                 is_start = yield from self._call(mark)
             if self.calls and self._is_single:
                 return  # what follows is not wanted
-
-    def _think(self) -> Reading[None]:
-        yield from self._skip("")
-        yield from self._say_up_to("thought", self._marks[1])
-        self.thought = self._length - len(self._text)
-        yield from self._skip("")
 
     def _begins_with(self, mark: str) -> Reading[bool]:
         """Does this mark come next, perhaps behind white space?"""
@@ -453,7 +464,9 @@ class Parser:
             return body
         self._begin(name)
         arguments = {} if arguments is None else arguments
-        self._say("arguments", arguments if isinstance(arguments, str) else json.dumps(arguments))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments)
+        self._say("arguments", arguments)
         return ""
 
     def _object(self, depth: int = 0, kind: str = "") -> Reading[str]:
@@ -482,7 +495,8 @@ class Parser:
 
 def beginning(mark: str, text: str) -> str:
     """The end of a text that may be the beginning of a mark; the longest there is."""
-    for place in range(max(len(text) - len(mark) + 1, 0), len(text)):
+    first = len(text) - len(mark) + 1
+    for place in range(max(first, 0), len(text)):
         if mark.startswith(text[place:]):
             return text[place:]
     return ""

@@ -444,8 +444,8 @@ def test_choices_that_find_no_room_in_the_line_leave_none_behind(engine):
 def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(chat, text):
     """A stream's events are written around their texts. A text that looks like the pattern's hole
     would tear them."""
-    speaks = openai.CHAT if chat else openai.COMPLETIONS
-    shape = speaks.shape(protocol.Wish([], usage=True), 7, "ab", 'a "model"')
+    speaks = openai.ChatCompletion if chat else openai.Completion
+    shape = speaks(protocol.Wish([], usage=True), 7, "ab", 'a "model"')
 
     def tell(index: int, words: list | None) -> bytes:
         return shape.tell(index, Change("delta", Item("answer"), text, words))
@@ -599,9 +599,9 @@ def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypa
     asked = []
     monkeypatch.setattr(engine.text, "read", lambda prompt: asked.append(prompt))
     for speaks, body in (
-        (openai.CHAT, {"messages": [{"role": "user", "content": ""}] * 2049}),
-        (openai.CHAT, {"messages": [{"role": "user", "content": ""}] * 130_000}),
-        (openai.COMPLETIONS, {"prompt": ["a"] * 129}),
+        (openai.ChatCompletion, {"messages": [{"role": "user", "content": ""}] * 2049}),
+        (openai.ChatCompletion, {"messages": [{"role": "user", "content": ""}] * 130_000}),
+        (openai.Completion, {"prompt": ["a"] * 129}),
     ):
         with pytest.raises(protocol.Refusal):
             Answer(Served(engine, "small", {})).ask(speaks, json.dumps(body).encode(), "")

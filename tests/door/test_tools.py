@@ -5,6 +5,7 @@ The points of `tools/conform.py` say what the protocols want. Here they run one 
 
 import json
 
+import openai
 import pytest
 from conform import (
     CALL,
@@ -52,6 +53,25 @@ def test_the_protocols_are_kept(taught, point):
 
 def test_enough_points_are_kept():
     assert len(POINTS) >= 60
+
+
+def test_openais_own_client_puts_the_events_of_both_protocols_together(taught):
+    """It reads fields of events that nobody else does, and raises if one is missing."""
+    client = openai.OpenAI(base_url=f"{taught.address}/v1", api_key="none", max_retries=0)
+    text = f"say: <think>Easy.</think>I look.\n{CALLS}"
+    with client.responses.stream(model="default", input=text, tools=FLAT) as stream:
+        kinds = [event.type for event in stream]
+        output = stream.get_final_response().output
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    names = ["reasoning", "message", "function_call", "function_call"]
+    assert [item.type for item in output] == names and output[1].content[0].text == "I look."
+    assert json.loads(output[2].arguments) == {"city": "Paris"}
+    messages = [{"role": "user", "content": text}]
+    with client.chat.completions.stream(model="default", messages=messages, tools=TOOLS) as stream:
+        assert sum(1 for _ in stream) > 5
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == "I look." and len(message.tool_calls) == 2
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris"}
 
 
 # --- models that speak otherwise ----------------------------------------------------------------
@@ -205,6 +225,8 @@ HOSTILE = {
         {"messages": [{"role": "assistant", "tool_calls": DEEP}]},
         {"messages": [{"role": "tool", "tool_call_id": {}, "content": "x"}]},
         {"messages": [said("x")], "chat_template_kwargs": {"messages_": 1}},
+        {"messages": [said("x")], "x\n" * 900: 1},
+        {"messages": [said("x") | {"x\n" * 900: 1}]},
     ],
     RESPONSES: [
         {"input": [{"type": DEEP}]},
@@ -233,6 +255,7 @@ HOSTILE = {
 def test_a_hostile_body_is_refused_in_one_line(taught, path, body):
     reply = taught.ask(path, {"max_tokens": 9} | body if path == MESSAGES else body)
     assert reply.status == 400 and 0 < len(reply.error["message"]) < 700
+    assert "\n" not in reply.error["message"] and len(reply.body) < 1000
     if path == MESSAGES:
         assert taught.ask(COUNT, body).status == 400 or "stop" in str(body)
 

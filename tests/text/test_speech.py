@@ -148,7 +148,7 @@ def test_random_answers_come_apart_as_they_were_put_together_however_they_are_cu
     for seed in range(ANSWERS):
         text, expected, speech = make_answer(format, seed)
         parts = apart(text, speech)
-        if format.is_single:  # its template takes one call in a message: no more are told
+        if format.is_bare:  # its template takes one call in a message: no more are told
             first = [i for i, part in enumerate(expected) if part[0] == "call"][:1]
             expected = expected[: first[0] + 1] if first else expected
         assert told(parts) == expected, (seed, text)
