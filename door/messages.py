@@ -60,7 +60,11 @@ ERRORS = {
 
 def error(refusal: Refusal) -> dict:
     kind = ERRORS.get(refusal.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": refusal.message}}
+    told = {"type": kind, "message": refusal.message}
+    if refusal.param == "thread":
+        # Then Anthropic's client sends the whole conversation, without asking for a memory
+        told["details"] = {"error_code": "thread_unsupported_request"}
+    return {"type": "error", "error": told}
 
 
 # --- what a body asks for -----------------------------------------------------------------------

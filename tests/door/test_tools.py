@@ -216,6 +216,14 @@ def test_anthropics_clients_send_the_key_in_a_header_of_their_own():
             assert reply.json["type"] == "error"
 
 
+def test_a_client_that_asks_the_server_to_remember_is_told_to_send_all(taught):
+    """Anthropic's runner of tools asks so first, and goes on without if it finds this code."""
+    body = {"messages": [said("Yes.")], "max_tokens": 9, "thread": {"type": "create"}}
+    reply = taught.ask(MESSAGES, body)
+    assert reply.status == 400 and "thread" in reply.error["message"]
+    assert reply.error["details"]["error_code"] == "thread_unsupported_request"
+
+
 DEEP = json.loads("[" * 200 + "]" * 200)
 HOSTILE = {
     CHAT: [
