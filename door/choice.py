@@ -145,7 +145,8 @@ class Choice:
 
     def _start(self, kind: str, name: str = "") -> Iterator[Change]:
         yield from self._stop("completed")
-        nth = sum(item.kind == kind for item in self.items)
+        alike = (item.nth + 1 for item in reversed(self.items) if item.kind == kind)
+        nth = next(alike, 0)
         item = Item(kind, len(self.items), nth, name)
         self.items.append(item)
         yield Change("start", item)

@@ -157,6 +157,16 @@ ENDLESS = {
     RESPONSES: {"max_output_tokens": 900},
     MESSAGES: {"max_tokens": 900},
 }
+# Answers that go on until their client goes
+LONG = [
+    (CHAT, {"messages": SAID, "logprobs": True, "top_logprobs": 20, "n": 8}),
+    (CHAT, {"messages": [{"role": "user", "content": "x " * 400}], "logprobs": True}),
+    (CHAT, {"messages": SAID, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}}),
+    (RESPONSES, {"input": "x " * 300, "tools": FLAT, "reasoning": {"effort": "high"}}),
+    (RESPONSES, {"input": "x", "tools": FLAT, "tool_choice": "required"}),
+    (MESSAGES, {"messages": SAID, "tools": SCHEMAS, "tool_choice": {"type": "any"}}),
+]
+PROGRESS = {"messages": [{"role": "user", "content": "y " * 400}], "return_progress": True}
 PROMPTS = [
     "Count from {n} to {m}.",
     "Tell me a story about fox number {n}.",
@@ -309,8 +319,11 @@ def attack(server: Server, dice: random.Random) -> str:
             line.socket.shutdown(socket.SHUT_WR)
             line.everything()
     else:
-        many = {"logprobs": True, "top_logprobs": 20, "n": dice.choice([1, 8])}
-        line.post(CHAT, {"messages": SAID, "stream": dice.random() < 0.8} | ENDLESS[CHAT] | many)
+        path, body = dice.choice(LONG)
+        stream = dice.random() < 0.8
+        if stream and dice.random() < 0.3:
+            path, body = CHAT, PROGRESS
+        line.post(path, body | {"stream": stream} | ENDLESS[path])
         if kind == 3:  # half a connection, which nobody reads
             line.socket.shutdown(socket.SHUT_WR)
         time.sleep(dice.choice([0, 0.05, 0.5]))

@@ -21,13 +21,18 @@ from soak_http import soak, talker
 
 from door import bridge, http, openai, protocol
 from door.bridge import Answer, Served
-from door.choice import Change, Item, Words
+from door.choice import Change, Choice, Item, Words
 from door.door import Door
 from door.http import LONG, Options
 from door.journal import ACCESS_LOG, Lines, log_to
+from door.messages import Message
+from door.openai import ChatCompletion
+from door.protocol import Wish
+from door.responses import Response
 from parts.api.handle import TokenLogprob
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
+from parts.text.speech import FORMATS, Parser, Speech
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
@@ -704,6 +709,53 @@ def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
         words.take(tokens, logprobs)
         assert [word.text for word in words.release(1)] == ["a"]
     assert sum(looked) == 2 * 500
+
+
+def streamed(text: str, shape, watch=lambda choice: None) -> bytes:
+    """The events of an answer that comes a character at a time."""
+    handle = SimpleNamespace(finish_reason="stop", text=text)
+    choice = Choice(handle, Parser(Speech(None, FORMATS[0]), ["add"]), None)
+    watch(choice)
+    said = b""
+    for piece in [*text, None]:
+        for change in choice.grow(piece):
+            said += shape.tell(0, change)
+    return said
+
+
+@pytest.mark.parametrize("shape", [ChatCompletion, Response, Message])
+@pytest.mark.parametrize(
+    "text", ["a" * 300, '<tool_call>{"name": "add", "arguments": {"a": "' + "x" * 300]
+)
+def test_a_piece_costs_the_same_however_much_of_its_item_has_come(shape, text, monkeypatch):
+    """Each event of a response once joined the whole answer so far: 100,000 characters took half a
+    minute of the thread that serves all clients."""
+    joined = []
+    monkeypatch.setattr(Item, "text", property(lambda item: joined.append(1) or ""))
+    said = streamed(text, shape(Wish(["x"]), 1, "x", "small"))
+    assert said.count(b"data: ") >= 300 and len(joined) < 10
+
+
+def test_a_call_costs_the_same_however_many_there_are():
+    """Each one counted those before it."""
+    looked = []
+
+    class Watched(list):
+        def __iter__(self):
+            looked.append(len(self))
+            return list.__iter__(self)
+
+        def __reversed__(self):
+            for item in list.__reversed__(self):
+                looked.append(1)
+                yield item
+
+    def watch(choice: Choice) -> None:
+        choice.items = Watched()
+
+    text = 'So.<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 200
+    said = streamed(text, ChatCompletion(Wish(["x"]), 1, "x", "small"), watch)
+    assert b'"index":199,"id"' in said and sum(looked) < 2000
 
 
 def test_every_setting_of_a_request_can_be_asked_for_over_http():
