@@ -835,9 +835,10 @@ class Engine:
         self._ledger.roof = Roof(*map(max, self._ledger.roof, found))
 
     def chosen(self) -> ExpertsView:
-        """Which experts the newest step takes. Asked between two steps."""
+        """Which experts the newest step takes, layer by layer. It is asked between two steps."""
+        choices = self.model.choices
         with device_lock, device_stream():
-            layers = self.model.choices.read()
+            layers = choices.read() if choices else ()
         return ExpertsView(self.sched.steps, tuple(tuple(each.most_common()) for each in layers))
 
     def drain(self, to: str) -> None:

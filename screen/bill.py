@@ -168,7 +168,8 @@ def asked_of(step: StepView) -> int:
 def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
     """By layer: by how many tokens each expert was taken; empty if that is not known.
 
-    It is not if the step took two passes: only the second one is remembered.
+    It is not if the step took two passes, since only the second one is remembered; nor on a GPU of a
+    step with chunks, since their padding takes experts, too.
     """
     found = state.experts.get(column.step)
     model = state.view.engine.model
@@ -259,22 +260,21 @@ def what_is_shared(model: ModelView, length: int) -> str:
 
 
 def where_it_ends(model: ModelView, roof: Roof, length: int) -> str:
-    """With how many rows the sum turns."""
+    """With how many rows one more costs as much as the first."""
+    ends = []
     outweighs = first_count(lambda bill: bill.keys >= bill.weights, model, length)
-    if outweighs is None:
-        words = "Keys and values never weigh as much as the weights"
-    else:
-        words = f"From {count(outweighs, 'row')} on, keys and values weigh more than the weights"
-    if not roof.reading:
-        return f"{words}."
-    turns = first_count(
+    if outweighs is not None:
+        ends.append(f"these weigh more than the weights (from {count(outweighs, 'row')} on)")
+    turns = roof.reading and first_count(
         lambda bill: floors_of(bill, roof).multiplying > floors_of(bill, roof).reading,
         model,
         length,
     )
-    if turns is None:
-        return f"{words}. Under the roof, reading is never quicker than arithmetic."
-    return f"{words}. Under the roof, arithmetic takes longer than reading from {count(turns, 'row')} on."
+    if turns:
+        ends.append(f"arithmetic takes longer than reading (from {count(turns, 'row')} on)")
+    if not ends:
+        return "Nothing ends that gain here."
+    return f"The gain ends where {', or where '.join(ends)}."
 
 
 def first_count(is_so: Callable[[Bill], bool], model: ModelView, length: int) -> int | None:

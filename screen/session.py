@@ -99,6 +99,7 @@ class Session:
     def __init__(self, room: EngineRoom, state: State, eases: bool = False):
         self.room, self.state, self.eases = room, state, eases
         self._seen, self._pace = 0, 0.0  # `_pace`: what the last wish for slow motion was
+        self._asked = 0  # the newest step whose experts were asked for
         self._limits: Limits | None = None  # what the last wish for a budget will lead to
         self.stays = False
         self._elephant: elephant.Trial | None = None
@@ -297,10 +298,10 @@ class Session:
             self.room.measure_roof()
 
     def ask_experts(self) -> None:
-        """Which experts the newest step took, if it is not known yet. One question at a time."""
-        state = self.state
-        engine = state.view.engine
-        if engine and engine.model.experts and self.heard and engine.planned not in state.experts:
+        """Which experts the newest step takes: one question at a time, and one for each step."""
+        engine = self.state.view.engine
+        if engine and engine.model.experts and self.heard and engine.planned != self._asked:
+            self._asked = engine.planned
             self.room.ask_experts()
 
     def _do_policy(self, rest: str) -> None:

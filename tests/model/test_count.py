@@ -212,6 +212,11 @@ def test_the_experts_of_the_newest_step_are_known_and_no_others(tmp_path):
     assert seen["steps"] > 6 and seen["silent"] and seen["distinct"] > seen["steps"]
 
 
+def test_a_model_without_experts_takes_none(engine):
+    engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
+    assert engine.chosen() == (engine.steps, ())
+
+
 def test_no_step_copies_the_slab_because_choices_are_kept(tmp_path):
     """Of a chunk that ends no prompt the last layer's choices are never computed. If they were
     kept beyond the next pass, they would hold the slab, and a step would copy it."""

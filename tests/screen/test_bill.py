@@ -93,15 +93,19 @@ def test_a_small_model_has_the_roof_of_the_cache_that_it_lies_in():
 def test_it_is_said_with_how_many_rows_the_sum_turns():
     """A row of 100 brings 4,800 bytes of keys and values: more than the weights from the first on.
     Of rows of 1 it takes 35 (48 n >= 1400 + 8 n)."""
-    assert bill.where_it_ends(MODEL, Roof(), 100).startswith("From 1 row on, keys and values")
-    assert bill.where_it_ends(MODEL, Roof(), 1) == (
-        "From 35 rows on, keys and values weigh more than the weights."
-    )
+    long = bill.where_it_ends(MODEL, Roof(), 100)
+    assert long == "The gain ends where these weigh more than the weights (from 1 row on)."
+    assert "(from 35 rows on)" in bill.where_it_ends(MODEL, Roof(), 1)
     # n rows: (1400 + 56 n) / 100 seconds of reading, 748 n / 1000 of multiplying
     roof = Roof(100.0, 100.0, 1000.0)
     turns = next(n for n in range(1, 999) if (1400 + 56 * n) / 100 < 748 * n / 1000)
-    assert f"longer than reading from {turns} rows on" in bill.where_it_ends(MODEL, roof, 1)
-    assert "reading is never quicker" in bill.where_it_ends(MODEL, Roof(1.0, 1.0, 1e9), 1)
+    assert bill.where_it_ends(MODEL, roof, 1) == (
+        "The gain ends where these weigh more than the weights (from 35 rows on), "
+        f"or where arithmetic takes longer than reading (from {turns} rows on)."
+    )
+    assert "arithmetic" not in bill.where_it_ends(MODEL, Roof(1.0, 1.0, 1e9), 1)
+    tiny = MODEL._replace(row_nbytes=0)
+    assert bill.where_it_ends(tiny, Roof(1.0, 1.0, 1e9), 1) == "Nothing ends that gain here."
 
 
 # --- what bounds a step
@@ -377,6 +381,25 @@ def test_which_experts_were_read_is_asked_only_while_the_page_is_open():
         await it.press("escape", "s")
         await looks(it)
         assert len(stage.asked) == 2
+
+    show(scenario, expert_stage(), (120, 40), load=False)
+
+
+def test_a_question_that_fails_is_not_asked_again_for_the_same_step():
+    """Ten times a second it would fill the page of errors."""
+
+    async def scenario(it):
+        stage = it.stage
+        stage.engine.chosen = lambda: stage.asked.append(stage.engine.sched.steps) or 1 / 0
+        stage.session.obey("/burst 3")
+        await it.turns(20)
+        await it.press("space", "B", turns=3)
+        for _ in range(3):
+            await looks(it)
+        assert len(stage.asked) == 1
+        await it.press("s")
+        await looks(it)
+        assert len(stage.asked) == 2 and "expected to be read" in it.text()
 
     show(scenario, expert_stage(), (120, 40), load=False)
 
