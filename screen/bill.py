@@ -367,8 +367,8 @@ def experts_of(state: State, column: Column, bill: Bill) -> str:
     chance = expected(model, bill.tokens)
     if seen:
         mean = sum(map(len, seen)) / len(seen)
-        return f"{words}; {number(mean)} a layer were read, by chance it would be {number(chance)}"
-    return f"{words}; expected to be read: {number(chance)} a layer"
+        return f"{words}; read: {number(mean)} a layer (by chance {number(chance)})"
+    return f"{words}; expected: {number(chance)} a layer"
 
 
 def windows_of(model: ModelView, column: Column) -> str:
