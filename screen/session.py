@@ -267,6 +267,7 @@ class Session:
         """A page has been left: its trial ends, and puts back what it has changed."""
         if page == elephant.NAME and self._has_elephant:
             self.room.end_trial()
+            self._elephant = None  # the next one is another trial, though the engine may not know
 
     def _do_compare(self, rest: str) -> None:
         self.state.contest = compare(self.state, known(rest) if rest else "")
