@@ -405,7 +405,10 @@ class Screen(App):
 
     def warn(self, messages: Sequence[str]) -> None:
         """Tell what went wrong. With ten thousand messages on it a screen would stand still: of
-        those for which there is no room, the newest is told, and how many there are."""
+        those for which there is no room, the newest is told, and how many there are. The tour tells
+        itself what went wrong, and sometimes that was meant."""
+        if self.tour:
+            return
         now = time.monotonic()
         self._warned = [told for told in self._warned if now - told < self.NOTIFICATION_TIMEOUT]
         self._untold += messages

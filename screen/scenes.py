@@ -24,8 +24,12 @@ from functools import partial
 from typing import NamedTuple
 
 from parts.api.views import RequestView
+from screen.bill import of_rows, scaled
+from screen.breakage import FEWEST, Breakage
+from screen.company import Company
+from screen.elephant import Drop
 from screen.ink import clean, count, span
-from screen.room import BURST, EVENING
+from screen.room import BURST, EVENING, Finding, bounds
 from screen.state import State, life_in, prices
 from screen.timeline import Column
 from screen.why import outcomes
@@ -44,6 +48,7 @@ class Seen:
     state: State
     first: int  # all steps up to this one, and all requests up to `newest`, were there before
     newest: int
+    found: dict[str, Finding]  # by trial: what earlier ones have found
     guess: int | None = None  # from 1
     late: bool = False  # what was to happen took too long, and was cut short
     notes: dict = field(default_factory=dict)  # whatever a scene wants to remember
@@ -51,7 +56,7 @@ class Seen:
     @staticmethod
     def begin(state: State) -> Seen:
         first = state.history[-1].step if state.history else 0
-        return Seen(state, first, newest=max(state.requests, default=0))
+        return Seen(state, first, max(state.requests, default=0), dict(state.found))
 
     @property
     def slots(self) -> int:
@@ -71,6 +76,11 @@ class Seen:
             if column.step > self.first
             and any((cell.request or 0) > self.newest for cell in column.cells)
         ]
+
+    def finding(self, trial: str) -> Finding | None:
+        """What a trial of this scene has found."""
+        found = self.state.found.get(trial)
+        return None if found is self.found.get(trial) else found
 
     def decodes(self, rows: int) -> list[float]:
         """The seconds of the steps that decoded so many rows, and did nothing else."""
@@ -96,6 +106,7 @@ class Scene(NamedTuple):
 
     `stage`: what happens before the question is asked. `run`: what happens after the guess.
     `prompts`: those that a burst fires, with the longest answer of each.
+    `says`: how far the run is.
     `judge`: which of the answers was right, from 1.
     `tell`: what came of it, in two lines of a small screen.
     `place`: the file and the function that decide it.
@@ -110,6 +121,7 @@ class Scene(NamedTuple):
     tell: Callable[[Seen], str]
     place: tuple[str, str]
     prompts: Sequence[tuple[str, int]] = BURST
+    says: Callable[[Seen], str] = lambda seen: ""
 
 
 def usual(times: Sequence[float]) -> float:
@@ -121,6 +133,11 @@ def usual(times: Sequence[float]) -> float:
 
 def is_settled(seen: Seen) -> bool:
     return not seen.state.view.busy and not seen.state.view.stepping
+
+
+def was_tried(seen: Seen) -> bool:
+    """A trial is begun by a wish; has it ended, too?"""
+    return not seen.state.view.trying
 
 
 def has_decoded(rows: int | None, steps: int, seen: Seen) -> bool:
@@ -164,16 +181,19 @@ def judge_rows(seen: Seen) -> int:
 
 
 def tell_rows(seen: Seen) -> str:
-    one, many = usual(seen.decodes(1)), usual(seen.decodes(seen.slots))
+    one = usual(seen.decodes(1))
+    many = usual(seen.decodes(seen.slots))
     row = (many - one) / (seen.slots - 1)
+    weights = of_rows(seen.state.view.engine.model, rows=1, length=1).weights
     said = (
-        f"{seen.slots} rows took {span(many)}, one row {span(one)}: {rows_ratio(seen):.2f} times the time "
-        f"for {seen.slots} times the tokens. A step reads all weights once, for however many rows."
+        f"{seen.slots} rows took {span(many)}, one row {span(one)}: {rows_ratio(seen):.2f} times the "
+        f"time for {seen.slots} times the tokens. The weights, {scaled(weights, 'B')}, are read once a "
+        "step, for however many rows."
     )
     if row * 200 < one:
         return f"{said} A row more costs too little to be measured here."
     ends = max(2, round((one - row) / row))
-    return f"{said} It ends where the rows' own work is more: at {span(row)} a row, from {ends} on."
+    return f"{said} A row's own work is {span(row)}: from {ends} rows on it is more."
 
 
 # --- whose fault a slow first token is ----------------------------------------------------------
@@ -229,6 +249,60 @@ def tell_fault(seen: Seen) -> str:
             "whose prompt began alike (▓)."
         )
     return f"{said} w says it of any request."
+
+
+# --- what a long prompt does to others ----------------------------------------------------------
+
+
+def ask_elephant(seen: Seen) -> str:
+    return (
+        f"Up to {seen.slots - 1} chats will decode, a token each in every step. Then comes an elephant, "
+        "a prompt as long as a slot. What will the chats feel while it is read?"
+    )
+
+
+def elephants(seen: Seen) -> str:
+    """One with the least budget, one with the most."""
+    least, most = bounds(seen.state.view.made_with)
+    return f"/elephant {least} {most}"
+
+
+def drops(seen: Seen) -> list[Drop]:
+    """What the elephants of this scene did."""
+    found = seen.finding("elephant")
+    return [drop for drop in found.drops if drop.request > seen.newest] if found else []
+
+
+def judge_elephant(seen: Seen) -> int:
+    """By the one that was read in many steps."""
+    narrow, _ = both(seen)
+    if narrow.steps_between > 2:
+        return 1
+    return 2 if narrow.gap > 1.1 * narrow.quiet_gap else 3
+
+
+def both(seen: Seen) -> list[Drop]:
+    found = drops(seen)
+    if len(found) < 2:
+        raise ValueError("the elephants were not read to their end")
+    return found[:2]
+
+
+def tell_elephant(seen: Seen) -> str:
+    narrow, wide = both(seen)
+    told = [
+        f"Budget {drop.budget}: {count(drop.steps, 'step')}, gaps of {span(drop.gap)}, its first token "
+        f"after {span(drop.ttft)}."
+        for drop in (narrow, wide)
+    ]
+    return (
+        f"{' '.join(told)} Without it, gaps of {span(narrow.quiet_gap)}. [ and ] turn the budget."
+    )
+
+
+def tell_stage(seen: Seen) -> str:
+    found = seen.finding("elephant")
+    return found.stage if found else ""
 
 
 # --- who starves --------------------------------------------------------------------------------
@@ -382,6 +456,99 @@ def tell_json(seen: Seen) -> str:
     )
 
 
+# --- temperature 0 in company -------------------------------------------------------------------
+
+RUNS = 60
+
+
+def ask_same(seen: Seen) -> str:
+    return (
+        f"Temperature 0: the likeliest token is always taken. One prompt runs alone, then {RUNS} times among "
+        "random neighbours. How many answers will there be, compared by all bits of their probabilities?"
+    )
+
+
+def company(seen: Seen) -> Company:
+    found = seen.finding("same")
+    if found is None or not found.runs:
+        raise ValueError("no run in company has ended")
+    return found
+
+
+def judge_same(seen: Seen) -> int:
+    kinds = len({kind.answer.digest for kind in company(seen).kinds})
+    return 1 if kinds == 1 else 2 if kinds < 4 else 3
+
+
+def tell_runs(seen: Seen) -> str:
+    found = seen.finding("same")
+    return found.verdict if found else ""
+
+
+def tell_same(seen: Seen) -> str:
+    found = company(seen)
+    others = f"{found.verdict}, beside {found.beside} others at most."
+    if judge_same(seen) == 1:
+        return (
+            f"{others} Elsewhere the order in which a product adds up depends on how many rows there are, and other "
+            "last bits now and then make another token. Here each sum has one order."
+        )
+    return f"{others} This product ({found.product}) adds up in another order for other rows, so last bits differ."
+
+
+# --- a crash, and a hang-up ---------------------------------------------------------------------
+
+
+def ask_broken(seen: Seen) -> str:
+    many = seen.slots + FEWEST
+    return (
+        f"{many} requests come: {seen.slots} in slots, {FEWEST} in line. Then a step raises an exception when its work "
+        "has begun. (And the same once more, with a client that hangs up.) Which does the exception end?"
+    )
+
+
+def was_broken(seen: Seen) -> bool:
+    """Note how far each of the two breakages has come."""
+    found = seen.finding("break")
+    if found:
+        seen.notes[found.what] = found
+    return was_tried(seen)
+
+
+def broken(seen: Seen) -> Breakage:
+    found = seen.notes.get("step")
+    if found is None or not found.did:
+        raise ValueError("no step was broken")
+    return found
+
+
+def judge_broken(seen: Seen) -> int:
+    found = broken(seen)
+    if len(found.ended) == len(found.witnesses):
+        return 1
+    return 3 if len(found.ended) <= 1 else 2
+
+
+def tell_breakage(seen: Seen) -> str:
+    found = seen.finding("break")
+    return found.verdict if found else ""
+
+
+def tell_broken(seen: Seen) -> str:
+    names = {"step": "A step raised", "client": "A client hung up"}
+    said = []
+    changed = tokens = 0
+    for what, found in seen.notes.items():
+        on = sum(each.went_on for each in found.witnesses)
+        said.append(f"{names[what]}: {len(found.ended):,} ended, {on:,} went on to their end.")
+        compared = [each for each in found.witnesses if each.alike is not None]
+        changed += sum(not each.alike for each in compared)
+        tokens += sum(each.tokens for each in compared)
+    told = f"{changed:,} answers changed" if changed else "No bit changed"
+    words = f"{told}, in {count(tokens, 'token')} compared with the same requests alone."
+    return f"{' '.join(said)} {words} /break nan and /break flood do worse."
+
+
 # --- the table ----------------------------------------------------------------------------------
 
 SCENES = (
@@ -413,6 +580,21 @@ SCENES = (
         judge=judge_fault,
         tell=tell_fault,
         place=("sched.py", "Scheduler._admit"),
+    ),
+    Scene(
+        title="an elephant among chats",
+        stage=(),
+        question=ask_elephant,
+        answers=lambda seen: (
+            "nothing comes until it is read",
+            "each token comes a little later",
+            "nothing at all",
+        ),
+        run=("/slow 32", elephants, Until(lambda seen: len(drops(seen)) > 1 or was_tried(seen))),
+        judge=judge_elephant,
+        tell=tell_elephant,
+        place=("sched.py", "Scheduler._chunks"),
+        says=tell_stage,
     ),
     Scene(
         title="who starves",
@@ -463,5 +645,31 @@ SCENES = (
         judge=judge_json,
         tell=tell_json,
         place=("nanobatch.py", "Engine._masks"),
+    ),
+    Scene(
+        title="the same answer in company",
+        stage=(),
+        question=ask_same,
+        answers=lambda seen: ("one", "two or three", "more: it depends on the company"),
+        run=("/slow off", f"/same {RUNS} What is a slot?", Until(was_tried)),
+        judge=judge_same,
+        tell=tell_same,
+        place=("parts/device/rows.c", "multiply"),
+        says=tell_runs,
+    ),
+    Scene(
+        title="a crash, and a hang-up",
+        stage=(),
+        question=ask_broken,
+        answers=lambda seen: (
+            "all of them",
+            "those in that step; the line goes on",
+            "one: the engine goes on without it",
+        ),
+        run=("/break step", Until(was_broken), "/break client", Until(was_broken)),
+        judge=judge_broken,
+        tell=tell_broken,
+        place=("nanobatch.py", "Engine._fail"),
+        says=tell_breakage,
     ),
 )

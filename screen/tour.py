@@ -22,6 +22,7 @@ Where next: `tui.py`, which gives the tour its keys.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import time
 from collections import deque
@@ -45,6 +46,7 @@ HURRY, LONGEST = 8.0, 14.0
 LEAST_SLOTS = 4  # with fewer there is nothing to see
 # What every scene begins with: nothing runs, and no slot remembers anything
 CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
+RUNS = "enter: at full speed · esc: leave"
 FAREWELL = (
     "That was the tour. b fires a burst, r runs a race, w says why a request waited, ? explains every key and word; "
     "and docs/learn climbs from one token to an engine in five short programs."
@@ -62,6 +64,7 @@ class Before(NamedTuple):
     paused: bool
     slow: float
     eases: bool
+    stays: bool
     fields: dict[str, object]  # of the state
 
     FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
@@ -73,7 +76,7 @@ class Before(NamedTuple):
         policy = view.engine.draining_to or view.engine.policy
         limits = view.engine.limits
         budget = None if limits == view.made_with else limits.budget
-        return Before(policy, budget, view.paused, view.slow, session.eases, fields)
+        return Before(policy, budget, view.paused, view.slow, session.eases, session.stays, fields)
 
     def put_back(self, session: Session) -> None:
         room = session.room
@@ -83,6 +86,7 @@ class Before(NamedTuple):
         room.slow(self.slow)
         room.pause(self.paused)
         session.eases = self.eases
+        session.stays = self.stays
         for name, value in self.fields.items():
             setattr(session.state, name, value)
 
@@ -128,6 +132,7 @@ class Tour:
         self._right = 0  # guesses that came true
         self._number = -1  # of the scene, from 0
         session.eases = False
+        session.stays = False  # a trial ends with what it was asked for
         self._next_scene()
 
     @property
@@ -179,6 +184,9 @@ class Tour:
             self.seen.late = self.seen.late or spent >= LONGEST
             if spent >= HURRY and self._phase == "run" and not self._hurries:
                 self._hurry()
+            said = self.scene.says(self.seen) if self._phase == "run" else ""
+            if said:
+                self.state.tour = self.state.tour._replace(hint=f"{said} · {RUNS}")
             try:
                 self._go_on()
             except ValueError as error:
@@ -265,9 +273,10 @@ class Tour:
 
     def _run(self) -> None:
         self._begin("run", self.scene.run)
-        hint = "it runs … · enter: at full speed · esc: leave"
         guess = self.seen.guess
-        self.state.tour = self.state.tour._replace(asks=False, guess=guess, hint=hint)
+        self.state.tour = self.state.tour._replace(
+            asks=False, guess=guess, hint=f"it runs … · {RUNS}"
+        )
 
     def _tell(self) -> None:
         right = self.scene.judge(self.seen)
@@ -325,10 +334,19 @@ def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
 def line_of(file: str, name: str) -> str:
     """Where a function begins: "sched.py:234  Scheduler._room"."""
     try:
-        node: ast.AST = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        text = (ROOT / file).read_text(encoding="utf-8")
+        if file.endswith(".c"):
+            begins = re.search(rf"^\w.*\b{name}\(.*\{{$", text, re.MULTILINE)
+            return f"{file}:{text.count(chr(10), 0, begins.start()) + 1}  {name}"
+        node: ast.AST = ast.parse(text)
         for part in name.split("."):
             node = next(child for child in node.body if getattr(child, "name", "") == part)
-    except (OSError, SyntaxError, StopIteration):  # somebody is changing it just now
+    except (
+        OSError,
+        SyntaxError,
+        StopIteration,
+        AttributeError,
+    ):  # somebody is changing it just now
         return f"{file}  {name}"
     return f"{file}:{node.lineno}  {name}"
 
