@@ -17,6 +17,7 @@ Where next: `protocol.py`, what the protocols read in the same way.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -73,10 +74,16 @@ def invalid(param: str | None, words: str, code: str = "invalid_value") -> Refus
     return Refusal(400, words, code, param)
 
 
-def bad(name: str, value: Any, what: str, param: str = "") -> Refusal:
+def param_of(place: str) -> str:
+    """The field of the body in which a place is: of "messages[0].content", it is "messages"."""
+    return re.split(r"[.\[]", place, maxsplit=1)[0][:100]
+
+
+def bad(place: str, value: Any, what: str) -> Refusal:
+    param = param_of(place)
     if value is None:
-        return invalid(param or name, f"{name} is missing; give {what}", "missing_parameter")
-    return invalid(param or name, f"{name} = {shown(value)}, but it must be {what}")
+        return invalid(param, f"{place} is missing; give {what}", "missing_parameter")
+    return invalid(param, f"{place} = {shown(value)}, but it must be {what}")
 
 
 def check_count(name: str, count: int, what: str, most: int) -> None:
@@ -88,16 +95,14 @@ def check_count(name: str, count: int, what: str, most: int) -> None:
 class Given:
     """An object that a client has sent. A field that is null counts as missing.
 
-    `place`: where it stands in the body.
-    `param`: the field of the body that it belongs to, if it is not the body itself.
+    `place`: where it stands in the body. That of the body itself is empty.
     """
 
-    def __init__(self, value: Any, place: str = "", param: str = ""):
+    def __init__(self, value: Any, place: str = ""):
         if not isinstance(value, dict):
-            raise bad(place, value, "an object", param)
+            raise bad(place, value, "an object")
         self.fields = {name: field for name, field in value.items() if field is not None}
         self._place = f"{place}." if place else ""
-        self._param = param
         self._known: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -115,12 +120,14 @@ class Given:
     def whole(
         self, name: str, least: int, most: int = sys.maxsize, default: int | None = None
     ) -> int | None:
-        if self.get(name) is None:
+        value = self.get(name)
+        if value is None:
             return default
+        place = self._place + name
         try:
-            return whole(self._place + name, self.fields[name], least, most)
+            return whole(place, value, least, most)
         except ValueError as error:
-            raise invalid(self._param or name, str(error)) from None
+            raise invalid(param_of(place), str(error)) from None
 
     def one_of(self, name: str, values: Collection[str], default: str | None = None) -> str:
         value = self.get(name, default)
@@ -133,14 +140,12 @@ class Given:
         object."""
         if not name:
             return self
-        return Given(self.get(name, {}), self._place + name, self._param or name)
+        return Given(self.get(name, {}), self._place + name)
 
     def items(self, name: str, default: list | None = None) -> list[Given]:
         """A field that is a list of objects."""
-        found = []
-        for i, value in enumerate(self.read(name, list, default)):
-            found.append(Given(value, f"{self._place}{name}[{i}]", self._param or name))
-        return found
+        values = self.read(name, list, default)
+        return [Given(value, f"{self._place}{name}[{i}]") for i, value in enumerate(values)]
 
     def text(self, name: str, default: str | None = None, kinds: Sequence[str] = ("text",)) -> str:
         """A field that is a text, or a list of parts of text, which are of one of these kinds."""
@@ -157,12 +162,12 @@ class Given:
         return {name: self.fields[name] for name in names if name in self.fields}
 
     def bad(self, name: str, what: str) -> Refusal:
-        return bad(self._place + name, self.fields.get(name), what, self._param or name)
+        return bad(self._place + name, self.fields.get(name), what)
 
     def unsupported(self, name: str, words: str) -> Refusal:
         """`name`: it may be anything, and a whole book."""
         words = f"{self._place}{shown(name).strip(chr(39))} {words}"
-        return invalid(self._param or name[:100], words, "unsupported_parameter")
+        return invalid(param_of(self._place + name), words, "unsupported_parameter")
 
     def refuse_rest(
         self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = NO_WISH
