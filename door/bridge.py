@@ -7,11 +7,11 @@ turn into tokens.
 
     a few threads    understand, turn into tokens, submit
     the engine's     after each commit: wake the door, if an open answer has news, and do nothing else
-    the door's       look at the handles of the open answers; events as the pieces come, or one JSON at the end
+    the door's       look at the choices of the open answers; events as the pieces come, or one JSON at the end
 
 The invariant: when `Answer.cancel` has been called, no choice of it holds a slot.
 
-Where next: `journal.py`, what is remembered of it.
+Where next: `choice.py`, what becomes of the pieces; `journal.py`, what is remembered of it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import NamedTuple
 
 from parts.api.handle import Handle, TokenLogprob
@@ -216,21 +216,24 @@ class Words:
     def release(self, count: int) -> list[Word]:
         """Those whose text has been shown, now that so many more characters have."""
         self._shown += count
-        # One without a text of its own waits for the text after it: it may be the end token, which
-        # is not shown.
-        ends = (w.offset + max(len(w.text), 1) for w in self._waiting)
-        ready = sum(1 for _ in takewhile(lambda end: end <= self._shown, ends))
-        # If the answer ends within a character, what is shown of that belongs to the last token.
-        ready = min(ready, len(self._waiting) - self._stream.open)
-        released = self._waiting[:ready]
-        self._waiting = self._waiting[ready:]
+        # If the answer ends within a character, what is shown of that belongs to the last token
+        complete = self._waiting[: len(self._waiting) - self._stream.open]
+        released = []
+        for word in complete:
+            # One without a text of its own waits for the text after it: it may be the end token,
+            # which is not shown
+            if word.offset + max(len(word.text), 1) > self._shown:
+                break
+            released.append(word)
+        self._waiting = self._waiting[len(released) :]
         return released
 
     def finish(self, text: str) -> list[Word]:
         """The rest, when the answer is complete. Tokens behind its end, such as a stop text's, are
         left out."""
-        left = [w for w in self._waiting if w.offset < len(text)]
-        # Cut off, or what a broken character becomes
-        last = [w._replace(text=text[w.offset :]) for w in left[-1:]]
+        left = [word for word in self._waiting if word.offset < len(text)]
+        if left:  # it may be cut off, or a broken character
+            last = left.pop()
+            left.append(last._replace(text=text[last.offset :]))
         self._waiting = []
-        return left[:-1] + last
+        return left

@@ -125,7 +125,7 @@ def read_settings(asked: Given) -> dict[str, Any]:
     check_count("logit_bias", len(bias), "entries", BIASES)
     if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
         raise asked.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
-    settings["logit_bias"] = {int(token): value for token, value in bias.items()}
+    settings["logit_bias"] = {int(token): bias[token] for token in bias}
     # A schema holds, or it is refused: `strict` changes nothing
     forms = []
     for name, value in asked.some(GUIDED).items():
@@ -196,7 +196,8 @@ def read_prompts(asked: Given) -> list:
     if not isinstance(prompts, list) or not prompts or "" in prompts:
         raise wrong
     check_count("prompt", len(prompts), "prompts", CHOICES)
-    if not (all(isinstance(one, str) for one in prompts) or all(are_ids(one) for one in prompts)):
+    are_texts = all(isinstance(one, str) for one in prompts)
+    if not are_texts and not all(map(are_ids, prompts)):
         raise wrong
     return prompts
 
@@ -220,7 +221,11 @@ class Completion:
     def __init__(self, wish: Wish, number: int, suffix: str, model: str):
         self.id = f"{self.prefix}-{number}-{suffix}"
         self._usage = {"usage": None} if wish.usage else {}
-        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._head = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": model,
+        }
         # By choice: the event of a piece of text, but for the text
         self._around: dict[int, list[bytes]] = {}
 
@@ -229,7 +234,12 @@ class Completion:
         for index, choice in enumerate(choices):
             own = self._own(choice)
             entries.append(self._entry(index, own, choice.words, choice.reason))
-        return self._head | {"object": self.kind, "choices": entries, "usage": written(usage)}
+        return {
+            **self._head,
+            "object": self.kind,
+            "choices": entries,
+            "usage": written(usage),
+        }
 
     def first(self, choices: int, usage: Usage) -> bytes:
         return b""
@@ -263,8 +273,13 @@ class Completion:
         done = event("[DONE]")
         if not self._usage:
             return done
-        own = {"object": self.kind_of_chunk, "choices": [], "usage": written(usage)}
-        return event(self._head | own) + done
+        last = {
+            **self._head,
+            "object": self.kind_of_chunk,
+            "choices": [],
+            "usage": written(usage),
+        }
+        return event(last) + done
 
     def fail(self, refusal: Refusal) -> bytes:
         return event(refusal.body) + event("[DONE]")

@@ -8,9 +8,11 @@ A client wants them apart, and as they come. A mark may begin in one piece of te
 another, and a model may write half a mark, a mark inside a thought, or a call that never ends.
 
 The way out. One machine over text reads characters, not tokens, because a mark's last character may
-be in a token together with what follows. It has three states: answer, thought, call. The marks are
-data: a `Format` for each way to write a call. Nobody has to tell which format a model speaks: its
-chat template is asked to write a call, and the format is the one that reads this call back.
+be in a token together with what follows. Its program reads like a description of an answer, from
+the beginning to the end, and stops in the middle of any line of it until more text has come. The
+marks are data: a `Format` for each way to write a call. Nobody has to tell which format a model
+speaks: its chat template is asked to write a call, and the format is the one that reads this call
+back.
 
 What this file keeps. However an answer is cut into pieces, its parts join to the same texts. A
 character costs the same however long the answer is. What turns out to be no call is text, whole.
@@ -340,7 +342,8 @@ class Parser:
         return self.push("")
 
     def _read(self) -> Reading[None]:
-        """A thought, and a call that has no mark, may stand at the beginning and behind a mark."""
+        """The whole answer. A thought, and a call that has no mark, may stand at the beginning and
+        behind a mark."""
         opens = self._format.opens if self._format else ""
         is_bare = self._format is not None and self._format.is_bare
         is_start = True
