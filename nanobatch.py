@@ -827,12 +827,14 @@ class Engine:
         self._ledger.faults.add(f"{what}: {describe(error)}")
         show_fault(what, error)
 
-    def measure_roof(self) -> None:
-        """How fast this machine can read and multiply at most: snapshots say so from now on."""
+    def measure_roof(self, others: float = 0.0) -> None:
+        """How fast this machine can read and multiply at most: snapshots say so from now on.
+
+        `others`: how many cores other programs take meanwhile, as far as that is known.
+        """
         with device_lock, device_stream():
-            found = measure(self.model.view.nbytes, self.model.dtype)
-        # A roof is the most that was ever seen
-        self._ledger.roof = Roof(*map(max, self._ledger.roof, found))
+            found = Roof(*measure(self.model.view.nbytes, self.model.dtype), others)
+        self._ledger.roof = self._ledger.roof.joined(found)
 
     def chosen(self) -> ExpertsView:
         """Which experts the newest step takes, layer by layer. It is asked between two steps."""

@@ -215,11 +215,9 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %"
 
 
-def what_bounds(bill: Bill, step: StepView, roof: Roof, disturbed: bool = False) -> str:
-    """Which of the three bounds the step, in one sentence. If none does, it says so.
-
-    `disturbed`: other programs ran when the roof was measured. Then it says nothing of caches.
-    """
+def what_bounds(bill: Bill, step: StepView, roof: Roof) -> str:
+    """Which of the three bounds the step, in one sentence. If none does, it says so. Of caches it
+    says nothing if other programs ran when the roof was measured."""
     floors = floors_of(bill, roof)
     whole = step.seconds
     if floors is None or not whole:
@@ -241,7 +239,7 @@ def what_bounds(bill: Bill, step: StepView, roof: Roof, disturbed: bool = False)
         words = f"Reading bounds it: under the roof that takes {read} of the time."
     else:
         words = f"Arithmetic bounds it: under the roof that takes {multiplied} of the time."
-    if rate > roof.reading and not disturbed:
+    if rate > roof.reading and not roof.others:
         words += (
             f" It read {scaled(rate, 'B/s')}, more than memory yields: the weights lie in a cache."
         )
@@ -368,7 +366,8 @@ def experts_of(state: State, column: Column, bill: Bill) -> str:
     if seen:
         mean = sum(map(len, seen)) / len(seen)
         return f"{words}; read: {number(mean)} a layer (by chance {number(chance)})"
-    return f"{words}; expected: {number(chance)} a layer"
+    which = " (only its own screen knows which)" if state.view.watches else ""
+    return f"{words}; expected: {number(chance)} a layer{which}"
 
 
 def windows_of(model: ModelView, column: Column) -> str:
@@ -387,9 +386,8 @@ def roof_of(state: State) -> str:
             return "not measured there: a screen of its own does so (tui.py --serve, then B)"
         return "is being measured"
     words = f"memory {scaled(roof.reading, 'B/s')}, arithmetic {scaled(roof.multiplying, 'FLOP/s')}"
-    view = state.view
-    if view.beside:
-        words += f"; other programs had {view.beside:.1f} of {view.cores} cores then: /bill again"
+    if roof.others:
+        words += f"; other programs took {roof.others:.1f} cores then: /bill again"
     elif roof.again > NEARER * roof.reading:
         words += f"; the model fits a cache, which yields {scaled(roof.again, 'B/s')}"
     return words
@@ -418,7 +416,7 @@ def draw_floors(state: State, p: Palette, width: int, column: Column) -> list[Li
         pen.put(f"{share:>7}  ", p.muted)
         pen.put(glyph * max(1, round(seconds / longest * room)), hue)
         lines.append(pen.line)
-    words = what_bounds(bill, step, roof, state.view.beside > 0) + how_usual(state, step)
+    words = what_bounds(bill, step, roof) + how_usual(state, step)
     said = wrap(words, width - 2) if words else ()
     return [*lines, *(Pen().put(f" {part}", p.text, True).line for part in said)]
 
@@ -545,4 +543,4 @@ def bill_line(state: State) -> str:
         words.append(
             f"at least {span(floors.reading)} to read, {span(floors.multiplying)} to multiply"
         )
-    return f"{'; '.join(words)}. {what_bounds(bill, step, engine.roof, state.view.beside > 0)}".rstrip()
+    return f"{'; '.join(words)}. {what_bounds(bill, step, engine.roof)}".rstrip()

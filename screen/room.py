@@ -191,7 +191,6 @@ class View(NamedTuple):
     # What the trial that runs, or ran last, has found so far: a record of its own, with its `name`
     trial: Finding | None = None
     experts: ExpertsView | None = None  # of the step for which it was asked last
-    beside: float = 0.0  # cores that other programs took when the roof was measured
     others: float = 0.0  # cores that other programs take, while none is idle
     cores: int = 0  # that this process may use
     # If the budget has been turned: (a step, what holds from this step on), the oldest first
@@ -660,8 +659,7 @@ class EngineRoom(Room):
         so no figure of a request or of a step counts it."""
         self.engine.step(plan=False)
         self.clock.stop()
-        self.engine.measure_roof()
-        self.note(beside=self.others.look())
+        self.engine.measure_roof(self.others.look())
 
     @wish
     def ask_experts(self) -> None:

@@ -95,11 +95,23 @@ class Roof(NamedTuple):
     # Bytes a second, of as many weights as the model has, again and again: a cache may hold them
     again: float = 0.0
     multiplying: float = 0.0  # floating-point operations a second
+    others: float = 0.0  # cores that other programs took then
 
     @property
     def nbytes_per_s(self) -> float:
         """As fast as the model's weights can be read."""
         return max(self.reading, self.again)
+
+    def joined(self, other: Roof) -> Roof:
+        """Of two measurements: a roof is the most that was ever seen."""
+        if not self.reading:
+            return other
+        return Roof(
+            reading=max(self.reading, other.reading),
+            again=max(self.again, other.again),
+            multiplying=max(self.multiplying, other.multiplying),
+            others=min(self.others, other.others),
+        )
 
 
 class ExpertsView(NamedTuple):

@@ -33,7 +33,7 @@ EXPERTS = MODEL._replace(experts=8, taken=2, expert_nbytes=60, expert_products=1
 def ready(**options) -> Stage:
     """A stage whose machine has been measured."""
     stage = Stage(**options).load()
-    stage.engine.measure_roof = lambda: setattr(stage.engine._ledger, "roof", ROOF)
+    stage.engine.measure_roof = lambda others: setattr(stage.engine._ledger, "roof", ROOF)
     return stage
 
 
@@ -143,6 +143,7 @@ class Took:
             Roof(1, 2, 1e9),
             "It read 0.00 kB/s, more than memory yields: the weights lie in",
         ),
+        (5.0, 0.1, Roof(1, 2, 1e9, others=1), "Reading bounds it: under the roof that takes 60 %"),
         (5.0, 0.1, Roof(), ""),
     ],
 )
@@ -249,7 +250,7 @@ def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
     stage = ready()
     measured = []
 
-    def measure() -> None:
+    def measure(others: float) -> None:
         assert not stage.engine._flights
         stage.time.now += 5.0
         measured.append(stage.time.now)
@@ -276,15 +277,15 @@ def test_the_roof_is_measured_once_between_two_steps_and_no_clock_counts_it():
 def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_caches():
     stage = ready()
     stage.room.others.look = lambda: 1.4
-    stage.engine.measure_roof = lambda: setattr(
-        stage.engine._ledger, "roof", ROOF._replace(reading=5e9)
+    stage.engine.measure_roof = lambda others: setattr(
+        stage.engine._ledger, "roof", ROOF._replace(reading=5e9, others=others)
     )
     stage.session.obey("alone")
     stage.session.obey("/bill")
     stage.finish()
     stage.state.move(-3)
     text = drawn(stage)
-    assert "arithmetic 100 GFLOP/s; other programs had 1.4 of 2 cores then: /bill again" in text
+    assert "arithmetic 100 GFLOP/s; other programs took 1.4 cores then: /bill again" in text
     assert "cache" not in text and "Reading bounds it" in text
     stage.room.others.look = lambda: 0.0
     stage.session.obey("/bill again")
@@ -435,7 +436,7 @@ def test_only_the_newest_hundred_answers_are_kept():
 
 
 def test_where_only_watched_the_roof_is_not_measured_and_a_line_says_so():
-    stage = ready()
+    stage = expert_stage()
     stage.session.obey("/burst 3")
     stage.turns(20)
     stage.session.room = RemoteRoom("127.0.0.1:1")
@@ -443,6 +444,7 @@ def test_where_only_watched_the_roof_is_not_measured_and_a_line_says_so():
     stage.state.view = stage.state.view._replace(watches=True)
     text = drawn(stage)
     assert "not measured there" in text and "bounds" not in text
+    assert "expected: 3.50 a layer (only its own screen knows which)" in text
     assert re.search(r"Python +1.00 ms", text) and "reading  " not in text
 
 
