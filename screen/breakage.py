@@ -461,11 +461,15 @@ def draw_break(state: State, p: Palette, width: int, height: int) -> list[Line]:
         return [*lines, [], Pen().put(f" {words}", p.muted).line]
     lines.append(heading(p, width, f"What came of it: {BREAKS[found.what][0]}"))
     changed = any(each.alike is False for each in found.witnesses)
-    lines += entry(p, width, "so far" if state.view.trying else "result", found.verdict, p.accent)
+    words = found.verdict
+    if found.stage != "over" and not state.view.trying:
+        words += ", and then it was ended"
+    name = "result" if found.stage == "over" else "so far"
+    lines += entry(p, width, name, words, p.accent)
     lines += entry(p, width, "done", found.did)
     for how, some in by_end(found.ended):
         lines += entry(p, width, "ended", f"{ids(some)}: {how}", p.bad)
-    if found.stage in ("compares", "over"):
+    if any(each.alike is not None for each in found.witnesses):
         lines += entry(p, width, "compared", found.compared, p.muted)
     if changed and not found.exact:
         lines += entry(p, width, "but", UNPROMISED, p.muted)
@@ -473,6 +477,9 @@ def draw_break(state: State, p: Palette, width: int, height: int) -> list[Line]:
         lines += entry(p, width, "errors", "E shows its traceback: Planted", p.muted)
     for figure in found.figures:
         lines += entry(p, width, *figure.split(": ", 1))
+    if found.figures and state.view.others:
+        words = f"other programs take {state.view.others:.1f} of {state.view.cores} cores"
+        lines += entry(p, width, "others", words, p.bad)
     return [*lines, *draw_witnesses(p, width, found)]
 
 

@@ -101,6 +101,7 @@ class State:
     costs: dict[int, deque[float]] = field(default_factory=dict)
     # By step: which experts it took, as far as that was asked
     experts: dict[int, ExpertsView] = field(default_factory=dict)
+    _tries: bool = False  # the latest busy period is that of the trial which runs
     _delivered: int = 0  # the engine's count of tokens at the last look
     # By zoom: the full columns of the history
     _merged: dict[int, list[Column]] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class State:
         before, self.view = self.view, view
         self.model = view.model or self.model
         self.faults += view.faults[len(before.faults) :]
+        self._tries = self._tries and view.trying
         if view.trial is not None:
             self.found[view.trial.name] = view.trial
         # Another engine begins, or the same one is told once more from its start.
@@ -232,8 +234,11 @@ class State:
         came = [self.requests[r].arrived for r in working.values() if r in self.requests]
         if came and len(step.admitted) == len(working) and min(came) > before:
             self.woke = len(self.history)
-            self._end_period(ended, True, step.began)
-            self.periods.append(Period(new.began))
+            # A trial is one period, although its engine is idle now and then
+            if not self._tries:
+                self._end_period(ended, True, step.began)
+                self.periods.append(Period(new.began))
+            self._tries = self.view.trying
         self.history.append(new)
         self._count(new)
         if step.decode and not step.prefill:

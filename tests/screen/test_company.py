@@ -153,15 +153,13 @@ def test_it_begins_when_all_that_runs_has_ended_and_is_alone_again_if_somebody_c
     assert stage.state.view.trial.stage == "waits"
     while stage.state.view.trial.stage == "waits":
         stage.turns()
-    asked = [stage.prompt(max(stage.state.requests))]
-    submit = stage.room._submit
-    stage.room._submit = lambda ask, ids: asked.append(ask.prompt) or submit(ask, ids)
+    turned = turned_by_company(stage, 2, "token")
     stage.session.obey("an intruder")
     while stage.state.view.trial.stage == "alone":
         stage.turns()
-    assert asked[:3] == [SHORT, "an intruder", SHORT], "it has run alone once more"
+    assert len(turned) == 1 and "wolf" not in stage.state.view.trial.alone.text
+    stage.session.obey("/cancel all")
     stage.finish()
-    assert stage.state.view.trial.verdict == "10 runs, 1 answer"
 
 
 @pytest.mark.parametrize("when", ["waits", "alone", "runs"])
@@ -181,6 +179,20 @@ def test_what_it_has_changed_and_fired_is_gone_when_it_is_ended(when):
     assert gathered(stage).verdict == "30 runs, 1 answer"
 
 
+def test_a_trial_is_one_busy_period_of_the_totals():
+    """Alone and in company, and each request that is compared: all were periods of their own."""
+    stage = Stage().load()
+    stage.session.obey("/burst 3")
+    stage.finish()
+    gathered(stage)
+    stage.session.obey("/break client")
+    stage.finish()
+    stage.session.obey("/burst 3")
+    stage.finish()
+    ran = [period.requests for period in reversed(stage.state.periods)]
+    assert [ran[0], ran[1], ran[3]] == [3, 2 * 12, 3] and ran[2] > 60
+
+
 def test_a_run_that_is_cancelled_by_hand_is_run_again():
     stage = Stage().load()
     stage.session.obey(f"/same 10 {SHORT}")
@@ -198,9 +210,14 @@ def test_a_run_that_is_cancelled_by_hand_is_run_again():
 def test_a_run_that_fails_ends_the_trial_with_a_reason():
     stage = Stage().load()
     stage.session.obey(f"/same 50 {SHORT}")
-    stage.turns(60)
+    sched = stage.engine.sched
+    while len(sched.running) < sched.slots or not sched.waiting:
+        stage.turns()
     stage.engine.runner.fail = RuntimeError("the device is on fire")
-    stage.finish()
+    while stage.state.view.trying:
+        stage.turns()
+    stage.turns()
+    assert not sched.waiting and not sched.running
     faults = " ".join(fault.message for fault in stage.state.faults)
     assert "a run failed: RuntimeError: the device is on fire" in faults
     assert not stage.state.view.trying and stage.engine.reuse
