@@ -429,7 +429,9 @@ class Screen(App):
         raced = state.raced
         if raced is not self._raced:
             self._raced = raced
-            if raced and self.screen.name == "contest" and verdict(raced.runs):
+            # Not if a comparison has been asked for meanwhile
+            shows_race = self.screen.name == "contest" and state.contest is None
+            if raced and shows_race and verdict(raced.runs):
                 state.contest = raced
                 state.film = 0.0
         elif state.film is not None and raced:

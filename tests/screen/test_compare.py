@@ -458,6 +458,21 @@ def test_while_the_first_leg_runs_nothing_is_blank(size):
     assert "answers, static" in text and len(lines) > size[1] - 18
 
 
+def test_a_comparison_that_is_asked_for_right_behind_a_race_stays():
+    """The screen looks ten times a second. Escape and c came between two looks, and the race took
+    the place of the comparison."""
+
+    async def scenario(it):
+        await it.press("r", turns=30)
+        it.stage.finish()
+        await it.pilot.press("escape", "c")
+        assert it.app._raced is not it.stage.state.raced, "the screen has not looked yet"
+        await it.turns(2)
+        assert "Compare" in it.text() and it.stage.state.film is None
+
+    show(scenario)
+
+
 def test_a_race_that_was_cut_short_has_no_film():
     async def scenario(it):
         await it.press("r", turns=20)
