@@ -451,8 +451,8 @@ class EngineRoom(Room):
             self._arrive()
             self._run_race()
             self._go_on_trying()
-        if self._slow_once and not self.engine.has_work:
-            self.loop.slow, self._slow_once = 0.0, False
+        if not self.engine.has_work:
+            self._end_slow_once()
         self._news += 1
         if self._trial and not (self.loop.paused or self.engine.has_work):
             return 0.0  # no step will wake the loop
@@ -600,6 +600,10 @@ class EngineRoom(Room):
         kept = [turn for turn in turns if turn[0] < first or turn is turns[0]]
         self.note(turns=(*kept, (first, limits)))
 
+    def _end_slow_once(self) -> None:
+        if self._slow_once:
+            self.loop.slow, self._slow_once = 0.0, False
+
     # --- policies
 
     @wish
@@ -618,8 +622,7 @@ class EngineRoom(Room):
     @wish
     def _post_race(self, reads: Sequence[Read], policies: Sequence[str]) -> None:
         self.loop.resume()
-        if self._slow_once:
-            self.loop.slow, self._slow_once = 0.0, False
+        self._end_slow_once()
         if not self._race:
             snapshot = self.engine.snapshot()
             self._race, self._legs_left, self._policy = (
@@ -680,6 +683,7 @@ class EngineRoom(Room):
             self.fault(f"a {'race' if self._race else 'trial'} runs already; X ends it")
             return
         self.loop.resume()
+        self._end_slow_once()
         self._trial = trial(self)
         self.note(trying=True, trial=None)
 

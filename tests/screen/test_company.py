@@ -179,6 +179,18 @@ def test_what_it_has_changed_and_fired_is_gone_when_it_is_ended(when):
     assert gathered(stage).verdict == "30 runs, 1 answer"
 
 
+def test_it_does_not_run_in_the_slow_motion_of_a_first_burst():
+    """At sixteen steps a second, 200 runs took minutes."""
+    stage = Stage().load()
+    stage.session.eases = True
+    stage.session.obey("/burst 3")
+    stage.turns(2)
+    assert stage.state.view.slow
+    stage.session.obey(f"/same 5 {SHORT}")
+    stage.turns(2)
+    assert stage.state.view.slow == 0 and stage.state.view.trying
+
+
 def test_a_trial_is_one_busy_period_of_the_totals():
     """Alone and in company, and each request that is compared: all were periods of their own."""
     stage = Stage().load()
