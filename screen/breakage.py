@@ -76,6 +76,7 @@ class Witness(NamedTuple):
     tokens: int = 0
     # Whether its answer is the one that it gives alone, as far as it has come; None: not known yet
     alike: bool | None = None
+    says_the_same: bool = True  # whether at least its tokens are those
     covers: int = 0  # log probabilities that were compared
 
     @property
@@ -370,7 +371,11 @@ class Breaking:
                     break
             witnesses = list(self.found.witnesses)
             numbers = sum(1 + len(each.top) for each in handle.logprobs)
-            witnesses[i] = witnesses[i]._replace(alike=is_alike(handle, again), covers=numbers)
+            witnesses[i] = witnesses[i]._replace(
+                alike=is_alike(handle, again),
+                says_the_same=handle.tokens == again.tokens[: len(handle.tokens)],
+                covers=numbers,
+            )
             self.found = self.found._replace(witnesses=tuple(witnesses))
 
     def _again(self, handle: Handle) -> Handle:
@@ -507,7 +512,7 @@ def verdict_of(each: Witness) -> str:
     if each.alike is None or not (each.tokens or each.went_on):
         return "–"
     if not each.alike:
-        return "✗ differs"
+        return "✗ other bits" if each.says_the_same else "✗ other words"
     if not each.went_on:
         return "✓ until then"
     return "✓ all bits" if each.covers else "✓ all tokens"
