@@ -18,6 +18,7 @@ Where next: `tour.py`, which plays the scenes and draws the strip.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ from screen.company import Company
 from screen.elephant import Drop
 from screen.ink import clean, count, span
 from screen.room import BURST, EVENING, Finding, bounds
+from screen.runs import undisturbed
 from screen.state import State, life_in, prices
 from screen.timeline import Column
 from screen.why import outcomes
@@ -125,10 +127,10 @@ class Scene(NamedTuple):
 
 
 def usual(times: Sequence[float]) -> float:
-    """What a step takes if nothing comes in between: most took longer."""
+    """What a step takes if nothing comes in between."""
     if not times:
         raise ValueError("no step was seen that could be compared")
-    return sorted(times)[(len(times) - 1) // 8]
+    return undisturbed(times, one_in=8)
 
 
 def is_settled(seen: Seen) -> bool:
@@ -140,14 +142,22 @@ def was_tried(seen: Seen) -> bool:
     return not seen.state.view.trying
 
 
+def still_open(seen: Seen) -> int:
+    """How many of the scene's requests have not ended."""
+    return sum(request.reason is None for request in seen.requests)
+
+
 def has_decoded(rows: int | None, steps: int, seen: Seen) -> bool:
-    """So many steps that decode so many rows; None: as many rows as there are slots."""
-    return len(seen.decodes(rows or seen.slots)) >= steps
+    """So many steps that decode so many rows, unless too many answers have ended before. None: as
+    many rows as there are slots."""
+    rows = rows or seen.slots
+    return still_open(seen) < rows or len(seen.decodes(rows)) >= steps
 
 
 # --- eight rows for the price of one ------------------------------------------------------------
 
-STEPS = 16  # of a kind, to know what they take
+WATCHED = 16  # steps of a kind, slowly
+TIMED = 64  # and so many in all, to know what they take
 
 
 def ask_rows(seen: Seen) -> str:
@@ -159,14 +169,15 @@ def ask_rows(seen: Seen) -> str:
     )
 
 
+def times_as_long(seen: Seen) -> list[float]:
+    """The answers: for 8 slots 8, 4, 2 and 1 times."""
+    return sorted({seen.slots, seen.slots / 2, 2, 1}, reverse=True)
+
+
 def row_answers(seen: Seen) -> Sequence[str]:
     one = usual(seen.decodes(1))
-    many = seen.slots
-    return (
-        f"{many} times as long, {span(many * one)}",
-        f"half of that, {span(many * one / 2)}",
-        "less than twice as long",
-    )
+    *more, _ = times_as_long(seen)
+    return (*(f"{times:g} times as long, {span(times * one)}" for times in more), "hardly longer")
 
 
 def rows_ratio(seen: Seen) -> float:
@@ -174,10 +185,11 @@ def rows_ratio(seen: Seen) -> float:
 
 
 def judge_rows(seen: Seen) -> int:
+    """The answer that is nearest."""
+    answers = times_as_long(seen)
     ratio = rows_ratio(seen)
-    if ratio < 2:
-        return 3
-    return 2 if ratio < 0.75 * seen.slots else 1
+    nearest = min(answers, key=lambda times: abs(math.log(ratio / times)))
+    return 1 + answers.index(nearest)
 
 
 def tell_rows(seen: Seen) -> str:
@@ -186,14 +198,14 @@ def tell_rows(seen: Seen) -> str:
     row = (many - one) / (seen.slots - 1)
     weights = of_rows(seen.state.view.engine.model, rows=1, length=1).weights
     said = (
-        f"{seen.slots} rows took {span(many)}, one row {span(one)}: {rows_ratio(seen):.2f} times the "
-        f"time for {seen.slots} times the tokens. The weights, {scaled(weights, 'B')}, are read once a "
-        "step, for however many rows."
+        f"{seen.slots} rows took {span(many)}, one row {span(one)}: {rows_ratio(seen):.2f} times "
+        f"the time for {seen.slots} times the tokens. The weights, {scaled(weights, 'B')}, are "
+        "read once a step, for all rows."
     )
     if row * 200 < one:
         return f"{said} A row more costs too little to be measured here."
     ends = max(2, round((one - row) / row))
-    return f"{said} A row's own work is {span(row)}: from {ends} rows on it is more."
+    return f"{said} Each row adds {span(row)}: from {ends} rows on, they cost more than they share."
 
 
 # --- whose fault a slow first token is ----------------------------------------------------------
@@ -211,8 +223,9 @@ def ask_fault(seen: Seen) -> str:
     r = last_in_line(seen)
     many = len(seen.requests)
     return (
-        f"{many} prompts came at once, and there are {seen.slots} slots. r{r.id} has the longest prompt in line, "
-        f"{count(r.metrics.prompt_tokens, 'token')}. What will its first token have to wait for most?"
+        f"{many} prompts came at once, and there are {seen.slots} slots. r{r.id} has the longest "
+        f"prompt in line, {count(r.metrics.prompt_tokens, 'token')}. "
+        "What will its first token have to wait for most?"
     )
 
 
@@ -256,8 +269,8 @@ def tell_fault(seen: Seen) -> str:
 
 def ask_elephant(seen: Seen) -> str:
     return (
-        f"Up to {seen.slots - 1} chats will decode, a token each in every step. Then comes an elephant, "
-        "a prompt as long as a slot. What will the chats feel while it is read?"
+        f"Up to {seen.slots - 1} chats will decode, a token each in every step. Then comes an "
+        "elephant, a prompt as long as a slot. What will the chats feel while it is read?"
     )
 
 
@@ -274,11 +287,14 @@ def drops(seen: Seen) -> list[Drop]:
 
 
 def judge_elephant(seen: Seen) -> int:
-    """By the one that was read in many steps."""
-    narrow, _ = both(seen)
-    if narrow.steps_between > 2:
+    if max(drop.steps_between for drop in both(seen)) > 2:
         return 1
-    return 2 if narrow.gap > 1.1 * narrow.quiet_gap else 3
+    return 2 if max(drop.gap for drop in both(seen)) > 1.1 * quiet_gap(seen) else 3
+
+
+def quiet_gap(seen: Seen) -> float:
+    """From a chat's token to its next, before the elephants came."""
+    return min(drop.quiet_gap for drop in both(seen))
 
 
 def both(seen: Seen) -> list[Drop]:
@@ -289,15 +305,12 @@ def both(seen: Seen) -> list[Drop]:
 
 
 def tell_elephant(seen: Seen) -> str:
-    narrow, wide = both(seen)
     told = [
-        f"Budget {drop.budget}: {count(drop.steps, 'step')}, gaps of {span(drop.gap)}, its first token "
-        f"after {span(drop.ttft)}."
-        for drop in (narrow, wide)
+        f"Budget {drop.budget}: {count(drop.steps, 'step')}, gaps of {span(drop.gap)}, "
+        f"its first token after {span(drop.ttft)}."
+        for drop in both(seen)
     ]
-    return (
-        f"{' '.join(told)} Without it, gaps of {span(narrow.quiet_gap)}. [ and ] turn the budget."
-    )
+    return f"{' '.join(told)} Without it, gaps of {span(quiet_gap(seen))}. [ and ] turn the budget."
 
 
 def tell_stage(seen: Seen) -> str:
@@ -326,8 +339,8 @@ def lone(seen: Seen) -> RequestView:
 def ask_starving(seen: Seen) -> str:
     r = lone(seen)
     return (
-        f"Anna has sent {len(seen.requests) - 1} prompts. Then Ben sends one, r{r.id}, and it is long: "
-        f"{count(r.metrics.prompt_tokens, 'token')}. Which policy gives Ben a first token soonest?"
+        f"Anna has sent {len(seen.requests) - 1} prompts. Then Ben sends one, r{r.id}, and it is "
+        f"long: {count(r.metrics.prompt_tokens, 'token')}. Which policy gives Ben a first token soonest?"
     )
 
 
@@ -354,7 +367,8 @@ def tell_starving(seen: Seen) -> str:
     found = firsts(seen)
     r = lone(seen)
     steps = ", ".join(f"{policy} {found[policy]:,}" for policy in CHOICE)
-    said = f"Steps to Ben's first token: {steps} ({r.policy} ran, {span(r.metrics.ttft_s)}; the others by replay)."
+    ran = f"{r.policy} ran, {span(r.metrics.ttft_s)}; the others by replay"
+    said = f"Steps to Ben's first token: {steps} ({ran})."
     if found["fair"] == min(found.values()):
         said += (
             " fair looks at clients, and Ben had no slot; short at prompts, so the long one pays."
@@ -367,8 +381,9 @@ def tell_starving(seen: Seen) -> str:
 
 def ask_ghosts(seen: Seen) -> str:
     return (
-        f"{count(len(seen.requests), 'answer')} run. The next step is started before this one's tokens are read. "
-        "An answer may end with such a token. What does the next step, already on its way, do for it?"
+        f"{count(len(seen.requests), 'answer')} run. The next step is started before this one's "
+        "tokens are read. An answer may end with such a token. What does the next step, already on "
+        "its way, do for it?"
     )
 
 
@@ -402,8 +417,8 @@ def tell_ghosts(seen: Seen) -> str:
     slot = step.view.ghosts[0] if step.view.ghosts else 0
     return (
         f"It ran once more, for nothing: a ghost (▚), as in slot {slot} at step {step.step:,}. "
-        f"{count(many, 'ghost')} among {rows:,} rows, {many / rows:.1%}: the price for a device that never waits until "
-        "Python has read. Step by step (s) there is none."
+        f"{count(many, 'ghost')} among {rows:,} rows, {many / rows:.1%}: the price for a device that "
+        "never waits until Python has read. Step by step (s) there is none."
     )
 
 
@@ -411,10 +426,9 @@ def tell_ghosts(seen: Seen) -> str:
 
 
 def ask_json(seen: Seen) -> str:
-    return (
-        f"r{seen.requests[0].id} must answer in JSON of a schema, and the demo model was never shown any. "
-        "What makes its answer fit?"
-    )
+    untaught = ", and this model was never shown any" if seen.state.model == "demo" else ""
+    asked = f"r{seen.requests[0].id} must answer in JSON of a schema{untaught}."
+    return f"{asked} What makes its answer fit?"
 
 
 def note_glass(seen: Seen) -> bool:
@@ -450,8 +464,9 @@ def tell_json(seen: Seen) -> str:
     r = seen.requests[0]
     tokens, struck, forced = json_figures(seen)
     return (
-        f"{tokens} tokens in {len(seen.columns)} steps. At {struck} of {len(seen.notes)} the likeliest was "
-        f"forbidden (✗), its chance set to 0 before the choice; {forced} times a single one was allowed. "
+        f"{tokens} tokens in {len(seen.columns)} steps. At {struck} of {len(seen.notes)} the "
+        "likeliest was forbidden (✗), its chance set to 0 before the choice; "
+        f"{forced} times a single one was allowed. "
         f"Said: {' '.join(clean(r.text).split())}"
     )
 
@@ -463,8 +478,9 @@ RUNS = 60
 
 def ask_same(seen: Seen) -> str:
     return (
-        f"Temperature 0: the likeliest token is always taken. One prompt runs alone, then {RUNS} times among "
-        "random neighbours. How many answers will there be, compared by all bits of their probabilities?"
+        "Temperature 0: the likeliest token is always taken. One prompt runs alone, then "
+        f"{RUNS} times among random neighbours. How many answers will there be, compared by all "
+        "bits of their probabilities?"
     )
 
 
@@ -490,10 +506,14 @@ def tell_same(seen: Seen) -> str:
     others = f"{found.verdict}, beside {found.beside} others at most."
     if judge_same(seen) == 1:
         return (
-            f"{others} Elsewhere the order in which a product adds up depends on how many rows there are, and other "
-            "last bits now and then make another token. Here each sum has one order."
+            f"{others} Elsewhere the order in which a product adds up depends on how many rows "
+            "there are, and other last bits now and then make another token. Here each sum has "
+            "one order."
         )
-    return f"{others} This product ({found.product}) adds up in another order for other rows, so last bits differ."
+    return (
+        f"{others} This product ({found.product}) adds up in another order for other rows, so last "
+        "bits differ."
+    )
 
 
 # --- a crash, and a hang-up ---------------------------------------------------------------------
@@ -502,8 +522,9 @@ def tell_same(seen: Seen) -> str:
 def ask_broken(seen: Seen) -> str:
     many = seen.slots + FEWEST
     return (
-        f"{many} requests come: {seen.slots} in slots, {FEWEST} in line. Then a step raises an exception when its work "
-        "has begun. (And the same once more, with a client that hangs up.) Which does the exception end?"
+        f"{many} requests come: {seen.slots} in slots, {FEWEST} in line. Then a step raises an "
+        "exception when its work has begun. (And the same once more, with a client that hangs up.) "
+        "Which does the exception end?"
     )
 
 
@@ -554,13 +575,23 @@ def tell_broken(seen: Seen) -> str:
 SCENES = (
     Scene(
         title="many rows for the price of one",
-        stage=("/burst 1", "/slow 10", "/resume", Until(partial(has_decoded, 1, STEPS))),
+        stage=(
+            "/burst 1",
+            "/slow 10",
+            "/resume",
+            Until(partial(has_decoded, 1, WATCHED)),
+            "/slow off",
+            Until(partial(has_decoded, 1, TIMED)),
+        ),
         question=ask_rows,
         answers=row_answers,
         run=(
-            lambda seen: f"/burst {seen.slots - 1}",
+            lambda seen: f"/burst {seen.slots - still_open(seen)}",
+            "/slow 10",
             "/resume",
-            Until(partial(has_decoded, None, STEPS)),
+            Until(partial(has_decoded, None, WATCHED)),
+            "/slow off",
+            Until(partial(has_decoded, None, TIMED)),
         ),
         judge=judge_rows,
         tell=tell_rows,

@@ -12,9 +12,10 @@ seen.
     stage -> ask -> a guess -> run -> tell -> the next scene
 
 What this file keeps. Whatever happens, `leave` puts back what the tour has changed: policy, budget,
-pause, slow motion, settings, and what is selected; and it ends the requests that were fired. No part of a
-scene takes longer than `LONGEST`: then the scene goes on with what there is, or says that it did
-not come off. The line of code that is named is looked up in the source, so it cannot be stale.
+pause, slow motion, settings, and what is selected; and it ends the requests that were fired. No
+part of a scene takes longer than `LONGEST`: then the scene goes on with what there is, or says that
+it did not come off. The line of code that is named is looked up in the source, so it cannot be
+stale.
 
 Where next: `tui.py`, which gives the tour its keys.
 """
@@ -48,8 +49,8 @@ LEAST_SLOTS = 4  # with fewer there is nothing to see
 CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
 RUNS = "enter: at full speed · esc: leave"
 FAREWELL = (
-    "That was the tour. b fires a burst, r runs a race, w says why a request waited, ? explains every key and word; "
-    "and docs/learn climbs from one token to an engine in five short programs."
+    "That was the tour. b fires a burst, r runs a race, w says why a request waited, ? explains "
+    "every key and word; and docs/learn climbs from one token to an engine in five short programs."
 )
 
 
@@ -91,14 +92,16 @@ class Before(NamedTuple):
             setattr(session.state, name, value)
 
 
-def refuse(state: State) -> None:
+def refuse(session: Session) -> None:
     """A ValueError says why there can be no tour now."""
-    view = state.view
+    view = session.state.view
     if view.door or view.watches:
         whose = "while the door is open" if view.door else "on a watched engine"
         raise ValueError(
             f"no tour {whose}, since its clients would suffer; start a python tui.py for it"
         )
+    if not session.heard:  # what is put back at the end would be stale
+        raise ValueError("the engine has yet to hear the last keys; press T again")
     if view.busy or view.load:
         raise ValueError(
             "the tour begins when nothing runs: X cancels all requests, l ends a steady load"
@@ -106,7 +109,7 @@ def refuse(state: State) -> None:
     slots = view.engine.limits.slots
     if slots < LEAST_SLOTS:
         raise ValueError(
-            f"the tour needs {LEAST_SLOTS} slots, and there are {slots}: python tui.py --slots {LEAST_SLOTS}"
+            f"the tour needs {LEAST_SLOTS} slots, and there are {slots}; start with --slots {LEAST_SLOTS}"
         )
 
 
@@ -122,7 +125,7 @@ class Tour:
         now: Callable[[], float] = time.monotonic,
         scenes: Sequence[Scene] = SCENES,
     ):
-        refuse(session.state)
+        refuse(session)
         self.session = session
         self.state = session.state
         self.is_over = False
@@ -158,7 +161,7 @@ class Tour:
             self._run()
         elif self._phase == "tell":
             self._next_scene()
-        elif self._phase == "run":
+        elif self._phase == "run" and not self._stops:
             self._hurry()
         elif self._phase == "end":
             self.leave()
@@ -182,7 +185,7 @@ class Tour:
         if self._phase in ("stage", "run") and not self.is_over:
             spent = self._now() - self._began
             self.seen.late = self.seen.late or spent >= LONGEST
-            if spent >= HURRY and self._phase == "run" and not self._hurries:
+            if spent >= HURRY and self._phase == "run" and not (self._hurries or self._stops):
                 self._hurry()
             said = self.scene.says(self.seen) if self._phase == "run" else ""
             if said:

@@ -33,7 +33,7 @@ JSON = TITLES.index("JSON that cannot break")
 SAME = TITLES.index("the same answer in company")
 BREAK = TITLES.index("a crash, and a hang-up")
 RIGHT = {  # on the engine of words, or on the demo model
-    "many rows for the price of one": 3,
+    "many rows for the price of one": 4,
     "whose fault a slow first token is": 1,
     "an elephant among chats": 2,
     "who starves": 3,
@@ -138,7 +138,7 @@ def test_each_scene_asks_runs_and_explains_by_what_ran(number, guess):
 
 def test_the_figures_of_the_rows_are_those_of_the_steps():
     stage = staged(0).until("ask")
-    assert "takes 11.0 ms" in stage.state.tour.text and "7 more prompts" in stage.state.tour.text
+    assert "takes 10.0 ms" in stage.state.tour.text and "7 more prompts" in stage.state.tour.text
     begin = stage.engine.runner.begin
 
     def slower(order):
@@ -150,9 +150,9 @@ def test_the_figures_of_the_rows_are_those_of_the_steps():
     stage.engine.runner.begin = slower
     stage.tour.guess(3)
     told = stage.until("tell").state.tour
-    assert "8 rows took 25.0 ms, one row 11.0 ms: 2.27 times the time" in told.text
-    assert "A row's own work is 2.00 ms: from 4 rows on it is more" in told.text
-    assert told.verdict.startswith("You said 3; it was 2, half of that")
+    assert "8 rows took 24.0 ms, one row 10.0 ms: 2.40 times the time" in told.text
+    assert "Each row adds 2.00 ms: from 4 rows on, they cost more" in told.text
+    assert told.verdict == "As you said: 3, 2 times as long, 20.0 ms."
 
 
 def test_the_parts_of_a_slow_first_token_add_up():
@@ -290,6 +290,21 @@ def test_leaving_in_any_phase_puts_everything_back(number, phase):
     assert [r.policy for r in state.ended[-2:]] == ["static"] * 2
 
 
+def test_a_tour_right_behind_another_puts_back_what_was_before_the_first():
+    """T came behind Esc, before the screen knew that the policy was back: it was lost."""
+    stage = TourStage().load()
+    stage.session.obey("/policy static")
+    stage.turns()
+    stage.begin(0).until("ask")
+    stage.tour.leave()
+    with pytest.raises(ValueError, match="press T again"):
+        stage.begin(0)
+    stage.turns(2)
+    stage.begin(0).until("ask").tour.leave()
+    stage.turns(2)
+    assert stage.engine.sched.policy == "static"
+
+
 def test_a_pause_that_was_not_there_before_does_not_stay():
     stage = staged(0).until("ask")
     stage.tour.leave()
@@ -347,7 +362,7 @@ def test_a_guess_counts_only_while_the_tour_asks_and_only_if_there_is_such_an_an
     stage.tour.guess(1)
     assert stage.tour.seen.guess is None
     stage.until("ask")
-    stage.tour.guess(4)
+    stage.tour.guess(5)
     assert stage.state.tour.asks
     stage.tour.guess(2)
     stage.tour.guess(3)
@@ -357,11 +372,14 @@ def test_a_guess_counts_only_while_the_tour_asks_and_only_if_there_is_such_an_an
 def test_the_tour_is_refused_in_one_line_where_others_would_suffer():
     def refusal(stage: Stage) -> str:
         with pytest.raises(ValueError) as error:
-            tour.refuse(stage.state)
+            tour.refuse(stage.session)
         return str(error.value)
 
     stage = Stage().load()
-    tour.refuse(stage.state)
+    tour.refuse(stage.session)
+    stage.session.obey("/policy static")
+    assert "has yet to hear the last keys" in refusal(stage)
+    stage.turns()
     stage.state.view = stage.state.view._replace(door=SimpleNamespace())
     assert "no tour while the door is open" in refusal(stage)
     stage.state.view = stage.state.view._replace(door=None, watches=True)
@@ -453,9 +471,9 @@ def test_keys_of_the_tour_and_no_others_reach_the_engine():
             await it.pilot.resize_terminal(*size)
             await it.turns(1)
             assert ("Tour 1 of" in it.text()) == (size[0] >= 60), it.text()
-        await it.press("3", turns=0)
+        await it.press("4", turns=0)
         await play(it, "tell")
-        assert state.tour.guess is None and "As you said: 3" in state.tour.verdict
+        assert state.tour.guess is None and "As you said: 4" in state.tour.verdict
         await it.press("space", turns=0)
         assert state.tour.scene == 2
         await it.press("escape", turns=3)
@@ -507,6 +525,15 @@ def test_the_tour_is_offered_until_it_is_taken_or_declined(how, tmp_path):
 
     show(scenario, TourStage())
     assert note.exists() and not offered()
+
+
+def test_the_note_lies_in_the_users_cache_and_there_is_no_offer_without_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tui.tour_note() == tmp_path / "nanobatch" / "tour"
+    (tmp_path / "nanobatch").rmdir()
+    (tmp_path / "nanobatch").touch()
+    assert tui.tour_note() is None
+    assert not tui.Screen(Stage().session, note=None).session.state.offers_tour
 
 
 def test_where_nothing_can_be_kept_the_offer_is_declined_all_the_same(tmp_path):
