@@ -213,8 +213,11 @@ class Loop:
 
     def _is_awake(self) -> bool:
         # Steps by hand wake it even if there is nothing to do: it sees so, and forgets them.
-        moves = self._due() == 0 and (self.stepping or self.engine.has_work)
-        return bool(self._stopping or self._wishes or moves)
+        due = self._due()
+        moves = due == 0 and (self.stepping or self.engine.has_work)
+        # Work has come whose step is not due yet: the clock is to stand still until then
+        comes = due and not self._watch.stands
+        return bool(self._stopping or self._wishes or moves or comes)
 
     def _due(self) -> float | None:
         """The seconds to the next step; None: there is none before somebody says so."""

@@ -267,6 +267,29 @@ def test_an_idle_loop_in_slow_motion_costs_nothing_and_answers_at_once(parts):
         assert loop.stop(patience=60)
 
 
+@pytest.mark.parametrize("who", ["between", "another thread"])
+def test_in_slow_motion_an_idle_loop_wakes_for_a_request_whose_step_is_not_due_yet(parts, who):
+    watch, turns, handles = Stopwatch(), [], []
+    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
+
+        def fire() -> None:
+            handles.append(engine.submit([1], SHORT))
+
+        def between() -> None:
+            turns.append(1)
+            if who == "between" and not handles:
+                fire()
+
+        loop = Loop(engine, between=between, watch=watch)
+        loop.slow = 2.0
+        loop.start()
+        assert soon(lambda: turns), "an idle turn; the next step is due half a second later"
+        if who != "between":
+            fire()
+        assert soon(lambda: handles and handles[0].finish_reason == "length")
+        assert loop.stop(patience=60)
+
+
 def test_a_step_that_only_reads_back_plans_nothing_and_loses_nothing(parts):
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         handle = engine.submit([1], LONG)
