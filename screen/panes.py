@@ -44,7 +44,7 @@ from screen.timeline import Column, useful_of
 from screen.totals import Period, words
 
 TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
-OFFER = "T takes a tour that asks before it shows; Esc: do not offer it again."
+OFFER = "T takes a tour of eight scenes; Esc: do not offer it again."
 FIRST = (  # what stands in the timeline before the first step
     "b fires a burst of prompts; i types a prompt, and Enter fires it.",
     "Where no answers are in sight, v leads to them, and to other panes.",

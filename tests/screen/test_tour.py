@@ -538,6 +538,17 @@ def test_the_note_lies_in_the_users_cache_and_there_is_no_offer_without_one(tmp_
     assert not tui.Screen(Stage().session, note=None).session.state.offers_tour
 
 
+def test_the_offer_is_in_sight_on_a_screen_of_any_usual_size():
+    async def scenario(it):
+        it.stage.state.offers_tour = True
+        for size in ((80, 24), (100, 30), (120, 40), (132, 43), (200, 50)):
+            await it.pilot.resize_terminal(*size)
+            await it.turns(1)
+            assert "T takes a tour" in it.text(), it.text()
+
+    show(scenario, TourStage())
+
+
 def test_where_nothing_can_be_kept_the_offer_is_declined_all_the_same(tmp_path):
     async def scenario(it):
         it.app._note = tmp_path / "no" / "folder" / "tour"
