@@ -371,7 +371,8 @@ def tell_starving(seen: Seen) -> str:
     said = f"Steps to Ben's first token: {steps} ({ran})."
     if found["fair"] == min(found.values()):
         said += (
-            " fair looks at clients, and Ben had no slot; short at prompts, so the long one pays."
+            " By arrival Ben is the last; by length his long prompt waits, too; fair looks at "
+            "clients, and he had no slot."
         )
     return said
 
@@ -382,8 +383,8 @@ def tell_starving(seen: Seen) -> str:
 def ask_ghosts(seen: Seen) -> str:
     return (
         f"{count(len(seen.requests), 'answer')} run. The next step is started before this one's "
-        "tokens are read. An answer may end with such a token. What does the next step, already on "
-        "its way, do for it?"
+        "tokens are read: it takes them on the device. An answer may end with such a token. What "
+        "does the next step, already on its way, do for it?"
     )
 
 
