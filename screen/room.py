@@ -352,6 +352,8 @@ class EngineRoom(Room):
             threading.Thread(target=self._begin, name="loader", daemon=True),
         )
         self.own: dict[int, Handle] = {}
+        self._ended = 0  # at the last look, so many requests had ended
+        self._in_slots: tuple[int, ...] = ()  # and these were in slots
         self.others = Others()
         self._dice, self._next_arrival = random.Random(0), 0.0
         self._slow_once = False  # slow motion ends with what runs now
@@ -444,9 +446,7 @@ class EngineRoom(Room):
     def _between(self) -> float | None:
         """Between two steps: the steady load, the race, and the news. Answers with the seconds to
         the next arrival."""
-        for handle in list(self.own.values()):
-            if handle.finish_reason is not None:
-                del self.own[handle.id]
+        self._let_go()
         if not self.loop.paused or self.loop.stepping:
             self._arrive()
             self._run_race()
@@ -461,6 +461,22 @@ class EngineRoom(Room):
             if self._known.load and not self.clock.stands
             else None
         )
+
+    def _let_go(self) -> None:
+        """Those of our requests that have ended are ours no more.
+
+        Thousands may be in line, so not all are asked after each step. Most have been in a slot
+        before; if these are not all that have ended since, each request is asked after all.
+        """
+        sched = self.engine.sched
+        ended = sched.submitted - len(sched.waiting) - len(sched.running)
+        gone = [id for id in self._in_slots if id not in sched.running and id not in sched.waiting]
+        if len(gone) != ended - self._ended:
+            gone = [id for id, handle in self.own.items() if handle.finish_reason is not None]
+        for id in gone:
+            self.own.pop(id, None)
+        self._ended = ended
+        self._in_slots = tuple(sched.running)
 
     # --- firing and cancelling
 

@@ -1,6 +1,7 @@
 """The engine room: wishes are fulfilled between two steps, and the clock stands still while nothing
 runs."""
 
+import random
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -418,3 +419,24 @@ def test_a_steady_load_that_fills_the_line_is_turned_off_with_one_fault():
     ]
     assert stage.state.view.load == 0 and len(stage.state.requests) == 20
     stage.finish()
+
+
+def test_what_has_ended_is_ours_no_more_also_among_thousands_in_line():
+    """After each step all of them were asked, and a step took a millisecond more."""
+    stage = Stage().load()
+    dice = random.Random(5)
+    stage.session.obey("/burst 300")
+    ended = 0
+    for turn in range(400):
+        stage.turns()
+        if turn % 20 == 10:
+            stage.session.obey(f"/cancel {dice.choice(list(stage.room.own))}")
+        if turn == 200:
+            stage.engine.runner.fail = RuntimeError("the device is on fire")
+        open_ = {r.id for r in stage.state.requests.values() if r.reason is None}
+        waiting = set(stage.engine.sched.waiting)
+        assert set(stage.room.own) == open_ | waiting, turn
+        ended = len(stage.state.ended)
+    assert 40 < ended < 300
+    stage.finish()
+    assert not stage.room.own
