@@ -386,10 +386,11 @@ def roof_of(state: State) -> str:
             return "not measured there: a screen of its own does so (tui.py --serve, then B)"
         return "is being measured"
     words = f"memory {scaled(roof.reading, 'B/s')}, arithmetic {scaled(roof.multiplying, 'FLOP/s')}"
+    if roof.again > NEARER * roof.reading:
+        source = "the weights once more" if roof.others else "the model fits a cache, which yields"
+        words += f"; {source} {scaled(roof.again, 'B/s')}"
     if roof.others:
         words += f"; other programs took {roof.others:.1f} cores then: /bill again"
-    elif roof.again > NEARER * roof.reading:
-        words += f"; the model fits a cache, which yields {scaled(roof.again, 'B/s')}"
     return words
 
 

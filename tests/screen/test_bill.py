@@ -285,7 +285,8 @@ def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_c
     stage.finish()
     stage.state.move(-3)
     text = drawn(stage)
-    assert "arithmetic 100 GFLOP/s; other programs took 1.4 cores then: /bill again" in text
+    roof = "arithmetic 100 GFLOP/s; the weights once more 10.0 GB/s; other programs took 1.4 cores"
+    assert f"{roof} then: /bill again" in " ".join(text.split())
     assert "cache" not in text and "Reading bounds it" in text
     stage.room.others.look = lambda: 0.0
     stage.session.obey("/bill again")
