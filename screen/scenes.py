@@ -199,13 +199,13 @@ def tell_rows(seen: Seen) -> str:
     weights = of_rows(seen.state.view.engine.model, rows=1, length=1).weights
     said = (
         f"{seen.slots} rows took {span(many)}, one row {span(one)}: {rows_ratio(seen):.2f} times "
-        f"the time for {seen.slots} times the tokens. The weights, {scaled(weights, 'B')}, are "
-        "read once a step, for all rows."
+        f"the time for {seen.slots} times the tokens. They share one reading of the weights, "
+        f"{scaled(weights, 'B')}, and the start of each operation."
     )
     if row * 200 < one:
         return f"{said} A row more costs too little to be measured here."
     ends = max(2, round((one - row) / row))
-    return f"{said} Each row adds {span(row)}: from {ends} rows on, they cost more than they share."
+    return f"{said} Each row adds {span(row)}: from {ends} on, they cost more than they share."
 
 
 # --- whose fault a slow first token is ----------------------------------------------------------

@@ -151,7 +151,7 @@ def test_the_figures_of_the_rows_are_those_of_the_steps():
     stage.tour.guess(3)
     told = stage.until("tell").state.tour
     assert "8 rows took 24.0 ms, one row 10.0 ms: 2.40 times the time" in told.text
-    assert "Each row adds 2.00 ms: from 4 rows on, they cost more" in told.text
+    assert "Each row adds 2.00 ms: from 4 on, they cost more" in told.text
     assert told.verdict == "As you said: 3, 2 times as long, 20.0 ms."
 
 
