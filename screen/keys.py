@@ -92,7 +92,7 @@ KEYS = (
         "j",
         "command('/json')",
         "JSON",
-        "ask for JSON of a schema; s shows token by token what is forbidden (✗)",
+        "ask for JSON of a schema; paused, s shows token by token what is forbidden (✗)",
     ),
     Key("space", "space", "pause", "Pause", "stop the engine between two steps; again: go on", 7),
     Key("s", "s", "command('/step')", "Step", "run one step, then pause", 9),

@@ -357,10 +357,11 @@ def draw_stream(state: State, p: Palette, width: int, height: int, slot: int) ->
 
 
 def draw_glass(request: RequestView, p: Palette, width: int) -> list[Line]:
-    """JSON under glass: the likeliest tokens for the newest place, the forbidden struck through."""
+    """JSON under glass: the likeliest tokens for the newest place, the forbidden struck through.
+    A blank is drawn (␣), for a token may be nothing else."""
     pen = Pen()
     for text, probability, is_allowed in request.glass:
-        said = clean(repr(text)[1:-1])
+        said = clean(repr(text)[1:-1]).replace(" ", "␣")
         words = f"{'✓' if is_allowed else '✗'}{said} {probability:.0%}"
         if pen.width + cell_len(words) + 2 > width:
             break

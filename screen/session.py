@@ -160,7 +160,7 @@ class Session:
         """Ask for JSON of a schema: with this prompt, or with one of ours."""
         ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
         self.room.fire([ask._replace(schema=SCHEMA)])
-        return "JSON of a schema is asked for: what is marked ✗ it may not say"
+        return "JSON is asked for: space, s show how"
 
     def _do_race(self, rest: str) -> None:
         """A burst of this size under the policies that are named: /race 12 static serial. /race
