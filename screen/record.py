@@ -28,7 +28,6 @@ from typing import Any
 from door import wire
 from parts.api.views import Limits, Metrics, RequestView, StepView
 from screen.ink import count
-from screen.room import Ask
 from screen.runs import Prices, on_clock
 from screen.state import State, prices, prompt_of
 from screen.timeline import Column
@@ -114,7 +113,7 @@ def run_of(
             for request in requests
         ],
         "arrivals": [moment(request.arrived) for request in requests],  # on the same clock
-        "asked": [max_tokens_of(request, limits) for request in requests],
+        "asked": [request.max_tokens for request in requests],
         "ids": [ids(request) for request in requests],
         "hashes": [hashlib.sha256(answer).hexdigest()[:16] for answer in answers],
     }
@@ -156,12 +155,6 @@ def shortened(request: RequestView, number: int, began: float) -> RequestView:
         text=request.text[:LETTERS],
         error=request.error and "error",  # its words may name a path
     )
-
-
-def max_tokens_of(request: RequestView, limits: Limits) -> int:
-    """The longest answer that was asked for, as far as a slot has room; 0 if it is not known."""
-    room = limits.max_len - request.metrics.prompt_tokens
-    return min(request.origin.max_tokens, room) if isinstance(request.origin, Ask) else 0
 
 
 def rounded(value: Any, digits: int = 6) -> Any:

@@ -226,7 +226,7 @@ class Told(NamedTuple):
     """What a replay is told about a run, since lengths do not tell it. Steps count from 1."""
 
     came: Mapping[int, int]  # by request: the first step that was planned after it came
-    began: Mapping[int, int]  # by request that took over rows: the step of its first chunk
+    began: Mapping[int, int]  # by request: the step of its first chunk
     # By request that was cancelled or failed: the first step planned after that, and committed
     left: Mapping[int, tuple[int, int]]
     halting: Collection[int]  # steps that were planned only after the one before had been read
@@ -236,8 +236,8 @@ class Retold(Scheduler):
     """A scheduler that goes through a run once more, with requests that have lengths and no tokens.
 
     It cannot see that two prompts begin alike, so it cannot make one wait until the other has
-    written the common rows. It is told in which step such a prompt began. And requests come and
-    leave as they did: before the plans that `told` names, or else when the clock says so.
+    written the common rows. It is told in which step each prompt began. And requests come and leave
+    as they did: before the plans that `told` names, or else when the clock says so.
     """
 
     def __init__(self, limits: Limits, policy: str, told: Told | None):
@@ -294,7 +294,7 @@ def replayed(
     `halts`: is each step planned only after the one before has been read?
     """
     sched = Retold(limits, policy, told)
-    sched.coming += (as_it_came(r, moment(r.arrived), limits.max_len) for r in requests)
+    sched.coming += (as_it_came(r, moment(r.arrived)) for r in requests)
     sched.leaving = {r.id: moment(r.ended) for r in requests if is_cut_short(r)}
     lengths = {r.id: r.metrics.output_tokens for r in requests}
     now, flight = 0.0, None
@@ -327,19 +327,10 @@ def is_cut_short(request: RequestView) -> bool:
     return request.reason in ("cancelled", "error")
 
 
-def as_it_came(request: RequestView, arrived: float, max_len: int) -> Request:
-    """A request for the scheduler of a replay.
-
-    If a token ended it, the engine did not know that before, and planned one more, unless the slot
-    was full. If it was cut short, nobody knows how long its answer would have been.
-    """
+def as_it_came(request: RequestView, arrived: float) -> Request:
+    """A request for the scheduler of a replay. If it still runs, it counts as far as it is."""
     metrics = request.metrics
-    room = max_len - metrics.prompt_tokens
-    most = metrics.output_tokens
-    if is_cut_short(request):
-        most = room
-    elif request.reason == "stop":
-        most = min(most + 1, room)
+    most = metrics.output_tokens if request.reason is None else request.max_tokens
     return Request(
         request.id,
         (0,) * metrics.prompt_tokens,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -223,27 +223,36 @@ class State:
     def _add(self, step: StepView, ended: deque[RequestView]) -> None:
         last = self.history[-1] if self.history else None
         new = column(step, self.view.engine.limits.slots, last)
-        # A busy period starts at a step in which every working request was admitted after the
-        # previous step began. (It is not enough to look for an idle moment. In a race there is
-        # none, since the next leg is fired while the last ghost of the leg before is still in
-        # flight.)
         working = {
             slot: cell.request for slot, cell in enumerate(new.cells) if cell.request is not None
         }
-        before = last.view.began if last else -math.inf
-        came = [self.requests[r].arrived for r in working.values() if r in self.requests]
-        if came and len(step.admitted) == len(working) and min(came) > before:
-            self.woke = len(self.history)
-            # A trial is one period, although its engine is idle now and then
-            if not self._tries:
-                self._end_period(ended, True, step.began)
-                self.periods.append(Period(new.began))
-            self._tries = self.view.trying
+        if step.admitted and len(step.admitted) == len(working):
+            self._begin_period(new, last, working.values(), ended)
         self.history.append(new)
         self._count(new)
         if step.decode and not step.prefill:
             self.costs.setdefault(len(step.decode), deque(maxlen=256)).append(step.seconds)
         self.owners |= working
+
+    def _begin_period(
+        self, new: Column, last: Column | None, working: Iterable[int], ended: deque[RequestView]
+    ) -> None:
+        """A busy period starts at a step in which every working request was admitted after the
+        previous step began.
+
+        It is not enough to look for an idle moment. In a race there is none, since the next leg is
+        fired while the last ghost of the leg before is still in flight.
+        """
+        before = last.view.began if last else -math.inf
+        came = [self.requests[id].arrived for id in working if id in self.requests]
+        if not came or min(came) <= before:
+            return
+        self.woke = len(self.history)
+        # A trial is one period, although its engine is idle now and then
+        if not self._tries:
+            self._end_period(ended, True, new.view.began)
+            self.periods.append(Period(new.began))
+        self._tries = self.view.trying
 
     def delivered(self, moment: float = math.inf) -> float:
         """How many tokens were delivered up to a moment.

@@ -33,6 +33,10 @@ class Cell(NamedTuple):
     request: int | None = None
 
 
+FREE = Cell(EMPTY)
+SHUT = Cell(BLOCKED)
+
+
 class Column(NamedTuple):
     """One step of the timeline, or several steps merged into one."""
 
@@ -56,34 +60,38 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
     The engine runs ahead and plans a step before the one before has ended. Here the step begins
     when that one ends.
     """
-    cells = dict.fromkeys(range(slots), Cell(EMPTY)) | {
-        slot: Cell(BLOCKED) for slot in step.blocked
-    }
-    cells |= {slot: Cell(HELD, request) for slot, request in step.held}
-    cells |= {slot: Cell(PREFILL, request) for slot, request, *_ in step.prefill}
-    cells |= {
-        slot: Cell(GHOST if slot in step.ghosts else DECODE, request)
-        for slot, request in step.decode
-    }
-    useful = sum(cell.kind in (PREFILL, DECODE) for cell in cells.values())
-    began, total = (max(step.began, before.ended), before.total) if before else (step.began, 0)
-    rows = dict(enumerate(before.rows)) if before else {}
-    rows |= {slot: 0 for slot, cell in cells.items() if cell.request is None} | {
-        slot: 0 for slot, _ in step.admitted
-    }
-    rows |= {slot: stop for slot, _, _, stop in step.prefill}
-    rows |= {slot: rows.get(slot, 0) + 1 for slot, _ in step.decode if slot not in step.ghosts}
-    filled, total = tuple(rows[slot] for slot in cells), total + step.tokens
+    cells = [FREE] * slots
+    rows = list(before.rows) if before else [0] * slots
+    for slot in step.blocked:
+        cells[slot] = SHUT
+    for slot, request in step.held:
+        cells[slot] = Cell(HELD, request)
+    for slot, _ in step.admitted:
+        rows[slot] = 0
+    for slot, request, _, stop in step.prefill:
+        cells[slot] = Cell(PREFILL, request)
+        rows[slot] = stop
+    for slot, request in step.decode:
+        is_ghost = slot in step.ghosts
+        cells[slot] = Cell(GHOST if is_ghost else DECODE, request)
+        rows[slot] += not is_ghost
+    useful = 0
+    for slot, cell in enumerate(cells):
+        useful += cell.kind in (PREFILL, DECODE)
+        if cell.request is None:
+            rows[slot] = 0
+    began = max(step.began, before.ended) if before else step.began
+    total = step.tokens + (before.total if before else 0)
     return Column(
-        step.step,
-        began,
-        step.ended,
-        tuple(cells.values()),
-        step.tokens,
-        useful,
-        step,
-        filled,
-        total,
+        step=step.step,
+        began=began,
+        ended=step.ended,
+        cells=tuple(cells),
+        tokens=step.tokens,
+        useful=useful,
+        view=step,
+        rows=tuple(rows),
+        total=total,
     )
 
 

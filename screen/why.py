@@ -297,7 +297,7 @@ def outcomes(
 
 def told_of(company: Sequence[RequestView], columns: Sequence[Column]) -> Told:
     """What the steps tell that ran, and lengths do not."""
-    firsts: dict[int, int] = {}  # by request: the step of its first chunk
+    firsts: dict[int, int] = {}
     for number, column in enumerate(columns, 1):
         for _, id, *_ in column.view.prefill:
             firsts.setdefault(id, number)
@@ -306,12 +306,12 @@ def told_of(company: Sequence[RequestView], columns: Sequence[Column]) -> Told:
         if is_cut_short(r):
             read = bisect_right(columns, r.ended, key=lambda column: column.ended)
             left[r.id] = next_plan(columns, r.ended), read + 1
-    took_over = [r.id for r in company if r.metrics.cached_tokens and r.id in firsts]
     return Told(
         came={r.id: next_plan(columns, r.arrived) for r in company},
-        began={id: firsts[id] for id in took_over},
+        began=firsts,
         left=left,
-        halting={i + 1 for i in range(len(columns)) if halts(columns, i)},
+        # A step behind the last one would have been seen if it had not been planned so late
+        halting={i + 1 for i in range(len(columns) + 1) if halts(columns, i)},
     )
 
 
@@ -350,6 +350,8 @@ def next_plan(columns: Sequence[Column], moment: float) -> int:
 
 def halts(columns: Sequence[Column], i: int) -> bool:
     """Was this step planned only after the one before had been read? (In slow motion all are.)"""
+    if i == len(columns):
+        return True
     return i > 0 and columns[i].view.began >= columns[i - 1].view.ended
 
 
@@ -403,9 +405,11 @@ def followed(
             said = mine.committed
             last = number
         if mine and mine.finish_reason:
-            counts = (admitted - came, first + 1 - admitted, last - first)
-            return Outcome(name, counts, line, ttft, mine.ended - arrived)
-    raise ValueError("a replay ended before it")
+            break
+    if mine is None or mine.finish_reason is None:
+        raise ValueError("a replay ended before it")
+    counts = (admitted - came, first + 1 - admitted, last - first)
+    return Outcome(name, counts, line, ttft, mine.ended - arrived)
 
 
 # --- the slowest, and the others

@@ -168,6 +168,7 @@ class Handle:
             "error": self.error,
             "glass": self._glass(),
             "is_thinking": self.is_thinking,
+            "max_tokens": r.max_tokens,
         }
         return RequestView(
             r.id,

@@ -171,6 +171,7 @@ class RequestView:
     # likeliest others, had there been no grammar: each with its probability, and whether allowed
     glass: tuple[tuple[str, float, bool], ...] = ()
     is_thinking: bool = False  # the prompt has opened a thought, with which the text begins
+    max_tokens: int = 0  # the longest answer that it may have; 0: not known
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Why a request waited: the parts of its life, whom it waited for, and the replays."""
 
+import os
 import random
 from collections import Counter
 from itertools import pairwise
@@ -13,6 +14,8 @@ from sched import POLICIES
 from screen import ink, waterfall, why
 from screen.session import PlainLog, orders_of
 from screen.state import State, life_in, prices
+
+REPLAYS = int(os.environ.get("NANOBATCH_REPLAYS", 15))  # runs of each kind
 
 
 class EndsAfter:
@@ -109,7 +112,7 @@ def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels):
     """To the step: in line, until the first token, and until the last. The clock of a replay does
     not matter, since it is told before which plan each request came, and went."""
     compared = Counter()
-    for seed in range(40):
+    for seed in range(REPLAYS):
         stage = random_run(seed, cancels, shares)
         state = stage.state
         for request in state.requests.values():
@@ -123,10 +126,9 @@ def test_a_replay_under_the_policy_that_ran_has_the_same_steps(shares, cancels):
             compared["waited"] += ran["measured"][0] > 0
             compared["shared"] += request.metrics.cached_tokens > 0
             compared["cancelled"] += not is_whole
-    assert {*POLICIES} < {*compared} and compared["waited"] > 200, compared
-    assert (compared["shared"] > 100) == shares and (compared["cancelled"] > 10) == cancels, (
-        compared
-    )
+    assert {*POLICIES} < {*compared} and compared["waited"] > 4 * REPLAYS, compared
+    assert (compared["shared"] > REPLAYS) == shares, compared
+    assert (compared["cancelled"] > REPLAYS / 10) == cancels, compared
 
 
 def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
