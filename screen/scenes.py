@@ -154,7 +154,7 @@ def has_decoded(rows: int | None, steps: int, seen: Seen) -> bool:
     return still_open(seen) < rows or len(seen.decodes(rows)) >= steps
 
 
-# --- eight rows for the price of one ------------------------------------------------------------
+# --- what a row more costs ------------------------------------------------------------------------
 
 WATCHED = 16  # steps of a kind, slowly
 TIMED = 64  # and so many in all, to know what they take
@@ -575,7 +575,7 @@ def tell_broken(seen: Seen) -> str:
 
 SCENES = (
     Scene(
-        title="many rows for the price of one",
+        title="what a row more costs",
         stage=(
             "/burst 1",
             "/slow 10",

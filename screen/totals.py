@@ -158,7 +158,7 @@ def words(period: Period) -> list[str]:
     """The same figures as phrases, the most important first."""
     _, requests, lost, tokens, took, rate, p50, p95, gap, useful = period.figures
     ended = f"{requests} requests" if period.requests != 1 else "1 request"
-    ended += f" ({lost} lost)" if period.lost else ""
+    ended += f" ({lost} cut short)" if period.lost else ""
     phrases = (
         ended,
         f"{tokens} tokens",

@@ -317,7 +317,9 @@ class Tour:
         self._number -= 1
         self._phase = "end"
         came = f"{self._right} of your guesses came true. " if self._right else ""
-        telling = self._telling(f"{FAREWELL}", "enter, esc: everything as it was before the tour")
+        telling = self._telling(
+            f"{FAREWELL}", "enter, esc: settings and policy as they were before"
+        )
         self.state.tour = telling._replace(title="the end", verdict=came.strip())
 
     def _telling(self, text: str, hint: str) -> Telling:

@@ -33,7 +33,7 @@ JSON = TITLES.index("JSON that cannot break")
 SAME = TITLES.index("the same answer in company")
 BREAK = TITLES.index("a crash, and a hang-up")
 RIGHT = {  # on the engine of words, or on the demo model
-    "many rows for the price of one": 4,
+    "what a row more costs": 4,
     "whose fault a slow first token is": 1,
     "an elephant among chats": 2,
     "who starves": 3,
