@@ -92,7 +92,7 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
 
 
 # In the suite. A form that this machine can run, but does not take, gets fewer.
-SCHEDULES = 60
+SCHEDULES = 45
 ELSEWHERE = SCHEDULES * 2 // 5
 
 

@@ -15,7 +15,7 @@ from screen import ink, waterfall, why
 from screen.session import PlainLog, orders_of
 from screen.state import State, life_in, prices
 
-REPLAYS = int(os.environ.get("NANOBATCH_REPLAYS", 15))  # runs of each kind
+REPLAYS = int(os.environ.get("NANOBATCH_REPLAYS", 8))  # runs of each kind
 
 
 class EndsAfter:
