@@ -725,12 +725,14 @@ class Engine:
         *,
         client: str = "",
         origin: Any = None,
+        grammar: Any = None,
     ) -> Handle:
         """Put a prompt in line: a text, chat messages, or token ids as they are.
 
         This never waits for a step. It raises QueueFull if the line is full.
         `client`: who asks, by any name. The policy `fair` shares the slots among clients.
         `origin` may be anything: it is shown to those who watch.
+        `grammar`: that of the `sampling`, if it has been made already (`text.grammar`).
         """
         if sampling is None:
             sampling = Sampling()
@@ -740,7 +742,8 @@ class Engine:
             raise ValueError(f"client is a {type(client).__name__}; give a text")
         self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
         ids, shown, is_thinking = self.text.read(prompt)
-        grammar = self.text.grammar(sampling.grammar) if sampling.grammar else None
+        if sampling.grammar and grammar is None:
+            grammar = self.text.grammar(sampling.grammar)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
         with Held(), self.changed:
             if self._closed:

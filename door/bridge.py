@@ -44,9 +44,11 @@ from door.protocol import (
 from parts.api.engine import AnyEngine
 from parts.api.faults import describe
 from parts.api.settings import Sampling
+from parts.checks import GrammarError
 from parts.files import read_json
 from parts.text.speech import Parser, Speech, grammar, loads
 from parts.text.tokens import Chat, Prompt
+from parts.text.trials import BusyError
 from sched import QueueFull
 
 PIECES = 64  # of a stream that are written at once, at most
@@ -166,15 +168,22 @@ class Answer:
         """Put what has been understood in line. With a grammar this may take seconds."""
         engine = self._served.engine
         self.left = len(self._asks)
+        source = made = None  # the newest grammar. All choices of a prompt have the same
         try:
             for prompt, sampling in self._asks:
-                handle = engine.submit(prompt, sampling, client=client)
+                if sampling.grammar != source:
+                    source = sampling.grammar
+                    made = engine.text.grammar(source)
+                grammar = made and made.copy()
+                handle = engine.submit(prompt, sampling, client=client, grammar=grammar)
                 words = None if sampling.logprobs is None else Words(engine.text)
                 self.choices.append(Choice(handle, self._parser(prompt), words))
         except ValueError as error:
             raise refusal_of(error, self.wish, self._protocol.form) from None
         except QueueFull as error:
             raise Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1") from None
+        except BusyError as error:
+            raise Refusal(503, f"the grammar: {error}", "busy", Retry_After="1") from None
         except RuntimeError:  # the engine has been closed meanwhile
             raise ending() from None
         number = self.choices[0].handle.id
@@ -328,6 +337,8 @@ class Answer:
         """What to say if a choice has ended without being complete."""
         for choice in self.choices:
             handle = choice.handle
+            if isinstance(handle.exception, GrammarError):
+                return refusal_of(ValueError(handle.error), self.wish, self._protocol.form)
             if handle.finish_reason == "error":
                 return Refusal(500, f"request {handle.id} failed: {handle.error}", "failed")
             if handle.finish_reason == "cancelled":

@@ -20,6 +20,10 @@ CONTROLS = re.compile(
 )
 
 
+class GrammarError(ValueError):
+    """An answer cannot go on in the grammar that its request has given, or only too slowly."""
+
+
 def whole(name: str, value: object, least: int, most: float = math.inf) -> int:
     """`value`, if it is an int within the limits. A bool is no number."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:

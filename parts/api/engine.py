@@ -34,7 +34,13 @@ class AnyEngine(Protocol):
     on_commit: Callable[[], None] | None
 
     def submit(
-        self, prompt: Any, sampling: Sampling | None = None, *, client: str = "", origin: Any = None
+        self,
+        prompt: Any,
+        sampling: Sampling | None = None,
+        *,
+        client: str = "",
+        origin: Any = None,
+        grammar: Any = None,
     ) -> Handle: ...
 
     def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...

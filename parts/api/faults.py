@@ -18,11 +18,15 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from parts.checks import GrammarError
+
 LOG = logging.getLogger("nanobatch")  # without a handler of the program's, Python writes to stderr
 
 
 def describe(error: BaseException) -> str:
     """An exception in one line."""
+    if isinstance(error, GrammarError):  # the owner of the request has to know, and no more
+        return f"grammar: {error}"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 

@@ -28,6 +28,7 @@ from parts.api.views import (
     Snapshot,
     StepView,
 )
+from parts.checks import GrammarError
 from sched import Request, Scheduler
 
 
@@ -76,7 +77,8 @@ class Ledger:
         except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
             handle.error = describe(error)
             handle.exception = error
-            show_fault(f"request {request.id} failed when its token became text", error)
+            if not isinstance(error, GrammarError):  # that is its client's mistake
+                show_fault(f"request {request.id} failed when its token became text", error)
             return "error"
 
     def record(self, step: StepView) -> None:

@@ -16,42 +16,54 @@ When is the mask of step N+1 known? As soon as the token of step N is. Run-ahead
 before that. So the engine starts the forward pass first, which needs no mask, and asks for the mask
 when it has read the token (`Engine._run` in `nanobatch.py`).
 
-What this file keeps. A grammar is made while the caller that submits the request waits for it, and
-never by the thread that steps. What it may take is bounded: the size of its text (`parts/api/settings.py`),
-and below the library's work for it, as a whole and for each token. A grammar that cannot be made is
-a ValueError of one line. One that fails later ends its own request.
+What this file keeps. A grammar is a stranger's program, and the library cannot be interrupted. So
+each one is tried first in a process that can be ended (`trials.py`): the trial makes it, and follows
+it for some tokens. Only a grammar that comes through is made here. Later each answer has an account:
+its grammar may take `AT_FIRST` seconds of a processor, and `A_TOKEN` more for each token. A grammar
+that takes more ends its own request. What cannot be made is a ValueError of one line.
 
 Where next: `sampling.py`, where the mask meets the logits.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 import threading
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+from parts.checks import GrammarError, one_line, shown
+from parts.text.trials import STACK, Limits, LimitError, Trials
 
-from parts.checks import one_line, shown
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # What the library may do for one request. Its own units; behind each is what that roughly takes.
 LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,  # 4 ms
-    "step_max_items": 20_000,  # 1 ms
+    "step_max_items": 5_000,  # 1 ms; if there are many ways to read a text, 20 ms
     "max_items_in_row": 2_000,
     "max_lexer_states": 20_000,  # 40 MB
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
+# What a grammar may take of the thread that steps, in seconds of a processor. With 152,000 tokens an
+# honest one takes 0.04 ms a token, and 0.6 ms at most.
+AT_FIRST = 0.02
+A_TOKEN = 0.001
+TRIAL = Limits(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
+STEPS = 64  # a trial follows a grammar for so many tokens, twice
 RULES = 500  # of a grammar in Lark's notation
-STACK = 128 * 2**20  # the library walks down a grammar by recursion
-SECONDS = 5.0  # so long the making of a grammar may take
-AT_ONCE = 2  # so many may be made at a time
+AT_ONCE = 2  # so many are made at a time, once they have been tried
+KNOWN = 1000  # so many verdicts are remembered
 # Between the parts of JSON. Without a bound, a model that likes spaces would write nothing else.
 SPACE = r"[ ]|\n[ \t]{0,40}"
 
@@ -61,26 +73,51 @@ class Grammar:
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
+        self._left = AT_FIRST  # seconds that this grammar may still take
+
+    def copy(self) -> Grammar:
+        """The same place, for another answer."""
+        return Grammar(self._matcher.deep_copy())
 
     def mask(self) -> bytes:
         """Which tokens may come next: a bit for each, the lowest first."""
-        bits = self._matcher.compute_bitmask()
-        self._check()
-        return bits
+        self._left += A_TOKEN
+        return self._charge(self._matcher.compute_bitmask)
+
+    def masks(self, guesses: Sequence[int]) -> list[bytes]:
+        """The mask of the next place, and of each place behind a guess that the grammar allows, up
+        to the first that it forbids. The answer stands afterwards where it stood before."""
+        masks = [self.mask()]
+        taken = 0
+        for guess in guesses:
+            # Rolling back does not undo an error, so a guess is looked at before it is taken.
+            if self.is_complete or not self._matcher.validate_tokens([guess]):
+                break
+            self.accept(guess)
+            taken += 1
+            masks.append(self.mask())
+        if taken:
+            self._matcher.rollback(taken)
+        return masks
 
     def accept(self, token: int) -> None:
         """The answer goes on with this token."""
-        self._matcher.consume_token(token)
-        self._check()
+        self._charge(self._matcher.consume_token, token)
 
     @property
     def is_complete(self) -> bool:
         """Can nothing follow but the answer's end?"""
         return self._matcher.is_stopped()
 
-    def _check(self) -> None:
+    def _charge(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.thread_time()  # the processor's: a busy machine is not the grammar's fault
+        found = function(*arguments)
+        self._left -= time.thread_time() - began
         if self._matcher.is_error():
-            raise RuntimeError(f"the grammar cannot go on: {reason(self._matcher.get_error())}")
+            raise GrammarError(f"it cannot go on: {reason(self._matcher.get_error())}")
+        if self._left < 0:
+            raise GrammarError(f"it takes more than {1000 * A_TOKEN:g} ms a token; simplify it")
+        return found
 
 
 class Grammars:
@@ -94,39 +131,118 @@ class Grammars:
         self._source = tokenizer
         self._V = V
         self._end_tokens = end_tokens
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # by a grammar's hash
+        self._learning = threading.Lock()
 
     @cached_property
-    def _tokenizer(self) -> Any:
-        from llguidance import LLTokenizer
-
+    def _known(self) -> dict[str, Any]:
+        """What the library has to know of the model's tokens."""
         ends = [id for id in sorted(self._end_tokens) if self._source.id_to_token(id) is not None]
         if not ends:
             raise ValueError("this model names no end token, and an answer could not end")
-        return LLTokenizer(self._source.to_str(), n_vocab=self._V, eos_token=ends)
+        return {"tokenizer": self._source.to_str(), "n_vocab": self._V, "eos_token": ends}
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return read_tokens(self._known)
+
+    @cached_property
+    def _trials(self) -> Trials:
+        return Trials("parts.text.grammar", self._known, TRIAL)
 
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
-        """`source`: as `Sampling.grammar` has it."""
+        """`source`: as `Sampling.grammar` has it. Raises ValueError, or BusyError."""
         try:
-            tokenizer = self._tokenizer  # made once; this time is not the grammar's
-            return in_a_maker(lambda: self._make(source, tokenizer))
+            if fault := self._judge(source):
+                raise ValueError(fault)
+            return in_a_maker(partial(make, self._tokenizer, source))
         except ValueError as error:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
-        except BaseException as error:  # a panic in the library's Rust is no Exception
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
-            raise ValueError(f"grammar: the library failed ({one_line(error, 300)})") from None
 
-    def _make(self, source: Mapping[str, Any], tokenizer: Any) -> Grammar:
-        """With its first mask: what is wrong shows there at the latest, and it takes longest."""
-        from llguidance import LLMatcher, LLParserLimits
+    def _judge(self, source: Mapping[str, Any]) -> str:
+        """What is wrong with a grammar; empty if nothing is. It is tried once."""
+        [(kind, text)] = source.items()
+        key = hashlib.sha256(json.dumps([kind, text]).encode()).digest()
+        with self._learning:
+            if key in self._verdicts:
+                self._verdicts.move_to_end(key)
+                return self._verdicts[key]
+        try:
+            fault = self._trials.run({kind: text})
+        except LimitError as error:
+            fault = f"it {error} to be made and tried; simplify it"
+        with self._learning:
+            self._verdicts[key] = fault
+            if len(self._verdicts) > KNOWN:
+                self._verdicts.popitem(last=False)
+        return fault
 
-        limits = LLParserLimits(**LIMITS)
-        matcher = LLMatcher(tokenizer, compiled(source), log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise ValueError(reason(matcher.get_error()))
-        return Grammar(matcher)
+
+# --- in a trial ---------------------------------------------------------------------------------
+
+
+def prepare(known: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
+    return partial(fault_of, read_tokens(known), set(known["eos_token"]))
+
+
+def fault_of(tokenizer: Any, ends: Collection[int], source: Mapping[str, Any]) -> str:
+    """Make a grammar and follow it: what is wrong with it; empty if nothing is."""
+    try:
+        made = make(tokenizer, source)
+        for draws in (1, 8):  # a token at random, and the longest of some: a blank may have 80 bytes
+            follow(made.copy(), tokenizer, ends, draws)
+    except (ValueError, GrammarError) as error:
+        return str(error)
+    except BaseException as error:  # a panic in the library's Rust is no Exception
+        if isinstance(error, MemoryError):
+            raise
+        return f"the library failed ({one_line(error, 300)})"
+    return ""
+
+
+def follow(grammar: Grammar, tokenizer: Any, ends: Collection[int], draws: int) -> None:
+    """An answer of random tokens, as far as a trial goes."""
+    dice = random.Random(draws)
+    for _ in range(STEPS):
+        if grammar.is_complete:
+            return
+        mask = grammar.mask()
+        tokens = [draw(mask, dice) for _ in range(draws)]
+        tokens = [token for token in tokens if token not in ends]
+        if not tokens:
+            return
+        grammar.accept(max(tokens, key=lambda token: len(tokenizer.decode_bytes([token]))))
+
+
+def draw(mask: bytes, dice: random.Random) -> int:
+    """A token that a mask allows."""
+    bits = int.from_bytes(mask, "little")
+    start = dice.randrange(bits.bit_length())
+    rest = bits >> start
+    return start + (rest & -rest).bit_length() - 1
+
+
+# --- made of what a request says ----------------------------------------------------------------
+
+
+def read_tokens(known: Mapping[str, Any]) -> Any:
+    """The library's view of the model's tokens."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(**known)
+
+
+def make(tokenizer: Any, source: Mapping[str, Any]) -> Grammar:
+    """With its first mask: what is wrong shows there at the latest, and it takes longest."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(**LIMITS)
+    matcher = LLMatcher(tokenizer, compiled(source), log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(reason(matcher.get_error()))
+    return Grammar(matcher)
 
 
 def compiled(source: Mapping[str, Any]) -> str:
@@ -148,7 +264,8 @@ def compiled(source: Mapping[str, Any]) -> str:
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
         choices = [json.dumps(choice, ensure_ascii=False) for choice in text]
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+        # A terminal, which is one automaton. As a rule, each choice would be a way of its own.
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
     # Each rule has a colon, and no line has two rules: the library refuses it. (A line may have a
     # schema, with any number of colons.)
     rules = sum(":" in line for line in text.splitlines())
@@ -167,18 +284,10 @@ def reason(error: str) -> str:
 
 
 def in_a_maker(function: Callable[[], Any]) -> Any:
-    """Call a function in one of the threads that make grammars, and wait for it, but not for long.
-
-    The library cannot be interrupted, and a `multipleOf` may keep it busy for half a minute.
-    """
+    """Call a function in one of the threads that make grammars, and wait for it."""
     result: Future = Future()
     makers().put((function, result))
-    try:
-        return result.result(SECONDS)
-    except TimeoutError:
-        if result.cancel():  # it has not begun
-            raise ValueError("others take too long to be made; try later") from None
-        raise ValueError(f"it takes longer than {SECONDS:.0f} s to be made; simplify it") from None
+    return result.result()
 
 
 @cache
@@ -192,13 +301,13 @@ def makers() -> SimpleQueue:
     usual = threading.stack_size(STACK)  # of all threads that are started from here on
     try:
         for _ in range(AT_ONCE):
-            threading.Thread(target=make, args=(jobs,), name="grammar", daemon=True).start()
+            threading.Thread(target=work, args=(jobs,), name="grammar", daemon=True).start()
     finally:
         threading.stack_size(usual)
     return jobs
 
 
-def make(jobs: SimpleQueue) -> None:
+def work(jobs: SimpleQueue) -> None:
     while True:
         function, result = jobs.get()
         if result.set_running_or_notify_cancel():

@@ -1,0 +1,165 @@
+"""Jobs that are tried in a process which can be ended: they take what they may, and no more."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from parts.text.trials import BusyError, LimitError, Limits, Trials
+
+ROOT = Path(__file__).parents[2]
+LIMITS = Limits(seconds=0.3, patience=20.0, memory=64 * 2**20, at_once=3)
+
+
+@pytest.fixture
+def trials():
+    trials = Trials("jobs", "from its parent", LIMITS)
+    yield trials
+    trials.close()
+
+
+def is_alive(process: int) -> bool:
+    """A process that has ended and waits to be buried is not alive."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(is_so) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_job_is_done_elsewhere_and_all_jobs_share_what_was_prepared(trials):
+    assert trials.run(["given"]) == "from its parent"
+    assert trials.run(["double", "ä\u2028" * 100_000]) == "ä\u2028" * 200_000
+    nurseries, workers = zip(*(trials.run(["processes"]) for _ in range(5)), strict=True)
+    assert len({*nurseries}) == 1 and len({*workers}) == 5 and os.getpid() not in nurseries
+
+
+@pytest.mark.parametrize(
+    "job, words",
+    [
+        (["loop"], "takes more than 0.3 s"),
+        (["eat", 2**30], "takes more than 64 MB"),
+        (["signal", signal.SIGSEGV], "ended the process that tried it (exit code -11)"),
+        (["signal", signal.SIGKILL], "ended the process that tried it (exit code -9)"),
+        (["fail", "some\nwords"], "ended the process that tried it (exit code some words)"),
+    ],
+)
+def test_a_job_that_takes_too_much_is_ended_and_the_next_one_is_done(trials, job, words):
+    with pytest.raises(LimitError) as refusal:
+        trials.run(job)
+    assert str(refusal.value) == words
+    assert trials.run(["double", "x"]) == "xx"
+
+
+def test_a_job_may_take_the_memory_and_the_stack_that_it_was_promised(trials):
+    assert trials.run(["eat", 32 * 2**20]) == 32 * 2**20
+    assert trials.run(["nest", 900]) == 900
+
+
+def test_a_job_that_only_waits_is_ended_by_the_clock():
+    """On a busy machine a trial does not get its turn. That is not the job's fault."""
+    trials = Trials("jobs", None, LIMITS._replace(patience=0.5))
+    with pytest.raises(BusyError, match=r"could not be tried within 0\.5 s; try again"):
+        trials.run(["sleep", 60])
+    assert trials.run(["double", "x"]) == "xx"
+    trials.close()
+
+
+def test_those_who_find_all_places_taken_are_told_so():
+    trials = Trials("jobs", None, Limits(30.0, 2.0, 2**26, at_once=1))
+    trials.run(["given"])
+    found = []
+
+    def wait() -> None:
+        try:
+            found.append(trials.run(["sleep", 60]))
+        except BusyError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3 and all("try again" in said for said in found)
+    assert trials.run(["double", "x"]) == "xx"
+    trials.close()
+
+
+def test_a_nursery_that_was_killed_is_replaced(trials):
+    nursery, _ = trials.run(["processes"])
+    with pytest.raises(BusyError):
+        trials.run(["kill the nursery"])
+    another, _ = trials.run(["processes"])
+    assert another != nursery
+    os.kill(another, signal.SIGKILL)  # between two jobs
+    wait_until(lambda: not is_alive(another))
+    assert trials.run(["double", "x"]) == "xx"
+
+
+def test_nothing_of_a_nursery_stays(trials):
+    """Neither the nursery nor its trials outlive the process that has started them, however it
+    ends."""
+    nursery, _ = trials.run(["processes"])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        trials.run(["double", "x"])
+    assert len(os.listdir("/proc/self/fd")) == before
+    trials.close()
+    assert not is_alive(nursery)
+    program = (
+        "import os, sys; sys.path[:0] = sys.argv[1:]\n"
+        "from parts.text.trials import Limits, Trials\n"
+        "trials = Trials('jobs', None, Limits(0.3, 20.0, 2**26))\n"
+        "print(*trials.run(['processes']), flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    command = [sys.executable, "-c", program, str(ROOT), str(ROOT / "tests" / "lib")]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.returncode == -9, said.stderr
+    wait_until(lambda: not is_alive(int(said.stdout.split()[0])))
+
+
+def test_many_jobs_at_once_from_many_threads_find_each_its_own(trials):
+    """Hostile ones among them: 60 jobs in a random order, seed 1."""
+    dice = random.Random(1)
+    jobs = [(["double", f"<{n}>"], f"<{n}><{n}>") for n in range(50)]
+    jobs += [(["loop"], None)] * 3 + [(["signal", signal.SIGABRT], None)] * 7
+    dice.shuffle(jobs)
+    found = []
+
+    def work() -> None:
+        while jobs:
+            try:
+                job, expected = jobs.pop()
+            except IndexError:
+                return
+            try:
+                found.append(trials.run(job) == expected)
+            except LimitError:
+                found.append(expected is None)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 60 and all(found)
+
+
+def test_where_no_process_can_be_started_that_is_said(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(BusyError, match="no process can be started"):
+        Trials("jobs", None, LIMITS).run(["given"])
