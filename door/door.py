@@ -50,6 +50,7 @@ from parts.api.faults import describe, show_fault
 from parts.api.loop import Loop
 from parts.api.views import Snapshot
 from parts.checks import shown
+from parts.text.grammar import TRIAL
 
 PROTOCOLS = {
     "/v1/chat/completions": openai.ChatCompletion,
@@ -98,7 +99,8 @@ class Door:
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
         # For those that are long: nobody waits for them who has asked for little
         self._slow_pool = ThreadPoolExecutor(2, "door, long")
-        self._grammar_pool = ThreadPoolExecutor(2, "door, grammars")
+        # They wait for a process that tries a grammar, and some are left for grammars that are known
+        self._grammar_pool = ThreadPoolExecutor(TRIAL.at_once + 2, "door, grammars")
         self.is_local = ipaddress.ip_address(host).is_loopback  # open to this machine alone
         self._router = self._routes()
         self._pages = http.for_pages(self._answer, options)

@@ -37,13 +37,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache, cached_property, partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parts.checks import GrammarError, one_line, shown
-from parts.text.trials import STACK, Limits, LimitError, Trials
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from parts.text.trials import STACK, LimitError, Limits, Trials
 
 # What the library may do for one request. Its own units; behind each is what that roughly takes.
 LIMITS = {
@@ -123,11 +120,12 @@ class Grammar:
 class Grammars:
     """Makes the grammars of a model's requests.
 
+    `tokenizer`: one of the library `tokenizers`. A trial has no need to import that.
     `V`: how many tokens the model's head knows. It may know more than the tokenizer.
     `end_tokens`: all of them. One that the library does not know would be forbidden for ever.
     """
 
-    def __init__(self, tokenizer: Tokenizer, V: int, end_tokens: Collection[int]):
+    def __init__(self, tokenizer: Any, V: int, end_tokens: Collection[int]):
         self._source = tokenizer
         self._V = V
         self._end_tokens = end_tokens
@@ -189,7 +187,10 @@ def fault_of(tokenizer: Any, ends: Collection[int], source: Mapping[str, Any]) -
     """Make a grammar and follow it: what is wrong with it; empty if nothing is."""
     try:
         made = make(tokenizer, source)
-        for draws in (1, 8):  # a token at random, and the longest of some: a blank may have 80 bytes
+        for draws in (
+            1,
+            8,
+        ):  # a token at random, and the longest of some: a blank may have 80 bytes
             follow(made.copy(), tokenizer, ends, draws)
     except (ValueError, GrammarError) as error:
         return str(error)

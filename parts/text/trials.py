@@ -46,7 +46,7 @@ from parts.checks import one_line
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = 8  # bytes: how long the message behind them is
 STACK = 128 * 2**20  # of a trial: who walks down a text by recursion needs it
-NICE = 10  # a trial takes what the others leave of the processor
+NICE = 5  # a trial takes what the others leave of the processor
 START = 60.0  # seconds until a nursery is ready: on a busy machine a tokenizer takes six
 GRACE = 5.0  # seconds: the nursery answers so long after its trial had to end, or it is gone
 

@@ -32,7 +32,9 @@ from door.responses import Response
 from parts.api.handle import TokenLogprob
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
+from parts.text.grammar import Grammars
 from parts.text.speech import FORMATS, Parser, Speech
+from parts.text.trials import BusyError, Trials
 
 BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
@@ -579,24 +581,74 @@ def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
 
     monkeypatch.setattr(Answer, "submit", slow)
     body = {"prompt": "Hello", "guided_regex": "[a-z]+"}
-    lines = [here.line().post(COMPLETIONS, body) for _ in range(2)]
+    at_once = here.door._grammar_pool._max_workers
+    lines = [here.line().post(COMPLETIONS, body) for _ in range(at_once)]
     deadline = time.monotonic() + 20
-    while len(asked) < 2:
+    while len(asked) < at_once:
         assert time.monotonic() < deadline
     lines += [here.line().post(COMPLETIONS, body) for _ in range(5)]
-    while here.door.look().connections < 7 or not all(
+    while here.door.look().connections < at_once + 5 or not all(
         visit.is_news and not visit.size for visit in list(here.door._visits)
     ):
         assert time.monotonic() < deadline
     time.sleep(0.2)
-    for line in lines[2:]:
+    for line in lines[at_once:]:
         line.hang_up()
-    while here.door.look().connections > 2:
+    while here.door.look().connections > at_once:
         assert time.monotonic() < deadline
     goes_on.set()
     while here.door.look().open:
         assert time.monotonic() < deadline
-    assert len(asked) == 2
+    assert len(asked) == at_once
+
+
+def test_all_choices_of_a_request_share_a_grammar_that_is_made_once(here, monkeypatch):
+    """With `n`, it was made for each: another client's schema took 15 s."""
+    made = []
+    make = Grammars.grammar
+
+    def counted(self, source):
+        made.append(source)
+        return make(self, source)
+
+    monkeypatch.setattr(Grammars, "grammar", counted)
+    wish = {"prompt": "A", "guided_regex": "[a-z]{9}", "n": 5, "temperature": 1, "max_tokens": 60}
+    said = [choice["text"] for choice in here.ask(COMPLETIONS, wish).json["choices"]]
+    assert len({*said}) == 5 and len(made) == 1
+    assert all(re.fullmatch("[a-z]{9}", text) for text in said)
+
+
+def test_an_answer_whose_grammar_takes_too_long_is_its_clients_mistake(
+    here, engine, monkeypatch, caplog
+):
+    """And no traceback: nothing of ours has failed."""
+    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if it had passed its trial
+    end = engine.text.tokenizer.token_to_id("!")
+    many_ways = 'start: a "!"\na: a a | a a a | /[a-z ]/ | '
+    wish = {"prompt": "Once", "guided_grammar": many_ways, "logit_bias": {end: -100}}
+    reply = here.ask(COMPLETIONS, wish | {"max_tokens": 110})
+    error = reply.json["error"]
+    assert reply.status == 400 and error["param"] == "guided_grammar"
+    assert error["message"].startswith("grammar: it ")
+    streamed = here.ask(COMPLETIONS, wish | {"stream": True, "max_tokens": 110})
+    failure = next(event["error"] for event in streamed.events if "error" in event)
+    assert streamed.status == 200 and failure["message"].startswith("grammar: it ")
+    assert here.ask(COMPLETIONS, {"prompt": "Once", "max_tokens": 3}).status == 200
+    assert not caplog.records
+
+
+def test_where_no_grammar_can_be_tried_the_client_is_asked_to_come_again(here, monkeypatch):
+    def busy(self, job):
+        raise BusyError("too many others are being tried; try again")
+
+    monkeypatch.setattr(Trials, "run", busy)
+    reply = here.ask(COMPLETIONS, {"prompt": "Once", "guided_regex": "[a-z]"})
+    assert reply.status == 503 and reply.headers["retry-after"] == "1"
+    assert (
+        reply.json["error"]["message"] == "the grammar: too many others are being tried; try again"
+    )
+    monkeypatch.undo()
+    assert here.ask(COMPLETIONS, {"prompt": "Once", "guided_regex": "[a-z]"}).status == 200
 
 
 def test_too_many_messages_reach_neither_template_nor_tokenizer(engine, monkeypatch):

@@ -1,12 +1,17 @@
 """Answers that have a form: response_format and vLLM's guided fields, with a real server process."""
 
 import json
+import os
 import re
+import threading
+from collections import Counter
 from enum import Enum
+from pathlib import Path
 
 import openai
 import pytest
 from doors import CHAT, COMPLETIONS, Server
+from hostile import HOSTILE, again
 from jsonschema import validate
 from pydantic import BaseModel, Field
 
@@ -141,6 +146,51 @@ def test_the_openai_client_parses_an_answer_into_a_class(client):
     )
     dog = answer.choices[0].message.parsed
     assert isinstance(dog, Dog) and 0 <= dog.age <= 20
+
+
+# A few of each kind; NANOBATCH_HOSTILE=all is the long form
+TRIED = (
+    sorted(HOSTILE)
+    if os.environ.get("NANOBATCH_HOSTILE")
+    else ["a large divisor", "1,500 that may be left out", "many ways to read it", "nested repeats"]
+)
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_others_are_served_as_ever_beside_clients_with_hostile_grammars(server, name):
+    """Each time in another spelling, so that no verdict can be remembered."""
+    plain = {"prompt": "Once upon a time", "max_tokens": 85, "ignore_eos": True, "temperature": 0}
+    expected = server.ask(COMPLETIONS, plain).json["choices"][0]["text"]
+    before, answers, is_over = memory(server), Counter(), threading.Event()
+
+    def attack(client: int) -> None:
+        number = client
+        while not is_over.is_set():
+            number += 10
+            wish = {"prompt": "A story", "max_tokens": 85, **again(HOSTILE[name], number)}
+            answers[server.ask(COMPLETIONS, wish).status] += 1
+
+    attackers = [threading.Thread(target=attack, args=(client,)) for client in range(3)]
+    for thread in attackers:
+        thread.start()
+    for number in range(3):
+        events = server.ask(COMPLETIONS, plain | {"stream": True}).events[:-1]
+        assert "".join(event["choices"][0]["text"] for event in events) == expected
+        small = {"type": "integer", "minimum": number}
+        reply = server.ask(COMPLETIONS, plain | {"ignore_eos": False, "guided_json": small})
+        assert reply.status == 200 and int(reply.json["choices"][0]["text"]) >= number
+    is_over.set()
+    for thread in attackers:
+        thread.join()
+    assert answers.total() and answers.keys() <= {200, 400, 503}
+    assert memory(server) - before < 200 * 2**20
+    assert "Traceback" not in server.log.read_text()
+
+
+def memory(server) -> int:
+    """What the server's process holds, in bytes."""
+    pages = Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_those_who_want_no_form_do_not_wait_for_the_grammars_of_others(server):
