@@ -46,7 +46,9 @@ from parts.text.trials import STACK, LimitError, Limits, Trials
 LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,  # 4 ms
-    "step_max_items": 5_000,  # 1 ms; if there are many ways to read a text, 20 ms
+    # 1 ms. If there are many ways to read a text, each costs more, and a mask takes 20 ms. With more
+    # tokens an honest mask needs more of them (`make`)
+    "step_max_items": 5_000,
     "max_items_in_row": 2_000,
     "max_lexer_states": 20_000,  # 40 MB
     "max_grammar_size": 100_000,
@@ -237,7 +239,8 @@ def make(tokenizer: Any, source: Mapping[str, Any]) -> Grammar:
     """With its first mask: what is wrong shows there at the latest, and it takes longest."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(**LIMITS)
+    items = LIMITS["step_max_items"] + tokenizer.vocab_size // 10
+    limits = LLParserLimits(**LIMITS | {"step_max_items": items})
     matcher = LLMatcher(tokenizer, compiled(source), log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
