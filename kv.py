@@ -29,6 +29,7 @@ This file knows slots, rows and lengths, never requests. Where next: `sched.py`,
 slots away.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ BUCKET = 32  # rows: a slot has a multiple of this many
 # Decoding sequences in neighbouring slots share one product if their lengths fall into the same
 # bucket. The longer the sequences, the larger the buckets, so that neighbours meet in one more
 # often.
-BUCKETS = ((512, 128), (128, 64), (0, BUCKET))  # (beyond so many rows, the size of a bucket)
+BUCKETS = ((128, BUCKET), (512, 64), (math.inf, 128))  # (up to so many rows, a bucket's size)
 
 
 class Slab:
@@ -83,7 +84,7 @@ class Slab:
 
     def bucket(self, rows: int) -> int:
         """`rows`, rounded up to whole buckets, but never more than a slot has."""
-        size = next(size for beyond, size in BUCKETS if rows > beyond)
+        size = next(size for most, size in BUCKETS if rows <= most)
         return min(self.length, -(-rows // size) * size)
 
     def written(self) -> tuple[mx.array, mx.array]:
@@ -164,7 +165,7 @@ class Window:
         self.L = L
         self.positions = mx.array([start + i for start in starts for i in range(L)])  # (B * L,)
         self._rows = self._decoding_rows() if self.B > 1 else None
-        self._looks: dict[tuple[int | None, int], list[Look]] = {}  # by the arguments of `looks`
+        self._looks: dict[tuple, list[Look]] = {}  # by the arguments of `looks`
 
     def _decoding_rows(self) -> mx.array:  # (B * Hkv, Dh)
         """Where `write` puts the new rows of decoding sequences, in every layer alike.
@@ -207,28 +208,28 @@ class Window:
         v = self.slab.v[layer][look.slots, :, : look.T]
         return k, v
 
-    def looks(self, span: int | None = None, kernel_heads: int = 0) -> list[Look]:
+    def looks(self, span: int | None = None, has_kernel: bool = False, H: int = 1) -> list[Look]:
         """How far the sequences look back. Made for the first layer that asks; the others take the
         same.
 
         `span`: how many rows a token sees, its own included; None means all rows of its sequence.
-        `kernel_heads`: how many heads there are, if a GPU's kernel computes attention; else 0.
+        `has_kernel`: does a GPU's kernel compute attention? It wants a mask for each of the H heads.
 
         Neighbours whose lengths fall into the same bucket share one product, and read as far as the
         longest of them. If all sequences did, the short ones would wait for the longest. How far a
         sequence reads does not show in its numbers: the rows that it must not see have the weight
         0, and in a product of our own (`rows.c`) adding 0 changes no sum.
         """
-        key = (span, kernel_heads)
+        key = (span, has_kernel, H)
         if key not in self._looks:
-            self._looks[key] = self._make_looks(span, kernel_heads)
+            self._looks[key] = self._make_looks(span, has_kernel, H)
         return self._looks[key]
 
-    def _make_looks(self, span: int | None, kernel_heads: int) -> list[Look]:
+    def _make_looks(self, span: int | None, has_kernel: bool, H: int) -> list[Look]:
         # Where attention slides, rows older than the span are read, and hidden.
         slides = span is not None and span < self.slab.length
         ends = [start + self.L for start in self.starts]
-        if kernel_heads and self.B == 1 and not slides:
+        if has_kernel and self.B == 1 and not slides:
             slot = self.slots[0]
             slots = slice(slot, slot + 1)
             return [Look(slots, ends[0], "causal")]  # the last token sees all T rows
@@ -237,7 +238,7 @@ class Window:
         if has_gpu():
             ends = buckets  # so that the shapes are few
         seen = self._seen(max(ends), span if slides else None)
-        mask = kernel_mask(seen, kernel_heads) if kernel_heads else score_mask(seen)
+        mask = kernel_mask(seen, H) if has_kernel else score_mask(seen)
 
         looks = []
         first = 0  # the look's first sequence

@@ -73,7 +73,6 @@ def forward(
         h = attend(model, layer, q, k, v, windows)  # (N, H * Dh)
         if layer is model.layers[-1]:
             # All keys and values are stored. Only the tokens that are asked go on.
-            windows[0].slab.last_read = h  # once h is computed, the next pass may write
             x = only(x, asked)  # (n, D)
             h = only(h, asked)  # (n, H * Dh)
         x = x + layer.out(h)
@@ -117,15 +116,16 @@ def attend(
     for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
         window.write(layer.index, new_k, new_v)
 
-    kernel_heads = model.config.H if kind.has_kernel else 0
     sums = []
     for window, window_q in zip(windows, cut(q, sizes), strict=True):
-        looks = window.looks(kind.span, kernel_heads)
+        looks = window.looks(kind.span, kind.has_kernel, model.config.H)
         parts = cut(window_q, [look.B * window.L for look in looks])
         for look, look_q in zip(looks, parts, strict=True):
             keys, values = window.read(layer.index, look)  # (B, Hkv, T, Dh) each
             sums.append(attention(look_q, keys, values, look.mask, kind))
-    return mx.concatenate(sums)
+    read = mx.concatenate(sums)
+    windows[0].slab.last_read = read  # of the newest layer: see `Runner._start`
+    return read
 
 
 def attention(

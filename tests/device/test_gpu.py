@@ -175,7 +175,7 @@ def test_attention_sees_the_slab_itself_and_never_a_copy(monkeypatch):
     slab = Slab(1, 8, 2, 256, 16, mx.float32)
     slots, starts = [0, 1, 3, 7], [5, 200, 100, 64]
     window = Window(slab, slots, starts, 1)
-    looks = window.looks(None, kernel_heads=4)
+    looks = window.looks(None, has_kernel=True, H=4)
     assert [(look.slots, look.T) for look in looks] == [
         (slice(0, 2), 256),
         (slice(3, 4), 128),
@@ -204,7 +204,7 @@ def test_a_chunk_is_wide_and_reads_no_further_than_itself(tmp_path):
         engine.submit([1] * 400, Sampling(max_tokens=2)).result()
         assert [(chunk.start, chunk.stop) for chunk in plans[0].chunks] == [(0, 400)]
     window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48)
-    assert window.looks(None, kernel_heads=4) == [kv.Look(slice(1, 2), 112, "causal")]
+    assert window.looks(None, has_kernel=True, H=4) == [kv.Look(slice(1, 2), 112, "causal")]
 
 
 @pytest.mark.parametrize(
