@@ -507,15 +507,20 @@ class Engine:
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
                                            ^ N's tokens are read here, and N+1 already runs
         """
-        with self._turning():
-            planned = self._plan() if plan else None
-            if planned:
-                self._run(*planned)
-            worked = bool(self._flights)
-            while len(self._flights) > self._may_fly(planned):
-                self._commit()
-            return worked
-        return True  # something was done, but it failed
+        with self._changing(), device_lock, device_stream():  # one thread at a time
+            try:
+                planned = self._plan() if plan else None
+                if planned:
+                    self._run(*planned)
+                worked = bool(self._flights)
+                while len(self._flights) > self._may_fly(planned):
+                    self._commit()
+                return worked
+            except BaseException as error:
+                self._fail(error)  # ends requests, and not the engine
+                if not isinstance(error, Exception):  # such as SystemExit: for the whole program
+                    raise
+                return True  # something was done, but it failed
 
     def _plan(self) -> tuple[Plan, Order] | None:
         """What the scheduler decides, and the same in plain numbers, for the device."""
@@ -608,17 +613,6 @@ class Engine:
         self._flights.popleft()
 
     # --- around a step, and after a failure
-
-    @contextmanager
-    def _turning(self) -> Iterator[None]:
-        """Around a step: one thread at a time, and an exception ends requests, not the engine."""
-        with self._changing(), device_lock, device_stream():
-            try:
-                yield
-            except BaseException as error:
-                self._fail(error)
-                if not isinstance(error, Exception):  # such as SystemExit: for the whole program
-                    raise
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
