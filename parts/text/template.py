@@ -6,9 +6,9 @@ own names. But within the sandbox it may loop for ever, or ask for a text of gig
 process would die of it with all its requests.
 
 The way out. When a model is loaded, a child process renders `TRIALS` with its template (`try_out`).
-The system holds the child to `SECONDS` and `MEMORY`, whatever the template does, and what is over
-is killed. A template that the child survives is trusted: this process renders it in Jinja's plain
-sandbox, in the thread that asks and never in the one that steps.
+The system holds the child to `LIMITS`, whatever the template does (`trials.py`). A template that
+the child survives is trusted: this process renders it in Jinja's plain sandbox, in the thread that
+asks and never in the one that steps.
 
 What remains. A template may be quick on the trials and slow on a client's conversation: a loop over
 all pairs of 10,000 messages is 100 million turns. (Jinja bounds a `range`, but no loops in loops.)
@@ -25,14 +25,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import resource
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jinja2
@@ -44,14 +38,11 @@ from jinja2.visitor import NodeTransformer
 
 from parts.checks import one_line
 from parts.files import LARGEST
+from parts.text.trials import BusyError, LimitError, Limits, Trials
 
 PATIENCE = 1.0  # seconds of a processor for a rendering; an honest template takes milliseconds
-SECONDS = 5  # of a processor, for the child
-# On a busy machine the child waits for its turn
-WALL = 20.0
-MEMORY = 512 * 2**20  # bytes of the child. macOS ignores this limit: there only the time bounds it
+LIMITS = Limits(seconds=5.0, patience=20.0, memory=512 * 2**20)  # of the child
 LONGEST = LARGEST["chat_template.jinja"]  # wherever its text lies
-ROOT = Path(__file__).resolve().parents[2]
 
 
 # --- in the child -------------------------------------------------------------------------------
@@ -70,20 +61,11 @@ TRIALS = (
 )
 
 
-def judge() -> None:
-    """The child's program: what is wrong with a template, as JSON; empty if nothing is."""
-    given = json.load(sys.stdin)
-    for limit, most in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, given["seconds"]),
-        (resource.RLIMIT_AS, given["memory"]),
-    ):
-        with suppress(ValueError, OSError):  # the limit is lower already, or the system has none
-            resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
-    print(json.dumps(fault(given["source"], given["trials"], given["memory"])))
+def prepare(_: None) -> Callable[[list], str]:
+    return lambda job: fault(*job)
 
 
-def fault(source: str, trials: Sequence[Mapping[str, Any]], memory: int) -> str:
+def fault(source: str, trials: Sequence[Mapping[str, Any]]) -> str:
     try:
         template = Template(source)
     except Exception as error:
@@ -92,8 +74,8 @@ def fault(source: str, trials: Sequence[Mapping[str, Any]], memory: int) -> str:
         try:
             template.render(variables)
         except MemoryError:
-            return f"takes more than {memory // 2**20} MB for a trial conversation"
-        except LimitError:
+            raise
+        except PatienceError:
             return f"takes more than {PATIENCE:g} s for a trial conversation"
         except Exception:  # it refuses this conversation, and may well take others
             continue
@@ -104,41 +86,24 @@ def fault(source: str, trials: Sequence[Mapping[str, Any]], memory: int) -> str:
 
 
 def try_out(source: str, trials: Sequence[Mapping[str, Any]]) -> str:
-    """What is wrong with a template, in words that follow "the chat template"; empty if it is fit.
-
-    The child finds the packages where this process has them. It reads no settings of a user's, and
-    `-S` saves it the search for packages. It has a session of its own, so Ctrl-C does not reach it.
-    """
+    """What is wrong with a template, in words that follow "the chat template"; empty if it is fit."""
     if len(source) > LONGEST:
         return f"is {len(source):,} characters long, more than {LONGEST:,}"
-    path = [str(ROOT), *sys.path]
-    program = f"import sys; sys.path += {path}; from parts.text.template import judge; judge()"
-    given = {"source": source, "trials": trials, "seconds": SECONDS, "memory": MEMORY}
+    child = Trials("parts.text.template", None, LIMITS)
     try:
-        child = subprocess.run(
-            [str(sys.executable), "-I", "-S", "-c", program],
-            input=json.dumps(given).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=WALL,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        return f"takes more than {WALL:g} s for a trial conversation"
-    except OSError as error:
-        return f"cannot be tried, for no process can be started ({one_line(error)})"
-    try:
-        return json.loads(child.stdout)
-    except ValueError:  # it was killed
-        if child.returncode == -signal.SIGXCPU:
-            return f"takes more than {SECONDS} s for a trial conversation"
-        return f"ended the process that tried it (exit code {child.returncode})"
+        return child.run([source, list(trials)])
+    except LimitError as error:
+        return f"{error} for a trial conversation"
+    except BusyError as error:
+        return f"cannot be tried ({error})"
+    finally:
+        child.close()
 
 
 # --- the sandbox --------------------------------------------------------------------------------
 
 
-class LimitError(jinja2.TemplateError):
+class PatienceError(jinja2.TemplateError):
     """A rendering takes too long."""
 
 
@@ -149,7 +114,7 @@ TURN = "a turn"  # such a name, too
 @jinja2.pass_context
 def look_at_the_clock(context: Context, _: None) -> None:
     if time.thread_time() > context.parent[UNTIL]:
-        raise LimitError(f"it takes more than {PATIENCE:g} s; give less, or plain text")
+        raise PatienceError(f"it takes more than {PATIENCE:g} s; give less, or plain text")
 
 
 class Turns(NodeTransformer):

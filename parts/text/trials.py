@@ -123,14 +123,14 @@ class Trials:
     def _send(self, job: Any, pipe: int) -> None:
         message = json.dumps(job).encode()
         with self._sending:
-            try:
-                if self._nursery is None:
-                    self._begin()
-                self._write(message, pipe)
-            except OSError:  # the nursery has been killed
-                self.close()
-                self._begin()
-                self._write(message, pipe)
+            if self._nursery is not None:
+                try:
+                    self._write(message, pipe)
+                    return
+                except OSError:  # the nursery has been killed
+                    self.close()
+            self._begin()
+            self._write(message, pipe)
 
     def _write(self, message: bytes, pipe: int) -> None:
         socket.send_fds(self._line, [len(message).to_bytes(HEAD, "big")], [pipe])
@@ -161,9 +161,13 @@ class Trials:
         self._nursery = weakref.finalize(self, end, process, self._line)
         first = json.dumps(self._first).encode()
         self._line.settimeout(START)
-        self._line.sendall(len(first).to_bytes(HEAD, "big") + first)
-        if not self._line.recv(1):
-            raise OSError("the process ended at its start")
+        try:
+            self._line.sendall(len(first).to_bytes(HEAD, "big") + first)
+            if not self._line.recv(1):
+                raise OSError("it ended at once")
+        except OSError:
+            self.close()
+            raise
 
     def _reason(self, code: int | str) -> Exception:
         """Why a trial was ended. `code`: that of its process, or what it could still say."""
@@ -179,8 +183,11 @@ class Trials:
 
 def end(process: subprocess.Popen, line: socket.socket) -> None:
     line.close()
-    process.kill()
-    process.wait()
+    try:
+        process.wait(1)  # it ends its trials
+    except subprocess.TimeoutExpired:  # it has no trial yet, or hangs
+        process.kill()
+        process.wait()
 
 
 def read_all(pipe: int, seconds: float) -> bytes | None:
@@ -218,8 +225,10 @@ def nurse(fileno: int) -> None:
             if line not in ready:
                 continue
             head, pipes, *_ = socket.recv_fds(line, HEAD, 1)
-            if not head:
-                return  # this nursery is not needed any more
+            if not head:  # this nursery is not needed any more
+                for trial in trials:
+                    os.kill(trial, signal.SIGKILL)
+                return
             job = json.loads(receive(line, head))
             trial = os.fork()
             if trial == 0:

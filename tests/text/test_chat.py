@@ -27,6 +27,7 @@ from tokenizers import AddedToken, processors
 
 from nanobatch import Text
 from parts.files import ModelError
+from parts.text import template
 from parts.text.speech import PROBE, TOOLS
 
 ROOT = Path(__file__).parents[2]
@@ -690,7 +691,7 @@ def test_a_template_that_does_not_end_is_found_when_the_model_is_loaded(
     tmp_path, monkeypatch, source
 ):
     """It was found by the first client, whose conversation then held a thread of the server."""
-    monkeypatch.setattr("parts.text.template.SECONDS", 1)
+    monkeypatch.setattr(template, "LIMITS", template.LIMITS._replace(seconds=1))
     line = unfit(make_model(tmp_path, source))
     assert "takes more than 1 s for a trial conversation" in line
 
@@ -712,10 +713,10 @@ def executable(path: Path, script: str) -> str:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("exec sleep 60", "takes more than 0.2 s"),
-        ("kill -9 $$", "ended the process that tried it (exit code -9)"),
-        ("echo not JSON; exit 3", "ended the process that tried it (exit code 3)"),
-        (None, "cannot be tried, for no process can be started"),
+        ("exec sleep 60", "cannot be tried (no process can be started (timed out))"),
+        ("kill -9 $$", "cannot be tried (no process can be started ("),
+        ("echo not JSON; exit 3", "cannot be tried (no process can be started ("),
+        (None, "cannot be tried (no process can be started ("),
     ],
 )
 def test_a_child_that_hangs_dies_or_cannot_start_is_a_model_without_a_template(
@@ -724,8 +725,8 @@ def test_a_child_that_hangs_dies_or_cannot_start_is_a_model_without_a_template(
     """Nothing is known of such a template, so it is not trusted. Loading must not raise."""
     python = executable(tmp_path / "python", script) if script else str(tmp_path / "nothing")
     monkeypatch.setattr(sys, "executable", python)
-    if "0.2 s" in words:
-        monkeypatch.setattr("parts.text.template.WALL", 0.2)
+    if "timed out" in words:
+        monkeypatch.setattr("parts.text.trials.START", 0.2)
     assert words in unfit(make_model(tmp_path / "model", CHATML))
 
 
@@ -764,9 +765,19 @@ def test_a_template_is_tried_without_a_main_file_and_with_standard_input_closed(
     assert done.stdout == "hello x\n", done.stderr
 
 
-def used_by(process: str) -> int:
+def used_by(process: int) -> int:
     """Ticks of a processor, on Linux."""
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[11])
+    with suppress(OSError):
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[11])
+    return 0
+
+
+def children(process: int) -> list[int]:
+    with suppress(OSError):
+        return [
+            int(n) for n in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        ]
+    return []
 
 
 @pytest.fixture
@@ -786,13 +797,13 @@ def interrupted(tmp_path, monkeypatch):
             start_new_session=True,
             text=True,
         )
-        children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
         deadline = time.monotonic() + 30
-        # It runs when it has used a processor. Before, the program may be busy with its start.
-        while not any(used_by(child) for child in children.read_text().split()):
+        # The trial is its nursery's child, and runs when it has used a processor
+        while not any(used_by(child) for each in children(program.pid) for child in children(each)):
             assert time.monotonic() < deadline and program.poll() is None
             time.sleep(0.001)
-        child = int(children.read_text())
+        [nursery] = children(program.pid)
+        [child] = children(nursery)
         os.killpg(program.pid, signal.SIGINT)
         return program.communicate(timeout=60)[0], child
 
@@ -810,7 +821,7 @@ def test_ctrl_c_ends_a_trial_together_with_the_program(interrupted):
     stat = Path(f"/proc/{child}/stat")
     with suppress(OSError):  # it is gone, or dead and not yet buried
         while stat.read_text().rpartition(") ")[2][0] != "Z":
-            assert used_by(str(child)) < 400, "it goes on to its limit of five seconds"
+            assert used_by(child) < 400, "it goes on to its limit of five seconds"
             time.sleep(0.01)
 
 

@@ -1,0 +1,102 @@
+"""Grammars that take much time or memory: to be made, to be followed, or both.
+
+Each is the fields of a request's body. A grammar may be honest and large: what counts is that nobody
+else notices.
+"""
+
+import json
+from typing import Any
+
+
+def record(names: int, value: dict, **more) -> dict:
+    properties = {f"k{n}": value for n in range(names)}
+    return {"type": "object", "properties": properties, **more}
+
+
+def chain(link, count: int) -> dict:
+    """A schema whose definitions need each other, one after another."""
+    defs = {f"a{n}": link({"$ref": f"#/$defs/a{n + 1}"}) for n in range(count)}
+    return {"$ref": "#/$defs/a0", "$defs": defs | {f"a{count}": {"type": "string"}}}
+
+
+def primes(*divisors: int) -> dict:
+    return {"type": "integer", "allOf": [{"multipleOf": divisor} for divisor in divisors]}
+
+
+def rules(count: int, body: str, last: str = '"a"') -> str:
+    """Rules that need each other: in `body`, N is the next one's number."""
+    lines = [f"a{n}: {body.replace('N', str(n + 1))}" for n in range(count)]
+    return "\n".join(["start: a0", *lines, f"a{count}: {last}"])
+
+
+DIVISOR = {"type": "integer", "multipleOf": 100_000_007}
+AMBIGUOUS = "start: start start | start start start | /[a-z ]/ | "
+
+SCHEMAS: dict[str, Any] = {
+    "a large divisor": DIVISOR,
+    "a large common multiple": primes(101, 103, 107, 109),
+    "a common multiple of 2,310": primes(2, 3, 5, 7, 11),
+    "200 divisors": {"type": "array", "prefixItems": [{"multipleOf": 9_973}] * 200},
+    "a long text": {"const": "x y" * 10_000},
+    "many long texts": {"enum": ["x" * n for n in range(100, 250)]},
+    "a huge enum": {"enum": [f"{n * 7919 % 10_007} of many" for n in range(1_500)]},
+    "1,500 that may be left out": record(1_500, {}),
+    "400 that may be left out": record(400, {"type": "integer"}),
+    "one of 300 objects": {"anyOf": [record(3, {}, required=[f"k{n}"]) for n in range(300)]},
+    "deep references": chain(lambda next: next, 900),
+    "deep lists of references": chain(lambda next: {"items": {"items": {"items": next}}}, 450),
+    "deep choices": chain(lambda next: {"anyOf": [{"type": "null"}, next]}, 450),
+    "itself in many ways": {
+        "$defs": {"a": {"anyOf": [{"items": {"$ref": "#/$defs/a"}}, {"$ref": "#/$defs/b"}, {}]}}
+        | {"b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}, record(3, {})]}},
+        "$ref": "#/$defs/a",
+    },
+    "a long list": {"type": "array", "minItems": 10**9},
+    "long strings in long lists": {
+        "type": "array",
+        "items": {"type": "string", "minLength": 5_000, "maxLength": 20_000},
+        "minItems": 5_000,
+    },
+    "a pattern of 2^30 states": {"type": "string", "pattern": "(a|b)*a(a|b){30}"},
+    "nested repeats in a pattern": {"type": "string", "pattern": "((a{1,90}b?){1,90}c?){1,90}"},
+}
+REGEXES = {
+    "nested repeats": "((a{1,500}){1,500}){1,500}",
+    "an automaton of 2^30 states": "(a|b)*a(a|b){30}",
+    "many automata": "|".join(f"(a|b|c)*{x}(a|b|c){{{n}}}" for n in range(8, 20) for x in "abc"),
+    "a long alternation": "|".join(f"{n * 7919 % 100_003}[a-z]*" for n in range(2_500)),
+    "words": "(\\w+ ){0,4000}",
+}
+LARKS = {
+    "many ways to read it": AMBIGUOUS,
+    "many ways, behind a long word": 'start: "' + "x" * 300 + '" a\na: a a | a a a | /[a-z ]/ | ',
+    "two that need each other": 'start: a\na: a a | "a" | "b" | b\nb: a b | b a | "c" | ',
+    "sums": 'start: e\ne: e ("+" | "*" | "-" | "/") e | /[0-9]/ | "(" e ")"',
+    "blanks": "start: start start | / +/ | /[a-z]/ | ",
+    "rules that double": rules(40, "aN aN"),
+    "rules that may be empty": rules(450, 'aN aN | "b" | '),
+    "rules in a row": rules(490, 'aN "b"'),
+    "a schema in it": f"start: a\na: %json {json.dumps(DIVISOR)}",
+    "terminals in a row": "start: A0\n"
+    + "".join(f'A{n}: ("b" | A{n + 1})* "c"\n' for n in range(490))
+    + 'A490: "a"',
+}
+HOSTILE = {
+    **{name: {"guided_json": schema} for name, schema in SCHEMAS.items()},
+    **{name: {"guided_regex": regex} for name, regex in REGEXES.items()},
+    **{name: {"guided_grammar": lark} for name, lark in LARKS.items()},
+    "a choice of 4,000": {"guided_choice": [f"c{n}" for n in range(4_000)]},
+    "a choice of long ones": {"guided_choice": [f"{n} " + "x y" * 100 for n in range(100)]},
+}
+
+
+def again(body: dict[str, Any], number: int) -> dict[str, Any]:
+    """The same with a text of its own, so that nobody can remember it."""
+    [(kind, source)] = body.items()
+    if kind == "guided_json":
+        return {kind: source | {"title": f"number {number}"}}
+    if kind == "guided_choice":
+        return {kind: [*source, f"number {number}"]}
+    if kind == "guided_regex":
+        return {kind: f"{source}|number {number}"}
+    return {kind: f"{source}\n// number {number}\n"}
