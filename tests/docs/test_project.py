@@ -3,8 +3,10 @@
 import io
 import re
 import shlex
+import subprocess
 import tomllib
 from contextlib import redirect_stdout
+from fnmatch import fnmatch
 from pathlib import Path
 
 import fair
@@ -106,6 +108,31 @@ def test_every_page_that_another_one_leads_to_is_there():
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exercises/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout of the repository")
+def test_nothing_empty_and_nothing_unnamed_lies_at_the_root():
+    """Two empty files did, which a command had left there and a commit had taken along."""
+    said = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = [ROOT / name for name in said.stdout.splitlines() if "/" not in name]
+    assert len(tracked) > 10
+    assert not [path.name for path in tracked if path.exists() and not path.stat().st_size]
+    rooms = {f"{name.partition('/')[0]}/" for name in said.stdout.splitlines() if "/" in name}
+    names = [*(path.name for path in tracked), *rooms]
+    assert not [name for name in names if name not in README + FILES]
+
+
+def test_a_command_that_writes_a_file_leaves_the_checkout_clean():
+    """The pages print `--record run.json`, and an empty `run.json` was tracked."""
+    ignored = re.findall(r"^/(\S+)$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "docs" / "index.html"]
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
+    texts = " ".join(path.read_text() for path in (*pages, *programs))
+    options = "--(?:record|json|plot|screenshot|trace)"
+    written = re.findall(rf"(?:{options}|' >) (\w+\.(?!py)\w+)", texts)
+    written += re.findall(r"python tools/page\.py (?:\w+\.\w+ )+(\w+\.\w+)", texts)
+    assert {"run.json", "run.svg", "out.html", "hosts.json"} <= set(written)
+    assert not [name for name in written if not any(fnmatch(name, each) for each in ignored)]
 
 
 def test_every_flag_of_the_command_line_that_a_page_names_is_understood():
