@@ -194,14 +194,17 @@ def guard(request: Request, options: Options, pages: CORSMiddleware, connections
     or come from the address that it asks. An address, because the owner of a page may give its name
     ours: then a name is no proof, unless there is a key. (On the loopback `TrustedHostMiddleware`
     looks at the host's name.)
+
+    A page that asks sees its own answers. A page that watches sees everybody's, so it must be ours,
+    or know a key: this machine may have other servers, with pages that anybody has written.
     """
     if connections > CONNECTIONS:
         words = f"{CONNECTIONS} connections are open already"
         raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1", Connection="close")
     origin = request.headers.get("origin", "")
     host = request.headers.get("host", "")
-    is_own = origin in (f"{scheme}://{host}" for scheme in ("http", "https"))
-    is_own = is_own and (options.api_key is not None or is_address(without_port(host)))
+    is_ours = origin in ("", f"http://{host}", f"https://{host}")
+    is_own = is_ours and (options.api_key is not None or is_address(without_port(host)))
     if origin and not is_own and not pages.is_allowed_origin(origin):
         words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
         raise Refusal(403, words, "origin_not_allowed")
@@ -209,10 +212,14 @@ def guard(request: Request, options: Options, pages: CORSMiddleware, connections
     keys = [options.api_key]
     if path == "/watch":
         keys.append(options.watch_key)
+    knows_key = any(has_key(request, key) for key in keys if key)
     is_free = not options.api_key or path in ("/", "/health")
-    if not is_free and not any(has_key(request, key) for key in keys if key):
+    if not is_free and not knows_key:
         words = "no API key, or a wrong one; give it as 'Authorization: Bearer KEY'"
         raise Refusal(401, words, "invalid_api_key", WWW_Authenticate="Bearer")
+    if path == "/watch" and not is_ours and not knows_key:
+        words = f"pages from {shown(origin)} may watch with a key alone; --watch-key sets one"
+        raise Refusal(403, words, "origin_not_allowed")
 
 
 def has_key(request: Request, key: str) -> bool:

@@ -240,6 +240,52 @@ def test_who_reads_texts_through_nginx_on_this_machine(engine, keys, key, head, 
         door.close()
 
 
+OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
+
+
+@pytest.mark.parametrize(
+    ("keys", "origin", "key", "told"),
+    [
+        ({}, "", "", "texts"),  # no page: tui.py --watch, curl; and a page that asks its own server
+        ({}, OWN, "", "texts"),
+        ({}, "https://localhost:8000", "", "texts"),  # a proxy on this machine speaks TLS
+        ({}, NEIGHBOUR, "", "refused"),
+        ({}, "https://localhost:3000", "", "refused"),
+        ({}, "http://localhost", "", "refused"),
+        ({}, "http://127.0.0.1:8000", "", "refused"),  # the same server by another name
+        ({}, "http://localhost:8000.evil.example", "", "refused"),
+        ({}, "http://llm.example", "", "refused"),  # though --allow-host names it
+        ({}, f"{OWN}, {NEIGHBOUR}", "", "refused"),
+        ({}, "null", "", "refused"),  # a file, or a frame in a sandbox
+        ({"watch_key": "eye"}, NEIGHBOUR, "", "refused"),
+        ({"watch_key": "eye"}, NEIGHBOUR, "wrong", "refused"),
+        ({"watch_key": "eye"}, NEIGHBOUR, "eye", "texts"),
+        ({"watch_key": "eye"}, OWN, "", "figures"),
+        ({"api_key": "key"}, NEIGHBOUR, "key", "figures"),
+        ({"api_key": "key", "watch_key": "eye"}, NEIGHBOUR, "eye", "texts"),
+    ],
+)
+def test_a_page_of_another_origin_watches_with_a_key_alone(engine, keys, origin, key, told):
+    """Any page of this machine, on whatever port, read everybody's prompts and answers."""
+    door = Door(Options(port=0, allow_hosts=("llm.example",), **keys)).start()
+    loop = engine.serving()
+    with loop:
+        door.open(engine, loop, "small")
+        host, port = door.address.removeprefix("http://").split(":")
+        head = ["GET /watch HTTP/1.1", "Host: localhost:8000"]
+        head += [f"Origin: {origin}"] if origin else []
+        head += [f"Authorization: Bearer {key}"] if key else []
+        line = Line(host, int(port)).send("\n".join([*head, "", ""]))
+        if told == "refused":
+            reply = line.reply()
+            assert reply.status == 403 and reply.error["code"] == "origin_not_allowed"
+        else:
+            line.until(b"event: hello\ndata: ")
+            assert json.loads(line.until(b"\n\n"))["texts"] is (told == "texts")
+        line.hang_up()
+        door.close()
+
+
 def test_a_watcher_that_stops_reading_is_dropped(engine, monkeypatch):
     """Its frames would pile up in memory, and its snapshots cost time for nothing. Here the door is
     in this process."""

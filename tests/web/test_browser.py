@@ -391,6 +391,19 @@ def test_a_servers_own_page_shows_what_it_does(opens):
         assert "1 request answered so far" in tab.inner_text("[data-status]")
 
 
+def test_a_page_from_another_port_reads_nothing_of_what_a_server_is_asked(opens, files, tmp_path):
+    """It read everybody's prompts and answers."""
+    (tmp_path / "page.html").write_text('<!doctype html><link rel="icon" href="data:,">')
+    with Server() as server:
+        watched = "(address) => fetch(address + '/watch').then(async (it) => [it.status, it.body])"
+        tab = opens(f"{files(str(tmp_path))}page.html", offline=False)
+        assert tab.evaluate(watched, server.address)[0] == 403
+        assert any("403" in line for line in tab.said)
+        tab.said.clear()
+        own = opens(f"{server.address}/", offline=False)
+        assert own.evaluate(watched, server.address)[0] == 200
+
+
 def test_a_typed_key_opens_a_servers_page_and_stays_out_of_the_address(opens):
     with Server("--api-key", "hush", "--watch-key", "eye") as server:
         tab = opens(f"{server.address}/", offline=False)
