@@ -7,7 +7,8 @@ The way out. What the screen has seen, snapshot by snapshot, is written down: ea
 request as `door/wire.py` packs it, which is a list of fields. The file says the names of the fields,
 so it explains itself. Beside the engine's own times stand those of a clock that interruptions do not
 reach (`runs.py`), since a page that compares two policies must not compare two moods of a machine.
-Beside each answer stands its hash, and in front of all the command that makes the same again.
+Beside each answer stands its hash, and in front of all the command that makes the same again. A seal,
+which is a hash of all the rest, shows whether a file is still what was written.
 
 What this file keeps. A recording holds no client's address and no path. It is bounded, in steps, in
 requests and in letters. And what it holds is said before it is written.
@@ -32,7 +33,7 @@ from screen.runs import Prices, on_clock
 from screen.state import State, prices, prompt_of
 from screen.timeline import Column
 
-FORMAT = 1
+FORMAT = 2
 STEPS = 5_000  # so many of a run are recorded, from its first one on
 REQUESTS = 500  # and so many requests
 LETTERS = 20_000  # and of each text so many
@@ -180,13 +181,21 @@ def contents(recording: dict[str, Any]) -> str:
     return f"{count(len(runs), 'run')} ({policies}), {texts}, {count(steps, 'step')}{lost}"
 
 
+def seal_of(recording: dict[str, Any]) -> str:
+    """A hash of all but the seal. A page that is made of a recording may say that the run was real,
+    so what has been changed, or has been cut on its way, is no recording any more."""
+    rest = {name: value for name, value in recording.items() if name != "seal"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
 def as_text(recording: dict[str, Any]) -> str:
     """As JSON, with a line for each step and each request: so a person can read it, too."""
     runs = []
     for run in recording["runs"]:
         members = [f'"{name}":{in_lines(value)}' for name, value in run.items()]
         runs.append("{" + ",\n".join(members) + "}")
-    head = {name: value for name, value in recording.items() if name != "runs"}
+    sealed = recording | {"seal": seal_of(recording)}
+    head = {name: value for name, value in sealed.items() if name != "runs"}
     return f'{json.dumps(head)[:-1]},\n"runs":[{",".join(runs)}]}}\n'
 
 

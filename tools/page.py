@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from door import page
 from measure import report
+from parts.checks import shown
 from sched import POLICIES, Scheduler
 from screen import record
 from screen.ink import count, span
@@ -56,17 +57,30 @@ COLUMNS = ("nanobatch continuous", "mlx-lm", "llama.cpp")
 
 def joined(recordings: list[dict]) -> dict:
     """One recording of all runs."""
-    runs = [run for recording in recordings for run in recording["runs"]]
-    return recordings[0] | {"runs": runs}
+    first = recordings[0]
+    if any(recording["fields"] != first["fields"] for recording in recordings):
+        raise ValueError("the recordings are of several versions; record all of them anew")
+    whole = first | {"runs": [run for recording in recordings for run in recording["runs"]]}
+    return whole | {"seal": record.seal_of(whole)}
 
 
 def read(path: str) -> dict:
     """A recording: from its file, or from a page that was made of it."""
-    text = Path(path).read_text(encoding="utf-8")
-    found = EMBEDDED.search(text)
-    recording = json.loads(found[1] if found else text)
-    if not isinstance(recording, dict) or recording.get("format") != record.FORMAT:
-        raise ValueError(f"{path} is no recording of this version; tui.py --record writes one")
+    name = shown(path, 200)
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {name}; tui.py --record writes one")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        found = EMBEDDED.search(text)
+        recording = json.loads(found[1] if found else text)
+        seal = record.seal_of(recording)
+    except (ValueError, RecursionError, AttributeError):  # no JSON, or no object
+        recording = {}
+    if recording.get("format") != record.FORMAT:
+        raise ValueError(f"{name} is no recording of this version; tui.py --record writes one")
+    if recording.get("seal") != seal:
+        words = "is not what tui.py --record wrote, since it was changed; record it anew"
+        raise ValueError(f"{name} {words}")
     return recording
 
 
@@ -288,22 +302,15 @@ def main(arguments: list[str] | None = None) -> int:
         recordings = [record_demo()] if args.demo else [read(path) for path in args.recordings]
         if not recordings:
             raise ValueError("name a recording, and then the page; tui.py --record writes one")
-        try:
-            text = make(recordings)
-        except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"a recording lacks something: {error!r}") from None
+        text = make(recordings).encode(errors="replace")
+        if len(text) > MOST:
+            words = f"the page has {len(text):,} bytes, and may have {MOST:,}"
+            raise ValueError(f"{words}; record a shorter run")
+        Path(args.out).write_bytes(text)
     except (OSError, ValueError) as error:
         print(f"tools/page.py: {error}", file=sys.stderr)
         return 2
-    size = len(text.encode())
-    if size > MOST:
-        print(
-            f"tools/page.py: the page has {size:,} bytes, and may have {MOST:,}; record a shorter run",
-            file=sys.stderr,
-        )
-        return 2
-    Path(args.out).write_text(text, encoding="utf-8")
-    print(f"{args.out}: {size:,} bytes")
+    print(f"{args.out}: {len(text):,} bytes")
     return 0
 
 

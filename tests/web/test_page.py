@@ -1,9 +1,11 @@
 """The page: one text, which may run nothing but itself, whatever a recording holds."""
 
 import json
+import random
 import re
 import shutil
 import subprocess
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -112,14 +114,91 @@ def test_a_page_that_is_too_large_is_refused(tmp_path, monkeypatch, capsys):
     assert "may have 1,000; record a shorter run" in capsys.readouterr().err
 
 
-def test_another_file_is_refused_in_one_line(tmp_path, capsys):
-    (tmp_path / "run.json").write_text('{"format": 0}')
-    assert page_program.main([str(tmp_path / "run.json"), str(tmp_path / "out.html")]) == 2
-    assert "is no recording of this version" in capsys.readouterr().err
-    (tmp_path / "run.json").write_text('{"format": 1, "runs": [{"policy": "x"}]}')
-    assert page_program.main([str(tmp_path / "run.json"), str(tmp_path / "out.html")]) == 2
+ODD = (None, True, -1, 0, 10**400, 1e308, float("nan"), "", "x" * 3000, "\ud800", [], {}, [[1, 2]])
+
+
+def changed(dice: random.Random, recording: dict) -> str:
+    """The recording with something in it left out, doubled, or taken for something else; or its
+    text, cut or damaged."""
+    tree = json.loads(json.dumps(recording))
+    node, parent, key = tree, tree, ""
+    while isinstance(node, (dict, list)) and node and (node is tree or dice.random() < 0.85):
+        parent = node
+        key = dice.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        node = parent[key]
+    if dice.random() < 0.3:
+        del parent[key]
+    elif dice.random() < 0.3 and isinstance(parent, list):
+        parent.insert(key, node)
+    else:
+        parent[key] = dice.choice(ODD)
+    text = json.dumps(tree)
+    at = dice.randrange(len(text))
+    damaged = (text, text, text[:at], text[:at] + dice.choice('0"[{}],') + text[at + 1 :])
+    return dice.choice(damaged)
+
+
+def test_whatever_has_been_changed_in_a_recording_it_is_refused_in_one_line(tmp_path, capsys):
+    """Three of some hundred ended in a traceback, and most became a page that claims to be real."""
+    whole = recording(burst=2)
+    run, out = tmp_path / "run.json", tmp_path / "out.html"
+    reasons: Counter[str] = Counter()
+    for seed in range(200):
+        text = changed(random.Random(seed), whole)
+        if text == json.dumps(whole):
+            continue
+        run.write_text(text)
+        assert page_program.main([str(run), str(out)]) == 2, seed
+        said = capsys.readouterr().err
+        assert re.fullmatch(r"tools/page\.py: '.*run\.json' is (no|not) [^\n]*\n", said), (
+            seed,
+            said,
+        )
+        reasons[said.rpartition("; ")[2]] += 1
+    assert not out.exists()
+    assert reasons.total() > 190 and min(reasons.values()) > 20 and len(reasons) == 2, reasons
+
+
+def test_what_is_no_recording_is_refused_in_one_line(tmp_path, capsys):
+    run, out = tmp_path / "run.json", str(tmp_path / "out.html")
+    deep = b"[" * 200_000
+    for data in (b"", b"\xff\xfe", b"{", b"[]", b"3", deep, b'{"format": 0}', b'{"format": 2}'):
+        run.write_bytes(data)
+        assert page_program.main([str(run), out]) == 2, data[:20]
+        said = capsys.readouterr().err
+        assert "run.json' is no" in said and said.count("\n") == 1
+    for path in (tmp_path, tmp_path / "nothing.json", Path("/dev/zero")):
+        assert page_program.main([str(path), out]) == 2
+        said = capsys.readouterr().err
+        assert "there is no file" in said and said.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path, capsys):
+    """It was a traceback."""
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(recording()))
+    assert page_program.main([str(run), str(tmp_path / "nowhere" / "out.html")]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("tools/page.py: a recording lacks something") and said.count("\n") == 1
+    assert said.startswith("tools/page.py: ") and "nowhere" in said and said.count("\n") == 1
+
+
+def test_a_page_of_two_recordings_can_be_made_anew_from_itself(tmp_path, capsys):
+    """Also where a text holds what no file can."""
+    one, two = (tmp_path / name for name in ("one.json", "two.json"))
+    run = recording()
+    run["about"]["command"] = "python tui.py --script \udcff"
+    one.write_text(record.as_text(run))
+    two.write_text(record.as_text(recording([("words", 40)], burst=4)))
+    out = str(tmp_path / "out.html")
+    assert page_program.main([str(one), str(two), out]) == 0
+    first = Path(out).read_text()
+    assert page_program.main([out, out]) == 0 and Path(out).read_text() == first
+    assert len(page_program.read(out)["runs"]) == 2
+    older = json.loads(two.read_text())
+    older["fields"]["RequestView"].pop()
+    two.write_text(record.as_text(older))
+    assert page_program.main([str(one), str(two), out]) == 2
+    assert "of several versions" in capsys.readouterr().err
 
 
 def test_the_words_of_a_recording_are_no_markup():
