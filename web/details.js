@@ -2,7 +2,7 @@
 // last token.
 
 import { drawLife, drawMicroscope, hueOf } from "./draw.js";
-import { capital, costInWords, count, fateInWords, planInWords, shorten } from "./words.js";
+import { capital, costInWords, count, fateInWords, inOneLine, planInWords, shorten } from "./words.js";
 import { chip, make, write } from "./lanes.js";
 
 const READABLE = 400; // milliseconds
@@ -155,7 +155,7 @@ export class RequestsView {
   #rowOf(number) {
     if (this.rows.has(number)) return this.rows.get(number);
     const first = this.player.lanes.map((lane) => lane.requests.get(number)).find(Boolean);
-    const prompt = make("bdi", "prompt", shorten(first.prompt || "(not shown)", 90));
+    const prompt = make("bdi", "prompt", inOneLine(shorten(first.prompt || "(not shown)", 90)));
     const lives = this.player.lanes.map(() => make("canvas", "life"));
     const button = make("button", "request", "", [make("span", "number", String(number)), prompt]);
     button.type = "button";

@@ -6,7 +6,7 @@
 
 import { BLOCKED, EMPTY, GHOST, HELD, PREFILL } from "./recording.js";
 import { drawTimeline, hueOf, scaleOf } from "./draw.js";
-import { count, percent, shorten, span } from "./words.js";
+import { count, directionOf, endOf, inOneLine, percent, shorten, span } from "./words.js";
 
 const TAIL = 220; // letters of an answer that a slot can show, at most
 const QUEUE = 40; // requests in line that are named
@@ -58,7 +58,7 @@ export class LaneView {
   #makeRow(slot) {
     const row = { label: make("span", "slot", String(slot)), chip: make("span", "owner"), text: make("bdi", "text") };
     row.request = -1;
-    row.element = make("div", "row", "", [row.label, row.chip, make("div", "tail", "", [row.text])]);
+    row.element = make("div", "row", "", [row.label, row.chip, row.text]);
     // A finger hits the row more easily than the number in it
     row.element.addEventListener("click", () => row.request > 0 && this.choose(row.request));
     this.slots.append(row.element);
@@ -114,7 +114,11 @@ export class LaneView {
       row.element.classList.toggle("shut", isShut);
       row.element.classList.toggle("left", isLeft);
       row.element.classList.toggle("reads", cell.kind === PREFILL || cell.kind === HELD);
-      write(row.text, request ? this.#textOf(request, cell, now) : isShut ? "free, but shut" : "");
+      const text = request ? this.#textOf(request, cell, now) : isShut ? "free, but shut" : "";
+      write(row.text, inOneLine(text));
+      // Of the whole text: what is in sight of it may begin with a word of the other direction
+      const direction = text && request ? directionOf(this.lane.textAt(request, now) || text) : "ltr";
+      if (row.text.dir !== direction) row.text.dir = direction;
     });
   }
 
@@ -124,7 +128,7 @@ export class LaneView {
     if (cell.kind === GHOST) return "a ghost: this token is dropped";
     if (this.lane.hidesTexts) return count(this.lane.tokensAt(request, now), "token");
     if (!text) return shorten(request.prompt || "…", TAIL);
-    return text.length <= TAIL ? text : `…${text.slice(-TAIL)}`;
+    return endOf(text, TAIL);
   }
 
   #drawQueue(now) {

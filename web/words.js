@@ -28,8 +28,34 @@ export function listed(words) {
   return `${words.slice(0, -1).join(", ")} and ${words[words.length - 1]}`;
 }
 
+// The beginning of a text, or its end, with an ellipsis where it is cut. An emoji is two letters to
+// JavaScript, and is not cut in half.
 export function shorten(text, most) {
-  return text.length <= most ? text : `${text.slice(0, most - 1).trimEnd()}…`;
+  if (text.length <= most) return text;
+  return `${text.slice(0, most - 1).replace(/[\ud800-\udbff]$/, "").trimEnd()}…`;
+}
+
+export function endOf(text, most) {
+  if (text.length <= most) return text;
+  return `…${text.slice(-most).replace(/^[\udc00-\udfff\p{M}\u200d]+/u, "")}`;
+}
+
+const UNSEEN = /[\p{Cc}\p{Zl}\p{Zp}]|(?![\u200c\u200d])\p{Cf}/gu; // joiners make emoji, and letters
+const RIGHT_TO_LEFT = /^\P{L}*[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u;
+
+// A text that has one line of the page, as the terminal draws it (screen/ink.py, `clean`): a line break
+// is ␊, a tab is four blanks, and what draws nothing, or turns the direction of writing, is seen.
+export function inOneLine(text) {
+  return text.replaceAll("\r", "").replaceAll("\t", "    ").replace(UNSEEN, (sign) => {
+    const code = sign.codePointAt(0);
+    if (code < 32) return String.fromCharCode(0x2400 + code);
+    if (code === 127) return "␡";
+    return `<U+${code.toString(16).toUpperCase().padStart(4, "0")}>`;
+  });
+}
+
+export function directionOf(text) {
+  return RIGHT_TO_LEFT.test(text.slice(0, 200)) ? "rtl" : "ltr";
 }
 
 const r = (number) => `r${number}`;

@@ -1,4 +1,4 @@
-"""Recordings of the engine of words, and texts that would break a page."""
+"""Recordings of the engine of words, and texts that would break a page: by markup, or by their form."""
 
 import json
 
@@ -15,10 +15,30 @@ HOSTILE = (
     '"<img src=x onerror=alert(1)>"',
 )
 
+# What real models write, and more
+TEXTS = (
+    "1. Blisse\n2. Flame\n\n\n3. Ember\r\n4. Ash\r5. Coal\n",
+    "\n" * 60 + "behind sixty empty lines",
+    "def f(x):\n\tif x:\n\t\treturn [\n\t\t\tx\n\t\t]\n" * 4,
+    "name\tyear\tplace\t\t\t" * 30,
+    "\x0bvertical\x0cform\x1b[2Jescape\x85next\u2028line\u2029paragraph\x7f\x00" * 4,
+    "键值缓存把键和值留在内存里，每一步只算一个记号。" * 12,
+    "👩‍👩‍👧‍👦🏳️‍🌈👍🏽🇨🇭" * 30,
+    "שלום עולם, זה ארוך.\nשורה שנייה\n" * 12,
+    "مرحبا بالعالم، هذا نص طويل.\n" * 12,
+    "the word שלום and the word مرحبا in a line " * 8,
+    ("z" + "\u0301\u0327\u0335\u0360\u036f" * 4 + "algo ") * 10 + "e\u0301" * 200,
+    "W" * 2000,
+    "iiii" * 500,
+    "http://example.com/" + "a-long-path/" * 100,
+    "क्षत्रिय ภาษาไทยไม่มีช่องว่าง བོད་སྐད " * 12,
+    "<b>no markup</b> &amp; {style} `code` | a | table |\n|---|---|\n" * 6,
+)
 
-def recording(prompts=None, burst: int = 12) -> dict:
+
+def recording(prompts=None, burst: int = 12, **options: int) -> dict:
     """A burst on the engine of words, which answers with what stands between quotes."""
-    stage = Stage(prompts=prompts) if prompts else Stage()
+    stage = Stage(prompts=prompts, **options) if prompts else Stage()
     stage.load().session.obey(f"/burst {burst}")
     stage.finish()
     ids = lambda request: stage.engine.text.ask(prompt_of(request))  # noqa: E731

@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import subprocess
+import unicodedata
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,9 +16,12 @@ from stage import Stage
 
 from door import page
 from screen import record
+from screen.ink import clean
+from screen.widgets import NEWLINE
 from tools import page as page_program
 
 ROOT = Path(__file__).parents[2]
+UNSEEN = ("Cc", "Cf", "Zl", "Zp")  # control and format characters, and separators of lines
 NODE = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
 
 
@@ -249,3 +253,31 @@ def test_the_player_says_of_a_run_what_the_screen_says(tmp_path):
         assert lane["texts"] == texts and not any(lane["early"])
         assert lane["first"] == pytest.approx(max(measured.ttfts), abs=2e-6)
         assert min(lane["words"]) >= 1
+
+
+LINES = """
+import { endOf, inOneLine, shorten } from "%s/web/words.js";
+import { readFileSync } from "node:fs";
+const { signs, families } = JSON.parse(readFileSync(process.argv[2], "utf8"));
+const cuts = [];
+for (let most = 1; most < families.length; most++) cuts.push(shorten(families, most), endOf(families, most));
+const halves = cuts.filter((cut) => /[\\ud800-\\udfff]/u.test(cut));
+console.log(JSON.stringify({ lines: signs.map(inOneLine), cuts: cuts.length, halves }));
+"""
+
+
+@NODE
+def test_the_page_draws_in_a_line_what_the_terminal_draws(tmp_path):
+    """A line break is ␊ in both. And what draws nothing, or turns what stands beside it, is seen."""
+    hidden = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in UNSEEN]
+    signs = [sign for sign in hidden if unicodedata.bidirectional(sign) != "AN"]
+    signs = [f"a{sign}b" for sign in signs if sign not in "\u200c\u200d"]  # as in an emoji
+    assert len(signs) > 200
+    (tmp_path / "asked.json").write_text(json.dumps({"signs": signs, "families": "👩‍👩‍👧‍👦🇨🇭" * 9}))
+    (tmp_path / "lines.mjs").write_text(LINES % ROOT)
+    command = ["node", str(tmp_path / "lines.mjs"), str(tmp_path / "asked.json")]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert not said.returncode, said.stderr
+    drawn = json.loads(said.stdout)
+    assert drawn["lines"] == [clean(sign).replace("\n", NEWLINE) for sign in signs]
+    assert drawn["cuts"] > 200 and not drawn["halves"], "an emoji was cut in half"
