@@ -32,7 +32,7 @@ from screen.ink import count, span
 from web import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST = 400_000  # bytes of a page: it is sent over slow lines, too
+MOST = 1_000_000  # bytes of a page: it is sent over slow lines, too
 EMBEDDED = re.compile(r'<script type="application/json" id="data-recording">(.*?)</script>')
 LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, and prompts a second
 SECTIONS = ("lab", "game", "story", "made")
