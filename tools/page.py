@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,7 +40,13 @@ SECTIONS = ("lab", "game", "story", "made")
 NAVIGATION = """<a href="#game">Play it</a>
   <a href="#lab">Try it</a>
   <a href="#run">Run it</a>
-  <a data-file="" href="../README.md">The repository</a>"""
+  <a data-file="README.md">The repository</a>"""
+# What a message shows of a page that it links to
+CARD = """<meta property="og:image" content="{address}card.png">
+<meta property="og:image:width" content="1200">
+<meta property="og:image:height" content="630">
+<meta property="og:image:alt" content="The same prompts under static and under continuous batching: slots and time">
+<meta name="twitter:card" content="summary_large_image">"""
 LONGER = """The first requests may take longer under continuous batching, because more of them share a step. All
 who come later gain."""
 ASKS = "Why can one machine answer many people at once?"
@@ -62,6 +69,20 @@ def joined(recordings: list[dict]) -> dict:
         raise ValueError("the recordings are of several versions; record all of them anew")
     whole = first | {"runs": [run for recording in recordings for run in recording["runs"]]}
     return whole | {"seal": record.seal_of(whole)}
+
+
+def addresses() -> tuple[str, str]:
+    """Of the repository, and of the page that GitHub makes of its `docs/`. Both are empty until
+    pyproject.toml names the repository."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    repository = project.get("urls", {}).get("Repository", "")
+    if not repository:
+        return "", ""
+    found = re.fullmatch(r"https://github\.com/([\w-]+)/([\w.-]+)", repository)
+    if not found:
+        words = f"Repository = {shown(repository)} in pyproject.toml"
+        raise ValueError(f"{words}, but it must be such as https://github.com/owner/name")
+    return repository, f"https://{found[1].lower()}.github.io/{found[2]}/"
 
 
 def read(path: str) -> dict:
@@ -101,17 +122,21 @@ def make(recordings: list[dict], pyodide_at: str = "") -> str:
     data = {"recording": recording, "lab": lab_of(recording, pyodide)}
     # What is told of this project's own race would be wrong of another run
     is_ours = recording["about"].get("model") == "demo" and is_race(recording, of=24)
+    repository, address = addresses()
     if is_ours:
-        data["game"] = game_of(recording)
+        data["game"] = game_of(recording) | {"address": address and f"{address}#game"}
     texts = {name: (page.FOLDER / f"{name}.html").read_text("utf-8") for name in SECTIONS}
     parts = head_of(recording) | {
+        "card": CARD.format(address=address) if is_ours else "",
         "nav": NAVIGATION if is_ours else "",
         "lab": texts["lab"],
         "game": texts["game"] if is_ours else "",
         "budget": budget_in_words(recording),
         "story": filled(texts["story" if is_ours else "made"], recording),
     }
-    return page.page(data, parts=parts, connects=pyodide["at"])
+    text = page.page(data, parts=parts, connects=pyodide["at"])
+    link = rf'<a href="{repository}/blob/main/\1"'
+    return re.sub('<a data-file="(.*?)"', link, text) if repository else text
 
 
 def is_race(recording: dict, of: int | None = None) -> bool:

@@ -137,11 +137,11 @@ export function whyInWords(hand) {
   return `What cost you time: request ${last.id} ended last. Its answer has ${count(last.outputTokens, "token")}, and it waited ${span(waited)} for a slot; long answers should begin first.`;
 }
 
-// What is pasted elsewhere.
-export function scoreText(rows) {
+// What is pasted elsewhere. `address`: where others can play it, too; empty if there is none.
+export function scoreText(rows, address) {
   const lines = rows.map(({ policy, done, first, useful }) =>
     `${policy.padEnd(11)}${span(done).padStart(8)}   first token p95 ${span(first).padStart(7)}   ${percent(useful)} useful`);
-  return ["nanobatch, be the scheduler: 24 prompts, 8 slots", ...lines].join("\n");
+  return ["nanobatch, be the scheduler: 24 prompts, 8 slots", ...lines, address].join("\n").trimEnd();
 }
 
 export class Game {
@@ -297,7 +297,8 @@ export class Game {
   }
 
   async copy() {
-    const text = scoreText([...this.rows].sort((a, b) => a.done - b.done));
+    const here = location.protocol === "https:" ? `${location.href.split("#")[0]}#game` : this.setup.address;
+    const text = scoreText([...this.rows].sort((a, b) => a.done - b.done), here);
     write(this.find("score"), text);
     this.find("score").hidden = false;
     try {

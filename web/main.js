@@ -141,16 +141,16 @@ function paceFor(seconds) {
   return PACES.find((pace) => pace * seconds >= PLAYS) ?? PACES[PACES.length - 1];
 }
 
-// The page lies beside the files that it names. On GitHub Pages only `docs/` is served, and the
-// repository has an address that follows from the page's own.
+// Files of the repository that the page names. tools/page.py makes links of them once the repository
+// has an address. Until then this is done here where the address is known: on GitHub Pages, by the
+// page's own; and in a copy of the repository, where the page lies beside them. Elsewhere they are words.
 function leadToRepository() {
-  const owner = /^([\w-]+)\.github\.io$/.exec(location.hostname);
-  if (!owner) return;
-  const name = location.pathname.split("/")[1];
-  for (const link of document.querySelectorAll("a[data-file]")) {
-    const file = link.dataset.file;
-    link.href = `https://github.com/${owner[1]}/${name}${file ? `/blob/main/${file}` : ""}`;
-  }
+  const [, owner] = /^([\w-]+)\.github\.io$/.exec(location.hostname) ?? [];
+  const [, name] = location.pathname.split("/");
+  const isCopy = location.protocol === "file:" && location.pathname.endsWith("/docs/index.html");
+  if (!owner && !isCopy) return;
+  const base = owner ? `https://github.com/${owner}/${name}/blob/main` : "..";
+  for (const link of document.querySelectorAll("a[data-file]")) link.href = `${base}/${link.dataset.file}`;
 }
 
 // --- a recording

@@ -23,6 +23,7 @@ from parts.model.config import Config
 from parts.model.families import FAMILIES
 from parts.model.rope import Rope
 from screen.room import Settings
+from tools import page as page_program
 from tools import tables
 
 ROOT = Path(__file__).parents[2]
@@ -259,6 +260,22 @@ def test_the_readme_and_ci_say_the_same_of_a_mac():
     assert ("macos-latest" in workflow and has_no_say) == (
         "CI tries a Mac as well, without a say yet" in README
     )
+
+
+def test_the_readme_begins_with_the_page_where_it_can_be_played():
+    """Its first link showed 400 kB of HTML, wherever a repository is looked at on the web."""
+    first = README.split("\n\n")[1]
+    _, address = page_program.addresses()
+    leads = re.findall(r"\]\((.*?)\)", first)
+    assert address or "`docs/index.html`" in first
+    assert leads == ([address] if address else [])
+
+
+def test_a_push_to_main_publishes_the_folder_of_the_page():
+    workflow = (ROOT / ".github" / "workflows" / "page.yml").read_text()
+    for words in ("branches: [main]", "path: docs\n", "pages: write", "actions/deploy-pages@"):
+        assert words in workflow
+    assert (ROOT / "docs" / "index.html").is_file() and (ROOT / "docs" / "card.png").is_file()
 
 
 def test_the_newest_entry_of_the_changelog_is_this_version_with_its_date():

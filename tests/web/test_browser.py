@@ -12,6 +12,8 @@ import http.server
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -330,6 +332,35 @@ def test_on_a_phone_what_can_be_pressed_is_as_high_as_a_finger(opens):
     assert (
         tab.evaluate(f"{seen}.filter((e) => e.offsetHeight < 36).map((e) => e.textContent)") == []
     )
+
+
+def test_the_files_that_the_page_names_are_links_where_their_address_is_known(opens, tmp_path):
+    """On GitHub Pages, in a copy of the repository, and nowhere else: there they led to nothing."""
+    links = "[...document.querySelectorAll('a[data-file]')].map((link) => [link.dataset.file, link.href])"
+    found = opens(DEMO).evaluate(links)
+    assert len(found) >= 5
+    for name, href in found:
+        assert href == f"file://{ROOT / name}" and (ROOT / name).exists()
+    (tmp_path / "page.html").write_text(DEMO.read_text())
+    assert {href for _, href in opens(tmp_path / "page.html").evaluate(links)} == {""}
+    tab = opens(tmp_path / "page.html")
+    tab.route("https://ann.github.io/**", lambda asked: asked.fulfill(path=DEMO))
+    tab.goto("https://ann.github.io/nanobatch/")
+    for name, href in tab.evaluate(links):
+        assert href == f"https://github.com/ann/nanobatch/blob/main/{name}"
+    tab.evaluate(
+        "nanobatch.game.deal(); nanobatch.game.rows = nanobatch.game.setup.runs; nanobatch.game.copy()"
+    )
+    until(tab, "!document.querySelector('[data-game-score]').hidden")
+    assert tab.inner_text("[data-game-score]").endswith("\nhttps://ann.github.io/nanobatch/#game")
+
+
+def test_the_picture_of_the_page_shows_the_finished_race(opens, tmp_path):
+    out = tmp_path / "card.png"
+    subprocess.run([sys.executable, ROOT / "tools" / "card.py", out], check=True, timeout=120)
+    drawn, kept = (path.read_bytes() for path in (out, ROOT / "docs" / "card.png"))
+    assert drawn[:24] == kept[:24], "of another size"
+    assert len(drawn) > len(kept) / 2, "there is less to be seen"
 
 
 def test_without_scripts_a_sentence_says_what_would_be_there(opens):

@@ -35,7 +35,9 @@ for (const [name, rank] of Object.entries(ranks)) {
   }
   const tokens = hand.lane.tokens.at(-1);
   const answered = hand.lane.figuresAt(hand.lane.end).answered;
-  out[name] = { ...hand.figures, tokens, answered, most, text: scoreText([{ policy: "you", ...hand.figures }]) };
+  const address = name === "byWords" ? "https://ann.github.io/nanobatch/#game" : "";
+  const text = scoreText([{ policy: "you", ...hand.figures }], address);
+  out[name] = { ...hand.figures, tokens, answered, most, text };
 }
 console.log(JSON.stringify(out));
 """
@@ -83,6 +85,7 @@ def test_who_reads_the_prompts_beats_every_policy(played):
 
 @NODE
 def test_a_score_can_be_pasted(played):
-    assert played["byWords"]["text"].startswith(
-        "nanobatch, be the scheduler: 24 prompts, 8 slots\nyou "
-    )
+    text = played["byWords"]["text"]
+    assert text.startswith("nanobatch, be the scheduler: 24 prompts, 8 slots\nyou ")
+    assert text.endswith(" useful\nhttps://ann.github.io/nanobatch/#game")
+    assert played["asTheyCome"]["text"].endswith(" useful")  # as long as the page has no address

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import struct
 import subprocess
 import unicodedata
 from collections import Counter
@@ -116,6 +117,59 @@ def test_a_page_that_is_too_large_is_refused(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert page_program.main(files) == 2
     assert "may have 1,000; record a shorter run" in capsys.readouterr().err
+
+
+OURS = page_program.read(str(ROOT / "docs" / "index.html"))
+REPOSITORY, ADDRESS = "https://github.com/Ann/nanobatch", "https://ann.github.io/nanobatch/"
+
+
+def test_the_links_of_the_page_follow_from_one_setting(tmp_path, monkeypatch):
+    """On GitHub Pages, which serves docs/ alone, they led to nothing."""
+    named = set()
+    for setting, links in (("", []), (f'Repository = "{REPOSITORY}"', [REPOSITORY, ADDRESS])):
+        (tmp_path / "pyproject.toml").write_text(f"[project]\n[project.urls]\n{setting}\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(page_program, "ROOT", tmp_path)
+            repository, address = page_program.addresses()
+        assert [repository, address] == (links or ["", ""])
+        with monkeypatch.context() as patch:
+            patch.setattr(page_program, "addresses", lambda to=(repository, address): to)
+            found = Elements(page_program.make([OURS]))
+        anchors = [
+            a for tag, a in found.tags if tag == "a" and not a.get("href", "").startswith("#")
+        ]
+        named |= {a["data-file"] for a in anchors if "data-file" in a}
+        # Without an address they are words, which the script makes links of where it can
+        assert [a for a in anchors if "href" in a] == (anchors if setting else [])
+        hrefs = {a["href"].removeprefix(f"{REPOSITORY}/blob/main/") for a in anchors if setting}
+        assert hrefs == (named if setting else set())
+        metas = {a.get("property"): a["content"] for tag, a in found.tags if "content" in a}
+        assert metas["og:image"] == f"{address}card.png"
+        game = json.loads(found.texts["data-game"])
+        assert game["address"] == (f"{ADDRESS}#game" if setting else "")
+    assert {"README.md", "sched.py", "docs/speed.md"} <= named
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+def test_an_address_that_is_none_of_a_repository_is_refused_in_one_line(
+    tmp_path, monkeypatch, capsys
+):
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(recording()))
+    urls = '[project]\n[project.urls]\nRepository = "https://github.com/Ann"\n'
+    (tmp_path / "pyproject.toml").write_text(urls)
+    monkeypatch.setattr(page_program, "ROOT", tmp_path)
+    for name in ("sched.py", "prefix.py"):
+        (tmp_path / name).write_text("")
+    assert page_program.main([str(run), str(tmp_path / "out.html")]) == 2
+    said = capsys.readouterr().err
+    assert "must be such as https://github.com/owner/name" in said and said.count("\n") == 1
+
+
+def test_the_picture_of_the_page_has_the_size_that_messengers_show():
+    head = (ROOT / "docs" / "card.png").read_bytes()
+    assert head.startswith(b"\x89PNG\r\n\x1a\n") and 10_000 < len(head) < 150_000
+    assert struct.unpack(">II", head[16:24]) == (1200, 630)
 
 
 ODD = (None, True, -1, 0, 10**400, 1e308, float("nan"), "", "x" * 3000, "\ud800", [], {}, [[1, 2]])
