@@ -210,6 +210,7 @@ def test_nothing_is_wider_than_the_screen(opens, viewport, scheme):
 
 
 ASTRAY = (ROOT / "tests" / "lib" / "astray.js").read_text()
+FRAME = "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
 SCREENS = [PHONE, {"width": 820, "height": 1180}, {"width": 1280, "height": 800}]
 at_every_screen = pytest.mark.parametrize(
     "viewport", SCREENS, ids=lambda size: "{width}x{height}".format(**size)
@@ -236,9 +237,7 @@ def test_any_text_stays_in_its_row(opens, tmp_path, viewport, runs):
     until(tab, "nanobatch.player.now > 0")
     for part in (0.05, 0.2, 0.4, 0.7, 1.0):
         tab.evaluate(f"nanobatch.player.goTo(nanobatch.player.end * {part})")
-        tab.evaluate(
-            "new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
-        )
+        tab.evaluate(FRAME)
         in_place(tab, 60 * runs)
     tab.click("[data-every]")
     for number in range(1, len(TEXTS) + 1):
@@ -288,6 +287,63 @@ def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path, viewport):
                 )
                 in_place(tab, 60)
         door.close()
+
+
+ASKED = """/set max=60
+List three colours, one per line.
+Write a Python function that adds two numbers.
+Give me a recipe with numbered steps.
+Say hello in Chinese and in Hebrew.
+Write a short poem about the sea in four lines.
+"""
+
+
+@pytest.fixture(scope="module")
+def told(published, tmp_path_factory) -> Path:
+    """The page of a run with a published model."""
+    folder = tmp_path_factory.mktemp("told")
+    run, out = str(folder / "run.json"), folder / "page.html"
+    command = [sys.executable, str(ROOT / "tui.py"), "--model", str(published), "--plain"]
+    command += ["--slots", "4", "--max-len", "512", "--record", run]
+    subprocess.run(command, input=ASKED, text=True, check=True, timeout=600)
+    assert page.main([run, str(out)]) == 0
+    return out
+
+
+@at_every_screen
+def test_a_published_models_answers_stay_in_their_rows(opens, told, viewport):
+    tab = opens(told, viewport=viewport)
+    until(tab, "nanobatch.player.now > 0")
+    broken = 0
+    for part in (0.1, 0.3, 0.5, 0.7, 1.0):
+        tab.evaluate(f"nanobatch.player.goTo(nanobatch.player.end * {part})")
+        tab.evaluate(FRAME)
+        in_place(tab, 50)
+        broken += tab.inner_text(".slots").count("␊")
+    for number in range(1, ASKED.count("\n")):
+        tab.evaluate(f"nanobatch.choose({number})")
+        until(tab, f"document.querySelector('[data-request] .chip')?.textContent === '{number}'")
+        in_place(tab, 50)
+        broken += tab.inner_text("[data-request] .answer").count("\n")
+    assert broken > 20, "its answers have no line breaks any more"
+
+
+def test_a_published_models_answers_stay_in_their_rows_of_a_servers_page(opens, published):
+    with Server("--model", str(published), "--slots", "4", "--max-len", "512") as server:
+        tab = opens(f"{server.address}/", offline=False)
+        until(tab, "document.querySelector('[data-status]').textContent.includes('Nothing runs')")
+        for number, prompt in enumerate(ASKED.splitlines()[1:], start=1):
+            server.chat(prompt, max_tokens=60, temperature=0)
+            until(tab, f"nanobatch.player.lanes[0].figuresAt(1e9).answered === {number}")
+            tab.evaluate(f"nanobatch.choose({number})")
+            until(
+                tab, f"document.querySelector('[data-request] .chip')?.textContent === '{number}'"
+            )
+            for viewport in SCREENS:
+                tab.set_viewport_size(viewport)
+                tab.evaluate(FRAME)
+                in_place(tab, 30)
+        assert tab.inner_text(".slots").count("␊") > 3
 
 
 def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):
