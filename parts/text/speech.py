@@ -351,7 +351,7 @@ class Parser:
             if is_start and self._marks and (yield from self._skip(self._marks[0])):
                 yield from self._say_up_to("thought", self._marks[1])
                 self.thought = self._length - len(self._text)
-                yield from self._skip("")
+                yield from self._skip_space()
             elif is_start and is_bare and (yield from self._begins_with("{")):
                 is_start = yield from self._call("")
             elif mark := (yield from self._say_up_to("answer", opens)):
@@ -375,11 +375,16 @@ class Parser:
         """Take a mark away, if it comes next, and the white space around it."""
         if not (yield from self._begins_with(mark)):
             return False
-        self._text = self._text.lstrip().removeprefix(mark).lstrip()
+        self._text = self._text.lstrip().removeprefix(mark)
+        yield from self._skip_space()
+        return True
+
+    def _skip_space(self) -> Reading[None]:
+        """All of it behind a mark, however long: it is gone as it comes, so nothing is held back."""
+        self._text = self._text.lstrip()
         while not self._text and not self._is_complete:
             yield
             self._text = self._text.lstrip()
-        return True
 
     def _say_up_to(self, kind: str, mark: str) -> Reading[str]:
         """Say the text before a mark, and take the mark away. Returns the mark, and the white space
@@ -419,7 +424,7 @@ class Parser:
     def _close(self) -> Reading[bool]:
         """The mark behind a call. It may be missing, and the answer may be cut off in it."""
         mark = self._format.closes
-        yield from self._skip("")
+        yield from self._skip_space()
         if (yield from self._skip(mark)):
             return True
         if self._is_complete and mark.startswith(self._text):

@@ -3,6 +3,7 @@ it is cut into pieces."""
 
 import json
 import random
+import re
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import AddedToken
 from parts.text.grammar import Grammars
 from parts.text.speech import (
     FORMATS,
+    HEAD,
     MARKS,
     THOUGHTS,
     Parser,
@@ -182,6 +184,36 @@ def test_an_answer_that_is_cut_off_anywhere_or_damaged_is_the_same_in_one_piece_
             length = sum(len(part.text) for part in parts)
             assert length > 0 or "think" in text.lower(), (seed, text)
     assert kinds == {"answer", "thought", "call", "arguments"}
+
+
+def spaced(text: str, dice: random.Random) -> str:
+    """With long white space beside its marks, often just as long as the machine holds back."""
+    places = [match.start() for match in re.finditer(r"[<>\[\]{};]", text)]
+    for place in sorted(dice.choices(places or [0], k=3), reverse=True):
+        length = dice.choice([1, HEAD - 1, HEAD, HEAD + 1, 2 * HEAD])
+        place += dice.randrange(2)
+        text = text[:place] + dice.choice([" ", "\n", " \n"]) * length + text[place:]
+    return text
+
+
+@pytest.mark.parametrize("format", [*FORMATS, None], ids=lambda format: format and format.name)
+def test_long_white_space_anywhere_changes_nothing_about_how_an_answer_may_be_cut(format):
+    """More than 300 blanks behind a thought were the answer in one piece, and vanished in many."""
+    compared = 0
+    for seed in range(ANSWERS // 5):
+        text, _, speech = make_answer(format or HERMES, seed)
+        speech = speech._replace(format=format)
+        dice = random.Random(seed)
+        text = spaced(text, dice)[: dice.choice([None, dice.randrange(len(text))])]
+        how = {"is_thinking": dice.random() < 0.2, "is_single": dice.random() < 0.2}
+        parts = apart(text, speech, **how)
+        places = dice.choices(range(len(text) + 1), k=6)
+        cuts = [[place] for place in places] + [sorted(places), range(1, len(text))]
+        for cut in cuts:
+            pieces = [text[a:b] for a, b in zip([0, *cut], [*cut, None], strict=True)]
+            assert apart(pieces, speech, **how) == parts, (seed, cut, text)
+            compared += 1
+    assert compared == ANSWERS // 5 * 8
 
 
 SPEECH = Speech(THOUGHTS[0], HERMES)
