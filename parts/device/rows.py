@@ -12,8 +12,11 @@ of anything makes a new one.
 
 What this file keeps:
     A program loads code only from a folder that nobody else can write to, or from one that it has just made itself.
+    It loads no file that has changed since it was kept: the file ends with the hash of its contents.
     No product is trusted by its name: at each start `is_right` compares it with sums in plain Python.
+    What was just compiled is loaded in another process first, since it may end the process that loads it.
     A compiler that is missing, broken or hangs is a reason for the next best library (`blas.py`), and never an error.
+    A program that ends while it compiles leaves neither compiler nor folder behind (`keeper.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +28,9 @@ import platform
 import random
 import shlex
 import shutil
-import signal
 import stat
-import subprocess
 import tempfile
+import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,10 +38,24 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from parts.device.keeper import PYTHON, Keeper
+
 SOURCE = Path(__file__).with_name("rows.c")
 OPTIONS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-ffp-contract=off"]
+ROOT = SOURCE.resolve().parents[2]
 PATIENCE_S = 30  # for the compiler
+UNFIT = 3  # the exit code if a library has been looked at and is of no use
+FITS = "it multiplies right"
+HASH = 32  # bytes at the end of a kept library: the hash of those before
+HUNG_S = 3600  # so long a compiler that hung is not tried again
 MOST_THREADS = 16  # by default; memory is the limit before so many, and nobody has tried more
+
+
+# What another process does, for `examine`
+LOOK = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from parts.device import rows; "
+    "sys.exit(rows.examine(*sys.argv[2:]))"
+)
 
 
 class Form(NamedTuple):
@@ -64,6 +80,14 @@ FORMS = {  # the first one that fits is taken
 class Unbuilt(Exception):
     """The product cannot be had here. The text says why, and what would help."""
 
+    def __init__(self, why: str):
+        super().__init__(readable(why))
+
+
+def readable(line: str) -> str:
+    """Commands and paths may hold bytes that are no text, and no screen could show them."""
+    return line.encode(errors="replace").decode()
+
 
 def load(name: str = "", say: Callable[[str], None] = lambda line: None) -> tuple[ctypes.CDLL, str]:
     """The library in this form, or in the best one for this processor; and in words, what it is.
@@ -78,9 +102,9 @@ def load(name: str = "", say: Callable[[str], None] = lambda line: None) -> tupl
     form = name or forms[0]
     count = threads()
     library = _load_kept(form, say)
-    if not is_form(library, form) or not is_right(library, count):
+    if not is_form(library, form) or not is_right(library):
         Path(library._name).unlink(missing_ok=True)
-        raise Unbuilt(f"what {' '.join(find_compiler())} makes of rows.c does not multiply right")
+        raise Unbuilt("the matrix product of rows.c does not multiply right on this machine")
     started = library.rows_start(count)
     return library, f"{form}, {started} thread{'s' * (started > 1)}"
 
@@ -181,33 +205,60 @@ def _words(file: Path) -> list[str]:
 
 
 def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
-    """The library from the user's cache; compiled first, if it is not there."""
+    """The library from the user's cache; compiled first, if it is not there, or not whole."""
     compiler = find_compiler()
     options = [*OPTIONS, *FORMS[form].options.split()]
     kept, why_not = cache_folder()
     target = kept and kept / file_name(compiler, options)
-    if target and is_ours(target, stat.S_ISREG):
-        try:
+    if target and is_ours(target, stat.S_ISREG) and is_whole(target):
+        with suppress(OSError):
             return ctypes.CDLL(str(target))
-        except OSError:
-            pass  # damaged: it is made anew
+    hung = target and target.with_suffix(".hung")
+    if hung and is_recent(hung):
+        raise Unbuilt(_hangs(compiler, hung))
     name = Path(compiler[0]).name
-    say(f"compiling rows.c, the matrix product, with {name}; {why_not or 'once, in two seconds'}")
+    how_often = why_not or "once, in two seconds"
+    say(readable(f"compiling rows.c, the matrix product, with {name}; {how_often}"))
     try:
-        private = tempfile.TemporaryDirectory(prefix="nanobatch-", ignore_cleanup_errors=True)
+        keeper = Keeper(place_to_compile(kept))
     except OSError as error:
-        raise Unbuilt(f"there is no folder to compile in ({error.strerror})") from None
-    with private as folder:
-        made = Path(folder, "rows.so")
-        compile_to(made, compiler, options)
-        places = [made]
-        if target and keep(made, target):
-            places.insert(0, target)
-        for place in places:
-            try:
-                return ctypes.CDLL(str(place))  # stays loaded when its file goes
-            except OSError:
-                continue
+        raise Unbuilt(f"there is no folder to compile in ({error})") from None
+    with keeper:
+        made = keeper.folder / "rows.so"
+        try:
+            compile_to(made, compiler, options, keeper)
+        except TimeoutError:
+            if hung:
+                with suppress(OSError):
+                    hung.touch(mode=0o600)
+            raise Unbuilt(_hangs(compiler, hung)) from None
+        try_out(made, compiler, form, keeper)
+        why_not = keep(made, target) if target else ""
+        if why_not:
+            say(readable(f"{target} cannot be kept ({why_not}); the next start compiles again"))
+        try:
+            # What lies in the keeper's folder stays loaded when its file goes
+            return ctypes.CDLL(str(made if why_not or not target else target))
+        except OSError as error:
+            raise Unbuilt(f"the matrix product of rows.c cannot be loaded ({error})") from None
+
+
+def _hangs(compiler: list[str], hung: Path | None) -> str:
+    again = f"; to try again within the hour, remove {hung}" if hung and hung.exists() else ""
+    return f"{compiler[0]} did not end within {PATIENCE_S} seconds{again}"
+
+
+def is_recent(note: Path) -> bool:
+    """Was this file of ours written within `HUNG_S`?"""
+    return is_ours(note, stat.S_ISREG) and 0 <= time.time() - note.stat().st_mtime < HUNG_S
+
+
+def place_to_compile(kept: Path | None) -> str:
+    """A folder from which programs may be run: the usual one for temporary files, or the cache."""
+    with suppress(OSError):
+        for folder in (tempfile.gettempdir(), kept):
+            if folder and may_run(folder):
+                return str(folder)
     raise Unbuilt("no folder that this process can write to allows programs to be run from it")
 
 
@@ -225,52 +276,54 @@ def find_compiler() -> list[str]:
 
 
 def file_name(compiler: list[str], options: list[str]) -> str:
-    """A name that says all that a library is made from."""
-    version = run([*compiler, "--version"])
+    """A name that says all that a library is made from. The compiler is known by its file, so it
+    need not be run to know it."""
+    about = os.stat(compiler[0])
     source = SOURCE.read_text(encoding="utf-8")
-    made_from = [source, version, *compiler, *options, platform.machine(), *sorted(processor())]
-    return f"rows-{hashlib.sha256(chr(0).join(made_from).encode()).hexdigest()[:32]}.so"
+    made_from = [source, str(about.st_size), str(about.st_mtime_ns), *compiler, *options]
+    made_from += [platform.machine(), *sorted(processor())]
+    words = chr(0).join(made_from).encode(errors="surrogateescape")
+    return f"rows-{hashlib.sha256(words).hexdigest()[:32]}.so"
 
 
-def compile_to(target: Path, compiler: list[str], options: list[str]) -> None:
-    run([*compiler, *options, "-o", str(target), str(SOURCE)])
+def compile_to(target: Path, compiler: list[str], options: list[str], keeper: Keeper) -> None:
+    command = [*compiler, *options, "-o", str(target), str(SOURCE)]
+    code, said = keeper.run(command, PATIENCE_S)
+    if code:
+        errors = [line for line in said if "error" in line.lower()]
+        first = [*errors, *said, "no message"][0]
+        raise Unbuilt(f"{compiler[0]} fails with code {code}: {first}")
     if not target.exists():
         raise Unbuilt(f"{compiler[0]} has compiled nothing")
 
 
-def run(command: list[str]) -> str:
-    """What a command prints. After PATIENCE_S it is ended, and so is all that it has started in its
-    group."""
-    options = {
-        "env": os.environ | {"LC_ALL": "C"},
-        "start_new_session": True,
-        "text": True,
-        "errors": "replace",
-    }
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+def try_out(made: Path, compiler: list[str], form: str, keeper: Keeper) -> None:
+    """Load a library and look at it, in another process: some libraries end the process at once."""
     try:
-        process = subprocess.Popen(command, **options, **pipes)
+        code, said = keeper.run([*PYTHON, "-c", LOOK, str(ROOT), str(made), form], PATIENCE_S)
+    except TimeoutError:
+        code, said = UNFIT, [f"does not multiply within {PATIENCE_S} seconds"]
+    if said[-1:] == [FITS]:
+        return
+    why = [*said, "no message"][0]
+    if code != UNFIT:
+        why = f"ends the process that loads it, with code {code}: {why}"
+    raise Unbuilt(f"what {' '.join(compiler)} makes of rows.c {why}")
+
+
+def examine(made: str, form: str) -> int:
+    """Say that the library can be used, or why not. An exit code alone would say nothing: the
+    library may end this process with any."""
+    try:
+        library = ctypes.CDLL(made)
     except OSError as error:
-        raise Unbuilt(f"{command[0]} cannot be run ({error.strerror})") from None
-    with process:  # leaving it waits for the compiler, and not for what the compiler has started
-        try:
-            said, _ = process.communicate(timeout=PATIENCE_S)
-        except BaseException as error:  # something hangs, or Ctrl-C has come
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise Unbuilt(f"{command[0]} did not end within {PATIENCE_S} seconds") from None
-            raise
-    if process.returncode:
-        lines = (
-            [line for line in said.splitlines() if "error" in line.lower()]
-            or said.splitlines()
-            or ["no message"]
-        )
-        raise Unbuilt(
-            f"{command[0]} fails with code {process.returncode}: {lines[0].strip()[:200]}"
-        )
-    return said
+        print(f"cannot be loaded ({str(error).removeprefix(f'{made}: ')})")
+        return UNFIT
+    if not is_form(library, form) or not is_right(library):
+        print("does not multiply right")
+        return UNFIT
+    print(FITS)
+    return 0
 
 
 # --- where libraries are kept -------------------------------------------------------------------
@@ -296,7 +349,6 @@ def cache_folder() -> tuple[Path | None, str]:
                 f"{place} belongs to another user, or others may write to it, so nothing is kept there",
             )
         folder.mkdir(mode=0o700, exist_ok=True)
-        may_run = not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
     except FileExistsError:
         return None, f"{folder} is no folder, so it cannot be kept"
     except (OSError, RuntimeError):
@@ -306,9 +358,14 @@ def cache_folder() -> tuple[Path | None, str]:
             None,
             f"{folder} is a link, or another user's, or others may write to it, so nothing is kept there",
         )
-    if not may_run or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+    if not may_run(folder) or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         return None, f"no program may be written to {folder} and run from it, so it cannot be kept"
     return folder, ""
+
+
+def may_run(folder: str | Path) -> bool:
+    """May programs be run from there? A file system can be mounted so that they may not."""
+    return not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
 
 
 def is_ours(path: Path, is_kind: Callable[[int], bool], shared: bool = False) -> bool:
@@ -329,14 +386,31 @@ def is_ours(path: Path, is_kind: Callable[[int], bool], shared: bool = False) ->
     return about.st_uid in (os.getuid(), 0) and is_closed
 
 
-def keep(made: Path, target: Path) -> bool:
-    """Put a library into the cache. Another process sees all of it or nothing: it gets its name
-    when it is whole."""
+def is_whole(file: Path) -> bool:
+    """Does the file end with the hash of what stands before? A library that was cut, by a full disk
+    or a power cut, ends the process that uses it, without a word."""
     try:
+        contents = file.read_bytes()
+    except OSError:
+        return False
+    return hashed(contents[:-HASH]) == contents[-HASH:]
+
+
+def hashed(contents: bytes) -> bytes:
+    return hashlib.sha256(contents).digest()
+
+
+def keep(made: Path, target: Path) -> str:
+    """Put a library into the cache, with its hash. Returns why it cannot be kept; else nothing.
+
+    Another process sees all of it or nothing: it gets its name when it is whole.
+    """
+    try:
+        contents = made.read_bytes()
         handle, written = tempfile.mkstemp(dir=target.parent)
         try:
             with open(handle, "wb") as file:
-                file.write(made.read_bytes())
+                file.write(contents + hashed(contents))
                 file.flush()
                 os.fsync(handle)  # else a power cut may leave a name without its contents
             os.chmod(written, 0o700)
@@ -344,9 +418,9 @@ def keep(made: Path, target: Path) -> bool:
         except BaseException:
             Path(written).unlink(missing_ok=True)
             raise
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return str(error.strerror)
+    return ""
 
 
 # --- a look before it is trusted ----------------------------------------------------------------
@@ -364,15 +438,15 @@ def is_form(library: ctypes.CDLL, form: str) -> bool:
         return False
 
 
-def is_right(library: ctypes.CDLL, threads: int = 1) -> bool:
+def is_right(library: ctypes.CDLL) -> bool:
     """Does the library multiply right, in odd shapes too, and is a row alone the same as among
     others?
 
     Small whole numbers have exact sums, in whatever order they are added. So Python's sums are the
     right ones. Whether a row's bits are the same in any company is seen with numbers that are
-    rounded.
+    rounded. These products are too small to be shared among threads, so it is done before any is
+    started.
     """
-    library.rows_start(threads)
     draw = random.Random(0)
     for M, N, K in SHAPES:
         x = [byte - 128 for byte in draw.randbytes(M * K)]

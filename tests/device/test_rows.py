@@ -3,11 +3,14 @@ in for others."""
 
 import ctypes
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -288,13 +291,124 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.fixture
+def copies(home, tmp_path) -> dict[str, str]:
+    """The environment for a program whose compiler is done at once: it copies a library that was
+    made before."""
+    kept = Path(load()[1]._name)
+    made = tmp_path / "made.so"
+    made.write_bytes(kept.read_bytes()[: -rows.HASH])
+    kept.unlink()
+    text = f'while [ "$1" != -o ]; do shift; done; cp {made} "$2"'
+    return {"CC": script(tmp_path / "copies", text), "XDG_CACHE_HOME": str(home.parent)}
+
+
+LOADS = """
+from parts.device import rows
+said = []
+library, _ = rows.load("plain", said.append)
+print(len(said), rows.is_right(library), library._name)
+"""
+
+
+def start(code: str = LOADS, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", code]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **output)
+
+
+def loaded(environment: dict[str, str]) -> tuple[int, str]:
+    """In a process of its own: how many lines it has said, and where its library lies."""
+    process = start(**environment)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, (process.returncode, said)
+    count, right, name = said.split()
+    assert right == "True"
+    return int(count), name
+
+
+DAMAGES = {
+    "empty": lambda whole: b"",
+    "cut to a page": lambda whole: whole[:4096],
+    "cut to a third": lambda whole: whole[: len(whole) // 3],
+    "its last byte is gone": lambda whole: whole[:-1],
+    "a bit has turned": lambda whole: whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+    "zeros to its end": lambda whole: whole[:4096] + bytes(len(whole) - 4096),
+}
+
+
 @NEEDS_COMPILER
-def test_a_library_that_was_damaged_is_made_anew(home):
-    home.mkdir(parents=True, mode=0o700)
-    kept = home / rows.file_name(rows.find_compiler(), rows.OPTIONS)
-    kept.write_bytes(b"\x7fELF, once")
-    said, library = load()
-    assert "compiling" in said and library._name == str(kept) and kept.stat().st_size > 1000
+def test_a_library_that_was_damaged_is_never_loaded_and_is_made_anew(copies):
+    """One that was cut to between 4,096 and 24,000 bytes ended each start with "Bus error", and
+    nothing else was said."""
+    assert loaded(copies)[0] == 1
+    count, name = loaded(copies)
+    assert count == 0
+    kept = Path(name)
+    whole = kept.read_bytes()
+    for how, damage in DAMAGES.items():
+        assert damage(whole) != whole
+        kept.write_bytes(damage(whole))
+        assert loaded(copies) == (1, name), how
+        assert kept.read_bytes() == whole, how
+
+
+@NEEDS_COMPILER
+def test_any_cut_and_any_bit_that_turns_is_seen(home, tmp_path):
+    dice = random.Random(1)
+    made, kept = tmp_path / "made", tmp_path / "kept"
+    made.write_bytes(dice.randbytes(3000))
+    assert rows.keep(made, kept) == "" and rows.is_whole(kept)
+    whole = kept.read_bytes()
+    seen = 0
+    for length in range(0, len(whole), 7):
+        kept.write_bytes(whole[:length])
+        seen += not rows.is_whole(kept)
+    for _ in range(300):
+        place = dice.randrange(len(whole))
+        turned = whole[place] ^ 1 << dice.randrange(8)
+        kept.write_bytes(whole[:place] + bytes([turned]) + whole[place + 1 :])
+        seen += not rows.is_whole(kept)
+    assert seen == 300 + len(range(0, len(whole), 7))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("case", ["a folder", "a folder with a file in it", "it cannot be read"])
+def test_what_lies_in_the_librarys_place_and_cannot_be_used_is_replaced_or_named(
+    home, monkeypatch, case
+):
+    """Its start compiled each time, and said "once" each time."""
+    kept = Path(load()[1]._name)
+    if case == "it cannot be read":  # for root there is no such file
+        read = Path.read_bytes
+
+        def refuse(file: Path) -> bytes:
+            if file == kept:
+                raise PermissionError("no")
+            return read(file)
+
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+        assert "once" in load()[0]
+        return
+    kept.unlink()
+    kept.mkdir()
+    if case == "a folder with a file in it":
+        (kept / "mine").write_text("")
+    said = []
+    library, _ = rows.load("plain", said.append)
+    assert rows.is_right(library) and len(said) == 2
+    assert said[1].startswith(f"{kept} cannot be kept (") and "compiles again" in said[1]
+    assert kept.is_dir() and [file.name for file in home.iterdir()] == [kept.name]
+
+
+@NEEDS_COMPILER
+def test_processes_that_compile_at_once_all_get_a_whole_library(copies, home):
+    started = [start(**copies) for _ in range(4)]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * 4, said
+    assert len({line.split()[2] for line in said}) == 1 and all(" True " in line for line in said)
+    (kept,) = home.iterdir()
+    assert rows.is_whole(kept) and loaded(copies)[0] == 0
 
 
 @NEEDS_COMPILER
@@ -315,9 +429,7 @@ def test_a_folder_that_is_not_safe_is_not_used(home, monkeypatch, tmp_path, case
     elif case == "others may write":
         home.chmod(0o770)
     elif case == "nothing may run there":
-        monkeypatch.setattr(
-            os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255))
-        )
+        monkeypatch.setattr(rows, "may_run", lambda folder: Path(folder) != home)
     said, library = load()
     assert str(home) in said and "kept" in said
     assert not (tmp_path / "elsewhere").exists() or not list((tmp_path / "elsewhere").iterdir())
@@ -347,12 +459,17 @@ def test_a_relative_cache_is_the_homes_and_a_missing_home_is_survived(home, monk
 
 @NEEDS_COMPILER
 def test_where_nothing_may_be_run_the_reason_is_told(home, monkeypatch):
-    def refuse(path, *rest):
-        raise OSError("failed to map segment from shared object")
-
-    monkeypatch.setattr(rows.ctypes, "CDLL", refuse)
+    no_programs = os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: no_programs)
     with pytest.raises(rows.Unbuilt, match="allows programs to be run"):
         load()
+
+
+@NEEDS_COMPILER
+def test_where_only_the_cache_allows_programs_to_be_run_it_is_compiled_there(home, monkeypatch):
+    monkeypatch.setattr(rows, "may_run", lambda folder: Path(folder) == home)
+    assert "once" in load()[0]
+    assert [file.suffix for file in home.iterdir()] == [".so"]
 
 
 def test_no_compiler_a_broken_one_and_one_that_is_none_are_reasons(home, monkeypatch, tmp_path):
@@ -375,21 +492,150 @@ def test_no_compiler_a_broken_one_and_one_that_is_none_are_reasons(home, monkeyp
         load()
 
 
+def is_gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def hanging(path: Path, mark: Path) -> str:
+    """A compiler that starts a process, and waits for it. `mark`: how often it was run, and the
+    numbers of both."""
+    return script(path, f"sleep 1000 &\necho $$ $! >> {mark}\nwait")
+
+
 def test_a_compiler_that_hangs_is_ended_with_all_that_it_has_started(home, monkeypatch, tmp_path):
-    mark = tmp_path / "pid"
-    hangs = script(tmp_path / "cc", f"sleep 1000 &\necho $! > {mark}\nwait")
-    monkeypatch.setenv("CC", hangs)
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("CC", hanging(tmp_path / "cc", mark))
     monkeypatch.setattr(rows, "PATIENCE_S", 0.5)
     with pytest.raises(rows.Unbuilt, match=r"did not end within 0.5 seconds"):
         load()
-    child = int(mark.read_text())
-    deadline = time.monotonic() + 60
-    while (
-        Path(f"/proc/{child}").exists()
-        and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: all(map(is_gone, map(int, mark.read_text().split()))))
+
+
+def test_a_compiler_that_hung_is_not_tried_again_for_an_hour_or_until_a_file_is_removed(
+    home, monkeypatch, tmp_path
+):
+    """Each start waited for it for half a minute."""
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("CC", hanging(tmp_path / "cc", mark))
+    monkeypatch.setattr(rows, "PATIENCE_S", 0.3)
+    said = []
+
+    def runs() -> int:
+        with pytest.raises(rows.Unbuilt) as caught:
+            rows.load("plain", said.append)
+        (note,) = home.iterdir()
+        assert str(caught.value).endswith(f"; to try again within the hour, remove {note}")
+        return len(mark.read_text().splitlines())
+
+    assert (runs(), runs(), runs(), len(said)) == (1, 1, 1, 1)
+    (note,) = home.iterdir()
+    old = time.time() - rows.HUNG_S - 1
+    os.utime(note, (old, old))
+    assert (runs(), runs()) == (2, 2)
+    note.unlink()
+    assert (runs(), runs()) == (3, 3)
+    hanging(tmp_path / "cc", tmp_path / "other")  # another compiler is another matter
+    assert load_fails_with(mark) == 3 and (tmp_path / "other").exists()
+
+
+def load_fails_with(mark: Path) -> int:
+    with pytest.raises(rows.Unbuilt, match="did not end"):
+        load()
+    return len(mark.read_text().splitlines())
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_program_that_ends_while_it_compiles_leaves_neither_compiler_nor_folder(tmp_path, by):
+    """The program ends at once, as nothing of its own has to be closed yet. So nobody ended the
+    compiler, and nobody removed the folder."""
+    mark = tmp_path / "mark"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    environment = {
+        "CC": hanging(tmp_path / "cc", mark),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "TMPDIR": str(folder),
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "ask.py"), "x"],
+        env=os.environ | environment,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_for(lambda: mark.exists() and len(mark.read_text().split()) == 2)
+    compiler, started = map(int, mark.read_text().split())
+    assert not is_gone(compiler) and not is_gone(started) and list(folder.iterdir())
+    process.send_signal(by)
+    assert process.wait(60) == (130 if by == signal.SIGINT else -by)
+    wait_for(lambda: is_gone(compiler) and is_gone(started) and not list(folder.iterdir()))
+
+
+ENDS = """
+#include <stdio.h>
+#include <stdlib.h>
+__attribute__((constructor)) static void end(void) { %s; }
+"""
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (
+            'fputs("runtime does not come first\\n", stderr); exit(1)',
+            "code 1: runtime does not come",
+        ),
+        ("abort()", "code 134: no message"),
+        ("*(volatile int *)8 = 0", "code 139: no message"),
+        ("exit(0)", "code 0: no message"),
+    ],
+)
+def test_a_library_that_ends_whoever_loads_it_ends_another_process_than_ours(
+    home, monkeypatch, tmp_path, act, said
+):
+    """`CC="cc -fsanitize=address"` makes one. The program was gone, with a line that named no
+    cause."""
+    (tmp_path / "ends.c").write_text(ENDS % act)
+    compiled = f"exec {COMPILER} -shared -fPIC {tmp_path}/ends.c -o"
+    text = f'while [ "$1" != -o ]; do shift; done; {compiled} "$2"'
+    monkeypatch.setenv("CC", script(tmp_path / "cc", text))
+    with pytest.raises(rows.Unbuilt, match=said):
+        load()
+    assert not list(home.iterdir())
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [("-E", "invalid ELF header"), ("-c", "ET_DYN"), ("-fsyntax-only", "nothing")],
+)
+def test_what_is_no_library_is_said_to_be_none(home, monkeypatch, options, said):
+    """The reason was that no folder allowed programs to be run from it."""
+    monkeypatch.setenv("CC", f"{COMPILER} {options}")
+    with pytest.raises(rows.Unbuilt, match=f"cc.*{said}"):
+        load()
+
+
+@NEEDS_COMPILER
+def test_bytes_that_are_no_text_are_read_in_cc_and_shown_by_another_sign(
+    home, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("CC", f"{COMPILER} -DNAME=\udcff")
+    assert rows.is_right(load()[1])
+    script(tmp_path / "c\udcff", "exit 1")
+    monkeypatch.setenv("CC", str(tmp_path / "c\udcff"))
+    with pytest.raises(rows.Unbuilt, match=r"/c\? fails with code 1: no message"):
+        load()
 
 
 @NEEDS_COMPILER
