@@ -12,8 +12,11 @@ Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py
 
 from __future__ import annotations
 
-# `program` comes first, so that Ctrl-C is quiet during the other imports, too.
-from parts import program  # isort: split
+try:
+    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
+    from parts import program
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 import argparse
 import os

@@ -50,8 +50,11 @@ policies `open` compares, and `Engine.step` in `nanobatch.py`, whose stages `ste
 
 from __future__ import annotations
 
-# It comes first, so that Ctrl-C is quiet during the other imports, too.
-from parts import program  # isort: split
+try:
+    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
+    from parts import program
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 import argparse
 import json

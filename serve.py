@@ -15,16 +15,22 @@ request.
 
 from __future__ import annotations
 
-# It comes first, so that Ctrl-C is quiet during the other imports, too.
-from parts import program  # isort: split
+try:
+    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
+    from parts import program
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 import argparse
 import gc
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 from door.door import DRAIN_S, Door
@@ -116,19 +122,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def serve(door: Door, args: argparse.Namespace) -> int:
-    """From a bound socket to the end of the last answer; returns the exit code."""
-    signals = []  # the first lets answers end, the second ends them, and more change nothing
+    """From a bound socket to the end of the last answer; returns the exit code.
 
-    def leave(number: int, _) -> None:
-        if door.served is None:
-            # A download, or a layer that is being read, cannot be interrupted, but it can be left
+    subtle: a signal is noted, and raises nothing. An exception may come at any line, also where a
+    lock has been taken and is not yet sure to be released: the server then waited for ever.
+    """
+    signals = SimpleQueue()  # the first lets answers end, the second ends them
+    is_awaited = False
+    overdue = math.inf
+
+    def note(number: int, _) -> None:
+        nonlocal overdue
+        # A download, or a layer that is being read, cannot be interrupted, but it can be left. So
+        # can a main thread that does not come to the first signal, or hangs behind it.
+        is_lost = not is_awaited and not signals.empty()
+        if door.served is None or is_lost or time.monotonic() > overdue:
             os._exit(0)
-        signals.append(number)
-        if len(signals) == 1:
-            raise KeyboardInterrupt
+        overdue = min(overdue, time.monotonic() + 2 * DRAIN_S)
+        signals.put(number)
 
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGINT, note)
     door.start()
     engine = None
     code = 0
@@ -141,18 +155,18 @@ def serve(door: Door, args: argparse.Namespace) -> int:
         )
         if engine.text.unfit:
             print(f"nanobatch: {engine.text.unfit}", file=sys.stderr, flush=True)
-        door.wait()
-    except KeyboardInterrupt:
-        door.drain(DRAIN_S, lambda: len(signals) > 1)
+        is_awaited = True
+        if door.wait(signals):
+            door.drain(DRAIN_S, lambda: not signals.empty())
     except (ValueError, OSError, RuntimeError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         code = 2
-    # The rest is short, and half done it would end in a crash
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
     door.close()
     if engine:
         engine.close()
+    # Whatever comes now, the exit code is decided
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)
     return code
 
 

@@ -37,8 +37,11 @@ engine of words.
 
 from __future__ import annotations
 
-# It comes first, so that Ctrl-C is quiet during the other imports, too.
-from parts import program  # isort: split
+try:
+    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
+    from parts import program
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 import argparse
 import asyncio

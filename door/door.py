@@ -28,7 +28,9 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
@@ -159,12 +161,15 @@ class Door:
             f"but only {readers} may read texts; pages of other hosts may not (--allow-host)"
         )
 
-    def wait(self) -> None:
-        """Until the door's thread has ended, or a signal comes. subtle: `join` would forget a thread
-        if Ctrl-C came out of it (3.11). And Python handles a signal when the main thread runs: one
-        that comes just before the main thread goes to sleep is handled when it wakes up."""
-        while not self._ended.wait(0.5):
-            pass
+    def wait(self, signals: SimpleQueue) -> bool:
+        """Until a signal has been put there: True; or until the door's thread has ended. subtle:
+        Python handles a signal when the main thread runs. One that comes just before the main
+        thread goes to sleep is handled when it wakes up."""
+        while not self._ended.is_set():
+            with suppress(Empty):
+                signals.get(timeout=0.5)
+                return True
+        return False
 
     def drain(self, patience: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Refuse what comes, and let what runs go on to its end: for so many seconds, or until

@@ -6,7 +6,9 @@ outside of any `try`. There it is an exception like others: Python prints a trac
 that catches it goes on as if nothing had happened. So a program imports this file before all
 others. From here on Ctrl-C ends the process at once: there is nothing yet that would have to be
 closed. `run` lets Python handle the signal as usual while `main` runs, so that `with` and `finally`
-do their work. When `main` has ended, Ctrl-C ends the process at once again.
+do their work. When `main` has ended, Ctrl-C ends the process at once again. While this file itself
+is imported, each program catches the exception. (Before a program's first line runs Python's own
+start, some 20 ms. Ctrl-C there is Python's to answer, and it prints a traceback.)
 
 The invariant: after Ctrl-C the exit code is 130 (0 for the screen and the server, which are usually
 ended so). Where the signal is ignored, as in a shell's background job, it stays so. A program that

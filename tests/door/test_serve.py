@@ -2,7 +2,9 @@
 raw sockets for the rest. The model is the demo's: its answers can be checked."""
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -1155,6 +1157,88 @@ def test_a_hail_of_signals_ends_a_busy_server_like_one(by):
         assert server.process.wait(60) == 0, server.log.read_text()
         assert "Traceback" not in server.log.read_text()
         assert b"[DONE]" in line.everything()
+
+
+SIGNALS_AT_LINES = """
+import os, signal, sys, threading
+from pathlib import Path
+sys.path[:0] = [os.getcwd(), "tests/lib"]
+import serve
+from checkpoints import make_checkpoint
+from door import door as rooms
+from nanobatch import Engine, Text
+from parts.model.load import read_model
+
+folder = make_checkpoint(Path(sys.argv[1]), seed=1)
+parts = read_model(folder), Text(folder, 272)
+serve.load = lambda args: Engine(*parts, slots=2, max_len=128)
+WATCHED = {module.__file__ for module in (threading, serve, rooms)}
+ended = 0
+for at in map(int, sys.argv[2:]):
+    door = serve.Door(serve.Options(port=0))
+    lines = iter(range(10**9))
+    second = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename not in WATCHED:
+            return None
+        if event == "line" and door.served and next(lines) == at:
+            sys.settrace(None)
+            second.start()
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    code = serve.serve(door, serve.parse_arguments(["--port", "0"]))
+    second.cancel()
+    ended += code == 0
+print(ended)
+"""
+
+
+def test_a_signal_at_any_line_of_a_server_that_waits_lets_it_end(tmp_path):
+    """Ctrl-C came out of a line of Python's own `wait`: its lock was never released, and no other
+    signal ended the server. Or it was released twice, and the exit code was 2."""
+    lines = ["0", "4", "8", "20"]  # 20 and 32 were such lines
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALS_AT_LINES, str(tmp_path / "model"), *lines],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{len(lines)}\n"), done.stderr[-2000:]
+
+
+def test_a_second_signal_ends_a_server_that_does_not_come_to_the_first():
+    """Nobody reads its standard error, which is full: so it does not get beyond its first line."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writer, b"x" * 4096):
+            pass
+    os.set_blocking(writer, True)
+    (port,) = free_ports(1)
+    command = [sys.executable, str(ROOT / "serve.py"), "--port", str(port)]
+    process = subprocess.Popen(command, stderr=writer)
+    server = Server.__new__(Server)
+    server.host, server.port = "127.0.0.1", port
+    deadline = time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ConnectionRefusedError):
+                if server.ask("/health").status == 200:
+                    break
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reader)
+        os.close(writer)
 
 
 def test_an_idle_server_ends_at_once():

@@ -475,6 +475,36 @@ def test_ctrl_c_during_the_imports_is_quiet_in_every_program(tmp_path, program, 
     assert (done.returncode, done.stderr) == (130, b"")
 
 
+INTERRUPTS = """
+import os, signal, sys
+class Presses:
+    def find_spec(name, *_):
+        if name == os.environ["AT"]:
+            open(os.environ["REACHED"], "w").close()
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Presses)
+"""
+
+
+@pytest.mark.parametrize("module", ["parts", "parts.program", "parts.checks"])
+@pytest.mark.parametrize("name", ["ask.py", "serve.py", "bench.py", "tui.py"])
+def test_ctrl_c_is_quiet_from_a_programs_first_line_on(tmp_path, name, module):
+    """One that came while the file was imported that makes it quiet was a traceback."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
+    reached = tmp_path / "reached"
+    environment = {"PYTHONPATH": str(tmp_path), "AT": module, "REACHED": str(reached)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / name)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert reached.exists(), "the signal never came"
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 def test_closed_standard_streams_leave_their_numbers_to_no_other_file(tmp_path):
     """A service may be started without them. The weights were opened as file 0, which MLX takes for
     a failure."""
