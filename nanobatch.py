@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 from kv import Slab, Window
 from llama import forward
 from parts.api.ctrl_c import Held
-from parts.api.faults import describe, show_fault
+from parts.api.faults import describe, let_go, show_fault
 from parts.api.handle import Handle, Result, TokenLogprob
 from parts.api.ledger import Ledger
 from parts.api.loop import Loop
@@ -561,11 +561,13 @@ class Engine:
         masks = {}
         for member in plan.emitters:
             handle = self._ledger.open.get(member.request.id)
-            if handle is None or handle.grammar is None:  # None: it has ended, and is a ghost
+            grammar = handle and handle.grammar
+            if grammar is None:  # none is wanted, or the request has ended and is a ghost
                 continue
             try:
-                masks[member.slot] = handle.grammar.mask()
+                masks[member.slot] = grammar.mask()
             except BaseException as error:  # a panic in the library's Rust is no Exception
+                let_go(error)
                 with self.changed:
                     self._end(handle, "error", describe(error), error)
         return masks

@@ -244,8 +244,8 @@ class Answer:
         self.look()  # what was committed before the last handle was known here
         while self.left:
             await self._come()
-        if failure := self._failure():
-            raise failure
+        if self._failure():
+            raise self._failure()  # without a name, which would refer to its own traceback
         if self._has_words:
             body = await asyncio.get_running_loop().run_in_executor(pool, self._body)
         else:
@@ -275,7 +275,6 @@ class Answer:
         if self.wish.progress:
             first += self.shape.progress(self._progress)
         await visit.write(first)
-        visit.waits_for = self._silence
         self._straight = visit if left == 1 and not self._has_words else None
         while left:
             said = b""
@@ -326,7 +325,7 @@ class Answer:
             seconds=time.perf_counter() - self._came,
         )
 
-    def _silence(self) -> bytes:
+    def progress(self) -> bytes:
         """While the prompt is read, a stream tells how far this has come."""
         if self.choices[0].times:
             return b""

@@ -73,7 +73,6 @@ class Handler:
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         visit: Visit = scope["state"]["visit"]
-        visit.request = Request(scope, receive)
         response = await self._answer(visit)
         if response:
             await response(scope, receive, send)
@@ -115,13 +114,12 @@ class Door:
         names."""
         asks = []
         for path, protocol in PROTOCOLS.items():
-            handler = Handler(partial(self._complete, protocol))
-            asks.append(Route(path, handler, methods=["POST"], max_body_size=http.BODY))
+            asks.append(Route(path, Handler(partial(self._complete, protocol)), methods=["POST"]))
         hosts = self.options.names if self.is_local else ["*"]
         return Router(
             [
                 *asks,
-                Route(COUNT, Handler(self._count), methods=["POST"], max_body_size=http.BODY),
+                Route(COUNT, Handler(self._count), methods=["POST"]),
                 Route("/v1/models", Handler(self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", Handler(self._models), methods=["GET"]),
                 Route("/health", Handler(self._health), methods=["GET"]),
@@ -222,7 +220,7 @@ class Door:
     async def _listen(self) -> None:
         self._mailbox = Mailbox(asyncio.get_running_loop(), self._answers)
         connections = self._server.server_state.connections
-        sweeper = asyncio.ensure_future(http.sweep(connections, self._visits))
+        sweeper = asyncio.ensure_future(http.sweep(connections, self._visits, self._progress))
         await self._server.serve([self._socket])
         sweeper.cancel()
 
@@ -241,6 +239,7 @@ class Door:
         self._visits.add(visit)
         await self._pages(scope, receive, send)
         self._visits.discard(visit)
+        del scope["state"]["visit"]  # each refers to the other
         visit.connection.end_visit(visit)
         visit.note(latency_s=time.perf_counter() - began)
         if visit.is_news:
@@ -347,6 +346,10 @@ class Door:
 
     # --- a prompt and its answer
 
+    def _progress(self, number: int) -> bytes:
+        answer = self._answers.get(number)
+        return answer.progress() if answer else b""
+
     async def _count(self, visit: Visit) -> Response:
         """How many tokens a prompt has."""
         body = await http.read_body(visit, self._visits)
@@ -389,8 +392,8 @@ class Door:
                 raise Gone
             return tasks[0].result()
         finally:
-            for task in tasks:
-                task.cancel()
+            while tasks:  # a task keeps its exception, and that keeps this frame
+                tasks.pop().cancel()
             answer.cancel()
             if visit.call.requests:
                 answer.account(visit, self.figures)

@@ -5,8 +5,8 @@ The problem. A port on this machine is open to every program on it, and to every
 browser. What comes in may be malformed, huge, or never end; what goes out may never be read.
 
 What this file keeps. Each wait has a limit, and so has each size. Nothing here knows models or
-engines. `uvicorn` speaks HTTP (`httptools` parses it), and `starlette` knows hosts, pages and
-bodies. What they leave open is done here.
+engines. `uvicorn` speaks HTTP (`httptools` parses it), and `starlette` knows hosts and pages.
+What they leave open is done here.
 
 Where next: `bridge.py`, for the requests that ask for an answer.
 """
@@ -19,6 +19,7 @@ import ipaddress
 import re
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from operator import attrgetter
@@ -77,6 +78,10 @@ class Options(NamedTuple):
         return [name.lower() for name in (*LOOPBACK, own, *self.allow_hosts)]
 
 
+# What the stream of a visit, by its number, says while it waits for its first word
+Progress = Callable[[int], bytes]
+
+
 class Gone(Exception):
     """The client has hung up."""
 
@@ -90,7 +95,7 @@ class Visit:
         self.status: int | None = None  # of the answer, once it has begun
         self.is_news = False  # a look at /health is none
         self.size = 0  # bytes of its body, as long as those are kept
-        self.connection: Connection = request.state.connection
+        self.connection: Connection = request.state.connection()
         self._is_old = request.scope["http_version"] == "1.0"
         self.send_head = send  # for the head of an answer
         self._send = send  # for its body
@@ -99,8 +104,6 @@ class Visit:
         self._wrote: float | None = None
         # A refusal's body: a protocol may have a form of its own
         self.error: Callable[[Refusal], dict] = attrgetter("body")
-        # What a stream says that waits for its first word
-        self.waits_for: Callable[[], bytes] = bytes
 
     @property
     def call(self) -> Call:
@@ -153,14 +156,14 @@ class Visit:
         for _ in self.write(body).__await__():
             pass
 
-    async def break_silence(self, now: float) -> None:
+    async def break_silence(self, now: float, progress: Progress) -> None:
         """Proxies close a connection on which nothing moves, and people wonder what goes on."""
         if self._wrote is None or self.connection.is_blocked:
             return
         silence = now - self._wrote
         if silence > PING_S:
             await self.write(PING)
-        elif silence > PROGRESS_S and (said := self.waits_for()):
+        elif silence > PROGRESS_S and (said := progress(self.number)):
             await self.write(said)
 
     def probe(self) -> None:
@@ -258,16 +261,13 @@ def may_read(request: Request, options: Options) -> bool:
 
 
 def refusal_of(request: Request, error: HTTPException) -> Refusal:
-    """What Starlette refuses: `TrustedHostMiddleware` a host, `Route` a method,
-    `RequestBodyLimitMiddleware` a body."""
+    """What Starlette refuses: `TrustedHostMiddleware` a host, `Route` a method."""
     if error.status_code == 400:
         words = f"the Host {shown(request.headers.get('host', ''))} is none of this server's names"
         return Refusal(403, f"{words}; --allow-host adds one", "host_not_allowed")
-    if error.status_code == 405:
-        allowed = ", ".join(sorted(error.headers["allow"].split(", ")))
-        words = f"{shown(request.method)} is not a method of {request.scope['path']}; use {allowed}"
-        return Refusal(405, words, "method_not_allowed", Allow=allowed)
-    return Refusal(413, f"the body has more than {BODY:,} bytes", "request_too_large")
+    allowed = ", ".join(sorted(error.headers["allow"].split(", ")))
+    words = f"{shown(request.method)} is not a method of {request.scope['path']}; use {allowed}"
+    return Refusal(405, words, "method_not_allowed", Allow=allowed)
 
 
 # --- connections --------------------------------------------------------------------------------
@@ -285,9 +285,9 @@ class Line:
     client hangs up. So we read on for a while.
     """
 
-    def __init__(self, transport: asyncio.Transport, is_unread: Callable[[], bool]):
+    def __init__(self, transport: asyncio.Transport):
+        self.is_unread = False  # is the client in the middle of a request?
         self._transport = transport
-        self._is_unread = is_unread  # is the client in the middle of a request?
         self._has_left = False
         self._room: int | None = None  # while reading is to stop: for so many bytes it goes on
 
@@ -302,7 +302,7 @@ class Line:
             self._transport.write(data)
 
     def close(self) -> None:
-        if not self._is_unread():
+        if not self.is_unread:
             self._transport.close()
         elif not self.is_closing():
             self._has_left = True
@@ -335,11 +335,11 @@ class Connection(HttpToolsProtocol):
     """
 
     def __init__(self, app_state: dict, **how):
-        super().__init__(app_state=app_state | {"connection": self}, **how)
+        # Weak, as a connection that refers to itself would stay until the collector comes
+        super().__init__(app_state=app_state | {"connection": weakref.ref(self)}, **how)
         self.patience = STUCK_S
         self._waiting = 0  # requests that came, and whose visits have not begun
         self._in_head = False
-        self._in_message = False
         self._head = 0  # bytes of a head that is not complete, about
         self._blocked_since: float | None = None  # since then the client has taken too little
         self._silent_since: float | None = time.monotonic()  # since then a whole request is awaited
@@ -348,10 +348,12 @@ class Connection(HttpToolsProtocol):
         self.lost = asyncio.Event()  # the client has hung up
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(Line(transport, lambda: self._in_message))
+        super().connection_made(Line(transport))
 
     def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
+        super().connection_lost(None)  # with an error, `uvicorn` would keep its timer for `IDLE_S`
+        self.cycle = None  # what came before its turn refers to this connection
+        self.pipeline.clear()
         self.lost.set()
 
     def eof_received(self) -> bool:
@@ -361,7 +363,7 @@ class Connection(HttpToolsProtocol):
         A client that speaks HTTP/1.0 is taken for gone: nothing can be written to it before its
         answer.
         """
-        has_asked = bool(self._visit or self._waiting) and not self._in_message
+        has_asked = bool(self._visit or self._waiting) and not self.transport.is_unread
         self._is_half_closed = has_asked and self.scope["http_version"] == "1.1"
         if self._is_half_closed:
             for delay in PROBES_S:
@@ -377,7 +379,7 @@ class Connection(HttpToolsProtocol):
             return
         if not self._visit and self._silent_since is None:
             self._silent_since = time.monotonic()
-        is_body = self._in_message and not self._in_head
+        is_body = self.transport.is_unread and not self._in_head
         if not is_body:
             # Java's client offers HTTP/2 in its first request. Behind such an offer `httptools`
             # reads no body.
@@ -390,7 +392,7 @@ class Connection(HttpToolsProtocol):
                 self.send_400_response("The request's head is too long.")
 
     def on_message_begin(self) -> None:
-        self._in_message = True
+        self.transport.is_unread = True
         self._in_head = True
         super().on_message_begin()
 
@@ -413,7 +415,7 @@ class Connection(HttpToolsProtocol):
         self._head = 0
 
     def on_message_complete(self) -> None:
-        self._in_message = False
+        self.transport.is_unread = False
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -478,16 +480,23 @@ def server(app: Callable) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-async def sweep(connections: set[Connection], visits: set[Visit]) -> None:
+async def sweep(connections: set[Connection], visits: set[Visit], progress: Progress) -> None:
     """Now and then: pings, and an end to connections that never send a whole request, or never take
     an answer."""
     while True:
         await asyncio.sleep(SWEEP_S)
-        now = time.monotonic()
-        for visit in list(visits):
-            await visit.break_silence(now)
-        for connection in list(connections):
-            connection.end_if_stuck(now)
+        await look_after(list(connections), list(visits), progress)
+
+
+async def look_after(
+    connections: Iterable[Connection], visits: Iterable[Visit], progress: Progress
+) -> None:
+    """Once. By itself, since a loop that sleeps would keep the last visit in memory."""
+    now = time.monotonic()
+    for visit in visits:
+        await visit.break_silence(now, progress)
+    for connection in connections:
+        connection.end_if_stuck(now)
 
 
 # --- sockets, bodies, answers -------------------------------------------------------------------
@@ -521,12 +530,14 @@ async def read_body(visit: Visit, visits: Iterable[Visit]) -> bytes:
         words = f"the body is of type {shown(kind)}, or compressed"
         words += "; give plain JSON as 'Content-Type: application/json'"
         raise Refusal(415, words, "unsupported_media_type")
+    check_size(int(request.headers.get("content-length", 0)))
     try:
         async with asyncio.timeout(BODY_S):
             parts = []
             async for part in request.stream():
                 parts.append(part)
                 visit.size += len(part)
+                check_size(visit.size)
                 if visit.size > LONG and sum(each.size for each in visits) > BODIES:
                     words = f"more than {BODIES:,} bytes of bodies are being read already"
                     raise Refusal(429, words, "rate_limit_exceeded", Retry_After="1")
@@ -534,6 +545,11 @@ async def read_body(visit: Visit, visits: Iterable[Visit]) -> bytes:
     except TimeoutError:
         words = f"the body has not come within {BODY_S:.0f} s"
         raise Refusal(408, words, "request_timeout", Connection="close") from None
+
+
+def check_size(bytes: int) -> None:
+    if bytes > BODY:
+        raise Refusal(413, f"the body has more than {BODY:,} bytes", "request_too_large")
 
 
 def reply(body: dict, status: int = 200, headers: dict[str, str] | None = None) -> Response:

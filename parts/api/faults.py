@@ -33,7 +33,7 @@ def describe(error: BaseException) -> str:
 def show_fault(what: str, error: BaseException) -> None:
     """Show what has failed, and the traceback. Any thread may call it."""
     LOG.error("nanobatch: %s", what, exc_info=error)
-    _let_go(error)
+    let_go(error)
 
 
 @contextmanager
@@ -47,11 +47,12 @@ def shown(what: str) -> Iterator[None]:
         raise
 
 
-def _let_go(error: BaseException) -> None:
-    """Empty the frames that an exception has come through. Its traceback keeps all files and lines.
+def let_go(error: BaseException) -> None:
+    """Take the traceback from an exception that will be kept, and all that hangs on it.
 
-    subtle: a handle keeps its exception, an exception its frames, and a frame of `forward` the
-    slab. After a failure the engine makes a new slab, and there may not be memory for two.
+    subtle: a traceback keeps its frames, and a frame of `forward` the slab. After a failure the
+    engine makes a new slab, and there may not be memory for two. Other frames still run, and refer
+    to the handle that keeps the exception: the two would stay until the collector comes.
     """
     seen = set()
     left = [error]
@@ -60,5 +61,6 @@ def _let_go(error: BaseException) -> None:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        traceback.clear_frames(each.__traceback__)
+        traceback.clear_frames(each.__traceback__)  # a record in a log may have it, too
+        each.__traceback__ = None
         left += [each.__cause__, each.__context__]

@@ -92,6 +92,7 @@ class Ledger:
         if handle is not None:
             # A handle would keep the engine, and all its log probabilities
             self.ended.add(handle.view())
+            handle.grammar = None  # it takes megabytes, and its owner may keep the handle
 
     def snapshot(
         self,

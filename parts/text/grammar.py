@@ -291,7 +291,10 @@ def in_a_maker(function: Callable[[], Any]) -> Any:
     """Call a function in one of the threads that make grammars, and wait for it."""
     result: Future = Future()
     makers().put((function, result))
-    return result.result()
+    try:
+        return result.result()
+    finally:
+        del result  # what it raises refers to this frame, and so would to itself
 
 
 @cache

@@ -299,10 +299,6 @@ Reading = Generator[None, None, T]
 class Parser:
     """Takes one answer apart: `push` takes a piece of its text, `finish` gives what was held back.
 
-    `_read` reads the answer from its beginning to its end. It takes from `self._text` what it
-    understands. Where that is not enough it yields, and goes on when the next piece has come. So do
-    the methods that it is made of: each reads a part of the answer.
-
     `tools`: their names; without any, what looks like a call is text.
     `is_thinking`: the prompt has opened a thought already.
     `is_single`: at most one call is wanted.
@@ -315,6 +311,37 @@ class Parser:
         is_thinking: bool = False,
         is_single: bool = False,
     ):
+        self._reader = Reader(speech, tools, is_thinking, is_single)
+        # The generator refers to the reader, and nothing there refers to the generator. Else an
+        # answer that is cut off would stay in memory until the collector comes.
+        self._reading = self._reader.read()
+
+    @property
+    def thought(self) -> int:
+        """So many characters of the answer are thoughts, with their marks."""
+        return self._reader.thought
+
+    def push(self, piece: str) -> list[Part]:
+        self._reader.add(piece)
+        next(self._reading, None)
+        return self._reader.take()
+
+    def finish(self) -> list[Part]:
+        """At the end of the answer: what may have become a mark has not, and is text."""
+        self._reader.is_complete = True
+        return self.push("")
+
+
+class Reader:
+    """What a parser has understood of its answer.
+
+    `read` reads the answer from its beginning to its end. It takes from `self._text` what it
+    understands. Where that is not enough it yields, and goes on when the next piece has come. So do
+    the methods that it is made of: each reads a part of the answer.
+    """
+
+    def __init__(self, speech: Speech, tools: Collection[str], is_thinking: bool, is_single: bool):
+        self.is_complete = False  # no more text will come
         self.thought = 0  # so many characters of the answer are thoughts, with their marks
         self.calls = 0  # so many have begun
         self._marks = speech.thought
@@ -324,30 +351,25 @@ class Parser:
         # What has not been understood yet. Of a thought that the prompt has opened: its mark
         self._text = self._marks[0] if is_thinking else ""
         self._length = 0  # of all text so far
-        self._is_complete = False  # no more text will come
         self._parts: list[Part] = []
-        self._reading = self._read()
 
-    def push(self, piece: str) -> list[Part]:
+    def add(self, piece: str) -> None:
         self._length += len(piece)
         self._text += piece
-        next(self._reading, None)
+
+    def take(self) -> list[Part]:
+        """What has been understood since."""
         parts = self._parts
         self._parts = []
         return joined(parts) if len(parts) > 1 else parts
 
-    def finish(self) -> list[Part]:
-        """At the end of the answer: what may have become a mark has not, and is text."""
-        self._is_complete = True
-        return self.push("")
-
-    def _read(self) -> Reading[None]:
+    def read(self) -> Reading[None]:
         """The whole answer. A thought, and a call that has no mark, may stand at the beginning and
         behind a mark."""
         opens = self._format.opens if self._format else ""
         is_bare = self._format is not None and self._format.is_bare
         is_start = True
-        while self._text or not self._is_complete:
+        while self._text or not self.is_complete:
             if is_start and self._marks and (yield from self._skip(self._marks[0])):
                 yield from self._say_up_to("thought", self._marks[1])
                 self.thought = self._length - len(self._text)
@@ -367,7 +389,7 @@ class Parser:
                 return False
             if text.startswith(mark):
                 return True
-            if self._is_complete or not mark.startswith(text):
+            if self.is_complete or not mark.startswith(text):
                 return False
             yield
 
@@ -382,7 +404,7 @@ class Parser:
     def _skip_space(self) -> Reading[None]:
         """All of it behind a mark, however long: it is gone as it comes, so nothing is held back."""
         self._text = self._text.lstrip()
-        while not self._text and not self._is_complete:
+        while not self._text and not self.is_complete:
             yield
             self._text = self._text.lstrip()
 
@@ -394,11 +416,11 @@ class Parser:
         """
         while not mark or mark not in self._text:
             words = self._text
-            if mark and not self._is_complete:
+            if mark and not self.is_complete:
                 words = without_space(words.removesuffix(beginning(mark, words)))
             self._say(kind, words)
             self._text = self._text[len(words) :]
-            if self._is_complete:
+            if self.is_complete:
                 return ""
             yield
         before, _, self._text = self._text.partition(mark)
@@ -427,7 +449,7 @@ class Parser:
         yield from self._skip_space()
         if (yield from self._skip(mark)):
             return True
-        if self._is_complete and mark.startswith(self._text):
+        if self.is_complete and mark.startswith(self._text):
             self._text = ""
         return False
 
@@ -435,7 +457,7 @@ class Parser:
         """Wait for a pattern, until it is clear that it does not come: `last` does not stand in
         it."""
         while not (found := pattern.match(self._text, 0, HEAD)):
-            if last in self._text or len(self._text) >= HEAD or self._is_complete:
+            if last in self._text or len(self._text) >= HEAD or self.is_complete:
                 return None
             yield
         return found
@@ -488,7 +510,7 @@ class Parser:
             self._text = self._text[end:]
             if kind:
                 self._say(kind, taken[-1])
-            if braces.depth == 0 or self._is_complete:
+            if braces.depth == 0 or self.is_complete:
                 return "".join(taken)
             yield
 

@@ -20,24 +20,11 @@ from conform import (
     data,
     said,
 )
-from doors import CHAT, Server
+from doors import CHAT
 from jsonschema import validate
-from parrot import Parrot
+from parrot import Taught
 
 from parts.text.speech import FORMATS, Speech
-
-
-class Taught(Server):
-    """A door in this process, spoken to like a server in another."""
-
-    def __init__(self, **options):
-        self.parrot = Parrot(**options)
-        self.address = self.parrot.door.address
-        self.host, _, port = self.address.removeprefix("http://").rpartition(":")
-        self.port = int(port)
-
-    def __exit__(self, *exception) -> None:
-        self.parrot.close()
 
 
 @pytest.fixture(scope="module")

@@ -230,7 +230,7 @@ def compare(
             many = index + 1  # from here on they are two different answers
             break
     beside = many if is_beside else 0
-    masked = many if handle.grammar else 0
+    masked = many if handle.sampling.grammar else 0
     total = Count(many, tuple(found), handle.metrics.cached_tokens, beside, 0, masked)
     if many > 1:
         # The same answer read as a prompt: its rows come from a chunk, and not one by one.

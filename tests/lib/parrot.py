@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import EOS, make_checkpoint
+from doors import Server
 
 from door.door import Door
 from door.http import Options
@@ -114,3 +115,16 @@ class Parrot:
         self.door.close()
         self.loop.stop()
         self.engine.close()
+
+
+class Taught(Server):
+    """A door in this process, spoken to like a server in another."""
+
+    def __init__(self, **options):
+        self.parrot = Parrot(**options)
+        self.address = self.parrot.door.address
+        self.host, _, port = self.address.removeprefix("http://").rpartition(":")
+        self.port = int(port)
+
+    def __exit__(self, *exception) -> None:
+        self.parrot.close()
