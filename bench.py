@@ -85,7 +85,7 @@ from parts.checks import one_line, read_whole, shown
 from parts.device import mlx as device
 from parts.model.config import read_config
 from parts.model.find import find
-from sched import POLICIES
+from policies import POLICIES
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -45,7 +45,7 @@ from parts.api.handle import Handle, Result, TokenLogprob
 from parts.api.ledger import Ledger
 from parts.api.loop import Loop
 from parts.api.settings import Sampling
-from parts.api.views import ExpertsView, Roof, Snapshot, StepView
+from parts.api.views import ExpertsView, Limits, Roof, Snapshot, StepView
 from parts.device import mlx as device
 from parts.device.mlx import device_lock, device_stream, mx
 from parts.device.roof import measure
@@ -54,10 +54,12 @@ from parts.model import find as models
 from parts.model.fit import Sizes, far_position, fit_all, is_exact, slab_shape
 from parts.model.layers import Model
 from parts.model.load import ModelReader
+from parts.price import Price
 from parts.ranks.meet import join
 from parts.text.tokens import Text
+from policies import DEFAULT, POLICIES, policy_of
 from sampling import PENALTY_CONTEXT, Logprobs, Pick, SlotState, choose
-from sched import DEFAULT, POLICIES, Plan, QueueFull, Request, Scheduler
+from sched import Plan, QueueFull, Request, Scheduler
 
 __all__ = [
     "POLICIES",
@@ -446,17 +448,18 @@ class Engine:
         self.text = text
         self.reuse = reuse
         self.run_ahead = run_ahead
+        self.hurries = not device.has_gpu()  # see `_may_fly`
         self.clock = clock
         self.ranks = model.ranks
+        self.price = Price(far_position(model.config))
         self.sched = Scheduler(
             sizes.slots,
             sizes.max_len,
+            policy_of(policy),
             chunk=sizes.chunk,
             budget=sizes.budget,
-            far=far_position(model.config),
-            policy=policy,
+            price=self.price,
             max_queue=max_queue,
-            hurry=not device.has_gpu(),
         )
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
         self.on_commit: Callable[[], None] | None = None
@@ -575,14 +578,14 @@ class Engine:
     def _may_fly(self, planned: tuple[Plan, Order] | None) -> int:
         """How many steps may stay in flight: one if the engine runs ahead.
 
-        On a CPU, a step that yields a first token is read at once (`Plan.read_at_once`). MLX's
-        queue is short there: to start the next step takes nearly as long as that step itself, and
-        the token would come only then.
+        On a CPU, a step that yields a first token is read at once (`hurries`). MLX's queue is short
+        there: to start the next step takes nearly as long as that step itself, and the token would
+        come only then.
         """
         if planned is None or not self.run_ahead:
             return 0
         plan, _ = planned
-        return 0 if plan.read_at_once else 1
+        return 0 if self.hurries and plan.has_first_token else 1
 
     def _commit(self) -> None:
         """Read the tokens of the oldest step in flight, and hand them to their requests."""
@@ -819,7 +822,9 @@ class Engine:
         """What the engine is doing now, and what has happened since an earlier snapshot."""
         with self.changed:
             now = self.clock()
-            return self._ledger.snapshot(self.sched, self._blocked, self.ranks.view, now, since)
+            limits = Limits.of(self.sched, self.price.far, self.hurries)
+            ranks = self.ranks.view
+            return self._ledger.snapshot(self.sched, limits, self._blocked, ranks, now, since)
 
     def note(self, what: str, error: BaseException) -> None:
         """Something failed outside of any request: snapshots have a line of it, stderr the rest."""
@@ -845,7 +850,7 @@ class Engine:
     def drain(self, to: str) -> None:
         """Change the policy as soon as all that runs has ended. The slots forget what they hold."""
         with self.changed:
-            self.sched.drain(to)
+            self.sched.drain(policy_of(to))
 
     def check(self) -> None:
         """Assert the invariants of scheduler and slab. The tests do so after every step."""

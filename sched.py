@@ -29,32 +29,23 @@ new.
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
     0 <= committed <= planned <= max_tokens; planned is at most two steps ahead
-    requests are admitted in the order of arrival; under `fair`, those of each client
+    requests stand in line in the order of arrival
 
-Where next: `prefix.py`. This file asks of it: `choose_slot` for a new prompt, `best_source` for the
-rows of its beginning. And it tells: `hold`, what a slot will hold, and `forget`.
+Where next: `policies.py`, in which the policies differ. Then `prefix.py`. This file asks of it:
+`choose_slot` for a new prompt, `best_source` for the rows of its beginning. And it tells: `hold`,
+what a slot will hold, and `forget`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from prefix import SEGMENT, Prefixes, Trail
-
-# What each policy does. `Scheduler._room` says how many are admitted, and `_next` who is next.
-POLICIES = {
-    "continuous": "the next in line takes a slot as soon as one is free.",
-    "static": "a batch is admitted together; the next one waits until all of it has ended.",
-    "serial": "one request at a time.",
-    "fair": "a free slot goes to the client with the fewest slots, then to the one served longest ago.",
-    "short": "a free slot goes to the shortest prompt; each step in line counts as a token less.",
-}
-DEFAULT = next(iter(POLICIES))
-NARROWEST = 16  # tokens of a chunk at least, however late in a prompt
 
 
 class QueueFull(RuntimeError):
@@ -72,6 +63,7 @@ class Request:
     shares: bool = True  # may rows be taken over from other prompts, and by others?
     client: str = ""  # who asks: any name. All without a name are one client
     came: int = 0  # so many steps had been planned when the request came
+    turn: int = 0  # under `fair`: the last step that admitted its client while this one waited
     trail: Trail = field(default_factory=Trail)  # the beginnings of its prompt
     policy: str = ""  # under which policy it was admitted
     slot: int | None = None
@@ -104,7 +96,7 @@ class Chunk(NamedTuple):
     slot: int
     start: int
     stop: int
-    cost: int  # how much of the budget the chunk takes: each token has a price (`Scheduler._price`)
+    cost: int  # how much of the budget the chunk takes: each token has a price
     source: int | None  # before this chunk, rows [0:start] are copied from this slot
     emits: bool  # the last chunk of a prompt yields a token, the one that follows the prompt
 
@@ -136,7 +128,20 @@ class Plan:
     waiting: int  # how many requests are left in line
     policy: str  # the policy at that moment
     emitters: tuple[Chunk | Decode, ...]  # the chunks and decodes with a token each
-    read_at_once: bool  # the tokens are read before the next step is planned
+
+    @property
+    def has_first_token(self) -> bool:
+        return any(chunk.emits for chunk in self.chunks)
+
+
+class Policy(NamedTuple):
+    """All in which policies differ (`policies.py`)."""
+
+    name: str
+    does: str  # in a sentence, for people
+    room: Callable[[int, int], int]  # (free slots, running requests) -> how many may come in now
+    # The requests in line, those to be admitted first in front. Each one taken is admitted.
+    next: Callable[[Scheduler], Iterator[Request]]
 
 
 Accept = Callable[[Request, int], str | None]  # delivers a token; says why the answer ends, or None
@@ -147,21 +152,19 @@ class Scheduler:
 
     `slots`, `max_len`: how many sequences run at once, and how many tokens each may have.
     `chunk`, `budget`: the most tokens of a chunk, and of a step.
-    `far`: from this row on, attention costs a token more than the rest of its layer.
-    `hurry`: after a step with a first token, read the tokens before the next step is planned.
+    `price`: (row, chunk) -> what a token takes of the budget in a chunk that begins at this row.
     """
 
     def __init__(
         self,
         slots: int,
         max_len: int,
+        policy: Policy,
         *,
         chunk: int = 64,
         budget: int = 200,
-        far: int = 2**63,
-        policy: str = DEFAULT,
+        price: Callable[[int, int], float] = lambda row, chunk: 1.0,
         max_queue: int = 10_000,
-        hurry: bool = False,
     ):
         limits = {"slots": slots, "max_len": max_len, "chunk": chunk, "max_queue": max_queue}
         for name, value in limits.items():
@@ -171,14 +174,13 @@ class Scheduler:
         self.max_len = max_len
         self.chunk = chunk
         self.budget = budget
-        self.far = far
+        self.price = price
         self.max_queue = max_queue
-        self.hurry = hurry
-        self.draining_to: str | None = None
+        self.policy = policy
+        self.draining_to: Policy | None = None
         self.steps = 0
         self.submitted = 0
         self.start_over(())
-        self.drain(policy)  # nothing runs, so the policy is this one at once
 
     @property
     def free(self) -> list[int]:
@@ -196,7 +198,7 @@ class Scheduler:
             wanted = f"prompt {prompt:,} + max_tokens {request.max_tokens:,} = {total:,}"
             raise ValueError(f"{wanted}, but a slot holds {self.max_len:,} (max_len)")
         # The next step admits as many requests as there is room for: these do not count.
-        waiting = len(self.waiting) - self._room(len(self.free))
+        waiting = len(self.waiting) - self._room()
         if waiting >= self.max_queue:
             limit = f"max_queue is {self.max_queue}"
             raise QueueFull(f"{waiting} requests are waiting, and {limit}; try later")
@@ -205,13 +207,11 @@ class Scheduler:
         self.waiting[request.id] = request
         self.submitted += 1
 
-    def drain(self, to: str) -> None:
+    def drain(self, to: Policy) -> None:
         """Change the policy once all running requests have ended; until then nothing is admitted.
 
         Then all slots forget what they hold. So runs under two policies can be compared.
         """
-        if to not in POLICIES:
-            raise ValueError(f"policy = {to!r}; choose one of {', '.join(POLICIES)}")
         self.draining_to = to
         self._end_drain()
 
@@ -240,8 +240,7 @@ class Scheduler:
             if r.slot in self._to_scrub:
                 start, stop = self._to_scrub.pop(r.slot)
                 scrubs.append((r.slot, start, stop))
-        ends = [chunk for chunk in chunks if chunk.emits]  # of prompts
-        emitters = (*ends, *decodes)
+        emitters = [*(chunk for chunk in chunks if chunk.emits), *decodes]
         for member in emitters:
             member.request.planned += 1  # from here to its commit, the request is one token ahead
         chunked = {chunk.request.id for chunk in chunks}
@@ -255,57 +254,29 @@ class Scheduler:
             held=tuple(r for r in prefilling if r.id not in chunked),
             blocked=blocked,
             waiting=len(self.waiting),
-            policy=self.policy,
-            emitters=emitters,
-            read_at_once=self.hurry and bool(ends),
+            policy=self.policy.name,
+            emitters=tuple(emitters),
         )
 
     def _admit(self, now: float) -> list[Request]:
         """Give free slots to requests in line."""
         free = self.free
-        room = self._room(len(free))
-        admitted: list[Request] = []
-        while self.waiting and free and len(admitted) < room:
-            request = self._next()
+        admitted = list(islice(self.policy.next(self), self._room()))
+        for request in admitted:
             del self.waiting[request.id]
-            self._turns[request.client] = self.steps + 1
             request.slot, request.why = self.prefixes.choose_slot(request.trail, free)
             request.admitted = now
-            request.policy = self.policy
+            request.policy = self.policy.name
             self.running[request.id] = request
             free.remove(request.slot)
-            admitted.append(request)
-        if not self.waiting:
-            self._turns.clear()  # no client waits for its turn
         return admitted
 
-    def _room(self, free: int) -> int:
+    def _room(self) -> int:
         """How many requests may be admitted now."""
-        room = {
-            "continuous": free,  # whenever a slot is free
-            "static": 0 if self.running else free,  # a batch: when the last one has drained
-            "serial": 0 if self.running else 1,  # one at a time
-            "fair": free,  # as continuous, but `_next` differs
-            "short": free,  # likewise
-        }[self.policy]
-        return 0 if self.draining_to else room
-
-    def _next(self) -> Request:
-        """Which request in line is admitted next. The policies differ in this and in `_room`.
-
-        No request waits for ever. Under `fair`, a client without a slot is overtaken once at most
-        by each other client. Under `short`, a request of n tokens is overtaken only by those that
-        come within the next n steps.
-        """
-        line = self.waiting.values()  # in the order of arrival
-        if self.policy == "fair":
-            held = Counter(request.client for request in self.running.values())
-            oldest = {r.client: r for r in reversed(line)}.values()  # of each client
-            turns = self._turns
-            return min(oldest, key=lambda r: (held[r.client], turns.get(r.client, r.came), r.id))
-        if self.policy == "short":
-            return min(line, key=lambda r: len(r.prompt) + r.came)
-        return next(iter(line))
+        if self.draining_to:
+            return 0
+        free = self.slots - len(self.running)
+        return max(0, min(free, self.policy.room(free, len(self.running))))
 
     def _chunks(self, requests: Iterable[Request], left: int) -> list[Chunk]:
         """Cut prompts into chunks, oldest first, until the rest of the step's budget is spent.
@@ -324,7 +295,7 @@ class Scheduler:
                 start, source = self.prefixes.best_source(request.trail, request.slot, self.chunk)
                 if self._is_being_written(request, start, chunks):
                     continue  # the request waits for rows, not for budget: later prompts go on
-            price = self._price(start)
+            price = self.price(start, self.chunk)
             fitting = int(min(left, self.chunk) / price)
             if fitting < 1:
                 break  # later requests do not overtake
@@ -346,16 +317,6 @@ class Scheduler:
         """
         trail, rows = request.trail, start + self.chunk
         return any(self.prefixes.begin_alike(trail, chunk.request.trail, rows) for chunk in chunks)
-
-    def _price(self, start: int) -> float:
-        """The price of a token, in a chunk from this row on.
-
-        A token that looks further back costs more; at row `far`, twice as much. If a
-        token cost the same everywhere, the last chunks of a long prompt would be several times the
-        work of its first, and the neighbours would wait. But no chunk is cut narrower than
-        NARROWEST for it, since a step has a price of its own, too.
-        """
-        return min(1 + start / self.far, max(1, self.chunk / NARROWEST))
 
     def _note(self, request: Request, start: int, stop: int, source: int | None) -> None:
         """After this step, the slot holds the first `stop` rows of the prompt."""
@@ -439,7 +400,6 @@ class Scheduler:
         self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
         self.running: dict[int, Request] = {}  # by id, in the order of admission
         self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id, in the order of arrival
-        self._turns: dict[str, int] = {}  # by client: the step of its last admission
         for request in sorted(still_open, key=lambda request: request.id):
             assert request.committed == 0, request
             request.slot = request.admitted = None
@@ -461,8 +421,4 @@ class Scheduler:
             assert r.planned == 0 or r.prefilled == len(r.prompt), r
         for r in self.waiting.values():
             assert r.slot is None and r.planned == 0, r
-        order: dict[str, list[int]] = {}
-        for r in (*self.running.values(), *self.waiting.values()):
-            order.setdefault(r.client if self.policy == "fair" else "", []).append(r.id)
-        for ids in order.values():
-            assert self.policy == "short" or ids == sorted(ids), "not first come first served"
+        assert list(self.waiting) == sorted(self.waiting), "the line is not in the order of arrival"

@@ -39,7 +39,7 @@ from door.journal import log_to
 from parts.api import faults
 from parts.checks import one_line, read_whole
 from parts.device import blas
-from sched import POLICIES
+from policies import POLICIES
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

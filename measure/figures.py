@@ -19,6 +19,7 @@ from nanobatch import Engine, Request, Scheduler
 from parts.api.views import StepView
 from parts.device.mlx import mx
 from parts.model.fit import usual_budget
+from policies import POLICIES
 
 
 @dataclass
@@ -123,7 +124,9 @@ def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
     """
     prompts, runs = [(*range(length - 1000), *[id] * 1000) for id in range(slots)], []
     for _ in range(5):
-        sched, seconds = Scheduler(slots, length + 1, budget=usual_budget(slots, 64)), []
+        budget = usual_budget(slots, 64)
+        sched = Scheduler(slots, length + 1, POLICIES["continuous"], budget=budget)
+        seconds = []
         for id, prompt in enumerate(prompts):
             sched.submit(Request(id, prompt, 1, arrived=0.0))
         while sched.waiting or sched.running:

@@ -22,7 +22,7 @@ from itertools import cycle, islice, pairwise
 from rich.cells import cell_len
 
 from parts.api.views import RequestView
-from sched import POLICIES
+from policies import POLICIES
 from screen.ink import HUES, Line, Palette, Pen, axis, heading, number, span, style, wrap
 from screen.state import State
 from screen.totals import percentile

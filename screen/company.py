@@ -295,7 +295,7 @@ class Gathering:
         sched = self.engine.sched
         if sched.slots < 2:
             raise ValueError("there is no company in one slot; start with --slots 2 or more")
-        if sched.policy == "serial":
+        if sched.policy.name == "serial":
             raise ValueError("under serial each request runs alone; p changes the policy")
 
     def _tell(self, *lines: str, **changes) -> None:

@@ -305,7 +305,7 @@ class Trial:
         self._shut = self._shut + (sched.steps > self._seen) if is_shut else 0
         self._seen = sched.steps
         if self._shut > SHUT:
-            shut = f"{sched.policy} keeps a free slot shut while others run"
+            shut = f"{sched.policy.name} keeps a free slot shut while others run"
             raise ValueError(f"{shut}, so no elephant comes in; /policy continuous lets it in")
 
     def _drop_one(self, room: EngineRoom) -> Iterator[Found]:

@@ -3,7 +3,7 @@
 The problem. Footer, help, command palette and keyboard must not disagree.
 
 What this file keeps. All four are made from one table, `KEYS`. `WORDS` explains the words on the
-screen; what a policy does, it takes from `sched.POLICIES`.
+screen; what a policy does, it takes from `policies.POLICIES`.
 
 Where next: `session.py`, which obeys.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len
 
-from sched import POLICIES
+from policies import POLICIES
 from screen.breakage import BREAKS
 from screen.ink import Line, Palette, Pen, entry, heading, wrap
 from screen.room import RIVALS
@@ -518,7 +518,10 @@ def draw_help(state: State, p: Palette, width: int, height: int) -> list[Line]:
                 pen.put("".join(parts[i : i + 1]), p.text, do=key.action)
             lines.append(pen.line)
     lines.append(heading(p, width, "Words"))
-    for name, text in (*WORDS, *((name, f"a policy: {what}") for name, what in POLICIES.items())):
+    for name, text in (
+        *WORDS,
+        *((name, f"a policy: {policy.does}") for name, policy in POLICIES.items()),
+    ):
         lines += entry(p, width, name, text, names=13)
     return lines
 

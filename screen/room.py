@@ -36,7 +36,8 @@ from parts.api.handle import Handle
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
 from parts.api.views import ExpertsView, Limits, RequestView, Snapshot
-from sched import NARROWEST, POLICIES
+from parts.price import NARROWEST
+from policies import POLICIES
 from screen.ink import clean
 from screen.machine import Others
 

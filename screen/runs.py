@@ -32,6 +32,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView
+from parts.price import Price
+from policies import POLICIES
 from sched import Chunk, Plan, Request, Scheduler
 from screen.ink import DECODE, number, span
 from screen.timeline import Cell, Column, column, merge, useful_of
@@ -241,7 +243,10 @@ class Retold(Scheduler):
     """
 
     def __init__(self, limits: Limits, policy: str, told: Told | None):
-        super().__init__(**limits._asdict(), policy=policy)
+        made_with = limits._asdict()
+        price = Price(made_with.pop("far"))
+        self.hurries = made_with.pop("hurry")
+        super().__init__(**made_with, policy=POLICIES[policy], price=price)
         self.told = told
         self.coming: deque[Request] = deque()
         self.leaving: dict[int, float] = {}  # when those leave that were cut short
@@ -306,7 +311,7 @@ def replayed(
     while sched.coming or sched.waiting or sched.running or flight:
         sched.come(now)
         next_halts = sched.steps + 1 in told.halting if told else halts
-        waits = flight and (flight.read_at_once or next_halts)
+        waits = flight and ((sched.hurries and flight.has_first_token) or next_halts)
         plan: Plan | None = None
         if not waits:
             sched.leave(sched.steps + 1, False, now)

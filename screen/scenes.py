@@ -648,7 +648,7 @@ SCENES = (
         ),
         judge=judge_starving,
         tell=tell_starving,
-        place=("sched.py", "Scheduler._next"),
+        place=("policies.py", "by_turns"),
     ),
     Scene(
         title="a step ahead of the tokens",

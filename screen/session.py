@@ -26,7 +26,7 @@ from pathlib import Path
 
 from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
-from sched import POLICIES
+from policies import POLICIES, policy_of
 from screen import elephant
 from screen.bill import bill_line
 from screen.breakage import BREAKS, break_it
@@ -412,9 +412,7 @@ def said_of(limits: Limits) -> str:
 
 
 def known(policy: str) -> str:
-    if policy not in POLICIES:
-        raise ValueError(f"policy = {policy!r}; choose one of {', '.join(POLICIES)}")
-    return policy
+    return policy_of(policy).name
 
 
 def number_for(command: str, text: str) -> float:

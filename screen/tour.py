@@ -337,7 +337,7 @@ def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
 
 
 def line_of(file: str, name: str) -> str:
-    """Where a function begins: "sched.py:234  Scheduler._room"."""
+    """Where a function begins: "sched.py:234  Scheduler._admit"."""
     try:
         text = (ROOT / file).read_text(encoding="utf-8")
         if file.endswith(".c"):

@@ -27,7 +27,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView
-from sched import POLICIES, Plan, Request
+from policies import POLICIES
+from sched import Plan, Request
 from screen.ink import DECODE, GHOST, PREFILL, span
 from screen.runs import LEAST, Prices, Told, is_cut_short, on_clock, replayed
 from screen.timeline import Column

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sched import POLICIES, Request, Scheduler
+from policies import POLICIES
+from sched import Request, Scheduler
 
 MANY = 100
 ONE = 20
@@ -47,7 +48,7 @@ def crowd(dice: random.Random, every: int) -> list[tuple[int, Request]]:
 
 
 def serve(policy: str, every: int = 100, slots: int = 8, seed: int = 0) -> Outcome:
-    sched = Scheduler(slots, max_len=1024, policy=policy)
+    sched = Scheduler(slots, 1024, POLICIES[policy])
     coming = crowd(random.Random(seed), every)
     waits: dict[str, list[int]] = {"one": [], "many": []}
     tokens = 0

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from door import page
 from measure import report
 from parts.checks import shown
-from sched import POLICIES, Scheduler
+from policies import POLICIES
 from screen import record
 from screen.ink import count, span
 from web import simulate
@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST = 1_000_000  # bytes of a page: it is sent over slow lines, too
 EMBEDDED = re.compile(r'<script type="application/json" id="data-recording">(.*?)</script>')
 LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, and prompts a second
+SCHEDULER = ("sched.py", "policies.py", "prefix.py", "parts/price.py")  # what runs in the page
 SECTIONS = ("lab", "game", "story", "made")
 NAVIGATION = """<a href="#game">Play it</a>
   <a href="#lab">Try it</a>
@@ -150,11 +151,11 @@ def is_race(recording: dict, of: int | None = None) -> bool:
 def lab_of(recording: dict, pyodide: dict) -> dict:
     """What the scheduler in the page needs."""
     wishes = simulate.wishes_of(recording["runs"][0], recording["fields"])
-    paths = [ROOT / "sched.py", ROOT / "prefix.py"]
-    paths += [page.FOLDER / name for name in ("simulate.py", "worker.js")]
+    paths = {name: ROOT / name for name in SCHEDULER}
+    paths |= {name: page.FOLDER / name for name in ("simulate.py", "worker.js")}
     return {
         "pyodide": pyodide,
-        "sources": {path.name: path.read_text(encoding="utf-8") for path in paths},
+        "sources": {name: path.read_text(encoding="utf-8") for name, path in paths.items()},
         "wishes": wishes,
         "price": simulate.price_of(recording),
     }
@@ -181,9 +182,9 @@ def game_of(recording: dict) -> dict:
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
     limits |= {"slots": 8, "max_len": 2000, "chunk": 64, "budget": 104}
     runs = []
-    for policy in POLICIES:
-        scheduler = Scheduler(**limits, policy=policy)
-        runs.append({"policy": policy, **figures_of(simulate.play(scheduler, hand, price), hand)})
+    for name, policy in POLICIES.items():
+        played = simulate.play(limits, policy, hand, price)
+        runs.append({"policy": name, **figures_of(played, hand)})
     wishes = []
     for wish, packed in zip(hand, run["requests"], strict=True):
         text = packed[at] if len(wish.prompt) < LETTER else f"(a long text) {packed[at]}"

@@ -4,8 +4,8 @@
 // is Python.
 //
 // The way out. When somebody asks for it, Pyodide comes from a public CDN: CPython, compiled for the
-// browser. It runs sched.py, prefix.py and simulate.py in a worker, and what comes of it is a lane like
-// those above.
+// browser. It runs sched.py, policies.py, prefix.py and simulate.py in a worker, and what comes of it is a
+// lane like those above.
 //
 // What this file keeps. Without being asked, nothing is loaded. Each file of Pyodide is of one version and
 // has one hash, or the browser refuses it. A policy that never ends is ended.
@@ -115,8 +115,9 @@ export class Lab {
     this.find("load").hidden = true;
     this.find("bench").hidden = false;
     this.find("lines").value = this.lines;
+    this.find("lines").scrollTop = this.find("lines").scrollHeight; // the reader's own record is the last
     const select = this.find("policy");
-    select.replaceChildren(...[...Object.keys(policies), "mine"].map((name) => make("option", "", name)));
+    select.replaceChildren(...policies.map((name) => make("option", "", name)));
     for (const name of ["slots", "budget", "chunk"]) this.find(name).value = this.limits[name];
     for (const input of this.place.querySelectorAll("input, select, textarea")) {
       input.addEventListener("input", () => this.#soon());
@@ -135,7 +136,7 @@ export class Lab {
   // What a reader takes along to the checkout, where the first exercise waits.
   async #copy() {
     const lines = this.find("lines").value.replaceAll('"mine"', '"gentle"');
-    const head = ['# sched.py: a line for "gentle" in POLICIES, and these methods in Scheduler.', "# Then: python -m pytest -x exercises/test_1_policy.py", ""];
+    const head = ['# policies.py from its first function on, and a record for "gentle".', "# Then: python -m pytest -x exercises/test_1_policy.py", ""];
     try {
       await navigator.clipboard.writeText([...head, lines].join("\n"));
       this.say("Copied. The first exercise asks for a policy named gentle.");
@@ -162,7 +163,6 @@ export class Lab {
   #question() {
     const number = (name) => Number(this.find(name).value);
     const limits = { ...this.limits, slots: number("slots"), budget: number("budget"), chunk: number("chunk") };
-    limits.far ??= 2 ** 40;
     return {
       wishes: this.setup.wishes,
       rate: number("rate"),

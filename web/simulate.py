@@ -3,8 +3,8 @@
 The problem. A page should let its reader change the scheduler, and see what that does. A model does not
 fit there. But `sched.py` needs none: it decides by lengths, beginnings and a budget.
 
-The way out. The page runs `sched.py` and `prefix.py` as they are (by Pyodide, which is CPython compiled
-for the browser). This file gives them the recorded prompts, says of each answer when it ends, and lets
+The way out. The page runs `sched.py`, `policies.py` and `prefix.py` as they are (by Pyodide, which is
+CPython compiled for the browser). This file gives them the recorded prompts, says of each answer when it ends, and lets
 each step take what such a step took in the recording. The same function runs in our tests, and there its
 plans are those that were recorded.
 
@@ -18,16 +18,26 @@ from __future__ import annotations
 import inspect
 import json
 import random
-import textwrap
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import sched
-from sched import POLICIES, Plan, Request, Scheduler
+import policies
+from parts.price import NEVER, Price
+from policies import POLICIES
+from sched import Plan, Policy, Request, Scheduler
 
-METHODS = ("_room", "_next")  # in which the policies differ
-MINE = "mine"  # the policy that a reader of the page may write
+# The policy that a reader of the page may write
+MINE = "mine"
+OWN = f"""
+
+POLICIES["{MINE}"] = Policy(
+    name="{MINE}",
+    does="this one is yours.",
+    room=lambda free, running: free if free >= 2 else 0,
+    next=by_arrival,
+)
+"""
 STEPS = 20_000  # more would be a policy that never comes to an end
 
 
@@ -42,7 +52,7 @@ class Wish(NamedTuple):
 
 
 class Stuck(RuntimeError):
-    """Requests wait, no slot is taken, and the policy admits none."""
+    """The reader's policy plays no run to its end."""
 
 
 def wishes_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Wish]:
@@ -61,13 +71,17 @@ def wishes_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Wis
 
 
 def play(
-    scheduler: Scheduler, wishes: Sequence[Wish], price: dict[str, float]
+    limits: dict[str, Any], policy: Policy, wishes: Sequence[Wish], price: dict[str, float]
 ) -> dict[str, list[Any]]:
-    """Each step that the scheduler plans, and when it begins and ends.
+    """Each step that a scheduler with these limits plans, and when it begins and ends.
 
     As the engine does, this loop runs ahead: a step is planned before the one before is committed,
     unless that one is to be read at once. `price`: seconds of a step, a row, a token of a prompt.
     """
+    limits = dict(limits)
+    looks_back = Price(limits.pop("far", NEVER))
+    hurries = limits.pop("hurry", False)
+    scheduler = Scheduler(**limits, policy=policy, price=looks_back)
     coming = deque(
         Request(number, wish.prompt, wish.max_tokens, wish.arrived, client=wish.client)
         for number, wish in enumerate(wishes, start=1)
@@ -83,7 +97,8 @@ def play(
     while coming or scheduler.waiting or scheduler.running:
         while coming and coming[0].arrived <= now:
             scheduler.submit(coming.popleft())
-        plan = None if flight and flight.read_at_once else scheduler.plan(now)
+        waits = flight and hurries and flight.has_first_token
+        plan = None if waits else scheduler.plan(now)
         if flight:
             began = now
             tokens = sum(chunk.stop - chunk.start for chunk in flight.chunks)
@@ -135,32 +150,27 @@ def price_of(recording: dict[str, Any]) -> dict[str, float]:
 
 
 def lines() -> str:
-    """The lines in which the policies differ, with one more policy in them."""
-    found = [getattr(Scheduler, name) for name in METHODS if hasattr(Scheduler, name)]
-    text = "\n".join(textwrap.dedent(inspect.getsource(method)) for method in found)
-    own = f'        "{MINE}": free if free >= 2 else 0,  # this one is yours\n'
-    return text.replace("    }[self.policy]", f"{own}    }}[self.policy]", 1)
+    """The functions and records in which the policies differ, and one record more."""
+    text = inspect.getsource(policies)
+    return text[text.index("def ") :] + OWN
 
 
-def edited(text: str) -> type[Scheduler]:
-    """A scheduler with these methods in place of its own. An error knows its line in the text."""
-    POLICIES.setdefault(MINE, "the reader's own.")
-    # The class is line 0, so that lines are counted as the reader counts them
-    source = "class Edited(Scheduler):\n" + textwrap.indent(text, "    ")
-    names = dict(vars(sched))
-    exec(compile(source, "<lines>", "exec"), names)
-    return names["Edited"]
+def edited(text: str) -> dict[str, Policy]:
+    """The policies of this text. An error knows its line in it."""
+    names = vars(policies) | {"POLICIES": dict(POLICIES)}
+    exec(compile(text, "<lines>", "exec"), names)
+    return names["POLICIES"]
 
 
 def line_of(error: BaseException) -> int | None:
     """The line of the reader's text in which the error was raised."""
     if isinstance(error, SyntaxError) and error.filename == "<lines>":
-        return (error.lineno or 2) - 1
+        return error.lineno
     found = None
     trace = error.__traceback__
     while trace:
         if trace.tb_frame.f_code.co_filename == "<lines>":
-            found = trace.tb_lineno - 1
+            found = trace.tb_lineno
         trace = trace.tb_next
     return found
 
@@ -176,15 +186,21 @@ def arrivals(wishes: Sequence[Wish], rate: float) -> list[Wish]:
     return out
 
 
+def names() -> str:
+    """Of all policies in `lines`, as JSON."""
+    return json.dumps([*POLICIES, MINE])
+
+
 def answer(question: str) -> str:
     """What the page asks, and what it is told, as JSON."""
     asked = json.loads(question)
     try:
         wishes = [Wish(tuple(prompt), *rest) for prompt, *rest in asked["wishes"]]
         wishes = arrivals(wishes, asked["rate"])
-        make = edited(asked["lines"])
-        scheduler = make(**asked["limits"], policy=asked["policy"])
-        played = play(scheduler, wishes, asked["price"])
+        found = edited(asked["lines"])
+        if asked["policy"] not in found:
+            raise Stuck(f"these lines have no policy {asked['policy']!r}")
+        played = play(asked["limits"], found[asked["policy"]], wishes, asked["price"])
     except Exception as error:
         said = f"{type(error).__name__}: {error}" if not isinstance(error, Stuck) else str(error)
         return json.dumps({"error": said.partition(" (<lines>")[0], "line": line_of(error)})

@@ -25,9 +25,10 @@ async function start({ files, sources, lock }) {
     lockFileContents: lock,
     createPyodideModule,
   });
+  python.FS.mkdirTree("parts");
   for (const [name, text] of Object.entries(sources)) python.FS.writeFile(name, text);
   simulate = python.pyimport("simulate");
-  return { lines: simulate.lines(), policies: python.runPython("import json, sched; json.dumps(sched.POLICIES)") };
+  return { lines: simulate.lines(), policies: simulate.names() };
 }
 
 self.onmessage = async ({ data }) => {

@@ -31,6 +31,7 @@ from kv import Slab, Window
 from llama import forward
 from parts.device.mlx import mx
 from parts.model.fit import slab_shape
+from policies import POLICIES
 from sched import Plan, Request, Scheduler
 
 SENTENCE = "The fox was kind, and every day it went to the lake with a small lantern. "
@@ -49,7 +50,7 @@ MODEL, TEXT = load()
 
 class Engine:
     def __init__(self, chunk: int, runs_ahead: bool):
-        self.sched = Scheduler(SLOTS, LONGEST, chunk=chunk)
+        self.sched = Scheduler(SLOTS, LONGEST, POLICIES["continuous"], chunk=chunk)
         shape = slab_shape(MODEL.config, SLOTS, LONGEST, chunk)
         self.slab = Slab(*shape, MODEL.dtype)
         self.newest = mx.zeros(SLOTS, mx.int32)  # by slot, on the device

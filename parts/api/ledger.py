@@ -97,6 +97,7 @@ class Ledger:
     def snapshot(
         self,
         sched: Scheduler,
+        limits: Limits,
         blocked: Collection[int],
         ranks: RanksView,
         now: float,
@@ -114,9 +115,9 @@ class Ledger:
         newest = max(seen.request, next(reversed(sched.waiting), -1))
         return Snapshot(
             now=now,
-            limits=Limits(*(getattr(sched, name) for name in Limits._fields)),
-            policy=sched.policy,
-            draining_to=sched.draining_to,
+            limits=limits,
+            policy=sched.policy.name,
+            draining_to=sched.draining_to.name if sched.draining_to else None,
             slots=tuple(
                 SlotView.of(slot, owners.get(slot), sched, slot in shut)
                 for slot in range(sched.slots)

@@ -42,9 +42,21 @@ class Limits(NamedTuple):
     max_len: int
     chunk: int
     budget: int
-    far: int
+    far: int  # at this row, looking back costs a token as much as the rest (`parts/price.py`)
     max_queue: int
-    hurry: bool
+    hurry: bool  # a step that yields a first token is read before the next one is planned
+
+    @staticmethod
+    def of(sched: Scheduler, far: int, hurry: bool) -> Limits:
+        return Limits(
+            slots=sched.slots,
+            max_len=sched.max_len,
+            chunk=sched.chunk,
+            budget=sched.budget,
+            far=far,
+            max_queue=sched.max_queue,
+            hurry=hurry,
+        )
 
 
 class RanksView(NamedTuple):

@@ -30,7 +30,7 @@ from parts.model.config import Config
 from parts.model.layers import Model
 
 # The files on top that a step runs
-BOOK = ("kv", "llama", "nanobatch", "prefix", "sampling", "sched")
+BOOK = ("kv", "llama", "nanobatch", "policies", "prefix", "sampling", "sched")
 
 
 class Sizes(NamedTuple):

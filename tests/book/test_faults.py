@@ -12,10 +12,10 @@ import pytest
 from checkpoints import make_checkpoint
 
 import nanobatch
-import sched
 from nanobatch import Engine, Order, QueueFull, Runner, Sampling
 from parts.api.faults import describe, show_fault
 from parts.api.handle import Handle
+from policies import POLICIES
 from sched import Scheduler
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def test_a_policy_that_raises_at_submit_is_the_submitters_affair_alone(parts, mo
         running = engine.submit([1], LONG)
         engine.step()
         with monkeypatch.context() as broken:
-            broken.setattr(Scheduler, "_room", bug)
+            broken.setattr(engine.sched, "policy", engine.sched.policy._replace(room=bug))
             with pytest.raises(Bug):
                 engine.submit([2], LONG)
         engine.check()
@@ -96,13 +96,14 @@ def test_a_policy_that_raises_at_submit_is_the_submitters_affair_alone(parts, mo
 
 
 def test_a_new_policy_with_a_mistake_shows_its_line(parts, monkeypatch, caplog):
-    """Somebody has written a policy into the table, and none of its rule."""
-    monkeypatch.setitem(sched.POLICIES, "shortest", "the shortest prompt first")
+    """Somebody has written a policy into the table, and its rule does not work."""
+    shortest = POLICIES["short"]._replace(name="shortest", next=bug)
+    monkeypatch.setitem(POLICIES, "shortest", shortest)
     with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
         handle = engine.submit([1], LONG)
         engine.drain("shortest")
-        assert handle.result().error == "KeyError: 'shortest'"
-        assert 'sched.py", line' in caplog.text and "in _room" in caplog.text
+        assert handle.result().error.startswith("Bug")
+        assert f'File "{__file__}", line' in caplog.text and "in bug" in caplog.text
         engine.drain("continuous")
         assert engine.submit([1], FEW).result().finish_reason == "length"
 

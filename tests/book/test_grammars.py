@@ -157,7 +157,7 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
         return call
 
     with Engine(*parts, slots=4, max_len=64, chunk=32) as engine:
-        engine.sched.hurry = False  # as on a GPU: not even a first token is read at once
+        engine.hurries = False  # as on a GPU: not even a first token is read at once
         monkeypatch.setattr(Runner, "begin", noted("begin", begin))
         monkeypatch.setattr(Runner, "finish", noted("finish", finish))
         monkeypatch.setattr(nanobatch.Flight, "read", noted("read", read))

@@ -11,8 +11,7 @@ from checkpoints import make_checkpoint
 from plants import poisoned
 
 import nanobatch
-import sched
-from nanobatch import Engine, Sampling
+from nanobatch import POLICIES, Engine, Sampling
 from parts.device.mlx import mx
 
 ROOT = Path(__file__).parents[2]
@@ -224,7 +223,7 @@ time.sleep({delay})
 # --- found by trying to break it ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", sched.POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_failing_last_read_ends_nobody_who_was_still_in_line(parts, monkeypatch, policy):
     with Engine(*parts, slots=1, max_len=128, chunk=32, policy=policy) as engine:
         expected = engine.submit([4, 5], LONG).result().tokens

@@ -26,7 +26,7 @@ from parts.model.layers import Dense, Quantized
 from parts.model.load import read_model
 from parts.model.rope import rope_periods
 from parts.text.tokens import Text
-from sched import POLICIES
+from policies import POLICIES
 
 
 @pytest.fixture(autouse=True)

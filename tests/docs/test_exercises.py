@@ -23,7 +23,6 @@ import pytest
 
 import tui
 from door.journal import Call, Figures
-from sched import POLICIES
 
 ROOT = Path(__file__).parents[2]
 EXERCISES = [path.stem.split("_")[2] for path in sorted((ROOT / "exercises").glob("test_*.py"))]
@@ -145,22 +144,6 @@ def exercise_of(name: str, monkeypatch) -> dict:
     monkeypatch.syspath_prepend(ROOT / "exercises")
     (path,) = (ROOT / "exercises").glob(f"test_?_{name}.py")
     return {key: what for key, what in runpy.run_path(str(path)).items() if key.startswith("test_")}
-
-
-def test_a_policy_that_is_half_done_is_told_the_other_half_by_every_test(monkeypatch):
-    """With a sentence in POLICIES and no line in `_room`, one test ended in a KeyError and another
-    passed."""
-    monkeypatch.setitem(POLICIES, "gentle", "one newcomer a step.")
-    tests = exercise_of("policy", monkeypatch).values()
-    for test in tests:
-        with pytest.raises(
-            pytest.fail.Exception, match=r"not done yet: .*Scheduler\._room has no line"
-        ) as raised:
-            test()
-        assert raised.value.__suppress_context__, (
-            "the traceback of a KeyError stands above the hint"
-        )
-    assert len(tests) == 3
 
 
 def test_a_pane_that_is_half_done_is_told_what_is_missing_and_not_what_is_there(monkeypatch):

@@ -25,10 +25,11 @@ FUNCTION = 60  # the most lines of a function: a page
 MAY_IMPORT = {
     "prefix": "",
     "sched": "prefix",
+    "policies": "sched",
     "kv": "parts/device/*",
     "sampling": "parts/device/* parts/api/settings",
     "llama": "kv parts/model/* parts/device/*",
-    "nanobatch": "llama kv sched sampling parts/*",
+    "nanobatch": "llama kv sched policies sampling parts/*",
     "parts/device/*": "",
     "parts/text/*": "",
     "parts/api/*": "sched",
@@ -36,15 +37,16 @@ MAY_IMPORT = {
     "parts/model/*": "parts/api/views parts/ranks/* kv parts/device/*",
     "parts/checks": "",
     "parts/files": "",
+    "parts/price": "",
     "parts/program": "",
     "door/*": "parts/api/* parts/text/* sched",
-    "web/*": "sched",
-    "measure/*": "nanobatch parts/*",
+    "web/*": "sched policies parts/price",
+    "measure/*": "nanobatch policies parts/*",
     "demo/*": "nanobatch",
     "ask": "nanobatch parts/*",
-    "serve": "door/* parts/* sched",
+    "serve": "door/* parts/* policies",
     "tui": "screen/* door/* serve parts/*",
-    "bench": "measure/* parts/* sched",
+    "bench": "measure/* parts/* policies",
 }
 ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
 # What a program imports inside a function: `tui.py` shows a frame, and `serve.py` binds its port,
@@ -67,13 +69,18 @@ SCREEN = """
     room
     ink places machine
 """
-SCREEN_MAY_IMPORT = "parts/api/* parts/text/speech door/journal door/wire sched"
-WITHOUT_MLX = "sched prefix parts/api/* door/* screen/* serve tui parts/checks parts/files parts/program parts/text/*"
+SCREEN_MAY_IMPORT = (
+    "parts/api/* parts/price parts/text/speech door/journal door/wire sched policies"
+)
+WITHOUT_MLX = """sched policies prefix parts/api/* parts/checks parts/files parts/price parts/program
+    parts/text/* door/* screen/* serve tui"""
 STANDARD_LIBRARY = {
     "sched": "",
+    "policies": "",
     "prefix": "",
     "parts/checks": "",
     "parts/files": "",
+    "parts/price": "",
     "parts/program": "",
     "parts/text/speech": "",
 }

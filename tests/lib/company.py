@@ -25,7 +25,7 @@ from nanobatch import Engine, Handle, Model, Sampling, Text
 from parts.device import rows
 from parts.device.mlx import mx
 from parts.model.load import read_model
-from sched import POLICIES
+from policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tools" / "companies.py"

@@ -1,6 +1,7 @@
 """A scheduler's story, step by step: requests come and end at given steps, and every plan is
 checked and drawn."""
 
+from policies import POLICIES
 from sched import Plan, Request, Scheduler
 
 
@@ -13,8 +14,11 @@ class Story:
     each slot.
     """
 
-    def __init__(self, slots=2, max_len=100, lag=0, chunk=4, budget=8, **options):
-        self.sched = Scheduler(slots, max_len, chunk=chunk, budget=budget, **options)
+    def __init__(
+        self, slots=2, max_len=100, lag=0, chunk=4, budget=8, policy="continuous", **options
+    ):
+        policy = POLICIES[policy]
+        self.sched = Scheduler(slots, max_len, policy, chunk=chunk, budget=budget, **options)
         self.lag, self.flights, self.now = lag, [], 0.0
         self.plans: list[Plan] = []
         self.tokens: dict[int, list[int]] = {}

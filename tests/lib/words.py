@@ -15,8 +15,10 @@ from parts.api.views import ModelView
 from parts.device.mlx import mx
 from parts.model.config import Config
 from parts.model.rope import Rope
+from parts.price import Price
 from parts.ranks.ranks import ALONE
 from parts.text.tokens import Prompt
+from policies import POLICIES
 from sched import Scheduler
 
 STORY = (
@@ -172,5 +174,7 @@ def word_engine(
     )
     runner = WordRunner(time, clock, slots, text)
     engine = Engine(model, text, slots=slots, max_len=max_len, clock=clock, runner=runner)
-    engine.sched = Scheduler(slots, max_len, chunk=16, budget=32, policy=policy)
+    engine.hurries = False
+    engine.price = Price()
+    engine.sched = Scheduler(slots, max_len, POLICIES[policy], chunk=16, budget=32)
     return engine

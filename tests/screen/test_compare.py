@@ -12,7 +12,8 @@ from stage import Stage, at_every_size, disturb, like_golden, plain, show
 import ask
 import tui
 from nanobatch import Sampling
-from sched import POLICIES, Scheduler
+from parts.price import Price
+from policies import POLICIES
 from screen import charts, contest, ink, keys, panes, runs, state, timeline
 from screen.ink import DECODE
 
@@ -49,9 +50,10 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, reuse, hurry):
     stage = Stage(policy=policy).load()
     stage.engine.reuse = reuse
     # Long prompts have narrow chunks
-    limits = {"chunk": 32, "budget": 64, "far": 20, "hurry": hurry}
-    for name, value in limits.items():
-        setattr(stage.engine.sched, name, value)
+    stage.engine.sched.chunk = 32
+    stage.engine.sched.budget = 64
+    stage.engine.price = stage.engine.sched.price = Price(far=20)
+    stage.engine.hurries = hurry
     stage.session.obey("/burst 20")
     stage.turns(30)
     for prompt in ("late", "and later " * 20):
@@ -180,7 +182,7 @@ def test_a_race_runs_the_same_burst_under_both_policies_and_restores_everything(
     assert sum(c.tokens for c in slow.columns) == sum(c.tokens for c in fast.columns)
     assert "continuous takes" in state.verdict(contest.runs)
     assert {cell.request for column in slow.columns for cell in column.cells} >= set(range(1, 21))
-    assert stage.engine.sched.policy == stage.state.view.engine.policy == "serial"
+    assert stage.engine.sched.policy.name == stage.state.view.engine.policy == "serial"
     assert all(
         c.view.policy == "static"
         for c in stage.state.history
@@ -237,7 +239,7 @@ def test_a_race_ends_a_pause_even_while_the_slots_are_drained():
     stage.session.obey("/race 12")
     stage.finish()
     assert [leg.policy for leg in stage.state.view.legs] == ["static", "continuous"]
-    assert stage.engine.sched.policy == stage.state.view.engine.policy == "static"
+    assert stage.engine.sched.policy.name == stage.state.view.engine.policy == "static"
 
 
 def test_cancelling_everything_ends_a_race_and_nobody_has_won_it():
@@ -248,7 +250,7 @@ def test_cancelling_everything_ends_a_race_and_nobody_has_won_it():
     assert stage.state.view.racing
     stage.session.obey("/cancel all")
     stage.finish()
-    assert not stage.state.view.racing and stage.engine.sched.policy == "continuous"
+    assert not stage.state.view.racing and stage.engine.sched.policy.name == "continuous"
     assert {r.reason for r in stage.state.requests.values()} == {"cancelled", "length"}
     assert [run.how for run in stage.state.raced.runs] == ["cut short"] and not state.verdict(
         stage.state.raced.runs
@@ -369,14 +371,11 @@ def test_the_last_race_can_be_opened_again():
 
 
 def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
-    """It admits one request a step. Only `sched.py` is told of it."""
-    room_for = Scheduler._room
-    monkeypatch.setitem(POLICIES, "shy", "one newcomer a step.")
-    monkeypatch.setattr(
-        Scheduler,
-        "_room",
-        lambda self, free: min(free, 1) if self.policy == "shy" else room_for(self, free),
+    """It admits one request a step. Only `policies.py` is told of it."""
+    shy = POLICIES["continuous"]._replace(
+        name="shy", does="one newcomer a step.", room=lambda free, running: min(free, 1)
     )
+    monkeypatch.setitem(POLICIES, "shy", shy)
     stage = Stage().load()
     for _ in range(len(POLICIES) - 1):
         stage.session.obey("/policy")  # the next one, again and again

@@ -4,7 +4,7 @@ import pytest
 from rich.cells import cell_len
 from stage import Stage, at_every_size, like_golden, plain, show
 
-from sched import NARROWEST
+from parts.price import NARROWEST
 from screen import elephant, ink, pages
 from screen import state as state_
 from screen.ink import span

@@ -8,7 +8,7 @@ from stage import Stage, at_every_size, like_golden, plain, show
 from textual import events
 
 import tui
-from sched import POLICIES
+from policies import POLICIES
 from screen import charts, contest, ink, keys, pages, panes, room, runs, state, steps
 from screen.ink import BLOCKED, DECODE, HELD, PREFILL
 from screen.room import Settings

@@ -12,7 +12,7 @@ from stage import Stage, disturb, show
 
 import tui
 from door.journal import Call, DoorView
-from sched import POLICIES
+from policies import POLICIES
 from screen import session, trace
 from screen.ink import clean
 

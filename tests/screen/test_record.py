@@ -10,7 +10,7 @@ from stage import Stage
 import tui
 from nanobatch import Sampling
 from parts.api.views import Limits, Metrics, RequestView, StepView
-from sched import Scheduler
+from policies import POLICIES
 from screen import record
 from screen.state import prompt_of
 from web import simulate
@@ -108,15 +108,14 @@ def test_after_a_race_the_burst_that_ran_last_is_recorded():
 def test_the_scheduler_plans_again_what_was_recorded(policy, hurry):
     """Nothing of a plan is made up, and nothing is left out that the scheduler needs."""
     stage = Stage(policy=policy).load()
-    stage.engine.sched.hurry = hurry
+    stage.engine.hurries = hurry
     stage.engine.sched.budget = 70
     stage.session.obey("/burst 20")
     recording = recorded(stage.finish())
     run = recording["runs"][0]
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
-    scheduler = Scheduler(**limits, policy=policy)
     wishes = simulate.wishes_of(run, recording["fields"])
-    played = simulate.play(scheduler, wishes, simulate.price_of(recording))
+    played = simulate.play(limits, POLICIES[policy], wishes, simulate.price_of(recording))
     plans = json.loads(json.dumps(played["steps"]))
     assert len(plans) > 100
     for plan, step in zip(plans, steps_of(recording), strict=True):
@@ -150,7 +149,7 @@ def test_a_recording_of_fair_still_knows_who_is_who():
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
     wishes = simulate.wishes_of(run, recording["fields"])
     wishes = [wish._replace(prompt=(i,) * len(wish.prompt)) for i, wish in enumerate(wishes)]
-    played = simulate.play(Scheduler(**limits, policy="fair"), wishes, PRICE)
+    played = simulate.play(limits, POLICIES["fair"], wishes, PRICE)
     admitted = [r for step in played["steps"] for _, r in step["admitted"]]
     assert admitted == [r for step in steps_of(recording) for _, r in step["admitted"]]
     assert admitted != sorted(admitted)

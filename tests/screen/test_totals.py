@@ -91,7 +91,7 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
 
     def disturbed(order):
         stage.time.now += 0.3 * (
-            random.random() < 0.2 and stage.engine.sched.policy == "continuous"
+            random.random() < 0.2 and stage.engine.sched.policy.name == "continuous"
         )
         return begin(order)
 

@@ -302,7 +302,7 @@ def test_a_tour_right_behind_another_puts_back_what_was_before_the_first():
     stage.turns(2)
     stage.begin(0).until("ask").tour.leave()
     stage.turns(2)
-    assert stage.engine.sched.policy == "static"
+    assert stage.engine.sched.policy.name == "static"
 
 
 def test_a_pause_that_was_not_there_before_does_not_stay():
@@ -480,7 +480,7 @@ def test_keys_of_the_tour_and_no_others_reach_the_engine():
         assert state.tour.scene == 2
         await it.press("escape", turns=3)
         assert it.app.tour is None and "Tour" not in it.text() and "❯" in it.text()
-        assert it.stage.engine.sched.policy == "continuous" and not state.view.paused
+        assert it.stage.engine.sched.policy.name == "continuous" and not state.view.paused
 
     show(scenario, TourStage())
 

@@ -10,7 +10,8 @@ from stage import Stage, at_every_size, like_golden, plain, show
 
 from nanobatch import Sampling
 from parts.api.handle import Handle
-from sched import POLICIES
+from parts.price import Price
+from policies import POLICIES
 from screen import ink, waterfall, why
 from screen.session import PlainLog, orders_of
 from screen.state import State, life_in, prices
@@ -38,14 +39,10 @@ def random_run(seed: int, cancels: bool, shares: bool = False) -> Stage:
     stage = Stage(policy=dice.choice(list(POLICIES)), slots=dice.randint(1, 5)).load()
     engine = stage.engine
     engine.reuse = shares
-    limits = {
-        "chunk": dice.choice([16, 32]),
-        "budget": dice.randint(1, 60),
-        "far": dice.choice([20, 2**40]),
-        "hurry": dice.random() < 0.5,
-    }
-    for name, value in limits.items():
-        setattr(engine.sched, name, value)
+    engine.sched.chunk = dice.choice([16, 32])
+    engine.sched.budget = dice.randint(1, 60)
+    engine.price = engine.sched.price = Price(dice.choice([20, 2**40]))
+    engine.hurries = dice.random() < 0.5
     clients = "abc"[: dice.randint(1, 3)]
     handles = []
     for _ in range(dice.randint(1, 2)):

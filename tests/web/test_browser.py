@@ -493,11 +493,13 @@ def test_the_scheduler_runs_in_the_page_and_its_lines_can_be_changed(opens, file
     until(tab, f"{status}.startsWith('950 steps')")
     tab.select_option("[data-lab-policy]", "mine")
     text = tab.input_value("[data-lab-lines]")
-    tab.fill("[data-lab-lines]", text.replace('"mine": free', '"mine": fre'))
+    wrong = "free if fre >= 2"
+    tab.fill("[data-lab-lines]", text.replace("free if free >= 2", wrong))
     error = "document.querySelector('[data-lab-error]').textContent"
-    until(tab, f"{error}.includes('Line 9: NameError')")
+    until(tab, f"{error}.includes(': NameError')")
+    assert wrong in tab.inner_text("[data-lab-where]")
     tab.fill(
-        "[data-lab-lines]", text.replace("    room = {", "    while True: pass\n    room = {", 1)
+        "[data-lab-lines]", text.replace("    return iter(", "    while True: pass\n    iter(", 1)
     )
     until(tab, f"{error}.includes('was stopped')", seconds=60)
     tab.click("[data-lab-reset]")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sched import POLICIES
+from policies import POLICIES
 from tools import page
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sched import POLICIES, Scheduler
+from policies import POLICIES
 from web import simulate
 
 ROOT = Path(__file__).parents[2]
@@ -15,31 +15,33 @@ PRICE = {"step": 0.002, "row": 0.0003, "token": 0.0001}
 WISHES = [([number] * 20, 40, 5 + 7 * (number % 4), 0.0) for number in range(12)]
 
 
-@pytest.fixture(autouse=True)
-def own_policy(monkeypatch):
-    """The reader's own policy is known for the time of a test only."""
-    monkeypatch.setitem(POLICIES, simulate.MINE, "the reader's own")
-
-
 def asked(lines: str = "", policy: str = "continuous", rate: float = 0) -> dict:
     question = {"wishes": WISHES, "rate": rate, "limits": LIMITS, "price": PRICE}
     question |= {"lines": lines or simulate.lines(), "policy": policy}
     return json.loads(simulate.answer(json.dumps(question)))
 
 
-@pytest.mark.parametrize("policy", ["continuous", "static", "serial", "fair", "short", "mine"])
+def test_the_page_offers_every_policy_and_one_that_is_the_readers():
+    """A reader's record is known in the page's own lines, and not to the project."""
+    assert (
+        json.loads(simulate.names()) == [*POLICIES, "mine"] == [*simulate.edited(simulate.lines())]
+    )
+    assert "mine" not in POLICIES
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "mine"])
 def test_the_lines_as_they_are_change_no_plan(policy):
-    """They are the methods of the scheduler, and one line more."""
+    """They are those of `policies.py`, and one record more."""
     played = asked(policy=policy)
     assert "error" not in played and len(played["steps"]) > 20
     if policy != simulate.MINE:
         wishes = [simulate.Wish(tuple(prompt), *rest) for prompt, *rest in WISHES]
-        plain = simulate.play(Scheduler(**LIMITS, policy=policy), wishes, PRICE)
+        plain = simulate.play(LIMITS, POLICIES[policy], wishes, PRICE)
         assert json.loads(json.dumps(plain["steps"])) == played["steps"]
 
 
 def test_a_changed_line_changes_the_plans():
-    one = simulate.lines().replace('"continuous": free', '"continuous": min(free, 1)')
+    one = simulate.lines().replace("running: free,", "running: min(free, 1),", 1)
     assert one != simulate.lines()
     assert [len(step["admitted"]) for step in asked()["steps"][:2]] == [4, 0]
     assert [len(step["admitted"]) for step in asked(one)["steps"][:3]] == [1, 1, 1]
@@ -48,9 +50,9 @@ def test_a_changed_line_changes_the_plans():
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ('"mine": free', '"mine": fre', "NameError: name 'fre' is not defined"),
-        ("room = {", "room = = {", "SyntaxError"),
-        ("return 0 if self.draining_to else room", "return [][room]", "IndexError"),
+        ("free if free >= 2", "fre if free >= 2", "NameError: name 'fre' is not defined"),
+        ("TABLE = (", "TABLE = = (", "SyntaxError"),
+        ("return iter(scheduler.waiting.values())", "return [][1]", "IndexError"),
     ],
 )
 def test_an_error_names_its_line(before, after, said):
@@ -62,8 +64,14 @@ def test_an_error_names_its_line(before, after, said):
 
 
 def test_a_policy_that_admits_nobody_is_said_to_do_so():
-    lines = simulate.lines().replace('"continuous": free', '"continuous": 0')
+    lines = simulate.lines().replace("running: free,", "running: 0,", 1)
     assert asked(lines)["error"] == "no slot is taken, 12 wait, and none is admitted"
+
+
+def test_a_policy_that_the_lines_do_not_have_is_said_to_be_missing():
+    lines = simulate.lines().replace('"mine"', '"gentle"')
+    assert asked(lines, policy="mine")["error"] == "these lines have no policy 'mine'"
+    assert "error" not in asked(lines, policy="gentle")
 
 
 def test_a_load_spreads_the_arrivals_the_same_each_time():
