@@ -159,7 +159,8 @@ def test_an_address_that_is_none_of_a_repository_is_refused_in_one_line(
     urls = '[project]\n[project.urls]\nRepository = "https://github.com/Ann"\n'
     (tmp_path / "pyproject.toml").write_text(urls)
     monkeypatch.setattr(page_program, "ROOT", tmp_path)
-    for name in ("sched.py", "prefix.py"):
+    for name in page_program.SCHEDULER:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
     assert page_program.main([str(run), str(tmp_path / "out.html")]) == 2
     said = capsys.readouterr().err
