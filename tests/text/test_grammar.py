@@ -266,7 +266,8 @@ def test_a_hostile_grammar_is_refused_or_keeps_to_its_account(grammars, name):
     thread.join()
     [(seconds, tokens, longest)] = taken
     # Of a processor. The call that goes over the account is bounded by the library's own limits.
-    assert seconds - longest <= grammar_file.AT_FIRST + grammar_file.A_TOKEN * tokens
+    # A twentieth more, since here the measuring is measured, too.
+    assert seconds - longest <= 1.05 * (grammar_file.AT_FIRST + grammar_file.A_TOKEN * tokens)
 
 
 def step_it(grammar, taken: list) -> None:
