@@ -68,7 +68,6 @@ from textual.binding import Binding
 from textual.geometry import Region, Size
 from textual.screen import ModalScreen
 from textual.widget import Widget
-from textual.widgets import Input
 
 from parts.api import faults
 from parts.api.engine import AnyEngine
@@ -92,7 +91,7 @@ from screen import (
     waterfall,
 )
 from screen.ink import DARK, Line, Palette, Pen, clean, count
-from screen.places import LOWER, STACKS, arrange, arrange_tour, is_wide
+from screen.places import LOWER, STACKS, arrange, arrange_loading, arrange_tour, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, CHUNK, Ask, EngineRoom, Room, Settings
 from screen.session import (
@@ -106,7 +105,7 @@ from screen.session import (
     write_trace,
 )
 from screen.state import State, verdict
-from screen.tour import Tour, draw_tour, run_plain_tour
+from screen.tour import Tour, draw_tour, refuse, run_plain_tour
 from screen.why import at_percent, place_of, ranked
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
 
@@ -151,15 +150,12 @@ SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
 BRINGS = {"/pause": "step", "/step": "step", "/resume": "timeline", "/burst": "timeline"}
 # Before anything has been asked, these pages are empty
 EMPTY = ("open", "sheet('totals')", "sheet('clients')", "sheet('errors')")
-EARLY = ("q", "b", "d", "ctrl+p")  # keys that act at once while the model loads
-ALWAYS = ("ctrl+c", "ctrl+q", "ctrl+z")
 # Keys of the tour, while it speaks; and the actions that would take the engine out of its hands
 TOUR_KEYS = {str(number): f"guess({number})" for number in range(1, 5)}
 TOUR_KEYS |= {"enter": "go_on", "space": "go_on", "escape": "leave_tour"}
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings", "tour")
 WARNINGS = 4  # so many are shown at a time
-# Commands that the screen itself obeys
-ASIDE = {"/help": "sheet('help')", "/quit": "quit", "/exit": "quit"}
+WITHOUT_A_MODEL = ("help", "errors")  # pages that say something while the model loads
 
 
 # --- the screen ---------------------------------------------------------------------------------
@@ -206,6 +202,8 @@ class Sheet(ModalScreen):
         """The lines in sight. The heading stays; what is under it can be scrolled."""
         if width < 60 or height < 20:
             return panes.draw_small(state, p, width, height)
+        if state.view.engine is None and self.name not in WITHOUT_A_MODEL:
+            return panes.draw_loading(state, p, width, height)
         title, *lines = SHEETS[self.name](state, p, width, height)
         self.top = max(0, min(self.top, len(lines) - height + 1))
         shown, below = lines[self.top : self.top + height - 1], len(lines) - self.top - height + 1
@@ -291,8 +289,8 @@ class Screen(App):
         tours: bool = False,
         note: Path | None = None,
     ):
-        """`tours`: the tour begins at once. `note`: a file that says, once it is there, that the
-        tour need not be offered any more."""
+        """`tours`: the tour begins when the model is there. `note`: a file that says, once it is
+        there, that the tour need not be offered any more."""
         super().__init__()
         self.tour: Tour | None = None
         self._tours, self._note = tours, note
@@ -305,7 +303,6 @@ class Screen(App):
         self._tracebacks = Tracebacks(self.state)
         self._raced = self.state.raced  # the race whose film has been begun
         self._filmed = 0.0  # when the film was moved on last
-        self._kept: list[events.Key] = []  # pressed while the model loads
         self._misread = -math.inf  # when a letter was pressed last that was meant as text
         self.palette, self.prompt = DARK, Prompt()
 
@@ -320,6 +317,7 @@ class Screen(App):
         self.begin_capture_print(self)  # a download's progress, or advice about a BLAS
         self.watch_theme()
         self.watch(self.screen, "focused", self.note_focus)
+        self.prompt.put(self.state.prompts[0][0])  # an example to fire
         self.place(self.size)
         self.set_interval(self.LOOKS, thrifty(self.look))
         # After Ctrl-Z and fg
@@ -344,9 +342,11 @@ class Screen(App):
 
     def place(self, size: Size) -> None:
         """Give each pane its place, or hide it."""
+        view = self.state.view
         places = {"loading": Region(0, 0, *size)}
-        if self.state.view.stage == "ready":
-            view = self.state.view
+        if view.stage == "loading":
+            places = arrange_loading(*size)
+        elif view.stage == "ready":
             slots = len(view.engine.slots)
             places = arrange(*size, slots, self.state.lower, bool(view.door))
             if self.state.tour:
@@ -374,13 +374,13 @@ class Screen(App):
             return
         view = self.state.view
         self._looks += 1
-        if view.stage == "ready" and (before.stage, before.life) != (view.stage, view.life):
+        if (before.stage, before.life) != (view.stage, view.life):
             self.place(self.size)
-        if view.stage == "ready" != before.stage:
-            self.prompt.put(self.state.prompts[0][0])  # an example to fire
-            self.press_kept()
-            if self._tours:
-                self.call_later(self.action_tour)
+        if view.stage == "ready" and self._tours:
+            self.action_tour()
+        if view.stage == "failed":  # the reason stands on the main screen, and q leaves it
+            self.action_main()
+            self.screen.set_focus(None)
         faults = self.state.faults[self._faults :]
         self._faults += len(faults)
         self.warn([fault.message for fault in faults])
@@ -484,42 +484,46 @@ class Screen(App):
                 f"{key.label} ({key.show})", key.help, lambda key=key: self.run_action(key.action)
             )
 
-    # --- keys that are not obeyed at once
+    # --- keys
 
     async def on_event(self, event: events.Event) -> None:
-        """All keys come through here first."""
-        is_new = isinstance(event, events.Key) and not event.is_forwarded
-        on_main = len(self.screen_stack) == 1
-        if is_new and on_main and self.is_for_tour(event):
-            await self.run_action(TOUR_KEYS[event.key])
-        elif not (is_new and on_main and (self.keeps(event) or self.is_text(event))):
+        """All keys come through here first. Each one has done its work before the next one is
+        looked at.
+
+        subtle: Textual hands a key to a widget, which hands it back if the key is no letter. A
+        letter that is typed meanwhile would overtake Backspace and Enter.
+        """
+        is_new = isinstance(event, (events.Key, events.Paste)) and not event.is_forwarded
+        is_ours = all(isinstance(page, Sheet) for page in self.screen_stack[1:])
+        if not (is_new and is_ours):
             await super().on_event(event)
+        elif self.return_code is None:  # else the screen is left
+            self.app_focus = True
+            await (self.press(event) if isinstance(event, events.Key) else self.paste(event))
 
-    def is_for_tour(self, event: events.Key) -> bool:
+    async def press(self, event: events.Key) -> None:
+        # Enter is a newline, if it was pressed before the terminal was ours
+        key = "enter" if event.key == "ctrl+j" else event.key
+        on_main = len(self.screen_stack) == 1
+        if on_main and self.is_for_tour(key):
+            await self.run_action(TOUR_KEYS[key])
+        elif (on_main and self.is_text(event)) or await self._check_bindings(key, priority=True):
+            return
+        elif self.focused and event.is_printable:
+            self.prompt.take(event.character)
+        else:
+            await self._check_bindings(key)
+
+    async def paste(self, event: events.Paste) -> None:
+        """All lines of it. The box itself would take the first one alone."""
+        if self.focused:
+            self.prompt.take("\n".join(event.text.splitlines()))
+
+    def is_for_tour(self, key: str) -> bool:
         """While the tour speaks, some keys are its own. Esc declines it where it is offered."""
-        is_declined = self.state.offers_tour and event.key == "escape" and not self.focused
-        return event.key in TOUR_KEYS and bool(self.tour or is_declined)
-
-    def keeps(self, event: events.Key) -> bool:
-        """While the model loads, keys are kept for the screen that comes. Those in `EARLY` act at
-        once, unless they are letters of a prompt."""
-        if self.state.view.stage != "loading" or event.key in ALWAYS:
-            return False
-        is_typing = any(kept.key in ("i", "slash") for kept in self._kept)
-        if event.key in EARLY and not is_typing:
-            return False
-        # Enter, if it was pressed before the terminal was ours
-        if event.key == "ctrl+j":
-            event = events.Key("enter", "\r")
-        self._kept.append(event)
-        self.state.kept += event.character if event.is_printable else f" {event.key} "
-        self.paint()
-        return True
-
-    def press_kept(self) -> None:
-        for event in self._kept:
-            self.post_message(events.Key(event.key, event.character))
-        self._kept.clear()
+        is_offered = self.state.offers_tour and self.state.view.stage == "ready"
+        is_declined = is_offered and key == "escape" and not self.focused
+        return key in TOUR_KEYS and bool(self.tour or self._tours or is_declined)
 
     def is_text(self, event: events.Key) -> bool:
         """Was this key meant as text, though the prompt box has not got the keyboard?
@@ -528,7 +532,7 @@ class Screen(App):
         follows within a second belongs to the same words.
         """
         state, now = self.state, time.monotonic()
-        if self.focused or state.view.stage != "ready":
+        if self.focused or state.view.stage == "failed":
             return False
         is_rest = now - self._misread < 1 and (event.is_printable or event.key == "enter")
         actions = [key.action for key in keys.KEYS if event.key in key.keys.split(",")]
@@ -552,7 +556,7 @@ class Screen(App):
         """Every key, click and turn of the wheel comes through here. Whatever it does, the screen
         is painted after. While the tour speaks, the engine is the tour's."""
         action = str(arguments[0]).removeprefix("app.")
-        if self.tour and action.partition("(")[0] in OF_A_USER:
+        if (self.tour or self._tours) and action.partition("(")[0] in OF_A_USER:
             self.say("the tour has the engine; esc leaves it")
             return True
         done = await super().run_action(*arguments, **options)
@@ -560,20 +564,18 @@ class Screen(App):
         return done
 
     def check_action(self, action: str, parameters: tuple) -> bool | None:
-        """While the model loads, or if that failed, only a few actions make sense. Typed letters
-        are no keys."""
-        if self.state.view.stage != "ready":
-            early = (
-                action == "command"
-                and parameters == ("/burst",)
-                and self.state.view.stage == "loading"
-            )
-            return early or action in ("quit", "theme", "command_palette", "suspend_process")
+        """If no model could be loaded, only a few actions make sense. Typed letters are no keys."""
+        if self.state.view.stage == "failed":
+            return action in ("quit", "theme", "command_palette", "suspend_process")
         return action != "prompt" or self.focused is None
 
-    def action_prompt(self, begin: str = "") -> None:
-        while len(self.screen_stack) > 1:  # the box is on the main screen
+    def action_main(self) -> None:
+        """Back to the main screen."""
+        while len(self.screen_stack) > 1:
             self.screen.dismiss()
+
+    def action_prompt(self, begin: str = "") -> None:
+        self.action_main()  # the box is there
         self.screen.set_focus(self.prompt)  # at once, since the next letter is on its way
         if begin:
             self.prompt.put(begin)
@@ -596,14 +598,15 @@ class Screen(App):
         if len(found) > 1:
             self.say(" ".join(line.split()[-1] for line in found))
 
-    async def action_fire(self) -> None:
+    def action_fire(self) -> None:
         if self.prompt.value:
-            await self.prompt.action_submit()
+            self.submit()
         else:
-            self.prompt.focus()
+            self.action_prompt()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        line = event.value.replace(NEWLINE, "\n").strip()
+    def submit(self) -> None:
+        """Do what the prompt box says."""
+        line = self.prompt.value.replace(NEWLINE, "\n").strip()
         if line and self.action_command(line):  # a wrong command stays in the box
             self.prompt.value = ""
             self.action_leave()
@@ -612,14 +615,20 @@ class Screen(App):
 
     def action_command(self, line: str) -> bool:
         """Do what a line says, or tell the user what is wrong with it; False then."""
-        if aside := ASIDE.get(line.strip().partition(" ")[0]):
-            self.call_later(self.run_action, aside)
+        name, posted = line.strip().partition(" ")[0], self.session.room.posted
+        if name in ("/quit", "/exit"):
+            self.exit()
+            return True
+        if name == "/help":
+            self.action_sheet("help")
             return True
         try:
             said = self.session.obey(line)
         except ValueError as error:
             self.notify(str(error), severity="error", markup=False)
             return False
+        if self.state.view.stage == "loading" and self.session.room.posted > posted:
+            self.state.waiting.append(line)
         self.bring(BRINGS.get(line.partition(" ")[0], self.state.lower))
         if line == "/race last" and verdict(self.state.raced.runs):
             self.state.film = 0.0
@@ -639,15 +648,20 @@ class Screen(App):
         return True
 
     def action_tour(self) -> None:
+        self._tours = False
         try:
-            self.tour = Tour(self.session)
+            refuse(self.session)
+            if self.state.view.stage == "ready":
+                self.tour = Tour(self.session)
         except ValueError as error:
             self.notify(str(error), severity="error", markup=False)
             return
+        if self.tour is None:
+            self._tours = True
+            self.say("the tour begins when the model is there")
         self.decline_tour()
         self.action_leave()
-        while len(self.screen_stack) > 1:
-            self.pop_screen()
+        self.action_main()
         self.place(self.size)
 
     def action_guess(self, answer: int) -> None:
@@ -663,7 +677,8 @@ class Screen(App):
         if self.tour:
             self.tour.leave()
             self.end_tour()
-        elif self.state.offers_tour:
+        elif self._tours or self.state.offers_tour:
+            self._tours = False
             self.decline_tour()
             self.say("T begins the tour, whenever you like")
 
@@ -674,16 +689,16 @@ class Screen(App):
             self.place(self.size)
 
     def action_pause(self) -> None:
-        self.action_command("/resume" if self.state.view.paused else "/pause")
+        self.action_command("/resume" if self.session.coming.paused else "/pause")
 
     def action_settings(self) -> None:
         self.action_prompt(f"/set {self.state.settings.words}")
 
     def action_choose(self, by: int) -> None:
-        self.action_select((self.state.selected + by) % len(self.state.view.engine.slots))
+        self.action_select(self.state.selected + by)
 
     def action_select(self, slot: int) -> None:
-        self.state.selected = slot
+        self.state.select(slot)
 
     def action_move(self, columns: int) -> None:
         """By what is visible: a column of the timeline may be several steps. Without a timeline, by
@@ -754,8 +769,7 @@ class Screen(App):
     def bring(self, pane: str) -> None:
         """Where panes take turns, show this one, unless the user has chosen with `v`."""
         state = self.state
-        is_free = not state.has_chosen and state.view.stage == "ready"
-        if is_free and pane != state.lower and not is_wide(*self.size):
+        if not state.has_chosen and pane != state.lower and not is_wide(*self.size):
             state.lower = pane
             self.place(self.size)
 

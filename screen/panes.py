@@ -44,6 +44,7 @@ from screen.timeline import Column, useful_of
 from screen.totals import Period, words
 
 TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
+WAITING = 8  # so many lines that wait for the model are shown, the newest
 OFFER = "T takes a tour of eight scenes; Esc: do not offer it again."
 FIRST = (  # what stands in the timeline before the first step
     "b fires a burst of prompts; i types a prompt, and Enter fires it.",
@@ -418,10 +419,10 @@ def draw_loading(state: State, p: Palette, width: int, height: int) -> list[Line
     for stage in before:
         say(stage, p.muted, "✓ ")
     say(last, p.text, "✗ " if view.stage == "failed" else "… ")
-    if state.said:
-        say(f"{state.said}; they wait for the model", p.accent, "  ")
-    if state.kept and not view.error:
-        say(f"kept until then: {state.kept}", p.accent, "  ")
+    if state.waiting and not view.error:
+        say("", p.text)
+    for line in [] if view.error else state.waiting[-WAITING:]:
+        say(f"{shorten(line, room - 22)}  waits for the model", p.accent, "  ")
     if state.printed and not view.error:
         say(state.printed, p.muted, "  ")
     if view.door and not view.error:

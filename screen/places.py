@@ -28,14 +28,7 @@ def arrange(
     of `LOWER`."""
     if width < 60 or height < 20:
         return {"small": Region(0, 0, width, height)}
-    beside = max(33, width // 3)
-    places = {
-        "status": Region(0, 0, width, 1),
-        "mark": Region(0, height - 2, 3, 1),
-        "prompt": Region(3, height - 2, width - beside - 3, 1),
-        "settings": Region(width - beside, height - 2, beside, 1),
-        "keys": Region(0, height - 1, width, 1),
-    }
+    places = {"status": Region(0, 0, width, 1)} | bottom(width, height)
     body = height - 3
     if is_wide(width, height):
         rows = min(slots, max(4, (body - 15) // 2))
@@ -66,6 +59,24 @@ def arrange(
         lower = "streams" if lower == "timeline" else lower
     below = Region(0, y, width, tall)
     return places | (stack(below, STACKS[lower]) if lower in STACKS else {lower: below})
+
+
+def bottom(width: int, height: int) -> dict[str, Region]:
+    """The prompt box, the settings beside it, and the footer."""
+    beside = max(33, width // 3)
+    return {
+        "mark": Region(0, height - 2, 3, 1),
+        "prompt": Region(3, height - 2, width - beside - 3, 1),
+        "settings": Region(width - beside, height - 2, beside, 1),
+        "keys": Region(0, height - 1, width, 1),
+    }
+
+
+def arrange_loading(width: int, height: int) -> dict[str, Region]:
+    """Where each pane goes while the model loads: prompts can be typed already."""
+    if width < 60 or height < 20:
+        return {"loading": Region(0, 0, width, height)}
+    return {"loading": Region(0, 0, width, height - 2)} | bottom(width, height)
 
 
 def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:

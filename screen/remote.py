@@ -212,6 +212,8 @@ class RemoteRoom(Room):
     def _send(self) -> None:
         while True:
             ask, cancels = self._asks.get()
+            with self._came:  # a server that loads its model refuses all
+                self._came.wait_for(lambda: self._known.stage == "ready")
             try:
                 if cancels == self._cancels:
                     self._stream(ask, cancels)

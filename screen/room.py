@@ -241,6 +241,18 @@ def with_budget(own: Limits, budget: int | None) -> Limits:
     return own._replace(budget=budget, chunk=budget - own.slots)
 
 
+def turned(own: Limits, now: Limits, budget: int | str | None) -> Limits:
+    """An engine's limits with another budget. "-" and "+": with a chunk half as wide as now, or
+    twice."""
+    if budget not in ("-", "+"):
+        return with_budget(own, budget)
+    least, most = bounds(own)
+    chunk = now.chunk // 2 if budget == "-" else now.chunk * 2
+    if chunk == own.chunk:
+        return own
+    return with_budget(own, max(least, min(own.slots + chunk, most)))
+
+
 # --- the rooms ----------------------------------------------------------------------------------
 
 
@@ -592,14 +604,18 @@ class EngineRoom(Room):
     # --- the budget
 
     @wish
-    def set_budget(self, budget: int | None) -> None:
-        """Bound the steps from now on; None: as the engine was made."""
+    def set_budget(self, budget: int | str | None) -> None:
+        """Bound the steps from now on; None: as the engine was made; "-" and "+": with a chunk
+        half as wide, or twice."""
         if self._race:
             self.fault("a race is running; its legs have one budget")
-        else:
+            return
+        try:
             self.turn_budget(budget)
+        except ValueError as error:  # it was asked for before the limits were known
+            self.fault(str(error), f"/budget {budget}")
 
-    def turn_budget(self, budget: int | None) -> None:
+    def turn_budget(self, budget: int | str | None) -> None:
         """The same for a trial, between two steps.
 
         Steps that were run under other limits are not to be replayed under these, so the view tells
@@ -607,7 +623,7 @@ class EngineRoom(Room):
         """
         now = self.engine.snapshot().limits
         turns = self._known.turns or ((1, now),)
-        limits = with_budget(turns[0][1], budget)
+        limits = turned(turns[0][1], now, budget)
         if limits == now:
             return
         sched = self.engine.sched
@@ -625,11 +641,18 @@ class EngineRoom(Room):
 
     @wish
     def switch(self, policy: str) -> None:
-        """Change the policy once the slots are drained."""
+        """Change the policy once the slots are drained. "": to the next one."""
         if self._race:
             self.fault("a race is running; it sets the policies itself")
-        else:
-            self.engine.drain(policy)
+            return
+        names = [*POLICIES]
+        following = names[(names.index(self._next_policy) + 1) % len(names)]
+        self.engine.drain(policy or following)
+
+    @property
+    def _next_policy(self) -> str:
+        """The policy that holds, or that will hold when the slots are drained."""
+        return self.engine.sched.draining_to or self.engine.sched.policy
 
     def race(self, asks: Sequence[Ask], policies: Sequence[str] = RIVALS) -> None:
         """When all requests have ended, run these under one policy, then again under the next. It
@@ -641,12 +664,9 @@ class EngineRoom(Room):
         self.loop.resume()
         self._end_slow_once()
         if not self._race:
-            snapshot = self.engine.snapshot()
-            self._race, self._legs_left, self._policy = (
-                reads,
-                list(policies),
-                snapshot.draining_to or snapshot.policy,
-            )
+            self._race = reads
+            self._legs_left = list(policies)
+            self._policy = self._next_policy
             self.note(legs=(), to_race=tuple(policies))
 
     def _run_race(self) -> None:

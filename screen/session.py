@@ -32,7 +32,17 @@ from screen.bill import bill_line
 from screen.breakage import BREAKS, break_it
 from screen.company import RUNS, same
 from screen.ink import clean, count, number, shorten, span
-from screen.room import RIVALS, SCHEMA, Ask, EngineRoom, Finding, bounds, is_mute, with_budget
+from screen.room import (
+    RIVALS,
+    SCHEMA,
+    Ask,
+    EngineRoom,
+    Finding,
+    View,
+    is_mute,
+    turned,
+    with_budget,
+)
 from screen.runs import FIGURES, Contest
 from screen.state import State, asked, client_of, compare, life_in, prompt_of, verdict
 from screen.totals import words
@@ -98,7 +108,8 @@ class Session:
 
     def __init__(self, room: EngineRoom, state: State, eases: bool = False):
         self.room, self.state, self.eases = room, state, eases
-        self._seen, self._pace = 0, 0.0  # `_pace`: what the last wish for slow motion was
+        self._seen = 0
+        self._coming: dict[str, object] = {}  # what wishes will change in the view
         self._asked = 0  # the newest step whose experts were asked for
         self._limits: Limits | None = None  # what the last wish for a budget will lead to
         self.stays = False
@@ -113,6 +124,16 @@ class Session:
     def settled(self) -> bool:
         """Whether nothing is left to do."""
         return self.heard and not self.state.view.busy and not self.state.view.stepping
+
+    @property
+    def coming(self) -> View:
+        """The view as it will be when the engine has heard every wish. Keys may come faster than
+        views, and while the model loads there is none."""
+        return self.state.view if self.heard else self.state.view._replace(**self._coming)
+
+    def _expect(self, **changes: object) -> None:
+        """To be called before the wish that leads to these."""
+        self._coming = changes if self.heard else self._coming | changes
 
     def look(self) -> bool:
         """Take in the news; False if there is none."""
@@ -149,10 +170,11 @@ class Session:
 
     def _do_burst(self, rest: str) -> str:
         many = number_for("burst", rest or str(self.state.settings.burst))
+        eases, self.eases = self.eases and not self.coming.paused, False
         self.room.fire(self.asks(many))
-        eases, self.eases = self.eases and not self.state.view.paused, False
         if not eases:
             return f"{count(many, 'prompt')} fired"
+        self._expect(slow=SLOW)
         self.room.slow(SLOW, True)
         return "slowly: + faster, 0 full speed"
 
@@ -181,11 +203,13 @@ class Session:
         # The same seeds in each leg, so that all legs sample alike
         seed = self.state.settings.seed or 0
         self.state.contest = None if self.state.view.racing else asked(self.state, policies)
+        self._expect(paused=False)  # a race ends a pause
         self.room.race([ask._replace(seed=seed + i) for i, ask in enumerate(asks)], policies)
 
     def _try_out(self, what: str, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None:
-        """Begin a trial, unless others would suffer from it."""
+        """Begin a trial, unless others would suffer from it. It ends a pause."""
         self._check_alone(what)
+        self._expect(paused=False)
         self.room.try_out(trial)
 
     def _check_alone(self, what: str) -> None:
@@ -241,7 +265,7 @@ class Session:
         """Drop a prompt as long as a slot into the chats that run; with numbers, one with each of
         these budgets."""
         budgets = [number_for("budget", word) for word in rest.split()]
-        for budget in budgets:
+        for budget in budgets if self.state.view.engine else ():  # else the room refuses it
             with_budget(self.state.view.made_with, budget)
         trial = self._elephant
         begins = not self._has_elephant
@@ -295,7 +319,8 @@ class Session:
             raise ValueError(
                 f"/bill {shown(rest)}: only again may stand there; it measures the roof"
             )
-        if rest or not self.state.view.engine.roof.reading:
+        engine = self.state.view.engine
+        if rest or not engine or not engine.roof.reading:
             self.room.measure_roof()
 
     def ask_experts(self) -> None:
@@ -307,25 +332,24 @@ class Session:
 
     def _do_policy(self, rest: str) -> None:
         """Change to the policy that is named, or to the next."""
-        engine, policies = self.state.view.engine, tuple(POLICIES)
-        now = policies.index(engine.draining_to or engine.policy)
-        self.room.switch(known(rest or policies[(now + 1) % len(policies)]))
+        self.room.switch(known(rest) if rest else "")
 
     def _do_load(self, rest: str) -> None:
         """A steady load of this many requests a second. Without a number, turn it on or off."""
-        off = rest == "off" or (not rest and self.state.view.load)
+        off = rest == "off" or (not rest and self.coming.load)
         rate = 0.0 if off else number_for("load", rest or str(self.state.settings.rate))
+        self._expect(load=rate)
         self.room.set_load(rate, self.asks(len(self.state.prompts)))
 
     def _do_cancel(self, rest: str) -> str:
         """Cancel all requests that were fired from here, or the one that is named, or the one in
         the selected slot."""
-        slot = self.state.selected
-        owner = self.state.view.engine.slots[slot].request
+        slot, engine = self.state.selected, self.state.view.engine
+        owner = engine.slots[slot].request if engine else None
         if rest:
             owner = None if rest == "all" else number_for("cancel", rest.removeprefix("r"))
         elif owner is None:
-            return f"slot {slot} has no request"
+            return f"slot {slot} has no request" if engine else "no slot has a request yet"
         request, known_here = self.state.requests.get(owner), owner in self.room.own
         if request and request.reason and not known_here:
             raise ValueError(f"r{owner} has ended already ({request.reason})")
@@ -338,20 +362,24 @@ class Session:
         return f"all {whose} are cancelled" if owner is None else f"r{owner} is cancelled"
 
     def _do_pause(self, rest: str) -> None:
+        self._expect(paused=True)
         self.room.pause(True)
 
     def _do_resume(self, rest: str) -> None:
         self.state.cursor = None
+        self._expect(paused=False)
         self.room.pause(False)
 
     def _do_step(self, rest: str) -> None:
+        steps = number_for("step", rest or "1")
         self.state.cursor = None
-        self.room.step(number_for("step", rest or "1"))
+        self._expect(paused=True)
+        self.room.step(steps)
 
     def _do_slow(self, rest: str) -> str:
         """So many steps a second; "off": full speed; "-" and "+": half as many, and twice as
         many."""
-        now = self.state.view.slow if self.heard else self._pace  # keys may come faster than views
+        now = self.coming.slow
         if rest == "off" or (not rest and now):
             rate = 0.0
         elif rest == "-":
@@ -360,30 +388,31 @@ class Session:
             rate = now * 2 if now * 2 <= FASTEST else 0.0
         else:
             rate = number_for("slow", rest or str(SLOW))
-        self.eases, self._pace = False, rate
+        self.eases = False
+        self._expect(slow=rate)
         self.room.slow(rate)
         return f"slow motion: {rate:g} steps/s" if rate else "full speed"
 
     def _do_budget(self, rest: str) -> str:
         """Bound each step to so many tokens; "off": as the engine was made; "-" and "+": a chunk
         half as wide, and twice as wide."""
-        own = self.state.view.made_with
-        # Keys may come faster than views
-        now = self.state.view.engine.limits if self.heard else self._limits or own
+        engine = self.state.view.engine
+        own = self.state.view.made_with if engine else None
+        if engine and self.heard:
+            self._limits = engine.limits
+        now = self._limits or own
         if not rest:
-            return said_of(now)
+            return said_of(now) if now else "the budget is known when the model is there"
         self._check_alone("other budget")
-        if rest in ("-", "+"):
-            least, most = bounds(own)
-            chunk = now.chunk // 2 if rest == "-" else now.chunk * 2
-            budget = own.slots + chunk
-            budget = None if chunk == own.chunk else max(least, min(budget, most))
-        else:
+        budget: int | str | None = rest
+        if rest not in ("-", "+"):
             budget = None if rest == "off" else number_for("budget", rest)
-        limits = with_budget(own, budget)
+        said = ""
+        if own:  # else the room itself refuses what cannot be
+            self._limits = turned(own, now, budget)
+            said = said_of(self._limits)
         self.room.set_budget(budget)
-        self._limits = limits
-        return said_of(limits)
+        return said
 
     def _do_set(self, rest: str) -> str:
         if not rest:

@@ -87,7 +87,8 @@ class State:
     found: dict[str, Finding] = field(default_factory=dict)  # by trial: what it has found last
     typing: bool = False  # the prompt box has the keyboard
     has_typed: bool = False  # it has had the keyboard
-    kept: str = ""  # what was pressed while the model loads, as it is shown
+    # What was asked for while the model loads: prompts, and commands that need the engine
+    waiting: list[str] = field(default_factory=list)
     has_chosen: bool = False  # which pane is shown where room is short; else it follows the keys
     said: str = ""  # what the last command answered; shown for a while
     tour: Telling | None = None  # None: no tour
@@ -129,12 +130,26 @@ class State:
         if view.door:
             self._absorb_calls(view.door.ended)
         if view.engine is not None:
+            if before.engine is None:
+                self._meet(view.engine.limits)
             self._absorb_requests(view.engine, begins)
             self._tell_unseen(view)
             self._absorb_steps(view.engine, view.busy)
             if before.racing and not view.racing:
                 self.raced = race(self)
             self._shorten_history()
+
+    def _meet(self, limits: Limits) -> None:
+        """What a user has chosen before anything was known of the engine, as far as it has that."""
+        self.select(self.selected)
+        most = min(self.settings.max_tokens, limits.max_len)
+        self.settings = self.settings._replace(max_tokens=most)
+
+    def select(self, slot: int) -> None:
+        """Select a slot; behind the last one comes the first."""
+        self.selected = slot
+        if self.view.engine:
+            self.selected %= len(self.view.engine.slots)
 
     def _forget(self) -> None:
         kept = (self.history, self.requests, self.ended, self.calls, self.owners, self._merged)

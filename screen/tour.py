@@ -106,7 +106,7 @@ def refuse(session: Session) -> None:
         raise ValueError(
             "the tour begins when nothing runs: X cancels all requests, l ends a steady load"
         )
-    slots = view.engine.limits.slots
+    slots = view.engine.limits.slots if view.engine else LEAST_SLOTS
     if slots < LEAST_SLOTS:
         raise ValueError(
             f"the tour needs {LEAST_SLOTS} slots, and there are {slots}; start with --slots {LEAST_SLOTS}"

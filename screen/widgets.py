@@ -152,7 +152,9 @@ class Prompt(Input):
     def validate_value(self, value: str) -> str:
         return clean(value).replace("\n", NEWLINE)  # a paste may hold anything
 
-    def on_paste(self, event: events.Paste) -> None:
-        """All lines of it. The box itself would take the first one alone."""
-        event.prevent_default().stop()
-        self.replace(self.validate_value("\n".join(event.text.splitlines())), *self.selection)
+    def take(self, text: str) -> None:
+        """At the cursor, or in place of what is selected."""
+        self.replace(self.validate_value(text), *self.selection)
+
+    def action_submit(self) -> None:
+        self.app.submit()

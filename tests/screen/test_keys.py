@@ -785,20 +785,6 @@ def test_escape_takes_a_command_out_of_the_box_and_leaves_a_prompt_there():
     show(scenario)
 
 
-def test_a_burst_that_is_fired_while_the_model_loads_waits_for_it():
-    """`b` was dropped."""
-
-    async def scenario(it):
-        await it.press("b", "space", "r", "i", "c", turns=0)  # of these only b makes sense already
-        await it.pilot.pause()
-        assert "12 prompts fired; they wait for the model" in it.text()
-        it.stage.room.load()
-        await it.turns(3)
-        assert it.stage.engine.sched.submitted == 12 and it.stage.state.view.busy
-
-    show(scenario, load=False)
-
-
 def test_figures_have_commas_and_things_their_plural_everywhere():
     """2,552 had a comma here and none there, and there were "1 prompts"."""
     stage = Stage(slots=2, max_len=4096).load()
@@ -858,19 +844,6 @@ def test_text_that_is_typed_at_the_start_opens_no_page_and_says_where_to_type():
         assert "Clients" in it.text().split("\n")[0]
 
     show(scenario, size=(120, 40))
-
-
-def test_keys_that_are_pressed_while_the_model_loads_are_kept():
-    async def scenario(it):
-        await it.pilot.press("i", *"quiz", "ctrl+j")
-        assert "kept until then: iquiz" in it.text()
-        it.stage.room.load()
-        it.app.look()
-        await it.turns(2)
-        await it.turns(2)
-        assert it.stage.prompt(1) == "quiz" and it.app.focused is None
-
-    show(scenario, load=False)
 
 
 def test_tab_completes_commands_and_what_may_stand_behind_them():

@@ -287,6 +287,25 @@ def test_a_prompt_is_not_settled_before_its_answer_has_come(server, monkeypatch)
         assert it.answer("Count from 5 to 9.") == "5, 6, 7, 8, 9."
 
 
+def test_a_prompt_for_a_server_that_loads_its_model_waits_for_it(engine):
+    """It came back, refused with 503."""
+    door = Door(Options(port=0)).start()
+    room = RemoteRoom(door.address)
+    room.start()
+    it = Watched(room, door.address)
+    it.session.obey("Hello")
+    it.sees(lambda state: any("being loaded" in line for line in state.view.done))
+    with (loop := engine.serving()):
+        door.open(engine, loop, "small")
+        try:
+            it.sees(lambda state: state.view.stage == "ready" and it.session.settled)
+        finally:
+            room.stop(1)
+            door.close()
+    assert [(r.prompt, bool(r.text)) for r in it.state.ended] == [("Hello", True)]
+    assert not it.state.faults
+
+
 @pytest.mark.parametrize("order", ["/pause", "/step", "/policy", "/load"])
 def test_what_belongs_to_the_other_end_is_refused(server, order):
     with watching(server) as it:

@@ -1,0 +1,247 @@
+"""Keys keep their order, however fast they come, and whether the model is there or not."""
+
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+from stage import show
+from textual import events
+
+import tui
+from sched import POLICIES
+from screen import room
+
+# Pieces of what people type: a key by its name, or several letters that belong together.
+LETTERS = [*"abcdefgijlqx XK./019", "é", "文", "hello ", "there", "What is 3 + 4?"]
+EDITS = ["backspace"] * 4 + ["ctrl+u", "ctrl+w", "ctrl+k", "delete", "home", "end", "left", "right"]
+EDITS += ["ctrl+left", "shift+left", "tab", "escape", "enter", "enter", "enter", "ctrl+j"]
+COMMANDS = ["burst 2", "burst 0", "set max=7", "set max=9999", "set temperature=1", "set burst=3"]
+COMMANDS += ["policy static", "policy", "pause", "resume", "step 3", "slow 4", "slow +", "load 3"]
+COMMANDS += ["load", "cancel all", "cancel 7", "cancel 1", "why", "compare", "race 3 serial"]
+COMMANDS += ["race last", "bill", "same 2", "break nan", "nonsense", "set", "help", "json a fox"]
+COMMANDS += ["budget +", "budget -", "budget 40", "budget off", "elephant 40", "//slash"]
+KEYS = ["i", "i", "i", "slash", "b", "j", "s", "p", "c", "r", "R", "x", "X", "l", "L", "e", "z"]
+KEYS += ["v", "f", "w", "B", "a", "K", "t", "g", "h", "E", "y", "d", "0", "minus", "plus", "space"]
+KEYS += ["up", "down", "left", "pageup", "end", "question_mark", "escape", "enter", "1", "3"]
+KEYS += ["left_square_bracket", "right_square_bracket", "i", "i", "enter", "escape"]
+
+
+def typed(text: str) -> list[events.Key]:
+    names = {" ": "space", "/": "slash", "?": "question_mark", "+": "plus", ".": "full_stop"}
+    return [events.Key(names.get(letter, letter), letter) for letter in text]
+
+
+def pressed(name: str) -> events.Key:
+    letters = {"space": " ", "slash": "/", "question_mark": "?", "plus": "+", "minus": "-"}
+    letters |= {"left_square_bracket": "[", "right_square_bracket": "]"}
+    return events.Key(name, letters.get(name, name if len(name) == 1 else None))
+
+
+def random_keys(dice: random.Random) -> list[events.Key | events.Paste]:
+    """What an impatient user types."""
+    out = []
+    for _ in range(dice.randint(8, 16)):
+        kind = dice.random()
+        if kind < 0.3:
+            out.append(pressed(dice.choice(KEYS)))
+        elif kind < 0.45:
+            out += [*typed("/" + dice.choice(COMMANDS)), pressed("enter")]
+        elif kind < 0.5:
+            out.append(events.Paste("one\ntwo"))
+        elif kind < 0.7:
+            out.append(pressed(dice.choice(EDITS)))
+        else:
+            out += typed(dice.choice(LETTERS))
+    return out
+
+
+def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
+    """What has come of the keys, when the engine has heard of all of them."""
+    found = {}
+
+    async def scenario(it):
+        for event in keys:
+            it.app.post_message(
+                events.Key(event.key, event.character)
+                if isinstance(event, events.Key)
+                else events.Paste(event.text)
+            )
+            if slowly:
+                await it.pilot.pause()
+        await it.pilot.pause()
+        if not loaded:
+            it.stage.room.load()
+        it.app.look()
+        await it.turns()
+        view, sched = it.stage.state.view, it.stage.engine.sched
+        state = it.stage.state
+        known = sorted((*view.engine.requests, *view.engine.ended), key=lambda r: r.id)
+        found.update(
+            prompts=[str(request.origin) for request in known],
+            box=(it.app.prompt.value, it.app.prompt.selection, it.app.focused is not None),
+            engine=(sched.policy, sched.draining_to, sched.budget, sched.chunk),
+            room=(view.paused, view.stepping, view.slow, view.load, view.racing, view.trying),
+            trial=view.trial and view.trial.name,
+            race=view.to_race,
+            faults=[fault.message for fault in state.faults],
+            wishes=it.stage.room.posted,
+            settings=state.settings,
+            chosen=(state.selected, state.zoom, state.lower, it.app.theme),
+            pages=[page.name for page in it.app.screen_stack],
+        )
+
+    show(scenario, load=loaded)
+    return found
+
+
+def test_random_keys_do_the_same_while_the_model_loads_and_later_at_once_and_one_by_one(
+    monkeypatch,
+):
+    """While the model loaded, `i`, "Hellp", Backspace, "o there" and Enter fired "Hellpo ther".
+    And with the model there, a letter overtook the key before it if they came at once."""
+    # Letters that follow within a second belong to the same words, on a busy machine as well
+    monkeypatch.setattr(tui, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    typists = int(os.environ.get("NANOBATCH_TYPISTS", 4))
+    fired = wishes = 0
+    for seed in range(typists):
+        keys = random_keys(random.Random(seed))
+        loading = outcome(keys, loaded=False, slowly=False)
+        fast = outcome(keys, loaded=True, slowly=False)
+        slow = outcome(keys, loaded=True, slowly=True)
+        words = f"{seed}: {' '.join(getattr(event, 'key', 'paste') for event in keys)}"
+        assert fast == slow, words
+        assert loading == fast, words
+        fired += len(fast["prompts"])
+        wishes += fast["wishes"]
+    assert fired > typists and wishes > 2 * typists, "the keys have to do something"
+
+
+def test_what_is_typed_while_the_model_loads_stands_in_the_box_at_once():
+    """Nothing of it was seen, and Ctrl-U made the whole prompt vanish."""
+
+    async def scenario(it):
+        await it.pilot.press("i", "ctrl+u", *"Hellp", "backspace", *"o there")
+        assert "❯ Hello there" in it.text() and "starting" in it.text()
+        await it.pilot.press("ctrl+j")
+        assert "Hello there  waits for the model" in it.text() and it.app.focused is None
+        await it.pilot.press("slash", *"set max=7", "enter", "i", *"second", "enter", "b", "space")
+        assert "12 prompts fired" in it.text() and "max=7" not in it.text()
+        await it.pilot.press("i", *"a draft")
+        it.stage.room.load()
+        it.app.look()
+        await it.turns(3)
+        first, second, third = [it.stage.state.requests[i].origin for i in (1, 2, 3)]
+        assert (first.prompt, first.max_tokens) == ("Hello there", 320)
+        assert (second.prompt, second.max_tokens) == ("second", 7)
+        assert third.prompt == room.BURST[0][0] and it.stage.engine.sched.submitted == 14
+        assert it.stage.state.view.paused and it.app.prompt.value == "a draft"
+        assert it.app.focused is it.app.prompt and "waits for the model" not in it.text()
+
+    show(scenario, size=(120, 40), load=False)
+
+
+def test_keys_that_turn_something_on_and_off_do_so_before_the_engine_has_heard_the_first():
+    """Twice `space` before the next view was one pause, and so was twice `l` and twice `p`."""
+    keys = ("space", "space", "space", "l", "l", "p", "p", "plus", "plus", "minus")
+    keys += ("left_square_bracket",) * 2
+
+    def scenario(load):
+        async def type_them(it):
+            await it.pilot.press(*keys)
+            if load:
+                it.stage.room.load()
+                it.app.look()
+            await it.turns(2)
+            view, sched = it.stage.state.view, it.stage.engine.sched
+            found.append((view.paused, view.load, view.slow, sched.policy, sched.chunk))
+
+        return type_them
+
+    found = []
+    show(scenario(load=False))
+    show(scenario(load=True), load=False)
+    assert found[0] == found[1] == (True, 0.0, 16.0, [*POLICIES][2], 16)
+
+
+def test_a_budget_that_the_model_turns_out_not_to_have_comes_back_with_its_reason():
+    async def scenario(it):
+        await it.pilot.press("slash", *"budget 5", "enter")
+        assert it.app.prompt.value == ""
+        it.stage.room.load()
+        it.app.look()
+        await it.turns()
+        await it.sees("but here it is")
+        assert it.app.prompt.value == "/budget 5" and it.stage.engine.sched.budget == 32
+        await it.press("slash", *"set max=9999", "enter")
+        assert it.stage.state.settings.max_tokens == 512
+
+    show(scenario, size=(120, 40), load=False)
+
+
+def test_a_tour_that_is_wished_for_while_the_model_loads_begins_when_it_is_there():
+    async def scenario(it):
+        await it.pilot.press("T", "b", "i")
+        assert "the tour has the engine" in it.text() and it.app.focused is None
+        await it.pilot.press("escape", "T")
+        it.stage.room.load()
+        it.app.look()
+        await it.turns(3)
+        assert it.app.tour and "Tour 1 of" in it.text() and it.stage.engine.sched.submitted == 0
+
+    show(scenario, size=(120, 40), load=False)
+
+
+def test_a_tour_that_is_wished_for_and_left_while_the_model_loads_does_not_begin():
+    async def scenario(it):
+        await it.pilot.press("T", "escape", *"b")
+        it.stage.room.load()
+        it.app.look()
+        await it.turns(3)
+        assert it.app.tour is None and it.stage.engine.sched.submitted == 12
+
+    show(scenario, load=False)
+
+
+@pytest.mark.parametrize("page", ["question_mark", "f", "t", "h", "E", "K", "r", "B", "a", "L"])
+def test_a_page_that_is_opened_while_the_model_loads_shows_how_far_it_is(page):
+    async def scenario(it):
+        it.app._misread = -1e9
+        await it.pilot.press("b", page)
+        assert isinstance(it.app.screen, tui.Sheet)
+        assert "✗ sheet" not in it.text() and (
+            "starting" in it.text() or page in ("question_mark", "E")
+        )
+        it.stage.room.load()
+        it.app.look()
+        await it.turns(2)
+        assert isinstance(it.app.screen, tui.Sheet) and "starting" not in it.text()
+
+    stage = show(scenario, load=False)
+    assert not stage.state.tracebacks
+
+
+def test_when_no_model_can_be_loaded_the_reason_is_seen_and_q_is_a_key_again():
+    """The prompt box had the keyboard, and nobody saw the box."""
+
+    async def scenario(it):
+        await it.pilot.press("i", *"hello")
+        it.stage.room._load = lambda report, clock: os.stat("/no/such/model")
+        it.stage.room.load()
+        it.app.look()
+        await it.pilot.pause()
+        assert "No such file" in it.text() and "❯" not in it.text()
+        await it.pilot.press("q")
+        assert it.app.return_code == 0
+
+    show(scenario, load=False)
+
+
+def test_a_key_behind_the_one_that_leaves_does_nothing():
+    async def scenario(it):
+        for key in ("q", "b"):
+            it.app.post_message(events.Key(key, key))
+        await it.pilot.pause()
+
+    stage = show(scenario)
+    assert stage.room.posted == 0
