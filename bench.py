@@ -83,6 +83,7 @@ from measure.report import draw, show, summarise
 from measure.sample import Failure, describe_machine, take_all, take_sample
 from parts.checks import one_line, read_whole, shown
 from parts.device import mlx as device
+from parts.files import check_writable, write_whole
 from parts.model.config import read_config
 from parts.model.find import find
 from policies import POLICIES
@@ -141,7 +142,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     for path in filter(None, (args.json, args.plot)):
         try:
-            program.check_writable(path)
+            check_writable(path)
         except OSError as error:
             parser.error(
                 f"{path!r} cannot be written ({error.strerror}); name a file in a folder that is there"
@@ -220,7 +221,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             data["records"].append(record)
             # After each sample, so that an interrupted run is not lost
             if args.json and not program.rank():
-                Path(args.json).write_text(json.dumps(data, indent=1))
+                write_whole(args.json, json.dumps(data, indent=1))
     return data
 
 
@@ -278,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         show(data)
         if args.plot:
-            Path(args.plot).write_text(draw(data["records"]))
+            write_whole(args.plot, draw(data["records"]))
     except (ValueError, Failure, OSError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

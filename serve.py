@@ -39,6 +39,7 @@ from door.journal import log_to
 from parts.api import faults
 from parts.checks import one_line, read_whole
 from parts.device import blas
+from parts.files import check_writable
 from policies import POLICIES
 
 
@@ -85,7 +86,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         args.max_queue = read_whole("--max-queue", args.max_queue, 1, 10**6)
         program.check_model(args.model)
         if args.log_file:
-            program.check_writable(args.log_file)
+            check_writable(args.log_file)
         args.log = open(args.log_file, "a", encoding="utf-8") if args.log_file else sys.stderr  # noqa: SIM115
     except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -57,6 +57,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
@@ -72,8 +73,9 @@ from textual.widget import Widget
 from parts.api import faults
 from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
-from parts.checks import read_whole, shown
+from parts.checks import one_line, read_whole, shown
 from parts.device import rows
+from parts.files import LineFile, check_writable, write_whole
 from parts.program import BROWSER, about, on_a_terminal
 from screen import (
     bill,
@@ -102,7 +104,7 @@ from screen.session import (
     as_command,
     orders_of,
     run_plain,
-    write_trace,
+    trace_of,
 )
 from screen.state import State, verdict
 from screen.tour import Tour, draw_tour, refuse, run_plain_tour
@@ -153,6 +155,7 @@ EMPTY = ("open", "sheet('totals')", "sheet('clients')", "sheet('errors')")
 # Keys of the tour, while it speaks; and the actions that would take the engine out of its hands
 TOUR_KEYS = {str(number): f"guess({number})" for number in range(1, 5)}
 TOUR_KEYS |= {"enter": "go_on", "space": "go_on", "escape": "leave_tour"}
+WRITTEN = ("screenshot", "trace", "record")  # options that name a file, which is written at the end
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings", "tour")
 WARNINGS = 4  # so many are shown at a time
 WITHOUT_A_MODEL = ("help", "errors")  # pages that say something while the model loads
@@ -285,18 +288,20 @@ class Screen(App):
         self,
         session: Session,
         script: str = "",
-        screenshot: str | None = None,
+        screenshot: bool = False,
         tours: bool = False,
         note: Path | None = None,
     ):
-        """`tours`: the tour begins when the model is there. `note`: a file that says, once it is
-        there, that the tour need not be offered any more."""
+        """`screenshot`: when the script is done, take a picture and leave. `tours`: the tour begins
+        when the model is there. `note`: a file that says, once it is there, that the tour need not
+        be offered any more."""
         super().__init__()
         self.tour: Tour | None = None
         self._tours, self._note = tours, note
         session.state.offers_tour = bool(note and not tours and not note.exists())
         self.session, self.state = session, session.state
         self._script, self._screenshot = script, screenshot
+        self.picture = ""
         self._looks = self._faults = self._told = 0
         self._warned: list[float] = []  # when the warnings came that are still shown
         self._untold: list[str] = []  # warnings that have not found room yet
@@ -809,10 +814,21 @@ class Screen(App):
 
     def deliver_screenshot(
         self, filename: str | None = None, path: str | None = None, time_format: str | None = None
-    ):
+    ) -> str | None:
         """The palette's picture goes to where the screen was started: Textual's own place may not
-        exist."""
-        return super().deliver_screenshot(filename, path or os.getcwd(), time_format)
+        exist. A browser gets it as a download."""
+        if BROWSER:
+            return super().deliver_screenshot(filename, path, time_format)
+        file = os.path.join(
+            path or "", filename or f"nanobatch-{datetime.now():%F-%H-%M-%S-%f}.svg"
+        )
+        try:
+            write_whole(file, self.export_screenshot())
+            self.notify(f"Saved screenshot to {file!r}", markup=False)
+        except OSError as error:
+            words = f"no picture: {file!r}: {error.strerror}"
+            self.notify(words, severity="error", markup=False)
+        return None
 
     def action_theme(self, name: str = "") -> None:
         self.theme = name or ("textual-light" if self.current_theme.dark else "textual-dark")
@@ -854,10 +870,11 @@ class Screen(App):
                 await self.until(lambda: state.view.paused or self.session.settled)
         if self._screenshot:
             await self.until(lambda: state.view.paused or self.session.settled)
-            await self.take_picture(self._screenshot)
+            await self.take_picture()
         self.session.stays = True  # from now on a user is there, who leaves pages
 
-    async def take_picture(self, path: str) -> None:
+    async def take_picture(self) -> None:
+        """And leave. It is written when all has ended."""
         self.screen.set_focus(None)
         self.state.film = None
         self.clear_notifications()
@@ -866,7 +883,7 @@ class Screen(App):
         await asyncio.sleep(0.3)  # for the last paint
         self.paint()
         await asyncio.sleep(0.1)
-        Path(path).write_text(self.export_screenshot(title="nanobatch"), encoding="utf-8")
+        self.picture = self.export_screenshot(title="nanobatch")
         self.exit(return_code=0)
 
     async def until(self, ready: Callable[[], bool]) -> None:
@@ -960,8 +977,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         with about("--script", "tui.py --help says more"):
             orders_of(args.script, args.plain)
         args.asks = read_prompts(args.prompts)
-        for option in ("trace", "record", "screenshot"):
-            check_writable(option, getattr(args, option))
+        for option in WRITTEN:
+            remedy = "name a file in a folder that is there and can be written"
+            if file := getattr(args, option):
+                with about(f"--{option} {shown(file)}", remedy):
+                    check_writable(file)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
@@ -992,13 +1012,6 @@ def read_prompts(file: str | None) -> list[str]:
         if not prompts:
             raise ValueError("there is no prompt in it")
         return prompts
-
-
-def check_writable(option: str, file: str | None) -> None:
-    if file:
-        remedy = "name a file in a folder that is there and can be written"
-        with about(f"--{option} {shown(file)}", remedy):
-            program.check_writable(file)
 
 
 def load_engine(
@@ -1057,8 +1070,8 @@ def failed(state: State) -> int:
     return 2
 
 
-def write_record(args: argparse.Namespace, session: Session) -> None:
-    """What ran last, and what a reader needs to run it again. What the file holds is said first."""
+def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
+    """What ran last, and what a reader needs to run it again: as a file, and what it holds."""
     session.look()
     engine = session.room.engine if isinstance(session.room, EngineRoom) else None
     about = {
@@ -1073,12 +1086,36 @@ def write_record(args: argparse.Namespace, session: Session) -> None:
         is_ours = engine and isinstance(request.origin, Ask)
         return engine.text.ask(request.origin.prompt) if is_ours else ()
 
-    try:
-        recording = record.record(session.state, about, ids)
-        print(f"nanobatch: {shown(args.record)}: {record.contents(recording)}", file=sys.stderr)
-        record.write(args.record, recording)
-    except (ValueError, OSError) as error:
-        print(f"nanobatch: --record {shown(args.record)}: {error}", file=sys.stderr)
+    recording = record.record(session.state, about, ids)
+    return record.as_text(recording), record.contents(recording)
+
+
+def write_files(args: argparse.Namespace, session: Session, picture: str) -> bool:
+    """Write what the options ask for. False, and a line for each reason, if not all could be."""
+    makers = {
+        "screenshot": lambda: (picture, ""),
+        "trace": lambda: (trace_of(session), ""),
+        "record": lambda: recording_of(args, session),
+    }
+    is_done = True
+    for option in WRITTEN:
+        file = getattr(args, option)
+        if not file or (option == "screenshot" and not picture):  # the model could not be loaded
+            continue
+        try:
+            text, holds = makers[option]()
+            write_whole(file, text)
+            said = holds and f"{shown(file, 200)} holds {holds}"
+        except (
+            ValueError,
+            OSError,
+        ) as error:  # nothing has run; its folder is gone; the disk is full
+            is_done = False
+            said = f"--{option} {shown(file, 200)}: {getattr(error, 'strerror', None) or error}"
+        if said:
+            with suppress(OSError):  # stderr may be on the same disk
+                print(f"nanobatch: {said}", file=sys.stderr)
+    return is_done
 
 
 def command_of(args: argparse.Namespace) -> str:
@@ -1101,6 +1138,37 @@ def command_of(args: argparse.Namespace) -> str:
 
 def leave(*_) -> NoReturn:
     raise KeyboardInterrupt
+
+
+def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
+    """The screen, to its end. Answers with the exit code, and the picture if one was asked for."""
+    note = tour_note() if session.eases else None
+    app = Screen(session, args.script, bool(args.screenshot), args.tour, note)
+    app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
+    for block in session.state.tracebacks[-5:]:
+        print(f"nanobatch: {block}", file=sys.stderr)
+    if session.state.periods and not (args.screenshot or BROWSER):
+        print("\n".join(pages.farewell(session.state, shutil.get_terminal_size().columns)))
+    return app.return_code or failed(session.state), app.picture
+
+
+def run_log(args: argparse.Namespace, session: Session) -> int:
+    """The same as a plain log."""
+    signal.signal(signal.SIGTERM, leave)
+    # A server goes on without its log
+    write = LineFile(sys.stdout).write if args.serve else partial(print, flush=True)
+    try:
+        if args.tour:
+            return run_plain_tour(session)
+        stays = bool(args.serve or args.watch)
+        return run_plain(session, args.script, write, stays)
+    except BrokenPipeError:  # the program that read the log has seen enough
+        sys.stdout = None
+        return 141
+    except OSError as error:  # a full disk
+        sys.stdout = None
+        print(f"nanobatch: the log cannot be written: {one_line(error)}", file=sys.stderr)
+        return 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -1126,37 +1194,19 @@ def main(arguments: list[str] | None = None) -> int:
     scripted = args.script or args.asks or args.screenshot or args.serve or args.watch
     session.eases = args.model == "demo" and not args.plain and not scripted
     code = 1
+    picture = ""
     try:
-        if not args.plain:
-            note = tour_note() if session.eases else None
-            app = Screen(session, args.script, args.screenshot, args.tour, note)
-            app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
-            code = app.return_code or failed(session.state)
-            for block in session.state.tracebacks[-5:]:
-                print(f"nanobatch: {block}", file=sys.stderr)
-            if session.state.periods and not (args.screenshot or BROWSER):
-                print("\n".join(pages.farewell(session.state, shutil.get_terminal_size().columns)))
+        if args.plain:
+            code = run_log(args, session)
         else:
-            signal.signal(signal.SIGTERM, leave)
-            if args.tour:
-                code = run_plain_tour(session)
-            else:
-                code = run_plain(session, args.script, stays=bool(args.serve or args.watch))
+            code, picture = run_screen(args, session)
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # the program that read the log has seen enough
-        sys.stdout = None
-        code = 141
     finally:
         code = 0 if args.serve and code in (130, 143) else code  # for a server, this is how it ends
         room.drain()
-        if args.trace:
-            try:
-                write_trace(args.trace, session)
-            except OSError as error:  # its folder is gone, or the disk is full
-                print(f"nanobatch: --trace {shown(args.trace)}: {error}", file=sys.stderr)
-        if args.record:
-            write_record(args, session)
+        if not write_files(args, session, picture):
+            code = code or 1
         # A download or a very long step cannot be interrupted, but it can be left
         if not room.stop(patience=0.6):
             if sys.stdout:

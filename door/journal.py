@@ -42,6 +42,7 @@ from prometheus_client.registry import Collector
 
 from parts.api.ledger import Log
 from parts.api.views import Snapshot
+from parts.files import LineFile
 
 
 @dataclass(frozen=True)
@@ -191,14 +192,24 @@ class Lines(QueueHandler):
             self.lost += 1
 
 
+class Appended(logging.Handler):
+    """Adds lines to a file."""
+
+    def __init__(self, file: TextIO):
+        super().__init__()
+        self._lines = LineFile(file)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.write(self.format(record))
+
+
 @contextmanager
 def log_to(file: TextIO) -> Iterator[None]:
     """Write the access log to this file, in a thread: a write to a pipe that is never read waits
     for ever."""
     lines = Lines(queue.Queue(1000))
-    listener = QueueListener(lines.queue, logging.StreamHandler(file))
+    listener = QueueListener(lines.queue, Appended(file))
     listener.start()
-    logging.raiseExceptions = False  # a full disk, or a pipe that is closed: serving goes on
     level = ACCESS_LOG.level
     ACCESS_LOG.setLevel(logging.INFO)
     ACCESS_LOG.addHandler(lines)

@@ -1,19 +1,29 @@
-"""Text files and JSON objects of a model folder, and one line for each way in which they can be
-wrong.
+"""Files of unknown origin, and files that are whole.
 
-The problem. A model folder comes from anywhere: a file may be missing, cut off, a pipe, a web page,
-or JSON whose fields hold what nobody expects. A KeyError says nothing to the user who has
-downloaded it.
+The problem of reading. A model folder comes from anywhere: a file may be missing, cut off, a pipe,
+a web page, or JSON whose fields hold what nobody expects. A KeyError says nothing to the user who
+has downloaded it.
 
-What this file keeps. Whatever is wrong is a `ModelError`: the file, the field and its value, and
-what to do.
+The problem of writing. A disk is full, a limit is met, or the program is killed in the middle. Then
+a file that was opened to be written is empty or cut, and the good one before it is gone.
+
+What this file keeps. Whatever is wrong with a model's file is a `ModelError`: the file, the field
+and its value, and what to do. A file that `write_whole` writes holds all of the new text, or else
+all that was in it before. A line that is added to a log is there as a whole or not at all.
 
 Where next: `parts/model/config.py` and `parts/model/weights.py`, which read a config and weights
 with it.
 """
 
+import errno
 import json
+import os
+import secrets
+import stat
+import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from parts.checks import one_line
 
@@ -39,6 +49,9 @@ class ModelError(ValueError):
     def __init__(self, message: str, short: str = ""):
         super().__init__(one_line(message))
         self.short = short
+
+
+# --- reading ------------------------------------------------------------------------------------
 
 
 def check_plain(path: Path) -> None:
@@ -95,3 +108,162 @@ def what_is(head: bytes) -> str | None:
     if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
         return "an HTML page, not the file itself"
     return None
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+# Nothing can be put beside the file, or in its place: a folder that is closed, another's file in
+# /tmp, a file that a container has mounted by itself
+NO_ROOM_BESIDE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
+
+
+def check_writable(file: str) -> None:
+    """Better to learn now that a file cannot be written than at the end. Nothing stays behind, and
+    a pipe that nobody reads is an error instead of a long wait."""
+    if _standard(file):
+        return
+    if not os.path.exists(file):
+        handle, beside = _open_beside(os.path.realpath(file))
+        os.close(handle)
+        os.unlink(beside)
+        return
+    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+    # subtle: a pipe stays open, since its reader would take this for the end
+    if not stat.S_ISFIFO(os.fstat(handle).st_mode):
+        os.close(handle)
+
+
+def write_whole(file: str | Path, text: str) -> None:
+    """Make a file hold this text, or leave it as it was. An OSError names the file.
+
+    The text is written beside the file, and takes its place when all of it is on the disk. A link
+    stays a link, and permissions stay. What is no plain file is simply written to. A program that
+    is killed may leave its half-written text behind, as `.nanobatch-*`.
+    """
+    path = str(file)
+    data = text.encode()
+    try:
+        if stream := _standard(path):  # what was printed before comes before it
+            stream.write(text)
+            stream.flush()
+        elif os.path.exists(path) and not os.path.isfile(path):
+            _write_to_special(path, data)
+        else:
+            _write_to_plain(os.path.realpath(path), data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+
+
+def _standard(path: str) -> TextIO | None:
+    return {"/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(path)
+
+
+def _write_to_special(path: str, data: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # else a pipe without a reader would wait
+    try:
+        os.set_blocking(handle, True)
+        _write_all(handle, data)
+    finally:
+        os.close(handle)
+
+
+def _write_to_plain(path: str, data: bytes) -> None:
+    try:
+        _replace(path, data)
+    except OSError as error:
+        if error.errno not in NO_ROOM_BESIDE or not os.path.exists(path):
+            raise
+        _overwrite(path, data)
+
+
+def _replace(path: str, data: bytes) -> None:
+    """Write beside the file, and put that into its place."""
+    before = os.stat(path) if os.path.exists(path) else None
+    if before:
+        os.close(os.open(path, os.O_WRONLY))  # a file that is protected stays so
+    handle, beside = _open_beside(path)
+    try:
+        try:
+            now = os.fstat(handle)
+            if before and (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid):
+                os.fchown(handle, before.st_uid, before.st_gid)
+            if before:
+                os.fchmod(handle, stat.S_IMODE(before.st_mode))
+            _write_all(handle, data)
+            os.fsync(handle)  # else a power cut may leave a name without its contents
+        finally:
+            os.close(handle)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+def _overwrite(path: str, data: bytes) -> None:
+    """Write over what is there, and put that back if it fails. Only a kill in the middle harms."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        with open(handle, "rb", closefd=False) as file:
+            before = file.read()
+        try:
+            _write_from_start(handle, data)
+        except BaseException:
+            _write_from_start(handle, before)
+            raise
+    finally:
+        os.close(handle)
+
+
+def _write_from_start(handle: int, data: bytes) -> None:
+    os.lseek(handle, 0, os.SEEK_SET)
+    _write_all(handle, data)
+    os.ftruncate(handle, len(data))
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
+
+
+def _open_beside(path: str) -> tuple[int, str]:
+    """A new file in the same folder: its descriptor, and its name."""
+    beside = os.path.join(os.path.dirname(path), f".nanobatch-{secrets.token_hex(8)}")
+    return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), beside
+
+
+def append_line(handle: int, line: str) -> None:
+    """Add a line to a file. If the disk has no room for all of it, nothing of it stays."""
+    data = f"{line}\n".encode(errors="replace")
+    written = 0
+    try:
+        while written < len(data):
+            written += os.write(handle, data[written:])
+    except OSError:
+        if written and stat.S_ISREG(os.fstat(handle).st_mode):
+            os.ftruncate(handle, os.fstat(handle).st_size - written)
+        raise
+
+
+class LineFile:
+    """A server's log: lines are added as long as there is room, each as a whole. On a full disk, or
+    if the reader of a pipe has gone, serving goes on. That is told once, and the next line that
+    finds room says how many are missing."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+        self._lost = 0
+
+    def write(self, line: str) -> None:
+        try:
+            lost = f"lost_lines={self._lost} " if self._lost else ""
+            append_line(self._file.fileno(), lost + line)
+            self._lost = 0
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
+            self._lost += 1
+            if self._lost == 1:
+                why = getattr(error, "strerror", None) or error
+                with suppress(OSError, ValueError):  # the log may be stderr itself
+                    words = f"{self._file.name}: {why}; serving goes on without its log"
+                    print(f"nanobatch: {one_line(words)}", file=sys.stderr)

@@ -123,12 +123,6 @@ def about(option: str, remedy: str) -> Iterator[None]:
         ) from None
 
 
-def check_writable(file: str) -> None:
-    """Better to learn now that a file cannot be written than at the end. To open a pipe that nobody
-    reads would wait for ever."""
-    os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
-
-
 def read_key(key: str) -> str:
     """Without a key everybody may come in, so an empty one, as of a variable that is not set, is a
     mistake."""

@@ -11,7 +11,7 @@ Beside each answer stands its hash, and in front of all the command that makes t
 which is a hash of all the rest, shows whether a file is still what was written.
 
 What this file keeps. A recording holds no client's address and no path. It is bounded, in steps, in
-requests and in letters. And what it holds is said before it is written.
+requests and in letters. And what it will hold is said before anything runs.
 
 Where next: `door/page.py`, which makes a page of it, and `web/recording.js`, which reads it.
 """
@@ -23,7 +23,6 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from door import wire
@@ -204,7 +203,3 @@ def in_lines(value: Any) -> str:
     if not is_long:
         return json.dumps(value)
     return "[" + ",\n".join(json.dumps(each, separators=(",", ":")) for each in value) + "]"
-
-
-def write(path: str, recording: dict[str, Any]) -> None:
-    Path(path).write_text(as_text(recording), encoding="utf-8")

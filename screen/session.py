@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
-from pathlib import Path
 
 from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
@@ -645,14 +644,16 @@ def why_of(state: State) -> str:
 NO_WORK = "standard input has no prompt; write one a line there, or give --prompts FILE or --script burst8"
 
 
-def run_plain(session: Session, script: str, stays: bool = False) -> int:
+def run_plain(
+    session: Session, script: str, write: Callable[[str], None], stays: bool = False
+) -> int:
     """Obey the script, or the lines of standard input. When it ends and nothing is left to do,
     leave.
 
     If neither says anything, one line tells what to give. `stays`: there are others to watch, so
     neither is needed.
     """
-    log = PlainLog(session, lambda line: print(line, flush=True))
+    log = PlainLog(session, write)
     state = session.state
     orders = deque(as_command(*order) for order in orders_of(script) if order[0] != "wait")
     listening, rest, typed = not script and sys.stdin is not None, b"", deque()
@@ -692,12 +693,12 @@ def run_plain(session: Session, script: str, stays: bool = False) -> int:
         log.flush()
 
 
-def write_trace(path: str, session: Session) -> None:
+def trace_of(session: Session) -> str:
     session.look()
     state, engine = session.state, session.state.view.engine
     requests = [replace(request, prompt=prompt_of(request)) for request in state.requests.values()]
     events = trace_events(state.history, requests, engine.now if engine else 0.0)
-    Path(path).write_text(json.dumps({"traceEvents": events}))
+    return json.dumps({"traceEvents": events})
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:

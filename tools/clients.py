@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import tui  # noqa: E402
+from parts.files import write_whole  # noqa: E402
 from screen.session import Session  # noqa: E402
 from screen.state import State  # noqa: E402
 
@@ -95,12 +96,13 @@ def main(arguments: list[str]) -> None:
         time.sleep(0.5)
         room.pause(True)
         time.sleep(0.5)
-        app.call_from_thread(app.take_picture, path)
+        app.call_from_thread(app.take_picture)
 
     threading.Thread(target=direct, daemon=True).start()
     app.run(headless=True, size=args.size)
     room.door.close()
     room.stop(1)
+    write_whole(path, app.picture)
 
 
 if __name__ == "__main__":

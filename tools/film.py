@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tui
+from parts.files import write_whole
 from screen.ink import BLOCKED, DARK, DECODE, LIGHT, PREFILL, Palette, ink_on, span
 from screen.room import EngineRoom
 from screen.runs import Contest, Run
@@ -160,7 +161,10 @@ def main() -> int:
         room.stop(10)
     if not session.state.raced:
         sys.exit(f"film.py: {session.state.view.error}")
-    args.path.write_text(draw(session.state.raced), encoding="utf-8")
+    try:
+        write_whole(args.path, draw(session.state.raced))
+    except OSError as error:
+        sys.exit(f"tools/film.py: {error.filename}: {error.strerror}")
     return 0
 
 

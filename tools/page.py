@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from door import page
 from measure import report
 from parts.checks import shown
+from parts.files import write_whole
 from policies import POLICIES
 from screen import record
 from screen.ink import count, span
@@ -328,15 +329,20 @@ def main(arguments: list[str] | None = None) -> int:
         recordings = [record_demo()] if args.demo else [read(path) for path in args.recordings]
         if not recordings:
             raise ValueError("name a recording, and then the page; tui.py --record writes one")
-        text = make(recordings).encode(errors="replace")
-        if len(text) > MOST:
-            words = f"the page has {len(text):,} bytes, and may have {MOST:,}"
+        text = make(recordings).encode(errors="replace").decode()
+        size = len(text.encode())
+        if size > MOST:
+            words = f"the page has {size:,} bytes, and may have {MOST:,}"
             raise ValueError(f"{words}; record a shorter run")
-        Path(args.out).write_bytes(text)
     except (OSError, ValueError) as error:
         print(f"tools/page.py: {error}", file=sys.stderr)
         return 2
-    print(f"{args.out}: {len(text):,} bytes")
+    try:
+        write_whole(args.out, text)
+    except OSError as error:
+        print(f"tools/page.py: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    print(f"{args.out}: {size:,} bytes")
     return 0
 
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 # `device` comes first, as in a program of ours.
 from measure import report  # noqa: E402
 from parts.device import mlx as device  # noqa: E402, F401  # isort: split
+from parts.files import write_whole  # noqa: E402
 
 OURS = "nanobatch continuous"
 MADE = re.compile(r"(<!-- made: (.+?) -->\n)((?:\|.*\n)*)")
@@ -119,9 +120,12 @@ def pages() -> list[Path]:
 def main() -> int:
     stale = [path for path in pages() if made_anew(path.read_text()) != path.read_text()]
     for path in stale:
-        print(path.relative_to(ROOT))
         if "--check" not in sys.argv:
-            path.write_text(made_anew(path.read_text()))
+            try:
+                write_whole(path, made_anew(path.read_text()))
+            except OSError as error:
+                sys.exit(f"tools/tables.py: {error.filename}: {error.strerror}")
+        print(path.relative_to(ROOT))
     return 1 if stale and "--check" in sys.argv else 0
 
 

@@ -168,14 +168,12 @@ def test_a_plain_log_quotes_nothing_that_a_terminal_obeys():
     assert len(lines) > 3 and all(map(is_plain, lines)), lines
 
 
-def test_a_trace_of_hostile_prompts_names_its_tracks_in_plain_text(tmp_path):
+def test_a_trace_of_hostile_prompts_names_its_tracks_in_plain_text():
     stage = Stage().load()
     stage.session.obey("hello")
     stage.session.obey(HOSTILE.strip())
     stage.finish()
-    session.write_trace(str(tmp_path / "\x1b]0;x\x07 ü.json"), stage.session)
-    (file,) = tmp_path.iterdir()
-    events = json.loads(file.read_bytes())["traceEvents"]
+    events = json.loads(session.trace_of(stage.session))["traceEvents"]
     names = [e["args"]["name"] for e in events if e["ph"] == "M"]
     hello, hostile = names[-2:]
     assert hello == "r1 hello" and hostile.startswith("r2 ␛]0;title␇<U+009B>2J<U+202E><U+061C>")

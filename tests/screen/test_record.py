@@ -169,24 +169,31 @@ def test_a_recording_is_bounded(monkeypatch):
     assert max(map(len, texts)) == 30
 
 
-def test_what_a_recording_holds_is_said_before_it_is_written(monkeypatch, capsys, tmp_path):
+def test_what_a_recording_will_hold_is_said_in_the_help_and_what_it_holds_when_it_is_written(
+    capsys, tmp_path
+):
     stage = Stage().load()
     stage.session.obey("/burst 3")
     stage.finish()
-    said = []
-    monkeypatch.setattr(record, "write", lambda *_: said.append(capsys.readouterr().err))
-    args = tui.parse_arguments(["--record", str(tmp_path / "run.json")])
-    tui.write_record(args, stage.session)
-    assert "1 run (continuous), 3 prompts and their answers" in said[0]
+    file = tmp_path / "run.json"
+    args = tui.parse_arguments(["--record", str(file)])
+    assert not file.exists(), "it would be empty, if the program ended in the middle"
+    assert tui.write_files(args, stage.session, "")
+    assert "1 run (continuous), 3 prompts and their answers" in capsys.readouterr().err
+    assert len(json.loads(file.read_text())["runs"]) == 1
     assert "word for word" in record.HOLDS and record.HOLDS in tui.options().format_help().replace(
         "\n" + " " * 24, " "
     )
 
 
-def test_without_a_run_there_is_nothing_to_record(capsys, tmp_path):
-    args = tui.parse_arguments(["--record", str(tmp_path / "run.json")])
-    tui.write_record(args, Stage().load().session)
+def test_without_a_run_there_is_nothing_to_record_and_that_is_a_failure(capsys, tmp_path):
+    """The exit code was 0."""
+    file = tmp_path / "run.json"
+    file.write_text("an earlier one")
+    args = tui.parse_arguments(["--record", str(file)])
+    assert not tui.write_files(args, Stage().load().session, "")
     assert "nothing has run" in capsys.readouterr().err
+    assert file.read_text() == "an earlier one"
 
 
 def test_the_command_of_a_recording_names_no_folder_and_no_key(tmp_path):

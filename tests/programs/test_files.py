@@ -1,0 +1,385 @@
+"""Files that are written are whole: all of the new one, or all of the one before."""
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doors import COMPLETIONS, Server
+
+import bench
+from parts.files import LineFile, append_line, check_writable, write_whole
+from tools import page, tables
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+OLD = "what was there before\n" * 100
+KILLS = int(os.environ.get("NANOBATCH_KILLS", 12))
+
+
+def python(code: str, *arguments: object, **how) -> subprocess.CompletedProcess:
+    """Run a few lines that write files, in a process of their own. Root may write anywhere, so there
+    it becomes another user."""
+    drop = f"os.setgid({NOBODY}); os.setuid({NOBODY})" if os.geteuid() == 0 else ""
+    code = f"import os, sys, time\nfrom parts.files import *\n{drop}\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        **how,
+    )
+
+
+def limited() -> None:
+    """From here on, a file may have 4,000 bytes: the next write to a longer one is cut short."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that any user may reach."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    yield folder
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o777)
+    shutil.rmtree(folder)
+
+
+# --- write_whole --------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_and_written_anew_and_nothing_else_stays(tmp_path):
+    file = tmp_path / "file"
+    for text in ("one", "", "ü" * 100_000, "two"):
+        write_whole(file, text)
+        assert file.read_text() == text and [*tmp_path.iterdir()] == [file]
+
+
+def test_a_new_file_has_the_usual_permissions_and_an_earlier_one_keeps_its_own(tmp_path):
+    new, old = tmp_path / "new", tmp_path / "old"
+    usual = os.open(tmp_path / "usual", os.O_CREAT | os.O_WRONLY, 0o666)
+    old.write_text(OLD)
+    for mode in (0o640, 0o600, 0o755):
+        old.chmod(mode)
+        write_whole(old, "new")
+        assert old.stat().st_mode & 0o7777 == mode
+    write_whole(new, "new")
+    assert new.stat().st_mode == os.fstat(usual).st_mode
+    os.close(usual)
+
+
+def test_a_link_stays_a_link_and_the_file_behind_it_is_written(tmp_path):
+    file, link, dangling = tmp_path / "a" / "file", tmp_path / "link", tmp_path / "dangling"
+    file.parent.mkdir()
+    file.write_text(OLD)
+    link.symlink_to(file)
+    dangling.symlink_to(Path("a", "other"))
+    for each in (link, dangling):
+        check_writable(str(each))
+        write_whole(each, "new")
+        assert each.is_symlink() and each.read_text() == "new"
+    assert file.read_text() == "new" and len([*file.parent.iterdir()]) == 2
+
+
+def test_a_pipe_is_written_to_and_its_reader_is_not_told_of_an_end_before(open_folder):
+    """Whether it can be written was tried by opening and closing it: `cat pipe` then went home."""
+    pipe = str(open_folder / "pipe")
+    os.mkfifo(pipe)
+    os.chmod(pipe, 0o666)
+    with pytest.raises(OSError, match="No such device"):
+        check_writable(pipe)
+    with pytest.raises(OSError, match="No such device"):
+        write_whole(pipe, "nobody reads")
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    code = "check_writable(sys.argv[1]); import time; time.sleep(0.3); write_whole(sys.argv[1], 'x' * 100_000)"
+    deadline = time.monotonic() + 60
+    while (done := python(code, pipe)).returncode and time.monotonic() < deadline:
+        assert "No such device" in done.stderr  # the reader has not come yet
+    assert reader.communicate(timeout=60)[0] == b"x" * 100_000
+
+
+def test_standard_output_gets_it_behind_what_was_printed_also_if_it_is_a_file(tmp_path):
+    """Opened anew, a log on standard output began at its start again."""
+    log = tmp_path / "log"
+    code = "print('first'); check_writable('/dev/stdout'); write_whole('/dev/stdout', 'text\\n'); print('last')"
+    with log.open("w") as file:
+        subprocess.run(
+            [sys.executable, "-c", f"from parts.files import *\n{code}"],
+            stdout=file,
+            cwd=ROOT,
+            check=True,
+        )
+    assert log.read_text() == "first\ntext\nlast\n"
+    assert python(code).stdout == "first\ntext\nlast\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_an_error_names_the_file():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_whole("/dev/full", "text")
+
+
+@pytest.mark.parametrize("closed", ["folder", "file"])
+def test_what_cannot_be_replaced_is_written_over_and_what_is_protected_stays(open_folder, closed):
+    """A file in a folder that is closed to us can be written, but nothing can be put beside it."""
+    folder = open_folder / "folder"
+    file = folder / "file"
+    folder.mkdir()
+    file.write_text(OLD)
+    file.chmod(0o444 if closed == "file" else 0o666)
+    folder.chmod(0o777 if closed == "file" else 0o555)
+    code = "check_writable(sys.argv[1]); write_whole(sys.argv[1], sys.argv[2])"
+    texts = ("short", "longer than before " * 1000)
+    for text in texts:
+        done = python(code, file, text)
+        if closed == "file":
+            assert done.returncode and "Permission denied" in done.stderr
+            assert file.read_text() == OLD
+        else:
+            assert done.returncode == 0, done.stderr
+            assert file.read_text() == text
+    assert [*folder.iterdir()] == [file]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("before", [None, OLD])
+def test_a_limit_that_is_met_in_the_middle_leaves_the_file_as_it_was(open_folder, before, closed):
+    """It was empty or cut, and the exit code was 0."""
+    folder = open_folder / "folder"
+    folder.mkdir()
+    file = folder / "file"
+    if before is not None:
+        file.write_text(before)
+        file.chmod(0o666)
+    folder.chmod(0o555 if closed and before else 0o777)
+    code = "write_whole(sys.argv[1], 'x' * 100_000)"
+    done = python(code, file, preexec_fn=limited)
+    assert done.returncode == 1 and f"File too large: '{file}'" in done.stderr
+    assert (file.read_text() if file.exists() else None) == before
+    assert len([*folder.iterdir()]) == (before is not None)
+
+
+def test_a_program_that_is_killed_in_the_middle_leaves_one_of_the_two(tmp_path):
+    file = tmp_path / "file"
+    texts = ("a" * 3_000_000, "b" * 2_000_000)
+    write_whole(file, texts[0])
+    dice = random.Random(0)
+    code = """
+print("begins", flush=True)
+while True:
+    write_whole(sys.argv[1], "b" * 2_000_000)
+    write_whole(sys.argv[1], "a" * 3_000_000)
+"""
+    cut = 0
+    for _ in range(KILLS):
+        command = [sys.executable, "-c", f"import sys\nfrom parts.files import *\n{code}", file]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+            process.stdout.readline()
+            time.sleep(dice.uniform(0, 0.03))
+            process.kill()
+        assert file.read_text() in texts
+        cut += len([path for path in tmp_path.iterdir() if path.name.startswith(".nanobatch-")])
+        for path in tmp_path.glob(".nanobatch-*"):
+            path.unlink()
+    assert cut, "no kill came in the middle of a write"
+
+
+# --- lines of a log -----------------------------------------------------------------------------
+
+
+def test_a_line_without_room_is_not_there_at_all(open_folder):
+    log = open_folder / "log"
+    code = """
+import os
+handle = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+for number in range(200):
+    try:
+        append_line(handle, f"line {number} {'x' * 90}")
+    except OSError as error:
+        print(error.strerror)
+"""
+    done = python(code, log, preexec_fn=limited)
+    assert done.stdout.count("File too large\n") > 100, done.stderr
+    lines = log.read_text().splitlines(keepends=True)
+    assert len(lines) > 30
+    assert lines == [f"line {number} {'x' * 90}\n" for number in range(len(lines))]
+
+
+def test_a_log_without_room_is_told_of_once_and_later_says_what_is_missing(tmp_path, capsys):
+    log = tmp_path / "log"
+    with log.open("a") as file, Path("/dev/null").open() as closed:
+        lines = LineFile(file)
+        lines.write("first")
+        good, bad = os.dup(file.fileno()), closed.fileno()  # one that is open for reading alone
+        os.dup2(bad, file.fileno())
+        for _ in range(3):
+            lines.write("lost")
+        os.dup2(good, file.fileno())
+        os.close(good)
+        lines.write("fifth")
+        lines.write("sixth")
+    assert log.read_text() == "first\nlost_lines=3 fifth\nsixth\n"
+    (said,) = capsys.readouterr().err.splitlines()
+    assert str(log) in said and "Bad file descriptor" in said and "serving goes on" in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_a_server_goes_on_when_its_log_cannot_be_written():
+    with Server("--log-file", "/dev/full") as server:
+        body = {"prompt": "Hello", "max_tokens": 2}
+        assert [server.ask(COMPLETIONS, body).status for _ in range(3)] == [200, 200, 200]
+        said = server.says("/dev/full: No space left on device; serving goes on")
+        assert server.stop() == 0
+        assert server.log.read_text().count(said[0]) == 1
+
+
+# --- the programs -------------------------------------------------------------------------------
+
+
+def tui(*arguments: object, **how) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "tui.py", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        **how,
+    )
+
+
+def test_a_screen_whose_files_find_no_room_says_so_ends_with_1_and_keeps_the_earlier_ones(
+    tmp_path,
+):
+    """It said that all was well, and 0, and the earlier files were gone."""
+    names = ("record.json", "trace.json", "picture.svg")
+    files = [tmp_path / name for name in names]
+    for file in files:
+        file.write_text(OLD)
+    record, trace, picture = files
+    options = ("--script", "burst2", "--record", record, "--trace", trace, "--screenshot", picture)
+    done = tui(*options, preexec_fn=limited)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if "File too large" in line]
+    assert len(said) == 3 and all(str(file) in done.stderr for file in files), done.stderr
+    assert " holds " not in done.stderr, "it says that it was written"
+    assert [file.read_text() for file in files] == [OLD] * 3
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
+def test_a_plain_log_on_a_full_disk_is_one_line_and_exit_code_1():
+    """It was a traceback."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "tui.py", "--plain", "--script", "burst2"],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=300,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("nanobatch: the log cannot be written: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    """Nothing that is longer than 4,000 bytes can be written."""
+
+    def write(handle: int, data: bytes, real=os.write) -> int:
+        if len(data) > 4000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(handle, data)
+
+    monkeypatch.setattr(os, "write", write)
+
+
+def test_a_page_that_finds_no_room_leaves_the_earlier_one(no_room, tmp_path, capsys):
+    out = tmp_path / "out.html"
+    out.write_text(OLD)
+    assert page.main([str(ROOT / "docs" / "index.html"), str(out)]) == 1
+    said = capsys.readouterr()
+    assert f"{out}: No space left" in said.err and not said.out
+    assert out.read_text() == OLD and [*tmp_path.iterdir()] == [out]
+
+
+def test_tables_that_find_no_room_leave_the_earlier_ones(no_room, tmp_path, capsys, monkeypatch):
+    stale = tmp_path / "docs" / "page.md"
+    stale.parent.mkdir()
+    text = f"<!-- made: long -->\n| an | old |\n{OLD}"
+    stale.write_text(text)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setitem(tables.MAKERS, "long", lambda: f"| {'x' * 5000} |\n")
+    monkeypatch.setattr(sys, "argv", ["tables.py"])
+    with pytest.raises(SystemExit, match=f"{stale}: No space left"):
+        tables.main()
+    assert stale.read_text() == text and not capsys.readouterr().out
+    monkeypatch.setitem(tables.MAKERS, "long", lambda: "| x |\n")
+    assert tables.main() == 0 and "| x |" in stale.read_text()
+    assert capsys.readouterr().out == "docs/page.md\n"
+
+
+def test_a_benchmark_that_finds_no_room_leaves_the_earlier_files(
+    no_room, tmp_path, capsys, monkeypatch
+):
+    record = {"part": "decode", "x": "rows 1", "contestant": "us", "blas": "rows"}
+    record |= {"figures": {"decode tokens/s": 1.0}}
+    measured, picture = tmp_path / "run.json", tmp_path / "run.svg"
+    measured.write_text(OLD)
+    picture.write_text(OLD)
+    monkeypatch.setattr(bench, "take_all", lambda *_: [record] * 100)
+    options = ["--json", str(measured), "--plot", str(picture), "--parts", "decode"]
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert bench.main(options) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    said = capsys.readouterr().err
+    assert f"No space left on device: '{measured}'" in said
+    assert measured.read_text() != OLD, "what found room is kept"
+    assert 0 < len(json.loads(measured.read_text())["records"]) < 100
+    assert picture.read_text() == OLD
+
+
+def test_two_that_write_the_same_file_at_once_leave_one_of_the_two(tmp_path):
+    file = tmp_path / "file"
+    texts = ("a" * 300_000, "b" * 200_000)
+    threads = [
+        threading.Thread(target=lambda t=text: [write_whole(file, t) for _ in range(20)])
+        for text in texts
+    ]
+    for thread in threads:
+        thread.start()
+    seen = set()
+    while any(thread.is_alive() for thread in threads):
+        if file.exists():
+            seen.add(file.read_text())
+    assert seen and seen <= {*texts} and [*tmp_path.iterdir()] == [file]
+
+
+def test_a_line_is_added_even_to_a_pipe_that_takes_less_at_a_time():
+    reader, writer = os.pipe()
+    got = []
+    thread = threading.Thread(target=lambda: got.append(os.read(reader, 10)))
+    thread.start()
+    append_line(writer, "a line")
+    thread.join()
+    os.close(writer)
+    os.close(reader)
+    assert got == [b"a line\n"]
