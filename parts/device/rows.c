@@ -32,7 +32,11 @@
    anew, whether to round once or twice. (The plain form has none, and -ffp-contract=off keeps the compiler from making
    one.) The file is compiled without -ffast-math, which lets a compiler reorder sums.
 
-   How to read on: the vectors of each processor; a tile, which is the part of the result that is held in registers;
+   Weights may be packed: 16 bits each, or 8 or 4 bits with a scale and an offset for each group of them. A packed weight
+   is made into the float32 that it stands for, in a register or in a scratch, and then the sums are the same. So packed
+   weights change no bit, and take as much less time to read as they are smaller.
+
+   How to read on: the vectors of each processor; packed weights; a tile, which is the part of the result that is held in registers;
    strips and blocks of tiles, which stay in the caches; threads; and `cblas_sgemm`, the name by which MLX calls this. */
 
 #define _GNU_SOURCE
@@ -40,9 +44,12 @@
 #include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #ifdef __FAST_MATH__
 #error "-ffast-math lets the compiler add up in any order"
@@ -55,9 +62,22 @@
 
    `ROWS` x `COLS` vectors are the sums of a tile. Together with one vector of x for each row and one vector of weights
    they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins what was loaded in a register; without it
-   GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, into four numbers. */
+   GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, into four numbers. `float16s`,
+   `bfloat16s`, `bytes` and `nibbles` (four bits) make a vector of as many packed numbers. */
 
 enum { COLS = 4, WIDEST = 8, LINE = 16 }; /* LINE: numbers in a line of the cache */
+
+/* One number of 16 bits. (Only finite ones are loaded.) */
+INLINE float of_bits(uint32_t bits) {
+  float number;
+  memcpy(&number, &bits, sizeof number);
+  return number;
+}
+INLINE float bfloat16(uint16_t bits) { return of_bits((uint32_t)bits << 16); }
+INLINE float float16(uint16_t bits) { /* moved to their places in a float32, where an exponent of 0 means 2^-112 of it */
+  float size = of_bits((uint32_t)(bits & 0x7fff) << 13) * 0x1p112f;
+  return bits >> 15 ? -size : size;
+}
 
 #if defined(__AVX512F__)
 
@@ -73,6 +93,24 @@ INLINE void store(float *to, vec v) { _mm512_storeu_ps(to, v); }
 INLINE void store_four(float *to, four v) { _mm_storeu_ps(to, v); }
 INLINE vec all(float number) { return _mm512_set1_ps(number); }
 INLINE vec fma_(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
+INLINE vec times(vec a, vec b) { return _mm512_mul_ps(a, b); }
+INLINE vec float16s(const void *at) { return _mm512_cvtph_ps(_mm256_loadu_si256(at)); }
+INLINE vec all_float16(const uint16_t *at) { return _mm512_cvtph_ps(_mm256_set1_epi16((short)*at)); }
+INLINE vec bytes(const void *at) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(at))); }
+INLINE vec bfloat16s(const void *at) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at)), 16));
+}
+
+/* Of four bits, a group's 16 possible weights are one vector, and each number says which of them is meant. */
+#define HAS_TABLE
+INLINE vec sixteen(void) { return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+INLINE vec looked_up(vec table, const void *at) {
+  const __m512i word = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m512i shift = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+  __m512i words = _mm512_permutexvar_epi32(word, _mm512_castsi128_si512(_mm_loadl_epi64(at)));
+  return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), table); /* the low four bits alone count */
+}
 INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) {
@@ -99,6 +137,18 @@ INLINE void store(float *to, vec v) { _mm256_storeu_ps(to, v); }
 INLINE void store_four(float *to, four v) { _mm_storeu_ps(to, v); }
 INLINE vec all(float number) { return _mm256_set1_ps(number); }
 INLINE vec fma_(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
+INLINE vec times(vec a, vec b) { return _mm256_mul_ps(a, b); }
+INLINE vec float16s(const void *at) { return _mm256_cvtph_ps(_mm_loadu_si128(at)); }
+INLINE vec all_float16(const uint16_t *at) { return _mm256_cvtph_ps(_mm_set1_epi16((short)*at)); }
+INLINE vec bytes(const void *at) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(at))); }
+INLINE vec bfloat16s(const void *at) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), 16));
+}
+INLINE vec nibbles(const void *at) {
+  __m256i words = _mm256_srlv_epi32(_mm256_set1_epi32(*(const int *)at), _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
+  return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15)));
+}
 INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) {
@@ -119,6 +169,19 @@ INLINE void store(float *to, vec v) { vst1q_f32(to, v); }
 INLINE void store_four(float *to, four v) { vst1q_f32(to, v); }
 INLINE vec all(float number) { return vdupq_n_f32(number); }
 INLINE vec fma_(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+INLINE vec add(vec a, vec b) { return vaddq_f32(a, b); }
+INLINE vec times(vec a, vec b) { return vmulq_f32(a, b); }
+INLINE vec float16s(const void *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
+INLINE vec all_float16(const uint16_t *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_dup_u16(at))); }
+INLINE vec bfloat16s(const void *at) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
+INLINE vec bytes(const void *at) {
+  uint32x2_t four_bytes = vld1_dup_u32(at);
+  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(four_bytes)))));
+}
+INLINE vec nibbles(const void *at) {
+  uint32x4_t words = vmovl_u16(vld1_dup_u16(at));
+  return vcvtq_f32_u32(vandq_u32(vshlq_u32(words, (int32x4_t){0, -4, -8, -12}), vdupq_n_u32(15)));
+}
 INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
@@ -136,6 +199,15 @@ INLINE void store(float *to, vec v) { *(vec *)to = v; }
 INLINE void store_four(float *to, four v) { *(four *)to = v; }
 INLINE vec all(float number) { return (vec){number, number, number, number}; }
 INLINE vec fma_(vec a, vec b, vec c) { return a * b + c; }
+INLINE vec add(vec a, vec b) { return a + b; }
+INLINE vec times(vec a, vec b) { return a * b; }
+INLINE vec float16s(const uint16_t *at) { return (vec){float16(at[0]), float16(at[1]), float16(at[2]), float16(at[3])}; }
+INLINE vec all_float16(const uint16_t *at) { return all(float16(*at)); }
+INLINE vec bfloat16s(const uint16_t *at) {
+  return (vec){bfloat16(at[0]), bfloat16(at[1]), bfloat16(at[2]), bfloat16(at[3])};
+}
+INLINE vec bytes(const uint8_t *at) { return (vec){at[0], at[1], at[2], at[3]}; }
+INLINE vec nibbles(const uint8_t *at) { return (vec){at[0] & 15, at[0] >> 4, at[1] & 15, at[1] >> 4}; }
 INLINE float fma_one(float a, float b, float c) { return a * b + c; }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) {
@@ -144,6 +216,74 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) {
 }
 
 #endif
+
+/* --- packed weights ----------------------------------------------------------------------------------------------------
+
+   MLX multiplies float32 matrices alone, and never looks at them: it hands us an address. So a packed matrix claims to be
+   a float32 one. What lies at its address is a `Packed`, and behind it the matrix.
+
+   How we know a `Packed` from numbers: it begins with a key of 128 bits, drawn when the process starts, which no matrix
+   of numbers begins with. So there is no list of addresses, and nothing to strike off it: a matrix is known to be packed
+   for exactly as long as its memory holds it. */
+
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS }; /* forms of numbers */
+
+typedef struct {
+  uint64_t key[2];
+  int32_t form, form_of_scales; /* of the weights; of scales and offsets */
+  int64_t N, K;                 /* the matrix is (N, K), row by row */
+  int64_t group;                /* so many weights of a row share a scale and an offset; of 16 bits: K, and no offset */
+  int32_t scales, offsets;      /* where they lie, in lines of the cache from here on */
+} Packed;
+enum { LINE_NBYTES = 64, LEAST = 16 }; /* LEAST: a shorter row, in float32, takes fewer bytes than a `Packed` */
+_Static_assert(sizeof(Packed) <= LINE_NBYTES, "behind it the weights begin");
+
+static uint64_t key[2];
+
+INLINE const Packed *packed_at(const void *at) { return memcmp(at, key, sizeof key) ? NULL : at; }
+INLINE const char *line(const Packed *a, long count) { return (const char *)a + count * LINE_NBYTES; }
+INLINE long bits_of(const int form) { return form == FOUR_BITS ? 4 : form == EIGHT_BITS ? 8 : 16; }
+
+typedef struct { /* what the weights of a group have in common */
+  vec scale, offset, table;
+} Group;
+
+INLINE vec all_of(const void *numbers, long i, int form) {
+  if (form == FLOAT16) return all_float16((const uint16_t *)numbers + i);
+  return all(form == BFLOAT16 ? bfloat16(((const uint16_t *)numbers)[i]) : ((const float *)numbers)[i]);
+}
+
+/* A number times its scale, and then the offset: two roundings, as `mx.dequantize` has them. */
+INLINE vec scaled(vec numbers, const Group *group) { return add(times(numbers, group->scale), group->offset); }
+
+/* The group of weight k of row j. */
+INLINE Group group_of(const Packed *a, long j, long k, const int form) {
+  long i = j * (a->K / a->group) + k / a->group;
+  Group group = {.scale = all_of(line(a, a->scales), i, a->form_of_scales)};
+  if (bits_of(form) == 16) return group;
+  group.offset = all_of(line(a, a->offsets), i, a->form_of_scales);
+#ifdef HAS_TABLE
+  if (form == FOUR_BITS) group.table = scaled(sixteen(), &group);
+#endif
+  return group;
+}
+
+/* LANES weights of a group, the first of which lies here. */
+INLINE vec unpacked(const void *at, const Group *group, const int form) {
+#ifdef HAS_TABLE
+  if (form == FOUR_BITS) return looked_up(group->table, at);
+#else
+  if (form == FOUR_BITS) return scaled(nibbles(at), group);
+#endif
+  if (form == EIGHT_BITS) return scaled(bytes(at), group);
+  return times(form == FLOAT16 ? float16s(at) : bfloat16s(at), group->scale);
+}
+
+/* One weight of 16 bits: behind the last whole vector of a row. */
+INLINE float one_unpacked(const Packed *a, long j, long k, const int form) {
+  uint16_t bits = ((const uint16_t *)line(a, 1))[j * a->K + k];
+  return (form == FLOAT16 ? float16(bits) : bfloat16(bits)) * ((const float *)line(a, a->scales))[j];
+}
 
 /* --- a tile: up to ROWS rows of the result and COLS vectors of each, all in registers -------------------------------- */
 
@@ -154,7 +294,12 @@ typedef struct { /* y = alpha x W + beta y */
   long ldx, ldw, ldy; /* numbers from a row to the next, of x, of w and of y */
   float alpha, beta;
   int is_turned; /* w is (K, N), and else (N, K) */
+  const Packed *packed; /* what lies at w, if w is packed */
+  vec *kept;            /* if the sums are cut along K: COLS sums for each row, as the parts before have left them */
+  int is_first, is_last; /* of these parts */
 } Product;
+
+static long at_most(long number, long limit) { return number < limit ? number : limit; }
 
 INLINE int is_plain(const Product *p) { return p->alpha == 1 && p->beta == 0; }
 
@@ -164,29 +309,52 @@ INLINE void put(const Product *p, long m, long j, float sum) {
 }
 
 /* W as stored: `cols` columns j of the result for `rows` rows from m on. With `is_first`, the weights come from memory,
-   and are used again for the rows below. So the next COLS columns are fetched ahead. */
-INLINE void stored_tile(const Product *p, long m, long j, const int rows, const int cols, const int is_first) {
+   and are used again for the rows below. So the next COLS columns are fetched ahead. `form` is that of the weights. */
+INLINE void stored_tile(const Product *p, long m, long j, const int rows, const int cols, const int is_first,
+                        const int form) {
   const float *x = p->x + m * p->ldx;
   const float *w = p->w + j * p->ldw;
+  const char *packed = form == FLOAT32 ? NULL : line(p->packed, 1);
+  const long bits = bits_of(form), width = p->K * bits / 8; /* of a packed weight; bytes of a row of them */
+  const long whole = p->K / LANES * LANES;
+  vec *kept = p->kept ? p->kept + m * COLS + j : NULL;
   vec sum[ROWS][COLS];
   for (int r = 0; r < rows; r++)
-    for (int c = 0; c < COLS; c++) sum[r][c] = all(0);
+    for (int c = 0; c < COLS; c++) sum[r][c] = kept && !p->is_first && c < cols ? kept[r * COLS + c] : all(0);
 
   long k = 0;
-  for (; k + LANES <= p->K; k += LANES) {
-    vec own[ROWS];
-    for (int r = 0; r < rows; r++) {
-      own[r] = load(x + r * p->ldx + k);
-      KEEP(own[r]);
+  while (k < whole) {
+    long stop = whole;
+    Group groups[COLS];
+    if (form != FLOAT32) {
+      stop = at_most(k + p->packed->group, whole);
+      for (int c = 0; c < cols; c++) {
+        groups[c] = group_of(p->packed, j + c, k, form);
+        if (is_first) __builtin_prefetch(packed + (j + c + COLS) * width + k * bits / 8);
+      }
     }
-    for (int c = 0; c < cols; c++) {
-      vec weights = load(w + c * p->ldw + k);
-      KEEP(weights);
-      if (is_first) __builtin_prefetch(w + (c + COLS) * p->ldw + k);
-      for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);
+    for (; k < stop; k += LANES) {
+      vec own[ROWS];
+      for (int r = 0; r < rows; r++) {
+        own[r] = load(x + r * p->ldx + k);
+        KEEP(own[r]);
+      }
+      for (int c = 0; c < cols; c++) {
+        const char *at = packed + (j + c) * width + k * bits / 8;
+        vec weights = form == FLOAT32 ? load(w + c * p->ldw + k) : unpacked(at, &groups[c], form);
+        KEEP(weights);
+        if (is_first && form == FLOAT32) __builtin_prefetch(w + (c + COLS) * p->ldw + k);
+        if (is_first && bits == 16) __builtin_prefetch(at + COLS * width);
+        for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);
+      }
     }
   }
 
+  if (kept && !p->is_last) {
+    for (int r = 0; r < rows; r++)
+      for (int c = 0; c < cols; c++) kept[r * COLS + c] = sum[r][c];
+    return;
+  }
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++) {
     four sums = add_lanes(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
@@ -197,7 +365,10 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
     float total[COLS];
     store_four(total, sums);
     for (int c = 0; c < cols; c++) {
-      for (long i = k; i < p->K; i++) total[c] = fma_one(x[r * p->ldx + i], w[c * p->ldw + i], total[c]);
+      for (long i = k; i < p->K; i++) {
+        float weight = form == FLOAT32 ? w[c * p->ldw + i] : one_unpacked(p->packed, j + c, i, form);
+        total[c] = fma_one(x[r * p->ldx + i], weight, total[c]);
+      }
       put(p, m + r, j + c, total[c]);
     }
   }
@@ -258,12 +429,13 @@ INLINE void fetch(Ahead *ahead) {
   for (; ahead->at < stop; ahead->at += LINE) __builtin_prefetch(ahead->at, 0, 2);
 }
 
-INLINE void stored_strip(const Product *p, long m, long j, long to, Ahead *ahead, const int rows, const int is_first) {
+INLINE void stored_strip(const Product *p, long m, long j, long to, Ahead *ahead, const int rows, const int is_first,
+                         const int form) {
   for (; j + COLS <= to; j += COLS) {
-    fetch(ahead);
-    stored_tile(p, m, j, rows, COLS, is_first);
+    if (form == FLOAT32) fetch(ahead);
+    stored_tile(p, m, j, rows, COLS, is_first, form);
   }
-  for (; j < to; j++) stored_tile(p, m, j, rows, 1, 0);
+  for (; j < to; j++) stored_tile(p, m, j, rows, 1, 0, form);
 }
 
 /* `cols` vectors of columns, of which there are up to 4; or up to 8 for a single row. Returns how many it took. */
@@ -280,24 +452,39 @@ typedef void Strip(const Product *p, long m, long j, long to, Ahead *ahead);
 typedef long Tile(const Product *p, long m, long j, long cols);
 #define HEIGHT(rows)                                                                   \
   static NOINLINE void first##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
-    stored_strip(p, m, j, to, ahead, rows, 1);                                         \
+    stored_strip(p, m, j, to, ahead, rows, 1, FLOAT32);                                \
   }                                                                                    \
   static NOINLINE void stored##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
-    stored_strip(p, m, j, to, ahead, rows, 0);                                         \
+    stored_strip(p, m, j, to, ahead, rows, 0, FLOAT32);                                \
   }                                                                                    \
   static NOINLINE long turned##rows(const Product *p, long m, long j, long cols) {     \
     return turned_tile_of(p, m, j, cols, rows);                                        \
+  }
+
+#define PACKED(form, rows)                                                             \
+  static NOINLINE void form##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
+    stored_strip(p, m, j, to, ahead, rows, 1, form);                                   \
   }
 
 HEIGHT(1) HEIGHT(2) HEIGHT(3)
 #if defined(__AVX512F__) || defined(__aarch64__)
 HEIGHT(4) HEIGHT(5) HEIGHT(6)
 #define HEIGHTS(kind) {0, kind##1, kind##2, kind##3, kind##4, kind##5, kind##6}
+enum { LOW = 4 };
+#define PACKEDS(form) PACKED(form, 1) PACKED(form, 2) PACKED(form, 3) PACKED(form, 4)
+#define LOWS(kind) {0, kind##1, kind##2, kind##3, kind##4}
 #else
 #define HEIGHTS(kind) {0, kind##1, kind##2, kind##3}
+enum { LOW = ROWS };
+#define PACKEDS(form) PACKED(form, 1) PACKED(form, 2) PACKED(form, 3)
+#define LOWS HEIGHTS
 #endif
+PACKEDS(FLOAT16) PACKEDS(BFLOAT16) PACKEDS(FOUR_BITS) PACKEDS(EIGHT_BITS)
 static Strip *const first_strips[] = HEIGHTS(first);
 static Strip *const stored_strips[] = HEIGHTS(stored);
+static Strip *const packed_strips[][LOW + 1] = {
+  [FLOAT16] = LOWS(FLOAT16), [BFLOAT16] = LOWS(BFLOAT16), [FOUR_BITS] = LOWS(FOUR_BITS), [EIGHT_BITS] = LOWS(EIGHT_BITS),
+};
 static Tile *const turned_tiles[] = HEIGHTS(turned);
 _Static_assert(sizeof turned_tiles / sizeof *turned_tiles == ROWS + 1, "a function for each height");
 
@@ -305,11 +492,9 @@ _Static_assert(sizeof turned_tiles / sizeof *turned_tiles == ROWS + 1, "a functi
 
 enum { HIGH = 65536, WIDE = 5120 }; /* numbers in a block: of x 256 KiB, for the L2 cache, and of W 20 KiB, for the L1 cache */
 
-static long at_most(long number, long limit) { return number < limit ? number : limit; }
-
 /* How many rows the next strip takes, if so many are left: 7 are 4 + 3, not 6 + 1. */
-static long next_height(long left) {
-  long strips = (left + ROWS - 1) / ROWS;
+static long next_height(long left, long most) {
+  long strips = (left + most - 1) / most;
   return (left + strips - 1) / strips;
 }
 
@@ -319,12 +504,83 @@ static void stored_block(const Product *p, long m0, long m1, long j0, long j1) {
   long strips = (m1 - m0 + ROWS - 1) / ROWS;
   long tiles = strips * ((j1 - j0) / COLS);
   Ahead ahead = {.at = p->w + j1 * p->ldw};
-  if (strips >= 4 && tiles) ahead.each = (j1 - j0) * p->ldw / tiles;
+  if (strips >= 4 && tiles && !p->packed) ahead.each = (j1 - j0) * p->ldw / tiles;
 
   for (long m = m0, rows; m < m1; m += rows) {
-    rows = next_height(m1 - m);
+    rows = next_height(m1 - m, ROWS);
     (m == m0 ? first_strips : stored_strips)[rows](p, m, j0, j1, &ahead);
   }
+}
+
+/* --- packed weights: few rows and many -------------------------------------------------------------------------------
+
+   For few rows, weights are unpacked in the register, by each strip again. For more, a block of them is unpacked into a
+   scratch that stays in the L1 cache, and multiplied as any other block. If K is long, a block is a part of it, so that
+   the L2 cache holds the same part of x for many rows. The sums of the other parts are kept meanwhile, lane by lane. */
+
+enum {
+  FEW = 2 * ROWS,
+  NARROW = 16,  /* columns whose packed weights stay in the L1 cache while the strips go over them */
+  DEEP = 1024,  /* numbers of a row that are unpacked at a time */
+  TALL = 64,    /* rows for which that is done once */
+};
+
+INLINE void unpack_as(const Packed *a, long j0, long j1, long k0, long k1, float *to, const int form) {
+  const long bits = bits_of(form), width = a->K * bits / 8;
+  for (long j = j0; j < j1; j++) {
+    const char *row = line(a, 1) + j * width;
+    const char *ahead = row + (j1 - j0) * width; /* what the next block unpacks */
+    for (long k = k0; k < k1;) {
+      Group group = group_of(a, j, k, form);
+      long stop = at_most(k - k % a->group + a->group, k1);
+      __builtin_prefetch(ahead + k * bits / 8);
+#pragma GCC unroll 4
+      for (; k + LANES <= stop; k += LANES, to += LANES) {
+        if (bits == 16) __builtin_prefetch(ahead + k * bits / 8);
+        store(to, unpacked(row + k * bits / 8, &group, form));
+      }
+      for (; k < stop; k++) *to++ = one_unpacked(a, j, k, form);
+    }
+  }
+}
+
+/* The weights k0..k1 of rows j0..j1 of W. */
+static NOINLINE void unpack(const Packed *a, long j0, long j1, long k0, long k1, float *to) {
+  if (a->form == FLOAT16) unpack_as(a, j0, j1, k0, k1, to, FLOAT16);
+  if (a->form == BFLOAT16) unpack_as(a, j0, j1, k0, k1, to, BFLOAT16);
+  if (a->form == FOUR_BITS) unpack_as(a, j0, j1, k0, k1, to, FOUR_BITS);
+  if (a->form == EIGHT_BITS) unpack_as(a, j0, j1, k0, k1, to, EIGHT_BITS);
+}
+
+static void multiply_few(const Product *p, long m0, long m1, long j0, long j1) {
+  for (long j = j0; j < j1; j += NARROW)
+    for (long m = m0, rows; m < m1; m += rows) {
+      rows = next_height(m1 - m, LOW);
+      packed_strips[p->packed->form][rows](p, m, j, at_most(j + NARROW, j1), NULL);
+    }
+}
+
+static void multiply_many(const Product *p, long m0, long m1, long j0, long j1) {
+  float weights[COLS * DEEP] __attribute__((aligned(64)));
+  vec kept[TALL * COLS];
+  long wide = at_most(p->K, DEEP);
+  wide = COLS * DEEP / wide / COLS * COLS;
+  for (long m = m0; m < m1; m += TALL)
+    for (long j = j0; j < j1; j += wide) {
+      long rows = at_most(TALL, m1 - m), cols = at_most(wide, j1 - j);
+      for (long k = 0; k < p->K; k += DEEP) {
+        Product part = *p;
+        part.x += m * p->ldx + k;
+        part.y += m * p->ldy + j;
+        part.w = weights;
+        part.K = part.ldw = at_most(DEEP, p->K - k);
+        part.kept = p->K > DEEP ? kept : NULL;
+        part.is_first = k == 0;
+        part.is_last = k + DEEP >= p->K;
+        unpack(p->packed, j, j + cols, k, k + part.K, weights);
+        stored_block(&part, 0, rows, 0, cols);
+      }
+    }
 }
 
 /* The part of a product in rows m0..m1 and columns j0..j1. */
@@ -332,11 +588,15 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
   if (p->is_turned) {
     long whole = j0 + (j1 - j0) / LANES * LANES;
     for (long m = m0, rows; m < m1; m += rows) {
-      rows = next_height(m1 - m);
+      rows = next_height(m1 - m, ROWS);
       for (long j = j0; j < whole;) j += LANES * turned_tiles[rows](p, m, j, (whole - j) / LANES);
     }
     for (long m = m0; m < m1; m++)
       for (long j = whole; j < j1; j++) turned_number(p, m, j);
+    return;
+  }
+  if (p->packed) {
+    (m1 - m0 <= FEW ? multiply_few : multiply_many)(p, m0, m1, j0, j1);
     return;
   }
   long high = HIGH / (p->K + 1) + ROWS;
@@ -463,6 +723,9 @@ int rows_start(int wanted) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_mutex_lock(&pool.owner);
+  if (!key[0] && getentropy(key, sizeof key)) { /* without a key nothing is packed: then the exam fails */
+    fprintf(stderr, "nanobatch: the system has no random numbers\n");
+  }
   if (!is_known_to_fork) pthread_atfork(hold, let_go, let_go_alone);
   is_known_to_fork = 1;
   if (threads == 1) { /* no helper yet, or no longer */
@@ -479,6 +742,30 @@ int rows_start(int wanted) {
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   pthread_mutex_unlock(&pool.owner);
   return threads;
+}
+
+/* Write a `Packed`. Its weights lie in the next line of the cache; `scales` and `offsets` are counted in lines, too. */
+void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets) {
+  Packed packed = {{key[0], key[1]}, form, form_of_scales, N, K, group, scales, offsets};
+  memcpy(at, &packed, sizeof packed);
+}
+
+/* Weights of 2, 3, 5 or 6 bits become such of `wider` bits, 4 or 8: the same numbers. */
+void rows_widen(const uint8_t *from, int bits, uint8_t *to, int wider, long count) {
+  for (long i = 0; i < count; i++) {
+    long at = i * bits, byte = at / 8, bit = at % 8;
+    int both = from[byte] | (bit + bits > 8 ? from[byte + 1] << 8 : 0);
+    int number = both >> bit & ((1 << bits) - 1);
+    if (wider == 8) to[i] = number;
+    else to[i / 2] = i % 2 ? to[i / 2] | number << 4 : number;
+  }
+}
+
+/* A packed matrix that is not what MLX takes it for would be read beyond its end. */
+static void check(const Packed *a, long N, long K, long ldw) {
+  if (!a || (a->N == N && a->K == K && ldw == K)) return;
+  fprintf(stderr, "nanobatch: a packed matrix of %ld x %ld is multiplied as %ld x %ld\n", (long)a->N, (long)a->K, N, K);
+  abort();
 }
 
 /* The usual name and arguments of a product of float32 matrices: C = alpha A B + beta C, each of A and B as it is (111)
@@ -507,7 +794,9 @@ void cblas_sgemm(int order, int turn_a, int turn_b, int M, int N, int K, float a
   Product product = {
     .M = M, .N = N, .K = K, .x = a, .w = b, .y = c, .ldx = lda, .ldw = ldb, .ldy = ldc,
     .alpha = alpha, .beta = beta, .is_turned = turn_b == 111,
+    .packed = turn_b != 111 && K >= LEAST ? packed_at(b) : NULL,
   };
+  check(product.packed, N, K, ldb);
   run(&product);
   free(copy);
 }

@@ -1,22 +1,27 @@
 /* An exam for rows.c, compiled together with it: is each number right, and does a row have the same bits in any company?
+   And has a product of packed weights the same bits as one of the float32 numbers that they stand for?
 
        cc -O2 -ffp-contract=off rows_exam.c ../../parts/device/rows.c -o exam -pthread -lm && ./exam
 
-   It prints how many rows were compared and how many differ, and exits with 1 if any do, or if a number is wrong. Each
+   It prints how many rows were compared and how many differ, how many packed products were compared and how many numbers
+   of them differ, and exits with 1 if any do, or if a number is wrong. Each
    array is exactly as long as the product may read, so that a sanitizer sees a read beyond its end. Several threads ask
    for products at once, as two engines in one process would. */
 
 #include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 void cblas_sgemm(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);
 int rows_start(int wanted);
+void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets);
+void rows_widen(const uint8_t *from, int bits, uint8_t *to, int wider, long count);
 
-static atomic_long compared, differ, wrong;
+static atomic_long compared, differ, wrong, packed, unlike;
 
 static unsigned draw(unsigned *state) {
   *state = *state * 1664525u + 1013904223u;
@@ -86,6 +91,99 @@ static void draw_and_examine(unsigned *state, int most_M, int most_N, int most_K
   examine(state, M, N, K, turned);
 }
 
+/* --- packed weights ------------------------------------------------------------------------------------------------ */
+
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS };
+
+/* The value of a number of 16 bits, by its definition: no trick that rows.c might share. */
+static float value(int form, unsigned bits) {
+  int places = form == FLOAT16 ? 10 : 7, bias = form == FLOAT16 ? 15 : 127;
+  int exponent = bits >> places & (form == FLOAT16 ? 31 : 255), rest = bits & ((1 << places) - 1);
+  double size = exponent ? ldexp(rest + (1 << places), exponent - bias - places) : ldexp(rest, 1 - bias - places);
+  return bits >> 15 ? -size : size;
+}
+
+/* Finite numbers, side by side: small ones of 16 bits, some of them so small that they have no leading 1. */
+static void *random_form(unsigned *state, int form, long count, float *values) {
+  if (form == FLOAT32) {
+    float *numbers = random_numbers(state, count);
+    memcpy(values, numbers, sizeof(float) * count);
+    return numbers;
+  }
+  uint16_t *numbers = malloc(2 * count + 2);
+  for (long i = 0; i < count; i++) {
+    numbers[i] = form == FLOAT16 ? draw(state) & 0xbfff : (draw(state) & 0x83ff) | 0x3c00;
+    if (draw(state) % 50 == 0) numbers[i] &= 0x80ff;
+    values[i] = value(form, numbers[i]);
+  }
+  return numbers;
+}
+
+static long lines(long nbytes) { return (nbytes + 63) / 64; }
+
+/* x (M, K) and a packed W (N, K), beside the float32 numbers that W stands for. */
+static void examine_packed(unsigned *state, int M, int N, int K, int form, int group, int form_of_scales) {
+  int bits = form == FOUR_BITS ? 4 : form == EIGHT_BITS ? 8 : 16, has_offsets = bits < 16;
+  int nbytes = form_of_scales == FLOAT32 ? 4 : 2, lda = K + between(state, 0, 3), ldy = N + between(state, 0, 3);
+  long count = (long)N * K, groups = count / group;
+  float *wide = malloc(sizeof(float) * count), *scale = malloc(4 * groups), *offset = malloc(4 * groups);
+  void *scales = random_form(state, form_of_scales, groups, scale);
+  void *offsets = random_form(state, form_of_scales, groups, offset);
+  long at_scales = 1 + lines(count * bits / 8), at_offsets = at_scales + lines(groups * nbytes);
+  char *w = malloc(64 * (has_offsets ? at_offsets : at_scales) + groups * nbytes); /* and not a byte more */
+  if (bits == 16) {
+    void *numbers = random_form(state, form, count, wide);
+    memcpy(w + 64, numbers, 2 * count);
+    for (long i = 0; i < count; i++) wide[i] *= scale[i / group];
+    free(numbers);
+  } else {
+    int narrow = bits == 4 ? between(state, 0, 1) ? 4 : 2 : (int[]){3, 5, 6, 8}[between(state, 0, 3)];
+    uint8_t *from = malloc(count * narrow / 8);
+    for (long i = 0; i < count * narrow / 8; i++) from[i] = draw(state);
+    if (narrow == bits) memcpy(w + 64, from, count * bits / 8);
+    else rows_widen(from, narrow, (uint8_t *)w + 64, bits, count);
+    for (long i = 0; i < count; i++) {
+      int number = 0;
+      for (int bit = 0; bit < narrow; bit++) {
+        long at = i * narrow + bit;
+        number |= (from[at / 8] >> at % 8 & 1) << bit;
+      }
+      volatile float product = number * scale[i / group]; /* rounded here, and once more below */
+      wide[i] = product + offset[i / group];
+    }
+    free(from);
+  }
+  memcpy(w + 64 * at_scales, scales, groups * nbytes);
+  if (has_offsets) memcpy(w + 64 * at_offsets, offsets, groups * nbytes);
+  rows_pack(w, form, form_of_scales, N, K, group, at_scales, has_offsets ? at_offsets : 0);
+
+  int is_plain = between(state, 0, 3) > 0;
+  float alpha = is_plain ? 1 : 0.7f, beta = is_plain ? 0 : 0.3f;
+  float *x = random_numbers(state, (long)(M - 1) * lda + K), *y = random_numbers(state, (long)(M - 1) * ldy + N);
+  float *like = malloc(sizeof(float) * ((long)(M - 1) * ldy + N));
+  memcpy(like, y, sizeof(float) * ((long)(M - 1) * ldy + N));
+  cblas_sgemm(101, 111, 112, M, N, K, alpha, x, lda, wide, K, beta, like, ldy);
+  if (between(state, 0, 1)) cblas_sgemm(101, 111, 112, M, N, K, alpha, x, lda, (float *)w, K, beta, y, ldy);
+  else cblas_sgemm(102, 112, 111, N, M, K, alpha, (float *)w, K, x, lda, beta, y, ldy);
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++)
+      if (memcmp(y + (long)m * ldy + n, like + (long)m * ldy + n, sizeof(float))) atomic_fetch_add(&unlike, 1);
+  atomic_fetch_add(&packed, 1);
+  void *all[] = {wide, scale, offset, scales, offsets, w, x, y, like};
+  for (int i = 0; i < 9; i++) free(all[i]);
+}
+
+static void draw_and_examine_packed(unsigned *state, int M, int most_N, int most_K) {
+  int N = between(state, 1, most_N), form = between(state, FLOAT16, EIGHT_BITS);
+  if (form < FOUR_BITS) {
+    int K = between(state, 16, most_K);
+    examine_packed(state, M, N, K, form, K, FLOAT32);
+  } else {
+    int group = 32 << between(state, 0, 2);
+    examine_packed(state, M, N, group * between(state, 1, most_K / group), form, group, between(state, FLOAT32, BFLOAT16));
+  }
+}
+
 static void *student(void *seed) {
   unsigned state = *(unsigned *)seed * 2654435761u;
   for (int i = 0; i < 60; i++)
@@ -94,6 +192,11 @@ static void *student(void *seed) {
       draw_and_examine(&state, 9, 1500, 150, turned); /* computed in shares */
       examine(&state, 1 + i % 3, 5, 0, turned);     /* nothing is added up */
     }
+  for (int i = 0; i < 120; i++) {
+    draw_and_examine_packed(&state, between(&state, 1, 40), 70, 400);
+    draw_and_examine_packed(&state, between(&state, 1, 14), 700, 300); /* computed in shares */
+  }
+  for (int i = 0; i < 20; i++) draw_and_examine_packed(&state, between(&state, 1, 150), 30, 3000); /* cut along K */
   for (int M = 1; M <= 33; M += 8) examine(&state, M, 400, 288, 0);
   examine(&state, 130, 64, 70, 1); /* cut by rows */
   return NULL;
@@ -106,5 +209,6 @@ int main(int count, char **arguments) {
   for (int i = 0; i < 3; i++) pthread_create(&threads[i], NULL, student, &seeds[i]);
   for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
   printf("%ld rows compared, %ld differ, %ld numbers wrong\n", (long)compared, (long)differ, (long)wrong);
-  return differ || wrong || compared < 1000;
+  printf("%ld packed products compared, %ld numbers differ\n", (long)packed, (long)unlike);
+  return differ || wrong || unlike || compared < 1000 || packed < 700;
 }

@@ -66,20 +66,21 @@ def test_no_read_goes_beyond_an_array_and_no_two_threads_race(tmp_path, sanitize
 
 BUGS = {
     "an unnamed multiply-add in the tiles of one row": (
-        "sum[r][c] = fma_(own[r], weights, sum[r][c]);\n    }\n  }\n\n#pragma",
-        "if (rows == 1) sum[r][c] = own[r] * weights + sum[r][c];\n"
-        "      else sum[r][c] = fma_(own[r], weights, sum[r][c]);\n    }\n  }\n\n#pragma",
+        "COLS * width);\n        for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);",
+        "COLS * width);\n        for (int r = 0; r < rows; r++)\n"
+        "          if (rows == 1) sum[r][c] = own[r] * weights + sum[r][c];\n"
+        "          else sum[r][c] = fma_(own[r], weights, sum[r][c]);",
     ),
     "an unnamed multiply-add at the end of a sum": (
-        "total[c] = fma_one(x[r * p->ldx + i], w[c * p->ldw + i], total[c]);",
-        "total[c] = rows == 1 ? total[c] + x[r * p->ldx + i] * w[c * p->ldw + i] : "
-        "fma_one(x[r * p->ldx + i], w[c * p->ldw + i], total[c]);",
+        "total[c] = fma_one(x[r * p->ldx + i], weight, total[c]);",
+        "total[c] = rows == 1 ? total[c] + x[r * p->ldx + i] * weight : "
+        "fma_one(x[r * p->ldx + i], weight, total[c]);",
     ),
     "a tile of three rows that adds from the end": (
-        "for (; k + LANES <= p->K; k += LANES) {",
-        "for (long n = 0, blocks = p->K / LANES; n <= blocks; n++) {\n"
-        "    k = (n < blocks && rows == 3 ? blocks - 1 - n : n) * LANES;\n"
-        "    if (n == blocks) break;",
+        "for (; k < stop; k += LANES) {",
+        "for (long n = 0, from = k, blocks = (stop - k) / LANES; n <= blocks; n++) {\n"
+        "      k = from + (n < blocks && rows == 3 ? blocks - 1 - n : n) * LANES;\n"
+        "      if (n == blocks) break;",
     ),
     "a tile of two rows whose first product is a little off": (
         "own[r] = all(x[r * p->ldx + k]);",
@@ -96,6 +97,22 @@ BUGS = {
     "y is read though beta is 0": (
         "*y = p->beta ? fma_one(p->alpha, sum, p->beta * *y) : p->alpha * sum;",
         "*y = fma_one(p->alpha, sum, p->beta * *y);",
+    ),
+    "an unnamed multiply-add where a weight is unpacked": (
+        "return add(times(numbers, group->scale), group->offset);",
+        "return fma_(numbers, group->scale, group->offset);",
+    ),
+    "a packed weight with the scale of the group before": (
+        "+ k / a->group;",
+        "+ (k ? k - 1 : 0) / a->group;",
+    ),
+    "sums that begin anew with each part of a long row": (
+        "part.is_first = k == 0;",
+        "part.is_first = 1;",
+    ),
+    "packed numbers at the end of a row without their scale": (
+        " * ((const float *)line(a, a->scales))[j];",
+        ";",
     ),
 }
 
