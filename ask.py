@@ -148,7 +148,10 @@ def read_schema(path: str) -> str:
 
 def show_models() -> int:
     """A table of what is here. The name is what `--model` takes."""
-    lines = [("model", "family", "parameters", "bits", "on disk", "served"), *find.listed()]
+    lines = [
+        ("model", "family", "parameters", "bits", "on disk", "in memory", "served"),
+        *find.listed(),
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print(

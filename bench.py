@@ -25,11 +25,13 @@ do. Each of them has a column, and its figures have their ratio to ours:
     --vs mlx-lm            on OpenBLAS, the best that its users can put under MLX (`measure/peers.py`)
     --vs llama.cpp         with products of its own, and a thread for each core
     --vs ../before         another checkout of nanobatch, on the BLAS that it chooses: is the new version faster?
+    --vs widened           this checkout with packed weights made float32 (`--shape 1b --bits 4`)
     --vs .@openblas        a checkout, here this one, with NANOBATCH_BLAS=openblas; mlx-lm@off works, too
     --vs mlx-lm,llama.cpp  several
 
 This checkout runs on what NANOBATCH_BLAS says in the user's environment. All have the same weights
-in the same precision. All get the same prompts at the same times, answer greedily, and never stop
+in the same precision; of packed ones llama.cpp makes its own form (`GGUF_FORMS` in
+`measure/peers.py`). All get the same prompts at the same times, answer greedily, and never stop
 early. One loop (`drive`) talks to all engines in the same words. Each sample has a process of its
 own, so it inherits no other sample's memory, caches or threads; it warms up on a burst of the same
 shapes. Columns take turns (A B, B A, A B), so a machine that slows down slows all of them. A table
@@ -67,7 +69,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from measure.peers import PEERS, obstacle
+from measure.peers import PEERS, make_gguf, obstacle
 from measure.plan import (
     PARTS,
     ROWS,
@@ -86,27 +88,22 @@ from parts.device import mlx as device
 from parts.files import check_writable, write_whole
 from parts.model.config import read_config
 from parts.model.find import find
-from policies import POLICIES
+from policies import DEFAULT, POLICIES
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = program.Parser("bench.py", description="Measure nanobatch, and others beside it.")
     add, usual = parser.add_argument, "decode,closed,steps"
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
-    add(
-        "--shape",
-        choices=SHAPES,
-        help="random weights of this shape instead, in a temporary folder",
+    add("--shape", choices=SHAPES, help="random weights of this shape instead")
+    says = (
+        f"measure these, too: {', '.join(PEERS)}, widened, the folder of another checkout; "
+        "mlx-lm@off: on that NANOBATCH_BLAS"
     )
-    says = f"measure these, too: {', '.join(PEERS)}, the folder of another checkout; mlx-lm@off: on that NANOBATCH_BLAS"
+    add("--bits", type=int, choices=(4, 8, 16, 32), default=32, help="of a weight of --shape")
     add("--vs", default="", metavar="NAME,...", help=says)
     add("--parts", default=usual, help=f"among {','.join(PARTS)} (default: {usual})")
-    add(
-        "--policy",
-        default=next(iter(POLICIES)),
-        choices=POLICIES,
-        help="for every part but open, which has all",
-    )
+    add("--policy", default=DEFAULT, choices=POLICIES, help="for every part but open: it has all")
     add("--rows", default="1,4,8,16", help="rows of decode, users of closed (default: 1,4,8,16)")
     add("--prompt", default="128", help="tokens of a prompt (default: 128)")
     add("--output", default="64", help="tokens of an answer (default: 64)")
@@ -128,6 +125,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     args.parts = args.parts.split(",")
+    if args.bits != 32 and not args.shape:
+        parser.error(f"--bits {args.bits} is for --shape; a model has the bits that it has")
     for part in args.parts:
         if part not in PARTS:
             parser.error(f"--parts: {shown(part)} is no part; choose among {','.join(PARTS)}")
@@ -200,7 +199,9 @@ def measure_all(args: argparse.Namespace) -> dict:
     with ExitStack() as stack:
         if args.shape:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="nanobatch-"))
-            folder = make_model(Path(temporary), args.shape)
+            folder = make_model(Path(temporary), args.shape, args.bits)
+            if any(rival.engine == "llama.cpp" for rival in args.rivals):
+                make_gguf(folder, folder)  # once for all samples
         else:
             # Another checkout's samples run in a folder of their own
             folder = find(args.model or "demo").absolute()

@@ -6,7 +6,8 @@ does the same work. But each engine has its own interface, its own file format a
 So each peer is a class here, and says what was chosen for it and why.
 
 What this file keeps. A peer has the same weights as ours, is greedy, never stops early, and
-computes in float32 on a CPU. `python bench.py --vs llama.cpp --parts same` counts how many of its
+computes in float32 on a CPU. Only llama.cpp, where weights are packed, gets them in a form of its own
+that is as small (`GGUF_FORMS`). `python bench.py --vs llama.cpp --parts same` counts how many of its
 tokens are ours.
 
 Where next: `drive` in `sample.py`, the loop that measures all of them.
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import Protocol
 
 from parts.device.mlx import has_gpu, mx
-from parts.model.config import Config
+from parts.model.config import read_config
 from parts.model.load import ModelReader
+from parts.model.weights import DTYPES, quantization
 
 # What a request got in a step: its key, its tokens, whether it has ended
 News = tuple[int, list[int], bool]
@@ -95,11 +97,13 @@ class LlamaCpp:
 
         self.c, self.numpy = llama_cpp, numpy
         with tempfile.TemporaryDirectory(prefix="nanobatch-") as place:
-            file = Path(place, "model.gguf")
-            self.V = write_gguf(Path(folder), file).V
+            file = Path(folder, GGUF)
+            if not file.exists():
+                file = make_gguf(Path(folder), Path(place))
             options = self.c.llama_model_default_params()
             options.n_gpu_layers = 0
             self.model = self.c.llama_model_load_from_file(str(file).encode(), options)
+        self.V = read_config(Path(folder), has_head=False).V
         self.size = max(self.BATCH, rows + length)
         options = self.c.llama_context_default_params()
         options.n_seq_max, options.n_ctx, options.n_batch = (
@@ -216,9 +220,37 @@ OF_A_LAYER = {  # our names of a layer's tensors, and GGUF's
 }
 
 
-def write_gguf(folder: Path, file: Path) -> Config:
-    """A plain Llama in float32, as llama.cpp reads it, without a tokenizer. Answers with its
-    config."""
+GGUF = "model.gguf"
+# The files of llama.cpp that take about as many bits a weight. (Q4_0 and Q8_0 have a scale for each
+# 32 weights, and llama.cpp rounds the activations to 8 bits beside them.)
+GGUF_FORMS = {
+    4: "LLAMA_FTYPE_MOSTLY_Q4_0",
+    8: "LLAMA_FTYPE_MOSTLY_Q8_0",
+    16: "LLAMA_FTYPE_MOSTLY_BF16",
+}
+
+
+def make_gguf(folder: Path, place: Path) -> Path:
+    """The model in a folder as llama.cpp reads it, made in another one: quantized by llama.cpp
+    itself, if it is packed here."""
+    import llama_cpp
+
+    file, whole = place / GGUF, place / "whole.gguf"
+    bits = write_gguf(folder, whole)
+    if bits == 32:
+        return whole.rename(file)
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.nthread = cores()
+    options.ftype = getattr(llama_cpp, GGUF_FORMS[bits])
+    if llama_cpp.llama_model_quantize(str(whole).encode(), str(file).encode(), options):
+        raise RuntimeError(f"llama.cpp cannot quantize {folder}; its own messages stand above")
+    whole.unlink()
+    return file
+
+
+def write_gguf(folder: Path, file: Path) -> int:
+    """A plain Llama in float32, without a tokenizer. Answers with how many bits its weights have in
+    the folder."""
     import numpy
     from gguf import GGUFWriter
 
@@ -255,7 +287,7 @@ def write_gguf(folder: Path, file: Path) -> Config:
             f"model.layers.{n}.{ours}": f"blk.{n}.{theirs}" for ours, theirs in OF_A_LAYER.items()
         }
     for ours, theirs in modules.items():
-        weight = numpy.array(reader.part(ours)[0])
+        weight = numpy.array(reader.part(ours).weight)
         # A rotary position turns pairs of numbers. Ours are the two halves of a head; llama.cpp's
         # stand side by side.
         if heads := {"q_proj": c.H, "k_proj": c.Hkv}.get(ours.split(".")[-1]):
@@ -265,4 +297,9 @@ def write_gguf(folder: Path, file: Path) -> Config:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return c
+    table = "model.embed_tokens"
+    entries = reader.weights.entries
+    if f"{table}.scales" in entries:
+        shapes = (reader.weights.shape(f"{table}.{part}") for part in ("weight", "scales"))
+        return quantization(*shapes, c.D)[0]
+    return 8 * DTYPES[entries[f"{table}.weight"]["dtype"]].size

@@ -128,6 +128,7 @@ class Column:
         return self.engine not in PEERS or part in PARTS_OF_A_PEER
 
 
+WIDENED = "widened"  # this checkout, with all weights made float32 when they are loaded
 NEWCOMER = Column("mlx-lm as installed", "mlx-lm", {"NANOBATCH_BLAS": "off"})
 
 
@@ -147,6 +148,8 @@ def read_rivals(names: str, policy: str) -> list[Column]:
 def read_rival(name: str, policy: str) -> Column:
     """What a name of `--vs` means: a peer, or a folder with another checkout. After an @ stands its
     NANOBATCH_BLAS."""
+    if name == WIDENED:
+        return Column(name, f"nanobatch {policy} float32")
     rival, _, blas = name.partition("@")
     environment = {"NANOBATCH_BLAS": blas} if blas else {}
     if rival in PEERS:
@@ -156,7 +159,7 @@ def read_rival(name: str, policy: str) -> Column:
     checkout = Path(rival).expanduser().absolute()
     if not rival or not (checkout / "bench.py").is_file():
         raise ValueError(
-            f"--vs: {shown(rival)} is neither {' nor '.join(PEERS)} nor a folder that holds a bench.py"
+            f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, WIDENED))} nor a folder that holds a bench.py"
         )
     return Column(name, f"nanobatch {policy}", environment, checkout)
 
@@ -243,10 +246,11 @@ def capacity(records: Sequence[dict]) -> float:
 SHAPES = {  # width, layers, heads, key and value heads, width of the MLP, vocabulary
     "15m": (288, 6, 6, 6, 768, 32_000),
     "smollm2-135m": (576, 30, 9, 3, 1536, 49_152),
-    "llama-1b": (2048, 16, 32, 8, 8192, 128_256),
+    "1b": (2048, 16, 32, 8, 8192, 128_256),
     # Little but a vocabulary, and flat logits: the worst case for sampling
     "flat-152k": (128, 2, 4, 2, 384, 152_000),
 }
+GROUP = 64
 FIELDS = (
     "hidden_size",
     "num_hidden_layers",
@@ -256,9 +260,12 @@ FIELDS = (
 )
 
 
-def make_model(folder: Path, shape: str) -> Path:
-    """Random weights in float32, a tied head, and a tokenizer with a text for each id, as real ones
-    have."""
+def make_model(folder: Path, shape: str, bits: int = 32) -> Path:
+    """Random weights, a tied head, and a tokenizer with a text for each id, as real ones have.
+
+    `bits`: of a weight. 32: float32; 16: bfloat16; 8 or 4: in groups of 64, with scales and offsets
+    in bfloat16.
+    """
     from tokenizers import Tokenizer, decoders, models
 
     config = {
@@ -271,6 +278,8 @@ def make_model(folder: Path, shape: str) -> Path:
         "max_position_embeddings": 4096,
         **dict(zip((*FIELDS, "vocab_size"), SHAPES[shape], strict=True)),
     }
+    if bits < 16:
+        config["quantization"] = {"bits": bits, "group_size": GROUP}
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(
         models.BPE(vocab={f"Ġ{i}": i for i in range(config["vocab_size"])}, merges=[])
@@ -279,10 +288,17 @@ def make_model(folder: Path, shape: str) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     mx.random.seed(0)  # of several processes, all make the same
     shapes = read_config(folder, has_head=False).tensors()
-    weights = {
-        name: mx.ones(s) if len(s) == 1 else 0.02 * mx.random.normal(s)
-        for name, s in shapes.items()
-    }
+    dtype = mx.float32 if bits == 32 else mx.bfloat16
+    weights = {}
+    for name, size in shapes.items():
+        is_norm = len(size) == 1
+        weights[name] = (mx.ones(size) if is_norm else 0.02 * mx.random.normal(size)).astype(dtype)
+        if bits < 16 and not is_norm:
+            module = name.removesuffix(".weight")
+            packed = mx.quantize(weights[name], group_size=GROUP, bits=bits)
+            names = (name, f"{module}.scales", f"{module}.biases")
+            weights |= dict(zip(names, packed, strict=True))
+        mx.eval(weights)  # one by one: whole, a large model would not fit the memory
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     del weights
     mx.clear_cache()  # the samples want the memory

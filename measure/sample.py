@@ -67,8 +67,9 @@ from parts.ranks.meet import join
 
 class Nanobatch:
     def __init__(self, folder: str, name: str, rows: int, max_len: int):
-        _, policy = name.split()
-        self.engine = Engine.load(folder, slots=rows, max_len=max_len, policy=policy)
+        _, policy, *dtype = name.split()
+        options = {"slots": rows, "max_len": max_len, "policy": policy}
+        self.engine = Engine.load(folder, dtype=dtype[0] if dtype else "auto", **options)
         self.handles: dict[int, Handle] = {}  # those under way
         self.reported = Counter()  # how many tokens of each
 

@@ -32,7 +32,7 @@ import llama  # noqa: E402
 from parts.device import mlx as device  # noqa: E402
 from parts.device.mlx import mx  # noqa: E402
 from parts.model.load import read_model  # noqa: E402
-from parts.model import fit, load, ops  # noqa: E402
+from parts.model import fit, ops  # noqa: E402
 import mlx_lm.utils  # noqa: E402
 from checkpoints import make_checkpoint  # noqa: E402
 from mlx_lm.models.cache import BatchKVCache, KVCache  # noqa: E402
@@ -79,7 +79,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Whatever asks for the device is told that there is a GPU. MLX computes on the CPU all the
     same."""
     with ExitStack() as stack:
-        for module in (device, kv, fit, load):
+        for module in (device, kv, fit):
             stack.enter_context(mock.patch.object(module, "has_gpu", lambda: True))
         yield
 

@@ -100,6 +100,10 @@ class Config:
                 )
         return shapes
 
+    def factor(self, name: str) -> float:
+        """What the output of a tensor's module is multiplied by."""
+        return self.multipliers.get(name.split(".")[-2], 1)
+
     def _mlp(self) -> list[tuple[str, int, int, bool]]:
         """The matrices of a layer's MLP, or of all its experts: (name, out, in, has a bias)."""
         place, bias = ("mlp.experts", False) if self.experts else ("mlp", self.mlp_bias)

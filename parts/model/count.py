@@ -11,12 +11,13 @@ Where next: `screen/bill.py`, which makes the bill of a step of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from parts.api.views import ModelView
 from parts.device.mlx import mx, tree_flatten
-from parts.model.layers import Dense, Model, Quantized, Stack
+from parts.model.layers import Dense, Model, Packed, Stack
 
 
 def counted(model: Model) -> ModelView:
@@ -47,9 +48,9 @@ def counted(model: Model) -> ModelView:
     )
 
 
-def matrices(part: Any) -> Iterator[Dense | Quantized | Stack]:
+def matrices(part: Any) -> Iterator[Dense | Packed | Stack]:
     """All that multiplies in a part of the model."""
-    if isinstance(part, (Dense, Quantized, Stack)):
+    if isinstance(part, (Dense, Packed, Stack)):
         yield part
     elif isinstance(part, (tuple, list)):
         for each in part:
@@ -66,21 +67,32 @@ def nbytes(part: Any) -> int:
     return sum(array.nbytes for array in arrays(part)) - sum(a.nbytes for a in arrays(stacks))
 
 
+def nbytes_of(model: Model) -> int:
+    """The memory that a model's weights take. A tied head is the table, and counted once."""
+    held = arrays((model.layers, model.norm, model.table, model.head))
+    return sum({id(array): array.nbytes for array in held}.values())
+
+
 def products(part: Any) -> int:
     """By how many weights of this part each token is multiplied, but for its experts."""
     return sum(weights(each) for each in matrices(part) if not isinstance(each, Stack))
 
 
-def weights(matrix: Dense | Quantized | Stack) -> int:
+def weights(matrix: Dense | Packed | Stack) -> int:
     """How many numbers a matrix has: of packed ones, each scale is for a group of them."""
-    packed = isinstance(matrix, Quantized) or (isinstance(matrix, Stack) and matrix.bits > 0)
-    return matrix.scales.size * matrix.group if packed else matrix.weight.size
+    is_packed = isinstance(matrix, Packed) or (isinstance(matrix, Stack) and matrix.bits > 0)
+    return matrix.scales.size * matrix.group if is_packed else matrix.weight.size
 
 
-def form_of(parts: Iterable[Dense | Quantized | Stack]) -> str:
-    """How the numbers of the matrices are written."""
-    forms = dict.fromkeys(
-        f"{part.bits} bits" if getattr(part, "bits", 0) else str(part.weight.dtype).split(".")[-1]
-        for part in parts
-    )
-    return " and ".join(forms)
+def form_of(parts: Iterable[Dense | Packed | Stack]) -> str:
+    """How the numbers of the matrices are written, that of most of them first."""
+    sizes: Counter[str] = Counter()
+    for part in parts:
+        sizes[_form(part)] += weights(part)
+    return " and ".join(form for form, _ in sizes.most_common())
+
+
+def _form(part: Dense | Packed | Stack) -> str:
+    if part.weight.dtype == mx.uint32:
+        return f"{part.bits} bits in groups of {part.group}"
+    return str(part.weight.dtype).split(".")[-1]

@@ -24,7 +24,7 @@ from parts.device.mlx import readable
 from parts.files import ModelError, read_json
 from parts.model.config import read_config
 from parts.model.families import FAMILIES
-from parts.model.weights import DTYPES, Weights
+from parts.model.weights import DTYPES, Weights, usual_form
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 # What a download fetches; no other file is ever read
@@ -164,6 +164,7 @@ class Listed(NamedTuple):
     parameters: str
     bits: str
     size: str  # on disk
+    memory: str  # that its weights take here
     served: str  # "yes", or why not
 
 
@@ -173,7 +174,7 @@ def listed() -> list[Listed]:
 
 
 def _listed(name: str, folder: Path) -> Listed:
-    raw, parameters, bits, served = {}, 0, "-", "yes"
+    raw, parameters, bits, memory, served = {}, 0, "-", "-", "yes"
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     try:
         refuse_gguf(folder)
@@ -183,7 +184,8 @@ def _listed(name: str, folder: Path) -> Listed:
         config = read_config(folder, weights.has_head)
         weights.check_against(config)
         free = device.free_memory()
-        needs = weights.nbytes(config, config, not device.has_gpu(), has_head=True)
+        needs = weights.nbytes(config, config, usual_form(), has_head=True)
+        memory = readable(needs)
         if free is not None and needs > free:
             served = f"needs {readable(needs)} of memory"
         elif not (folder / "tokenizer.json").exists():
@@ -197,6 +199,7 @@ def _listed(name: str, folder: Path) -> Listed:
         f"{parameters / 1e6:,.0f}M" if parameters else "-",
         bits,
         readable(size),
+        memory,
         served,
     )
     return Listed(*(printable(shown(text, 60)[1:-1]) for text in line))

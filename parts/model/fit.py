@@ -27,6 +27,7 @@ from parts.device import mlx as device
 from parts.device.mlx import has_gpu, mx, readable
 from parts.files import ModelError
 from parts.model.config import Config
+from parts.model.count import nbytes_of
 from parts.model.layers import Model
 
 # The files on top that a step runs
@@ -52,19 +53,17 @@ def fit(
     chunk: int | None = None,
     budget: int | None = None,
     usual_len: int = 1024,
+    weights: str = "",
     **other,  # options of an engine that take no memory
 ) -> Sizes:
     """Slots and their length as asked for, or chosen to fit the memory. A ValueError if that cannot
     be.
 
-    `itemsize` is the bytes of one number in the slab, `free` those that can be taken.
+    `itemsize` is the bytes of one number in the slab, `free` those that can be taken. `weights` is
+    what the summary says of them.
     """
-    for name, value in (
-        ("slots", slots),
-        ("max_len", max_len),
-        ("chunk", chunk),
-        ("budget", budget),
-    ):
+    asked = {"slots": slots, "max_len": max_len, "chunk": chunk, "budget": budget}
+    for name, value in asked.items():
         if value is not None:
             checks.whole(name, value, 1, 2**31 - 1)
     if chunk is None:
@@ -99,7 +98,9 @@ def fit(
         )
     free = "" if free is None else f"; {readable(free)} of memory are free"
     layers, many = f"{c.layers} layer{'s' * (c.layers > 1)}", f"{count} slot{'s' * (count > 1)}"
-    summary = f"{c.model_type}, {layers}; {many} of {length:,} tokens in a slab of {slab}{free}"
+    summary = (
+        f"{c.model_type}, {layers}{weights}; {many} of {length:,} tokens in a slab of {slab}{free}"
+    )
     return Sizes(count, length, chunk, budget or usual_budget(count, chunk), summary)
 
 
@@ -112,12 +113,13 @@ def fit_all(model: Model, *sizes: int | None) -> Sizes:
     """What fits beside a model that is loaded. Of several ranks all have the same, so it is the
     least that fits one."""
     ranks, c, itemsize = model.ranks, model.config, model.dtype.size
-    own = fit(c, itemsize, device.free_memory(), *sizes)
+    weights = f"; {model.view.form}, {readable(nbytes_of(model))}"
+    own = fit(c, itemsize, device.free_memory(), *sizes, weights=weights)
     if ranks.size == 1:
         return own
     check_alike(model)
     slots, max_len, chunk, budget = ranks.least(*own[:4])
-    return fit(c, itemsize, None, slots, max_len, chunk, budget)
+    return fit(c, itemsize, None, slots, max_len, chunk, budget, weights=weights)
 
 
 def sources() -> list[Path]:
@@ -173,9 +175,10 @@ def far_position(c: Config) -> int:
 def is_exact(model: Model) -> bool:
     """Do a request's logits have the same bits in any company?
 
-    Our own product sees to that for float32 numbers on a CPU, if each process that shares the model
-    has it. (Each may have it in a form of its own, since what a process adds to a sum is the same
-    in any company.) Nobody has shown it for packed weights and for half precision.
+    Our own product sees to that for float32 numbers on a CPU, and for packed weights, of which it
+    makes such, if each process that shares the model has it. (Each may have it in a form of its own,
+    since what a process adds to a sum is the same in any company.) Nobody has shown it for what MLX
+    multiplies itself.
     """
     marks = model.ranks.gather(device.is_exact() and model.is_float32)
     return all(mark == [True] for mark in marks)

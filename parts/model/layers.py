@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from parts.api.views import ModelView
 from parts.device.mlx import mx, tree_flatten
+from parts.device.packed import Claim, pack
 from parts.model.config import Config
 from parts.model.ops import capped, gelu, softmax, swiglu
 from parts.model.rope import Kind
@@ -57,46 +58,57 @@ class Dense(NamedTuple):
         return self.weight[ids]
 
 
-class Quantized(NamedTuple):
+class Packed(NamedTuple):
     """The same with W packed: `bits` bits a number, and a scale and an offset for every `group` of
-    them."""
+    them. Numbers of 16 bits have a scale for each row, and no offset."""
 
-    weight: mx.array  # (out, in * bits / 32), uint32
+    weight: mx.array  # (out, in * bits / 32), uint32; or (out, in), float16 or bfloat16
     scales: mx.array  # (out, in / group)
-    offsets: mx.array
+    offsets: mx.array | None
     bias: mx.array | None
     bits: int
     group: int
+    claim: Claim | None = None  # what multiplies by it on a CPU. None: MLX does, as on a GPU
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
-        y = mx.quantized_matmul(
-            x, self.weight, self.scales, self.offsets, True, self.group, self.bits
-        )
+        if self.claim:
+            y = self.claim(x)
+        else:
+            packed = (self.weight, self.scales, self.offsets)
+            y = mx.quantized_matmul(x, *packed, True, self.group, self.bits)
         return y if self.bias is None else y + self.bias
 
     @staticmethod
-    def of(parts: list[Quantized]) -> Quantized:
-        """Several of the same input, packed alike, as one: each row of W is packed by itself."""
-        weight, scales, offsets = (
-            mx.concatenate(arrays) for arrays in list(zip(*parts, strict=True))[:3]
-        )
-        biases = [
-            mx.zeros(len(p.scales), p.scales.dtype) if p.bias is None else p.bias for p in parts
-        ]
-        bias = mx.concatenate(biases) if any(part.bias is not None for part in parts) else None
-        return Quantized(weight, scales, offsets, bias, parts[0].bits, parts[0].group)
+    def of(parts: list[Packed], claims: bool = False) -> Packed:
+        """Several of the same input, packed alike, as one: each row of W is packed by itself.
+
+        `claims`: in memory that our own product reads.
+        """
+        biases = [mx.zeros(len(p.scales)) if p.bias is None else p.bias for p in parts]
+        dtype = next((part.bias.dtype for part in parts if part.bias is not None), None)
+        bias = dtype and mx.concatenate([each.astype(dtype) for each in biases])
+        if claims:
+            kept = pack(parts)
+            return Packed(*kept[:3], bias, *kept[3:])
+        arrays = list(zip(*parts, strict=True))[:3]
+        weight, scales, offsets = (mx.concatenate(each) for each in arrays)
+        return Packed(weight, scales, offsets, bias, parts[0].bits, parts[0].group)
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        return mx.dequantize(
-            self.weight[ids], self.scales[ids], self.offsets[ids], self.group, self.bits
-        )
+        weight, scales = self.weight[ids], self.scales[ids]
+        if self.offsets is None:
+            return weight.astype(scales.dtype) * scales
+        offsets = self.offsets[ids]
+        if self.claim:
+            scales, offsets = scales.astype(mx.float32), offsets.astype(mx.float32)
+        return mx.dequantize(weight, scales, offsets, self.group, self.bits)
 
 
 class Mlp(NamedTuple):
     """down(silu(gate(x)) * up(x))     In some families gelu(gate(x))."""
 
-    gate_up: Dense | Quantized | SideBySide  # D -> 2 * hidden
-    down: Dense | Quantized  # hidden -> D
+    gate_up: Dense | Packed | SideBySide  # D -> 2 * hidden
+    down: Dense | Packed  # hidden -> D
     gelu: bool = False
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
@@ -107,13 +119,16 @@ class Mlp(NamedTuple):
 class Stack(NamedTuple):
     """One matrix for each expert. Each token is multiplied with those of its experts, by itself."""
 
-    weight: mx.array  # (experts, out, in), or packed as in `Quantized`
+    weight: mx.array  # (experts, out, in), or packed as in `Packed`
     scales: mx.array | None = None
     offsets: mx.array | None = None
     bits: int = 0
     group: int = 0
+    claim: Claim | None = None
 
     def __call__(self, x: mx.array, chosen: mx.array) -> mx.array:  # (..., in) -> (..., k, 1, out)
+        if self.claim:
+            return self.claim.of_chosen(x, chosen)
         if self.scales is None:
             return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=chosen)
         packed, sizes = (
@@ -152,7 +167,7 @@ class Experts(NamedTuple):
     bits.
     """
 
-    router: Dense | Quantized  # D -> experts
+    router: Dense | Packed  # D -> experts
     gate: Stack
     up: Stack
     down: Stack
@@ -185,7 +200,7 @@ class SideBySide(NamedTuple):
     """Projections of one input that cannot be one, because they are packed each in a way of its
     own."""
 
-    parts: tuple[Quantized | Dense, ...]
+    parts: tuple[Packed | Dense, ...]
 
     def __call__(self, x: mx.array) -> mx.array:
         return mx.concatenate([part(x) for part in self.parts], axis=-1)
@@ -261,7 +276,7 @@ class Model:
     config: Config
     layers: list[Layer]
     norm: Norm
-    table: Dense | Quantized  # the embedding, as a projection D -> V
+    table: Dense | Packed  # the embedding, as a projection D -> V
     # (n, D) -> (n, V), by the table where the checkpoint ties them; a rank that follows leaves x as
     # it is
     head: Step
@@ -276,11 +291,10 @@ class Model:
 
     @property
     def is_float32(self) -> bool:
-        """Are all weights float32 numbers: none in half precision, none packed into a few bits?"""
-        weights = tree_flatten((self.layers, self.norm, self.table, self.head))
-        return all(
-            weight.dtype == mx.float32 for _, weight in weights if isinstance(weight, mx.array)
-        )
+        """Is everything computed with float32 numbers? Our own product makes packed weights into
+        such."""
+        parts = tree_flatten((self.layers, self.norm, self.table, self.head), is_leaf=_is_claimed)
+        return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))
 
     def for_slots_of(self, length: int) -> Model:
         """The same model, with the positions that it wants where sequences may be as long as
@@ -289,3 +303,7 @@ class Model:
             self,
             kinds=tuple(kind.stretched(length, self.config.Dh, self.dtype) for kind in self.kinds),
         )
+
+
+def _is_claimed(part: object) -> bool:
+    return isinstance(part, (Packed, Stack)) and part.claim is not None

@@ -2,9 +2,9 @@
 beside them.
 
 The problem. A checkpoint stores what was convenient to train: queries, keys and values apart, in
-half precision or packed into a few bits. The forward pass wants one matrix for each product, in the
-order and precision that the device multiplies fastest. And memory that runs out is no exception in
-MLX: the process dies.
+half precision or packed into a few bits. The forward pass wants one matrix for each product. A
+matrix stays packed where the device multiplies it so: on a GPU by MLX, on a CPU by our own product
+(`parts/device/packed.py`). And memory that runs out is no exception in MLX: the process dies.
 
 What this file keeps. A model and its slab are measured before the first tensor is read: what does
 not fit is refused, with sizes that would. Tensors are taken layer by layer, so the files' copy and
@@ -20,7 +20,8 @@ from pathlib import Path
 
 from parts import checks
 from parts.device import mlx as device
-from parts.device.mlx import has_gpu, mx, readable, tree_flatten
+from parts.device.mlx import mx, readable, tree_flatten
+from parts.device.packed import LEAST, pack
 from parts.files import ModelError
 from parts.model.config import read_config
 from parts.model.count import counted
@@ -34,15 +35,15 @@ from parts.model.layers import (
     Mlp,
     Model,
     Norm,
+    Packed,
     QKNorm,
-    Quantized,
     SideBySide,
     Stack,
     chain,
 )
 from parts.model.rope import Kind
 from parts.model.share import Share
-from parts.model.weights import DTYPES, Weights, quantization
+from parts.model.weights import DTYPES, Weights, quantization, usual_form
 from parts.ranks.ranks import ALONE, Ranks
 
 
@@ -55,17 +56,16 @@ def read_model(folder: Path, dtype: str = "auto") -> Model:
 class ModelReader:
     """Takes a checkpoint's tensors one by one and gives them the shape that `forward` wants.
 
-    `dtype` is "float32", "checkpoint" (as the files have it), or "auto": float32 on a CPU, else the
-    files'. On a CPU only float32 matrix products are fast, the others are 10 to 50 times slower;
-    quantized ones become float32, too. Names, shapes and memory are checked at once; nothing is
-    read before `read`. Of `ranks` each reads its share.
+    `dtype` is "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`). Names,
+    shapes and memory are checked at once; nothing is read before `read`. Of `ranks` each reads its
+    share.
     """
 
     def __init__(self, folder: Path, dtype: str = "auto", ranks: Ranks = ALONE):
         if dtype not in ("auto", "float32", "checkpoint"):
             raise ValueError(f"dtype = {checks.shown(dtype)}; choose auto, float32 or checkpoint")
         self.folder, self.ranks = folder, ranks
-        self.float32 = dtype == "float32" or (dtype == "auto" and not has_gpu())
+        self.form = usual_form() if dtype == "auto" else dtype
         self.weights = Weights(folder)
         config = read_config(folder, self.weights.has_head)
         self.weights.check_against(config)
@@ -73,9 +73,7 @@ class ModelReader:
         self.share = Share.of(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
         self.choices = Choices(config.layers) if config.experts else None
-        self.nbytes = self.weights.nbytes(
-            config, self.config, self.float32, has_head=not ranks.rank
-        )
+        self.nbytes = self.weights.nbytes(config, self.config, self.form, has_head=not ranks.rank)
         free = device.free_memory()
         if free is not None and self.nbytes > free:
             raise ModelError(
@@ -86,9 +84,9 @@ class ModelReader:
     @property
     def itemsize(self) -> int:
         """Bytes of one number of the activations, and so of the slab."""
-        return (
-            4 if self.float32 else DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
-        )
+        if self.form != "checkpoint":
+            return 4
+        return DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
 
     def fit(self, **options) -> Sizes:
         """What would fit beside the weights: a slab that is too large is refused before they are
@@ -115,7 +113,10 @@ class ModelReader:
         kinds = tuple(Kind.of(rope, span, c.cap, c.Dh, dtype) for rope, span in kinds)
         mx.eval(norm, table, head, [(kind.frequencies, kind.periods) for kind in kinds])
         model = Model(c, layers, norm, table, chain(head, cap), kinds, self.ranks, self.choices)
-        return replace(model, view=counted(model))
+        view = counted(model)
+        if self.form == "float32" and self.weights.are_narrow:
+            view = view._replace(form=f"{view.form}, widened")
+        return replace(model, view=view)
 
     def layer(self, index: int, kind: int) -> Layer:
         if device.exiting.is_set():
@@ -161,15 +162,16 @@ class ModelReader:
 
     def tensor(self, name: str) -> mx.array:
         """A tensor in our precision, times what its module's output is multiplied by."""
-        array, factor = self.take(name), self.config.multipliers.get(name.split(".")[-2], 1)
-        dtype = mx.float32 if self.float32 else array.dtype
+        return self.times(self.take(name), name)
+
+    def times(self, array: mx.array, name: str) -> mx.array:
+        factor = self.config.factor(name)
+        dtype = array.dtype if self.form == "checkpoint" else mx.float32
         if self.config.norms_add and name.endswith("norm.weight"):
-            return ((1 + array.astype(mx.float32)) * factor).astype(dtype)
-        return (
-            array.astype(dtype)
-            if factor == 1
-            else (array.astype(mx.float32) * factor).astype(dtype)
-        )
+            array = 1 + array.astype(mx.float32)
+        if factor != 1:
+            array = array.astype(mx.float32) * factor
+        return array.astype(dtype)
 
     def take(self, name: str) -> mx.array:
         """A tensor as the files have it; of queries and keys, with each head's numbers in the order
@@ -183,41 +185,29 @@ class ModelReader:
             array.shape
         )
 
-    def linear(self, *modules: str) -> Dense | Quantized | SideBySide:
-        """One projection, or several of the same input as one."""
+    def linear(self, *modules: str) -> Dense | Packed | SideBySide:
+        """One projection, or several of the same input: as one, if they are stored alike."""
         parts = [self.part(module) for module in modules]
-        if not any(isinstance(part, Quantized) for part in parts):
-            return Dense.of(parts)
-        parts = [part if isinstance(part, Quantized) else Dense.of([part]) for part in parts]
-        if len(parts) == 1:
-            return parts[0]
-        packed_alike = (
-            len(
-                {(part.bits, part.group) if isinstance(part, Quantized) else None for part in parts}
-            )
-            == 1
-        )
-        return Quantized.of(parts) if packed_alike else SideBySide(tuple(parts))
+        if len({form_of(part) for part in parts}) > 1:
+            return SideBySide(tuple(self.joined([part]) for part in parts))
+        return self.joined(parts)
+
+    def joined(self, parts: list[Dense | Packed]) -> Dense | Packed:
+        if isinstance(parts[0], Packed):
+            return Packed.of(parts, claims=self.form == "packed")
+        return Dense.of(parts)
 
     def stack(self, module: str) -> Stack:
-        if f"{module}.scales" not in self.weights.entries:
-            return Stack(self.tensor(f"{module}.weight"))
-        packed = (
-            self.take(f"{module}.weight"),
-            self.tensor(f"{module}.scales"),
-            self.tensor(f"{module}.biases"),
-        )
-        bits, group = quantization(
-            packed[0].shape, packed[1].shape, self.shapes[f"{module}.weight"][-1]
-        )
-        if self.float32:
-            return Stack(mx.dequantize(*packed, group_size=group, bits=bits))
-        return Stack(*packed, bits, group)
+        part = self.part(module)
+        if isinstance(part, Dense):
+            return Stack(part.weight)
+        if self.form == "packed":
+            return Stack(*pack([part]))
+        return Stack(part.weight, part.scales, part.offsets, part.bits, part.group)
 
-    def part(self, module: str) -> Quantized | tuple[mx.array, mx.array | None]:
-        """A module as the checkpoint has it: quantized, or its weight (out, in) and bias. A rank
-        has its share."""
-        has, (rows, columns) = self.weights.entries, (None, None)
+    def part(self, module: str) -> Dense | Packed:
+        """A module as it is to be multiplied, by itself. A rank has its share."""
+        name, has, (rows, columns) = f"{module}.weight", self.weights.entries, (None, None)
         if self.ranks.size > 1:
             rows, columns = self.share.cut(module, self.config.Dh)
         bias = self.tensor(f"{module}.bias") if f"{module}.bias" in has else None
@@ -225,21 +215,45 @@ class ModelReader:
             bias = bias[rows.start : rows.stop]
         elif columns and self.ranks.rank:
             bias = None  # each rank adds to the sum, and this is to be added once
-        if f"{module}.scales" not in has:
-            return cut_out(self.tensor(f"{module}.weight"), rows, columns), bias
-        weight = self.take(f"{module}.weight")
-        scales, offsets = self.tensor(f"{module}.scales"), self.tensor(f"{module}.biases")
-        bits, group = quantization(weight.shape, scales.shape, self.shapes[f"{module}.weight"][1])
-        if not self.float32 and (
-            columns is None or columns.start % group == columns.stop % group == 0
-        ):
-            packed = columns and range(columns.start * bits // 32, columns.stop * bits // 32)
-            groups = columns and range(columns.start // group, columns.stop // group)
-            scales, offsets = (cut_out(each, rows, groups) for each in (scales, offsets))
-            return Quantized(cut_out(weight, rows, packed), scales, offsets, bias, bits, group)
-        return cut_out(
-            mx.dequantize(weight, scales, offsets, group_size=group, bits=bits), rows, columns
-        ), bias
+        weight = self.take(name)
+        if f"{module}.scales" in has:
+            return self.quantized(module, weight, bias, rows, columns)
+        weight = cut_out(weight, rows, columns)
+        if self.form == "packed" and weight.dtype != mx.float32 and weight.shape[-1] >= LEAST:
+            # Times the factor in the register: the product has more digits than the weight
+            scales = mx.full((*weight.shape[:-1], 1), self.config.factor(name), mx.float32)
+            return Packed(weight, scales, None, bias, bits=16, group=weight.shape[-1])
+        return Dense(self.times(weight, name), bias)
+
+    def quantized(
+        self,
+        module: str,
+        weight: mx.array,
+        bias: mx.array | None,
+        rows: range | None,
+        columns: range | None,
+    ) -> Dense | Packed:
+        """As the files have it, if no group of numbers is cut."""
+        name = f"{module}.weight"
+        scales, offsets = (self.take(f"{module}.{part}") for part in ("scales", "biases"))
+        bits, group = quantization(weight.shape, scales.shape, self.shapes[name][-1])
+        is_cut = columns is not None and bool(columns.start % group or columns.stop % group)
+        if self.form != "packed" or self.config.factor(name) != 1 or is_cut:
+            scales, offsets = self.times(scales, name), self.times(offsets, name)
+        if self.form == "float32" or is_cut:
+            weight = mx.dequantize(weight, scales, offsets, group_size=group, bits=bits)
+            return Dense(cut_out(weight, rows, columns), bias)
+        packed = columns and range(columns.start * bits // 32, columns.stop * bits // 32)
+        groups = columns and range(columns.start // group, columns.stop // group)
+        scales, offsets = (cut_out(each, rows, groups) for each in (scales, offsets))
+        return Packed(cut_out(weight, rows, packed), scales, offsets, bias, bits, group)
+
+
+def form_of(part: Dense | Packed) -> tuple:
+    """What two matrices must have alike to become one."""
+    if isinstance(part, Dense):
+        return ()
+    return part.bits, part.group, part.weight.dtype, part.scales.dtype
 
 
 def cut_out(matrix: mx.array, rows: range | None, columns: range | None) -> mx.array:

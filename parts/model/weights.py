@@ -19,7 +19,9 @@ import struct
 from pathlib import Path
 
 from parts.checks import one_line, shown
+from parts.device import mlx as device
 from parts.device.mlx import mx
+from parts.device.packed import LEAST, WIDER
 from parts.files import LARGEST_HEADER, ModelError, check_plain, read_json, what_is
 from parts.model.config import Config
 
@@ -27,6 +29,18 @@ from parts.model.config import Config
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
+
+
+def usual_form() -> str:
+    """What becomes of weights unless another form is asked for.
+
+    "checkpoint": they stay as the files have them, and MLX multiplies. "float32": they are widened.
+    "packed": matrices stay as they are, and our own product makes float32 numbers of them as it
+    goes. On a CPU, MLX itself is fast with float32 alone.
+    """
+    if device.has_gpu():
+        return "checkpoint"
+    return "packed" if device.is_exact() else "float32"
 
 
 def read_header(path: Path) -> dict[str, dict]:
@@ -156,25 +170,45 @@ class Weights:
     def has_head(self) -> bool:
         return "lm_head.weight" in self.entries
 
-    def nbytes(self, config: Config, own: Config, float32: bool, has_head: bool) -> int:
-        """The memory that the model will take, as float32 or as the files have it. `own` is a
-        rank's share of it."""
+    @property
+    def are_narrow(self) -> bool:
+        """Has any matrix fewer than 32 bits a number?"""
+        matrices = [entry for entry in self.entries.values() if len(entry["shape"]) > 1]
+        return any(entry["dtype"] != "F32" for entry in matrices)
+
+    def nbytes(self, config: Config, own: Config, form: str, has_head: bool) -> int:
+        """The memory that the model will take in this form (`usual_form`). `own` is a rank's share
+        of it."""
         shapes = own.tensors()
         if not has_head:
             shapes.pop("lm_head.weight", None)
-        if float32:
-            return sum(4 * math.prod(shape) for shape in shapes.values())
-        parts = {
-            name: math.prod(shapes.get(name, (0,))) / math.prod(full)
-            for name, full in config.tensors().items()
-        }
-        sizes = {
-            name: math.prod(entry["shape"]) * DTYPES[entry["dtype"]].size
-            for name, entry in self.entries.items()
-        }
-        return round(
-            sum(n * parts.get(f"{name.rpartition('.')[0]}.weight", 1) for name, n in sizes.items())
-        )
+        whole = config.tensors()
+        total = 0
+        for name, shape in shapes.items():
+            is_multiplied = config.factor(name) != 1
+            total += self._nbytes(name, shape, whole[name][-1], form, is_multiplied)
+        return total
+
+    def _nbytes(
+        self, name: str, shape: tuple[int, ...], width: int, form: str, is_multiplied: bool
+    ) -> int:
+        """Of one tensor, with its scales and offsets. `width`: of its rows, before they are shared
+        among ranks. What cuts a group of numbers is unpacked."""
+        count, size = math.prod(shape), DTYPES[self.entries[name]["dtype"]].size
+        scales = self.entries.get(f"{name.removesuffix('.weight')}.scales")
+        if form == "float32" or (form == "packed" and len(shape) == 1):
+            return 4 * count
+        if scales is None and form == "packed":
+            has_room = shape[-1] >= LEAST
+            return 2 * count + 4 * count // shape[-1] if size == 2 and has_room else 4 * count
+        if scales is None:
+            return size * count
+        bits, group = quantization(self.shape(name), tuple(scales["shape"]), width)
+        size = 4 if form == "packed" and is_multiplied else DTYPES[scales["dtype"]].size
+        if shape[-1] % group:
+            return (4 if form == "packed" else size) * count
+        kept = WIDER.get(bits, bits) if form == "packed" else bits
+        return kept * count // 8 + 2 * size * (count // group)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.entries[name]["shape"])
@@ -329,11 +363,14 @@ class Weights:
             if rows.stop == len(array):  # its parts are taken in order, and this is the last
                 del self._lazy[path][name]
             array = array[rows.start : rows.stop]
-        # One pass is enough, because the largest magnitude is NaN or inf if any number is, and 0 if
-        # all of them are. (Packed integers, biases and quantization offsets may well be all zero.)
+        # Without their signs the bits of numbers are ordered as the numbers are, with infinity and NaN
+        # above all others. (As integers, since MLX takes 40 times as long to compare float16 numbers.)
+        # Packed integers, biases and quantization offsets may well be all zero.
         if array.dtype != mx.uint32:
-            peak = mx.abs(array).max().item()
-            if not math.isfinite(peak):
+            kind = mx.uint16 if array.dtype.size == 2 else mx.uint32
+            infinite = (mx.array(math.inf, array.dtype).view(kind) << 1).item()
+            peak = (array.view(kind) << 1).max().item()
+            if peak >= infinite:
                 raise ModelError(f"{path}: {name} holds NaN or infinity; download it again.")
             if peak == 0 and not name.endswith(self._may_be_zero):
                 raise ModelError(f"{path}: {name} is all zeros; download it again.")

@@ -22,7 +22,7 @@ from nanobatch import Engine, Prefill, Sampling
 from parts.device import mlx as device
 from parts.device.mlx import mx
 from parts.model import ops
-from parts.model.layers import Dense, Quantized
+from parts.model.layers import Dense, Packed
 from parts.model.load import read_model
 from parts.model.rope import rope_periods
 from parts.text.tokens import Text
@@ -86,7 +86,7 @@ def test_half_precision_and_packed_weights_are_no_further_off_than_mlx_lm(
     ours, peers = [], []
     with Engine.load(folder, slots=3, max_len=256, chunk=32, policy=policy) as engine:
         assert engine.model.dtype == dtype and not engine.exact
-        kind = Quantized if weights == "4 bits" else Dense
+        kind = Packed if weights == "4 bits" else Dense
         assert all(
             type(part) is kind
             for layer in engine.model.layers

@@ -42,24 +42,28 @@ LONGROPE = {
 EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
+    "moe_intermediate_size": 64,
     "norm_topk_prob": True,
+    "quantize": lambda module: (4, 32) if "switch_mlp" in module else None,
 }
-SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
+SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them packed in some way
     {"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 24, **EXPERTS},
-    {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16},
+    {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "dtype": mx.bfloat16},
     {
         "model_type": "gemma2",
         "num_key_value_heads": 4,
         "hidden_size": 96,
         "head_dim": 24,
         "sliding_window": 50,
+        "quantize": lambda module: (8, 32),
     },
     {
         "model_type": "phi3",
         "num_key_value_heads": 2,
         "head_dim": 64,
         "partial_rotary_factor": 0.5,
+        "dtype": mx.float16,
+        "quantize": lambda module: (4, 32),
         **LONGROPE,
     },
     {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 128},
@@ -69,6 +73,7 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
         "hidden_size": 48,
         "sliding_window_pattern": 2,
         "sliding_window": 70,
+        "dtype": mx.bfloat16,
     },
     {
         "num_attention_heads": 6,
@@ -85,9 +90,17 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128
         "hidden_size": 36,
         "intermediate_size": 33,
         "vocab_size": 275,
+        "dtype": mx.float16,
     },
     {"model_type": "olmo2", "num_key_value_heads": 2, "head_dim": 20},
-    {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [0, 1, 0]},
+    {
+        "model_type": "smollm3",
+        "num_hidden_layers": 3,
+        "no_rope_layers": [0, 1, 0],
+        "dtype": mx.bfloat16,
+        "quantize": lambda module: (6, 32) if "mlp" in module else (3, 64),
+        "intermediate_size": 128,
+    },
 ]
 
 

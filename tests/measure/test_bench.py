@@ -47,6 +47,7 @@ from measure.plan import (
 from measure.report import cell_text, summarise, ticks
 from measure.sample import Failure, Sample, busy_cores, take_all
 from parts.api.views import StepView
+from parts.device import mlx as device
 
 BENCH = Path(__file__).parents[2] / "bench.py"
 
@@ -498,6 +499,21 @@ def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
         sample.contestant.close()
 
 
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monkeypatch, bits):
+    monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
+    folder = make_model(tmp_path, "tiny", bits)
+    spec = Spec("decode", "", str(folder), 300, rows=2, prompt=4, output=3)
+    dtypes = []
+    for column in (our_column("continuous"), read_rival("widened", "continuous")):
+        sample = Sample(spec._replace(contestant=column.engine))
+        assert sample.decode()["decode tokens/s"] > 0
+        dtypes.append(sample.contestant.engine.model.view.form)
+        sample.contestant.close()
+    narrow = "bfloat16" if bits == 16 else f"{bits} bits in groups of 64"
+    assert dtypes == [narrow if device.is_exact() else "float32, widened", "float32, widened"]
+
+
 # --- what goes wrong ----------------------------------------------------------------------------
 
 
@@ -513,8 +529,10 @@ def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
         (["--vs", "docs"], ["'docs'", "holds a bench.py"]),
         (["--vs", "llama.cpp@off"], ["products of its own", "@'off'"]),
         (["--parts", "same"], ["same", "--vs mlx-lm", "--vs llama.cpp"]),
-        (["--shape", "70b"], ["70b", "llama-1b"]),
+        (["--shape", "70b"], ["70b", "1b"]),
         (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
+        (["--shape", "15m", "--bits", "3"], ["--bits", "3", "4, 8, 16"]),
+        (["--bits", "4"], ["--bits 4", "--shape"]),
         (["--json", "/dev/null/run.json"], ["/dev/null/run.json", "cannot be written"]),
         (["--plot", "x.svg", "--parts", "steps"], ["--plot", "decode and open"]),
         (["--colour"], ["--colour"]),

@@ -14,6 +14,7 @@ from measure import peers
 from measure.plan import Ask, Spec
 from measure.sample import Sample, drive
 from nanobatch import Engine, Sampling, Text
+from parts.device.mlx import mx
 from parts.model.load import read_model
 
 V = 272
@@ -68,7 +69,7 @@ def test_a_gguf_file_has_every_weight_and_queries_and_keys_in_the_order_of_llama
         names |= {f"model.layers.{n}.{a}": f"blk.{n}.{b}" for a, b in peers.OF_A_LAYER.items()}
     assert {f"{name}.weight" for name in names.values()} == tensors.keys()
     for name, theirs in names.items():
-        weight, written_one = np.array(ours.part(name)[0]), tensors[f"{theirs}.weight"]
+        weight, written_one = np.array(ours.part(name).weight), tensors[f"{theirs}.weight"]
         if theirs.endswith(("attn_q", "attn_k")):
             rows = [
                 head * 16 + half * 8 + i
@@ -83,7 +84,9 @@ def test_a_gguf_file_has_every_weight_and_queries_and_keys_in_the_order_of_llama
 def test_a_quantized_model_is_written_in_float32(tmp_path):
     folder = make_checkpoint(tmp_path / "model", quantize=lambda module: (4, 32))
     _, tensors = written(folder, tmp_path)
-    weight = np.array(peers.ModelReader(folder, "float32").part("model.layers.1.mlp.down_proj")[0])
+    weight = np.array(
+        peers.ModelReader(folder, "float32").part("model.layers.1.mlp.down_proj").weight
+    )
     assert np.array_equal(tensors["blk.1.ffn_down.weight"], weight)
 
 
@@ -290,3 +293,15 @@ def test_llama_cpp_is_not_measured_beside_a_gpu(monkeypatch):
     monkeypatch.setattr(peers, "has_gpu", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     assert "on a CPU alone" in peers.obstacle("llama.cpp") and peers.obstacle("mlx-lm") is None
+
+
+@pytest.mark.parametrize(("bits", "form"), [(4, "Q4_0"), (8, "Q8_0"), (16, "BF16")])
+def test_a_packed_model_becomes_llama_cpps_own_form_of_as_many_bits(tmp_path, bits, form):
+    """A table in the same form would be its embedding, for which llama.cpp takes another."""
+    pytest.importorskip("llama_cpp")
+    how = {"dtype": mx.bfloat16} if bits == 16 else {"quantize": lambda module: (bits, 32)}
+    folder = make_checkpoint(tmp_path / "model", **how)
+    file = peers.make_gguf(folder, tmp_path)
+    forms = [tensor.tensor_type for tensor in GGUFReader(file).tensors if "ffn" in tensor.name]
+    assert forms.count(getattr(GGMLQuantizationType, form)) == 6, forms
+    assert not (tmp_path / "whole.gguf").exists()

@@ -10,9 +10,10 @@ import nanobatch
 from nanobatch import Engine, Sampling
 from parts.api.handle import Handle
 from parts.api.views import Roof
+from parts.device import mlx as device
 from parts.device import roof
 from parts.device.mlx import device_lock, device_stream, mx
-from parts.model.layers import Dense, Model, Quantized, Stack
+from parts.model.layers import Dense, Model, Packed, Stack
 from parts.model.load import ModelReader, read_model
 from parts.ranks.ranks import Ranks
 from screen.bill import Work, asked_of, bill_of, expected, parts_of
@@ -55,12 +56,29 @@ def test_packed_weights_count_as_many_bytes_as_they_have(tmp_path):
     folder = make_checkpoint(tmp_path, dtype=mx.float16, quantize=lambda module: (4, 32))
     view = read_model(folder, "checkpoint").view
     whole = read_model(folder, "float32").view
-    assert (view.form, whole.form) == ("4 bits", "float32")
+    assert (view.form, whole.form) == ("4 bits in groups of 32", "float32, widened")
     assert (view.body_products, view.tail_products) == (whole.body_products, whole.tail_products)
     assert view.body_nbytes == view.body_products * 5 // 8 + 2 * 3 * 64
     assert view.tail_nbytes == view.tail_products * 5 // 8 + 2 * 2 * 64
     assert view.token_nbytes == 64 * 5 // 8
     assert view.row_nbytes == whole.row_nbytes // 2
+    if device.is_exact():  # packed as well, but for norms and the slab
+        kept = read_model(folder).view
+        assert kept._replace(row_nbytes=0, body_nbytes=0, tail_nbytes=0) == view._replace(
+            row_nbytes=0, body_nbytes=0, tail_nbytes=0
+        )
+        assert kept.body_nbytes == view.body_nbytes + 2 * 3 * 64
+        assert kept.row_nbytes == whole.row_nbytes
+
+
+def test_weights_of_16_bits_are_read_as_such_and_each_row_has_a_scale(tmp_path):
+    folder = make_checkpoint(tmp_path, dtype=mx.bfloat16)
+    view, whole = read_model(folder).view, read_model(folder, "float32").view
+    if device.is_exact():
+        rows = 2 * 128 + 64 + 2 * 96 + 64
+        assert view.form == "bfloat16"
+        assert view.body_nbytes == 2 * view.body_products + 4 * rows + 4 * 3 * 64
+        assert view.body_products == whole.body_products
 
 
 def test_experts_are_counted_apart(tmp_path):
@@ -119,7 +137,7 @@ class Meter:
     def __init__(self, monkeypatch):
         self.counts: Counter[str] = Counter()
         self.attention = llama.attention
-        for kind in (Dense, Quantized, Stack):
+        for kind in (Dense, Packed, Stack):
             monkeypatch.setattr(kind, "__call__", self.metered(kind, kind.__call__))
         monkeypatch.setattr(llama, "attention", self.look)
 

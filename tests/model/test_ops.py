@@ -14,7 +14,7 @@ from llama import attention, heads
 from parts.device.mlx import mx
 from parts.model import ops
 from parts.model.config import read_config
-from parts.model.layers import Dense, Norm, Quantized, SideBySide
+from parts.model.layers import Dense, Norm, Packed, SideBySide
 from parts.model.load import read_model
 from parts.model.ops import silu
 from parts.model.ops import softmax as ours_softmax
@@ -379,7 +379,7 @@ def test_quantized_matrices_are_what_they_unpack_to_alone_and_side_by_side():
     packed = mx.quantize(mx.array(weight), group_size=32, bits=4)
     plain = wide(mx.dequantize(*packed, group_size=32, bits=4))
     bias = normal(48, seed=2)
-    quantized = Quantized(*packed, mx.array(bias), 4, 32)
+    quantized = Packed(*packed, mx.array(bias), 4, 32)
     x = normal(7, 64, seed=3)
     wanted = x.astype(np.float64) @ plain.T + bias
     assert np.abs(wide(quantized(mx.array(x))) - wanted).max() < 1e-4

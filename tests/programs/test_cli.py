@@ -221,8 +221,8 @@ def test_a_template_that_does_not_end_is_one_line_and_plain_text_goes_on(here, m
 def test_the_chosen_slots_and_memory_are_said(here):
     done = here("--prompt", "x", "--max-tokens", "1")
     assert (
-        "nanobatch: llama, 2 layers; 1 slot of 1,024 tokens in a slab of 512 KiB; "
-        in done.stderr.decode()
+        "nanobatch: llama, 2 layers; float32, 377 KiB; "
+        "1 slot of 1,024 tokens in a slab of 512 KiB; " in done.stderr.decode()
     )
 
 

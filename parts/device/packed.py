@@ -1,0 +1,136 @@
+"""Matrices that stay packed in memory, and that our own product reads where they lie.
+
+The problem. A step with few rows takes as long as its weights take to be read. A checkpoint with
+four bits a weight is a seventh of what it is in float32. But on a CPU MLX multiplies float32
+matrices alone quickly.
+
+The way out. MLX hands our product (`rows.c`) an address, and never looks at what lies there. So a
+packed matrix gets an array that *claims* to be float32, and costs no memory of its own. Our product
+knows a packed matrix by its first bytes, makes each weight into the float32 that it stands for, and
+adds up as ever: not one bit of a result changes.
+
+    | what it is: form, N, K, group; 64 bytes | weights | scales | offsets |     each at a line of the cache
+      ^ the claim begins here
+
+What this file keeps. An array that claims more than there is lives in `Claim` alone: anything else
+that read it would read beyond its end. It holds the matrix's memory, and so does each product that
+has not been computed yet: the memory says what it is for as long as it is there.
+
+Where next: `parts/model/layers.py`, what multiplies by it; `rows.c`, how.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from parts.device import mlx as device
+from parts.device import rows
+from parts.device.mlx import mx
+from parts.device.rows import LINE
+
+FORMS = {mx.float32: rows.FLOAT32, mx.float16: rows.FLOAT16, mx.bfloat16: rows.BFLOAT16}
+WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file, where we keep it in more
+LEAST = 16  # numbers in a row: `rows.c` packs no shorter ones
+
+
+class Matrix(Protocol):
+    """A matrix as a checkpoint has it, (N, K), or one for each expert, (experts, N, K)."""
+
+    weight: mx.array  # (..., N, K) float16 or bfloat16; or (..., N, K * bits / 32), packed
+    scales: mx.array  # (..., N, K / group); of 16 bits a factor for each row: float32, (..., N, 1)
+    offsets: mx.array | None  # the same; of 16 bits, None
+    bits: int
+    group: int
+
+
+class Kept(NamedTuple):
+    """The same in the memory that our product reads, and what multiplies by it."""
+
+    weight: mx.array
+    scales: mx.array
+    offsets: mx.array | None
+    bits: int
+    group: int
+    claim: Claim
+
+
+class Claim:
+    """Multiplies by packed matrices. It looks like a float32 matrix to MLX, and to nothing else."""
+
+    def __init__(self, claimed: mx.array):
+        self._claimed = claimed  # (K, N), or (experts, K, N)
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., K) -> (..., N)
+        return x @ self._claimed
+
+    def of_chosen(self, x: mx.array, chosen: mx.array) -> mx.array:
+        """Each row times the matrices that were chosen for it: (..., 1, K) -> (..., k, 1, N)."""
+        return mx.gather_mm(x, self._claimed, rhs_indices=chosen)
+
+
+def pack(parts: Sequence[Matrix]) -> Kept:
+    """One matrix of several, whose rows stand one below the other. All have the same K, and are
+    packed alike."""
+    first = parts[0]
+    K, group, bits = (
+        first.scales.shape[-1] * first.group,
+        first.group,
+        WIDER.get(first.bits, first.bits),
+    )
+    N = sum(part.scales.shape[-2] for part in parts)
+    form = {4: rows.FOUR_BITS, 8: rows.EIGHT_BITS}.get(bits) or FORMS[first.weight.dtype]
+    many = first.weight.shape[:-2]  # (experts,), or ()
+    arrays = [(part.weight, part.scales, part.offsets) for part in parts]
+    widths = [K * bits // (8 * first.weight.dtype.size), K // group, K // group]
+    places = [1]  # of weights, scales and offsets, counted in lines from a matrix's beginning
+    for width, array in zip(widths, arrays[0], strict=True):
+        nbytes = 0 if array is None else N * width * array.dtype.size
+        places.append(places[-1] + -(-nbytes // LINE))
+    lines = places.pop()  # of a matrix
+    memory = mx.zeros((math.prod(many) * lines + 1) * LINE // 4, mx.uint32)
+    start = -address(memory) % LINE
+
+    def view(dtype: mx.Dtype, line: int, shape: Sequence[int], strides: Sequence[int]) -> mx.array:
+        """Of each matrix what begins in this line, as an array of such numbers."""
+        to_next, first = (nbytes // dtype.size for nbytes in (lines * LINE, start + line * LINE))
+        strides = [to_next] * len(many) + [*strides]
+        return mx.as_strided(memory.view(dtype), (*many, *shape), strides, first)
+
+    for index in range(math.prod(many)):
+        at = address(memory) + start + index * lines * LINE
+        said = (form, FORMS[first.scales.dtype], N, K, group, *places[1:])
+        device.blas.library.rows_pack(ctypes.c_void_p(at), *said)
+        ends = [at + place * LINE for place in places]
+        for part in arrays:
+            for n, array in enumerate(part):
+                if array is not None:
+                    one = array[index] if many else array
+                    ends[n] += write(ends[n], one, first.bits, bits if n == 0 else first.bits)
+    kept = [
+        None if array is None else view(array.dtype, place, (N, width), (width, 1))
+        for array, place, width in zip(arrays[0], places, widths, strict=True)
+    ]
+    claimed = view(mx.float32, 0, (K, N), (1, K))
+    mx.eval(kept, claimed)
+    return Kept(*kept, bits, group, Claim(claimed))
+
+
+def address(array: mx.array) -> int:
+    """Where the numbers of an array lie, side by side."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))
+
+
+def write(to: int, array: mx.array, bits: int, wider: int) -> int:
+    """Copy an array to an address; numbers of 3 bits, say, as such of 8. Answers with the bytes
+    written."""
+    array = mx.contiguous(array).view(mx.uint8)  # a memoryview knows no bfloat16
+    if bits == wider:
+        ctypes.memmove(to, address(array), array.nbytes)
+        return array.nbytes
+    count = array.nbytes * 8 // bits
+    places = ctypes.c_void_p(address(array)), bits, ctypes.c_void_p(to), wider
+    device.blas.library.rows_widen(*places, ctypes.c_long(count))
+    return count * wider // 8
