@@ -15,54 +15,167 @@ A thread that beats is there as well (`beat`), for networks that lose packets: a
 three times only, while a byte is sent again until it has come. A beat that is late does no harm,
 since the system asks then.
 
-The invariant: the end that listens never writes. subtle: a system asks only while nothing of its
-own is on the way. Otherwise it waits for the receipt, and tries again for a quarter of an hour.
+Strangers call, too: a port scan, a browser, something that says nothing. So the rank that listens
+asks a question of random bytes, and the caller proves that it knows the ranks' key (`proof`). Then
+the other one proves it as well. Only from then on is it a line.
+
+The invariant: the end that listens never writes on a line. subtle: a system asks only while nothing
+of its own is on the way. Otherwise it waits for the receipt, and tries again for a quarter of an
+hour.
 
 Where next: `meet.py`, which ties these lines; `ranks.py`, what is said on them.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
-import select
+import secrets
+import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 
 SILENCE_S = 4  # a machine that has not answered for so long has lost its connection
 BEAT_S = 0.5
 BEAT = "\0"
-MEET_S = 30  # so long a rank waits for its neighbours' lines
+PROOF = 32  # bytes of a question, and of the proof that answers it
+NAME = 32  # bytes of a line's name
+CALLERS = 64  # more do not wait at once to prove that they are ranks
+PATIENCE_S = 5  # for a proof
+AGAIN_S = 0.05
+OTHERS = "it is no rank of these: another program, or another hostfile or NANOBATCH_RING_KEY"
 Message = list[int] | str | None
 
 
-def call(address: str, secret: bytes) -> socket.socket:
-    """A line to the rank that listens there, and wants to hear `secret` first."""
-    line = socket.create_connection(address.split(":"))
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # an order does not wait for another
-    line.sendall(secret)
-    return line
+def call(address: str, key: bytes, name: str, until: float) -> socket.socket:
+    """A line of this name to the rank that listens there. It is tried until it succeeds, or until
+    the clock says `until`: then TimeoutError, with the reason."""
+    host, port = address.split(":")
+    named = name.encode().ljust(NAME)
+    why = "there is no time left"
+    while time.monotonic() < until:
+        try:
+            with ExitStack() as unless:
+                line = socket.create_connection((host, int(port)), PATIENCE_S)
+                unless.enter_context(line)
+                own = proof(key, receive(line, PROOF) + named)
+                line.sendall(named + own)
+                if not hmac.compare_digest(receive(line, PROOF), proof(key, own)):
+                    raise ConnectionError(OTHERS)
+                unless.pop_all()
+                line.settimeout(None)
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # nothing waits for more
+                return line
+        except OSError as error:
+            if why != OTHERS:  # which says more than what comes later
+                why = error.strerror or str(error)
+        time.sleep(AGAIN_S)
+    raise TimeoutError(why)
 
 
-def answer(server: socket.socket, secret: bytes) -> socket.socket:
-    """The line on which `secret` comes first. Strangers may call, too: one that says anything else
-    is hung up on, and one that says nothing is not waited for."""
-    with server:
-        waiting = [server]
-        while ready := select.select(waiting, [], [], MEET_S)[0]:
-            for line in ready:
-                if line is server:
-                    waiting.append(server.accept()[0])
-                    continue
-                with suppress(OSError):
-                    if line.recv(len(secret)) == secret:
-                        keep_alive(line)
-                        return line
-                waiting.remove(line)
-                line.close()
-    raise TimeoutError(f"nobody has called for {MEET_S} s")
+def answer(
+    servers: Sequence[socket.socket], key: bytes, names: set[str], until: float
+) -> dict[str, socket.socket]:
+    """The lines of these names, as soon as all have come. TimeoutError when the clock says `until`.
+
+    Whoever says anything else is hung up on, and who says nothing is not waited for.
+    """
+    found: dict[str, socket.socket] = {}
+    callers: dict[socket.socket, Caller] = {}  # the oldest first
+    with ExitStack() as at_last:
+        for server in servers:
+            at_last.enter_context(server)
+            server.setblocking(False)
+        at_last.callback(lambda: [line.close() for line in callers])
+        while names - found.keys():
+            for line in ready([*servers, *callers], until):
+                if line in servers:
+                    with suppress(OSError):
+                        caller = line.accept()[0]
+                        callers[caller] = Caller(caller, key)
+                    if len(callers) > CALLERS:
+                        oldest = next(iter(callers))
+                        del callers[oldest]
+                        oldest.close()
+                elif line in callers:
+                    try:
+                        name = callers[line].hear(names)
+                    except OSError:
+                        del callers[line]
+                        line.close()
+                        continue
+                    if name:
+                        del callers[line]
+                        if name in found:  # it has given the first one up
+                            found[name].close()
+                        found[name] = line
+    for line in found.values():
+        line.settimeout(None)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(line)
+    return found
+
+
+def ready(lines: Sequence[socket.socket], until: float) -> list[socket.socket]:
+    """Those on which something has come."""
+    with selectors.DefaultSelector() as watched:
+        for line in lines:
+            watched.register(line, selectors.EVENT_READ)
+        found = watched.select(until - time.monotonic())
+    if time.monotonic() > until:  # also while strangers call without end
+        raise TimeoutError("it has not called")
+    return [event.fileobj for event, _ in found]
+
+
+class Caller:
+    """Somebody who has called, and has yet to prove that it is a rank."""
+
+    def __init__(self, line: socket.socket, key: bytes):
+        self.line = line
+        self._key = key
+        self._question = secrets.token_bytes(PROOF)
+        self._said = b""
+        line.setblocking(False)
+        line.send(self._question)  # there is room for so little, so it does not wait
+
+    def hear(self, names: set[str]) -> str:
+        """The line's name, once the caller has proven that it may have it. OSError if it has
+        not."""
+        said = self.line.recv(NAME + PROOF - len(self._said))
+        if not said:
+            raise ConnectionError("it hung up")
+        self._said += said
+        if len(self._said) < NAME + PROOF:
+            return ""
+        named, given = self._said[:NAME], self._said[NAME:]
+        name = named.decode(errors="replace").rstrip()
+        if not hmac.compare_digest(given, proof(self._key, self._question + named)):
+            raise ConnectionError(OTHERS)
+        if name not in names:
+            raise ConnectionError("that line is not awaited here")
+        self.line.send(proof(self._key, given))
+        return name
+
+
+def proof(key: bytes, about: bytes) -> bytes:
+    """What only those can say who know the key, and what tells nobody the key."""
+    return hmac.digest(key, about, "sha256")
+
+
+def receive(line: socket.socket, count: int) -> bytes:
+    """So many bytes, within PATIENCE_S."""
+    until = time.monotonic() + PATIENCE_S
+    said = b""
+    while len(said) < count:
+        line.settimeout(max(0.001, until - time.monotonic()))
+        piece = line.recv(count - len(said))
+        if not piece:
+            raise ConnectionError(OTHERS)
+        said += piece
+    return said
 
 
 def keep_alive(line: socket.socket) -> None:

@@ -41,8 +41,8 @@ from parts.model.layers import Chain, Dense, Packed
 from parts.model.load import ModelReader
 from parts.model.share import Share
 from parts.ranks import ranks
-from parts.ranks.line import answer, call, hear
-from parts.ranks.meet import join
+from parts.ranks.line import NAME, OTHERS, PROOF, answer, call, hear, proof
+from parts.ranks.meet import LOOPBACK, join
 from parts.ranks.ranks import LOST, Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -412,34 +412,113 @@ def test_a_beat_may_fall_into_the_middle_of_an_order():
         assert list(hear(theirs)) == [[3, 17, 5], None]
 
 
+KEY = b"only ranks know"
+
+
+def soon() -> float:
+    return time.monotonic() + 60
+
+
+class Answering:
+    """`answer`, in a thread of its own, at a port that is free."""
+
+    def __init__(self, *names: str, until: float = 0.0):
+        server = socket.create_server((LOOPBACK, 0), backlog=200)
+        self.address = "{}:{}".format(*server.getsockname())
+        self._said = queue.SimpleQueue()
+        until = until or soon()
+        answers = lambda: self._said.put(answer([server], KEY, set(names), until))  # noqa: E731
+        threading.Thread(target=answers, daemon=True).start()
+
+    def lines(self) -> dict[str, socket.socket]:
+        return self._said.get(timeout=60)
+
+    def stranger(self, says: bytes = b"") -> socket.socket:
+        host, port = self.address.split(":")
+        stranger = socket.create_connection((host, int(port)), 60)
+        with suppress(ConnectionError):  # it was hung up on already
+            stranger.sendall(says)
+        return stranger
+
+
 def test_strangers_at_the_port_neither_take_a_ranks_place_nor_hold_it_up():
     """The first who came was taken for the neighbour."""
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        host, port = server.getsockname()
-        strangers = [stack.enter_context(socket.create_connection((host, port))) for _ in range(4)]
-        strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
-        strangers[1].sendall(b"x" * 100_000)
-        no_goodbye = struct.pack("ii", 1, 0)
-        strangers[2].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_goodbye)
-        strangers[2].close()  # the last one says nothing
-        secret = bytes(range(86))
-        ours = stack.enter_context(call(f"{host}:{port}", secret))
-        line = stack.enter_context(answer(server, secret))
-        ours.sendall(b"an order")
-        assert line.recv(99) == b"an order"
-        for stranger in (strangers[0], strangers[1], strangers[3]):
-            with suppress(ConnectionResetError):
-                assert not stranger.recv(1)
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, port))
+    door = Answering("a", "b")
+    silent = [door.stranger() for _ in range(150)]
+    wrong = [
+        door.stranger(b"GET / HTTP/1.1\r\n\r\n"),
+        door.stranger(b"x" * 100_000),
+        door.stranger(b"a".ljust(NAME) + bytes(PROOF)),
+    ]
+    no_goodbye = struct.pack("ii", 1, 0)
+    wrong[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_goodbye)
+    wrong[0].close()
+    calls = {name: call(door.address, KEY, name, soon()) for name in ("a", "b")}
+    lines = door.lines()
+    for name, line in lines.items():
+        calls[name].sendall(name.encode())
+        assert line.recv(9) == name.encode()
+    for stranger in (*silent, *wrong[1:]):
+        with suppress(ConnectionResetError):
+            stranger.settimeout(60)
+            while stranger.recv(4096):  # the question
+                pass
+    with pytest.raises(ConnectionRefusedError):
+        door.stranger()
+    for line in (*calls.values(), *lines.values(), *silent, *wrong):
+        line.close()
 
 
-def test_a_rank_whose_neighbour_does_not_call_says_so(monkeypatch):
-    """A rank that failed a moment after MLX had connected it was waited for without an end."""
-    monkeypatch.setattr("parts.ranks.line.MEET_S", 0.01)
-    with pytest.raises(TimeoutError, match="nobody has called for"):
-        answer(socket.create_server(("127.0.0.1", 0)), b"secret")
+def test_what_was_overheard_opens_no_line_and_no_other_line_is_opened():
+    """A proof is about the question that was asked: one that was written down is of no use."""
+    door = Answering("a", "b")
+    first = door.stranger()
+    question = first.recv(PROOF)
+    named = b"a".ljust(NAME)
+    heard = named + proof(KEY, question + named)
+    other = door.stranger(heard)
+    assert len(other.recv(PROOF)) == PROOF and other.recv(1) == b""
+    first.sendall(b"c".ljust(NAME) + proof(KEY, question + b"c".ljust(NAME)))
+    assert first.recv(1) == b"", "there is no such line"
+    one = call(door.address, KEY, "a", soon())
+    two = call(door.address, KEY, "b", soon())
+    assert door.lines().keys() == {"a", "b"}
+    for line in (first, other, one, two):
+        line.close()
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        (None, "Connection refused"),
+        (b"", "another program"),
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 99\r\n\r\n" * 3, "another program"),
+    ],
+)
+def test_what_answers_there_and_is_no_rank_is_told(says, why):
+    with socket.create_server((LOOPBACK, 0)) as server:
+        address = "{}:{}".format(*server.getsockname())
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    with server.accept()[0] as line:
+                        line.sendall(says)
+
+        if says is None:
+            server.close()
+        else:
+            threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(TimeoutError, match=why):
+            call(address, KEY, "a", time.monotonic() + 0.5)
+        with suppress(OSError):  # it wakes up
+            server.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_neighbour_that_does_not_call_is_not_waited_for_without_end():
+    """A rank that failed a moment after MLX had connected it was."""
+    with socket.create_server((LOOPBACK, 0)) as server, pytest.raises(TimeoutError):
+        answer([server], KEY, {"a"}, time.monotonic() + 0.01)
 
 
 GOODBYE = """
@@ -495,27 +574,32 @@ class Pair(ExitStack):
         (tmp_path / "hosts.json").write_text(json.dumps([[host] for host in self.hosts]))
         self.logs = [tmp_path / f"rank{rank}.log" for rank in (0, 1)]
         self.processes = {}
+        self._command = [*inside, sys.executable, *command]
+        self._environment = os.environ | {
+            "NANOBATCH_THREADS": "1",  # the two wait for each other, and share the cores
+            "MLX_HOSTFILE": str(tmp_path / "hosts.json"),
+        }
+        self._forms = forms
         for rank in only:
-            environment = os.environ | {
-                "MLX_RANK": str(rank),
-                "NANOBATCH_THREADS": "1",  # the two wait for each other, and share the cores
-                "MLX_HOSTFILE": str(tmp_path / "hosts.json"),
-            }
-            if forms:
-                environment["NANOBATCH_BLAS"] = f"rows:{forms[rank]}"
-            log = self.enter_context(self.logs[rank].open("wb"))
-            # A test may run in a background job, which ignores Ctrl-C, and so would its children.
-            reset = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-            options = {
-                "stdout": log,
-                "stderr": subprocess.STDOUT,
-                "stdin": subprocess.DEVNULL,
-                "env": environment,
-            }
-            self.processes[rank] = subprocess.Popen(
-                [*inside, sys.executable, *command], preexec_fn=reset, **options
-            )
-            self.callback(self.end, self.processes[rank])
+            self.start(rank)
+
+    def start(self, rank: int) -> None:
+        environment = self._environment | {"MLX_RANK": str(rank)}
+        if self._forms:
+            environment["NANOBATCH_BLAS"] = f"rows:{self._forms[rank]}"
+        log = self.enter_context(self.logs[rank].open("wb"))
+        # A test may run in a background job, which ignores Ctrl-C, and so would its children.
+        reset = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        options = {
+            "stdout": log,
+            "stderr": subprocess.STDOUT,
+            "stdin": subprocess.DEVNULL,
+            "env": environment,
+            "cwd": ROOT,
+        }
+        process = subprocess.Popen(self._command, preexec_fn=reset, **options)
+        self.processes[rank] = process
+        self.callback(self.end, process)
 
     @staticmethod
     def end(process: subprocess.Popen) -> None:
@@ -724,13 +808,16 @@ def test_a_cut_line_is_told_to_every_client_and_ends_every_process(tmp_path, ins
 
 
 CUT = """
-import socket, subprocess
+import queue, socket, subprocess, threading, time
 from parts.ranks import line
 line.SILENCE_S = 2
 server = socket.create_server(("127.0.0.1", 0))
 host, port = server.getsockname()
-leader = line.call(f"{host}:{port}", b"secret")
-follower = line.answer(server, b"secret")
+until = time.monotonic() + 60
+said = queue.SimpleQueue()
+threading.Thread(target=lambda: said.put(line.answer([server], b"key", {"a"}, until))).start()
+leader = line.call(f"{host}:{port}", b"key", "a", until)
+follower = said.get()["a"]
 line.say(leader, [1])
 heard = line.hear(follower)
 print(next(heard), flush=True)
@@ -774,12 +861,125 @@ def test_a_rank_that_is_late_is_not_taken_for_lost(tmp_path, how, victim):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_does_not_come_is_named(tmp_path, rank):
-    """MLX waits for it without a word, and lets no other thread of Python run: so Ctrl-C would not
-    end it."""
+def test_a_rank_that_does_not_come_is_named_and_ctrl_c_ends_the_wait(tmp_path, rank):
+    """MLX waited for it without a word, and let no other thread of Python run."""
     with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(rank,)) as pair:
         pair.says(
             rank, re.escape(f"rank {rank} waits for rank {1 - rank} ({pair.hosts[1 - rank]})")
         )
         pair.processes[rank].send_signal(signal.SIGINT)
-        assert pair.codes() == [-signal.SIGINT] and "Traceback" not in pair.said(rank)
+        assert pair.codes() == [130] and "Traceback" not in pair.said(rank)
+
+
+def test_while_a_rank_waits_its_door_says_that_it_loads(tmp_path):
+    """MLX let no other thread of Python run, so the door answered nothing."""
+    (port,) = free_ports(1)
+    command = [str(ROOT / "serve.py"), "--port", str(port)]
+    with Pair(tmp_path, *command, only=(0,)) as pair:
+        pair.says(0, "rank 0 waits for rank 1")
+        with socket.create_connection((LOOPBACK, port), 60) as line:
+            line.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"503" in line.recv(4096)
+        pair.processes[0].send_signal(signal.SIGINT)
+        assert pair.codes() == [0]
+
+
+SHORT_OF_TIME = """
+import os, sys
+from parts.ranks import meet
+meet.MEET_S = 1.0
+if sys.argv[1:] == ["other keys"]:
+    os.environ["NANOBATCH_RING_KEY"] = os.environ["MLX_RANK"]
+sys.argv = ["ask.py", "Hello"]
+import ask
+sys.exit(ask.main())
+"""
+
+
+@pytest.mark.parametrize("case", ["alone 0", "alone 1", "other keys"])
+def test_a_rank_that_nobody_meets_ends_with_one_line_that_says_what_it_has_waited_for(
+    tmp_path, case
+):
+    """It waited for ever in MLX, and so did its door. With another word in NANOBATCH_RING_KEY it is
+    a stranger."""
+    only = (int(case[-1]),) if "alone" in case else (0, 1)
+    with Pair(tmp_path, "-c", SHORT_OF_TIME, case, only=only) as pair:
+        assert pair.codes() == [2] * len(only), [pair.said(rank) for rank in only]
+        for rank in only:
+            first, last = pair.said(rank).splitlines()
+            other = f"rank {1 - rank} ({pair.hosts[1 - rank]})"
+            assert first == f"nanobatch: rank {rank} waits for {other}"
+            why = OTHERS if case == "other keys" else "Connection refused"
+            assert last == (
+                f"nanobatch: rank {rank} waited for {other} in vain ({why}); start all ranks."
+            )
+
+
+class Strangers(ExitStack):
+    """Many who call at these addresses again and again, from before the ranks are there until this
+    block ends: browsers, port scans, and some who say nothing and stay."""
+
+    SAYS = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 200, None)
+
+    def __init__(self, addresses: list[str]):
+        super().__init__()
+        self.calls = Counter()
+        self._over = threading.Event()
+        for address in addresses:
+            for says in self.SAYS:
+                thread = threading.Thread(target=self._call, args=(address, says), daemon=True)
+                thread.start()
+                self.callback(thread.join, 60)
+        self.callback(self._over.set)
+
+    def _call(self, address: str, says: bytes | None) -> None:
+        host, port = address.split(":")
+        silent = []
+        while not self._over.is_set():
+            with suppress(OSError):
+                line = socket.create_connection((host, int(port)), 5)
+                self.calls[address] += 1
+                if says is None:
+                    silent = [*silent[-100:], line]
+                else:
+                    line.sendall(says)
+                    line.close()
+            time.sleep(0.001)
+
+
+def test_ranks_meet_among_strangers_who_call_at_any_moment(tmp_path):
+    """One connection to the leader's port, of a port scan or a browser, was its neighbour for MLX:
+    then the ranks never met."""
+    demo = [str(ROOT / "tests" / "lib" / "rank.py"), "answers", "demo"]
+    with Engine.load("demo", **SIZES) as engine:
+        alone = live(engine)
+    with Pair(tmp_path, *demo, only=(0,)) as pair, Strangers(pair.hosts) as strangers:
+        wait = time.monotonic() + 60
+        while strangers.calls[pair.hosts[0]] < 200:  # it listens, and they have come first
+            assert time.monotonic() < wait and pair.processes[0].poll() is None, pair.said(0)
+            time.sleep(0.01)
+        pair.start(1)
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        (line,) = [line for line in pair.said(0).splitlines() if line.startswith("[[")]
+        assert json.loads(line) == alone
+        assert min(strangers.calls[host] for host in pair.hosts) > 0
+
+
+RING_OF_STRANGERS = """
+import sys
+from parts.ranks import meet
+meet.CALLS = meet.CALLS.replace(".close()", ".sendall(b'GET / HTTP/1.1')")
+assert "sendall" in meet.CALLS
+sys.argv = ["rank.py", "answers", "demo"]
+sys.path.insert(0, "tests/lib")
+import runpy
+runpy.run_path("tests/lib/rank.py", run_name="__main__")
+"""
+
+
+def test_whoever_calls_at_mlx_itself_has_no_part_in_the_ring(tmp_path):
+    """MLX takes the first who calls, and cannot tell who it is. Its connections are exchanged for
+    ours, before it has read from them."""
+    with Pair(tmp_path, "-c", RING_OF_STRANGERS) as pair:
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        assert any(line.startswith("[[") for line in pair.said(0).splitlines())
