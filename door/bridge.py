@@ -52,6 +52,8 @@ from parts.text.trials import BusyError
 from sched import QueueFull
 
 PIECES = 64  # of a stream that are written at once, at most
+PIECE = 256  # bytes that one takes, about
+SCORE = 12  # and each of its log probabilities
 TOO_LONG = "context_length_exceeded"
 # Of this process: behind a balancer, two servers never give the same id
 SUFFIX = secrets.token_hex(2)
@@ -176,7 +178,7 @@ class Answer:
                     made = engine.text.grammar(source)
                 grammar = made and made.copy()
                 handle = engine.submit(prompt, sampling, client=client, grammar=grammar)
-                words = None if sampling.logprobs is None else Words(engine.text)
+                words = None if sampling.logprobs is None else Words(engine.text, handle)
                 self.choices.append(Choice(handle, self._parser(prompt), words))
         except ValueError as error:
             raise refusal_of(error, self.wish, self._protocol.form) from None
@@ -208,6 +210,17 @@ class Answer:
         return any(choice.has_news(self.wish.stream) for choice in list(self.choices))
 
     # --- in the door's thread
+
+    @property
+    def lag(self) -> int:
+        """How many bytes wait for a client that reads too slowly, about."""
+        if not self._pieces:
+            return 0
+        wanted = self.choices[0].handle.sampling
+        scores = 0 if wanted.logprobs is None else wanted.logprobs + 1
+        if wanted.grammar:  # those without it are kept, too
+            scores *= 2
+        return len(self._pieces) * (PIECE + SCORE * scores)
 
     def look(self) -> None:
         """Take what the choices have got since the last look."""

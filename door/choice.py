@@ -19,6 +19,7 @@ Where next: `protocol.py`, what the protocols share.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from parts.api.handle import Handle, TokenLogprob
+from parts.api.handle import Handle
 from parts.text.speech import Parser
 from parts.text.tokens import Text
 
@@ -105,7 +106,6 @@ class Choice:
             return
         ends = self.handle.finish_reason is not None  # asked first: then all pieces are there
         if is_streamed:
-            self._take_words()
             for piece in self.handle.pieces[self._seen :]:
                 self._seen += 1
                 self.times.append(time.perf_counter())
@@ -116,7 +116,6 @@ class Choice:
 
     def read(self) -> None:
         """The whole answer at once, when it is complete."""
-        self._take_words()
         for piece in (self.handle.text, None):
             for change in self.grow(piece):
                 if change.words:
@@ -156,15 +155,11 @@ class Choice:
             self.items[-1].status = status
             yield Change("stop", self.items[-1])
 
-    def _take_words(self) -> None:
-        if self._new_words:
-            self._new_words.take(self.handle.tokens, self.handle.logprobs)
-
     def _release(self, piece: str | None) -> Sequence[Word] | None:
         if self._new_words is None:
             return None
         if piece is None:
-            return self._new_words.finish(self.handle.text)
+            return self._new_words.finish()
         return self._new_words.release(len(piece))
 
 
@@ -187,23 +182,30 @@ class Words:
     A token is often no text by itself: its bytes may end within a character, and a decoder drops
     the space before a first word. So each token's text is what it adds to those before it. A token
     whose text may be cut off by a stop text waits, as its text does.
+
+    Tokens become texts when these are released. A client that reads slowly may let thousands wait,
+    and their texts take more than the tokens.
     """
 
-    def __init__(self, text: Text):
+    def __init__(self, text: Text, handle: Handle):
         self._text = text
+        self._handle = handle
         self._stream = text.stream(())
         self._tokens: list[int] = []
         self._waiting: list[Word] = []
         self._length = 0  # characters of all texts so far
         self._shown = 0  # characters that have been shown
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """The answer's tokens so far, of which only those are looked at that are new.
+    def _read(self, length: float) -> None:
+        """Read the next tokens of the answer, until the texts so far are so long.
 
-        The newest may lack its log probability for a moment.
+        The newest token may lack its log probability for a moment.
         """
-        known = len(self._tokens)
-        for token, (logprob, top, _) in zip(tokens[known:], logprobs[known:], strict=False):
+        tokens = self._handle.tokens
+        logprobs = self._handle.logprobs
+        while self._length < length and len(self._tokens) < min(len(tokens), len(logprobs)):
+            token = tokens[len(self._tokens)]
+            logprob, top, _ = logprobs[len(self._tokens)]
             before = self._tokens[-4:]
             piece = self._stream.push(token)
             others = [id for id, _ in top if id != token]
@@ -216,6 +218,7 @@ class Words:
     def release(self, count: int) -> list[Word]:
         """Those whose text has been shown, now that so many more characters have."""
         self._shown += count
+        self._read(self._shown)
         # If the answer ends within a character, what is shown of that belongs to the last token
         complete = self._waiting[: len(self._waiting) - self._stream.open]
         released = []
@@ -228,9 +231,11 @@ class Words:
         self._waiting = self._waiting[len(released) :]
         return released
 
-    def finish(self, text: str) -> list[Word]:
+    def finish(self) -> list[Word]:
         """The rest, when the answer is complete. Tokens behind its end, such as a stop text's, are
         left out."""
+        self._read(math.inf)
+        text = self._handle.text
         left = [word for word in self._waiting if word.offset < len(text)]
         if left:  # it may be cut off, or a broken character
             last = left.pop()

@@ -220,7 +220,7 @@ class Door:
     async def _listen(self) -> None:
         self._mailbox = Mailbox(asyncio.get_running_loop(), self._answers)
         connections = self._server.server_state.connections
-        sweeper = asyncio.ensure_future(http.sweep(connections, self._visits, self._progress))
+        sweeper = asyncio.ensure_future(http.sweep(connections, self._visits, self._answers))
         await self._server.serve([self._socket])
         sweeper.cancel()
 
@@ -345,10 +345,6 @@ class Door:
             self.watchers -= 1
 
     # --- a prompt and its answer
-
-    def _progress(self, number: int) -> bytes:
-        answer = self._answers.get(number)
-        return answer.progress() if answer else b""
 
     async def _count(self, visit: Visit) -> Response:
         """How many tokens a prompt has."""

@@ -20,10 +20,10 @@ import re
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -50,7 +50,10 @@ BODIES = 2**28  # bytes of all bodies that are read at a time; one more that is 
 AHEAD = 2**14  # bytes that are read before their turn, about
 REQUESTS = 128  # that may come before their turn; `uvicorn` keeps two kilobytes for each
 BODY_S = 30.0  # a body must have come by then
-STUCK_S = 60.0  # a client that takes nothing for so long is gone
+STUCK_S = 60.0  # in so long a client whose line is full has to take
+TAKEN = 3 * 2**14  # so many bytes: what `asyncio` lets pile up, before it says that there is room
+SLOW_S = 5.0  # a client that has not taken so many for so long is slow
+LAG = 2**25  # bytes that wait for all slow clients together; beyond, the one who lags most is ended
 FAREWELL_S = 2.0  # a client that is still sending has so long to read why we do not listen
 PING_S = 10.0  # in so long a silence, a comment says that we are still here
 PROGRESS_S = 0.4  # in so long a silence before the first word, what goes on is told
@@ -78,8 +81,12 @@ class Options(NamedTuple):
         return [name.lower() for name in (*LOOPBACK, own, *self.allow_hosts)]
 
 
-# What the stream of a visit, by its number, says while it waits for its first word
-Progress = Callable[[int], bytes]
+class Told(Protocol):
+    """An answer, as far as it matters here."""
+
+    lag: int  # bytes that wait for a client that reads too slowly
+
+    def progress(self) -> bytes: ...  # what a stream says while it waits for its first word
 
 
 class Gone(Exception):
@@ -156,14 +163,14 @@ class Visit:
         for _ in self.write(body).__await__():
             pass
 
-    async def break_silence(self, now: float, progress: Progress) -> None:
+    async def break_silence(self, now: float, answer: Told | None) -> None:
         """Proxies close a connection on which nothing moves, and people wonder what goes on."""
         if self._wrote is None or self.connection.is_blocked:
             return
         silence = now - self._wrote
         if silence > PING_S:
             await self.write(PING)
-        elif silence > PROGRESS_S and (said := progress(self.number)):
+        elif silence > PROGRESS_S and answer and (said := answer.progress()):
             await self.write(said)
 
     def probe(self) -> None:
@@ -342,6 +349,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head = 0  # bytes of a head that is not complete, about
         self._blocked_since: float | None = None  # since then the client has taken too little
+        self._left = 0  # bytes that were left to be taken then
         self._silent_since: float | None = time.monotonic()  # since then a whole request is awaited
         self._visit: Visit | None = None  # the one that goes on
         self._is_half_closed = False  # the client says nothing more
@@ -429,6 +437,7 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._blocked_since = time.monotonic()
+        self._left = self.unsent
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -451,14 +460,31 @@ class Connection(HttpToolsProtocol):
         if self._is_half_closed and not (self._visit or self._waiting):
             self.transport.close()
 
+    @property
+    def unsent(self) -> int:
+        """Bytes that the system does not take, since the client does not."""
+        return self.transport.get_write_buffer_size()
+
+    def is_slow(self, now: float) -> bool:
+        return self.is_blocked and now - self._blocked_since > SLOW_S
+
     def end_if_stuck(self, now: float) -> None:
         """`uvicorn` would wait for ever for a whole request, and for an answer to be taken."""
         if self.transport.is_closing() and self._silent_since is None:
             self._silent_since = now
-        is_stuck = self._blocked_since is not None and now - self._blocked_since > self.patience
-        is_silent = self._silent_since is not None and now - self._silent_since > HEAD_S
-        if is_stuck or is_silent:
+        if self.is_blocked and self._left - self.unsent > TAKEN:
+            self._blocked_since = now
+            self._left = self.unsent
+        if self.is_blocked and now - self._blocked_since > self.patience:
+            self.end_slow()
+        elif self._silent_since is not None and now - self._silent_since > HEAD_S:
             self.transport.abort()
+
+    def end_slow(self) -> None:
+        """Without a last word, which would have to wait behind all the others."""
+        if self._visit:
+            self._visit.note(reason="too_slow")
+        self.transport.abort()
 
 
 def server(app: Callable) -> uvicorn.Server:
@@ -480,23 +506,34 @@ def server(app: Callable) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-async def sweep(connections: set[Connection], visits: set[Visit], progress: Progress) -> None:
+async def sweep(
+    connections: set[Connection], visits: set[Visit], answers: Mapping[int, Told]
+) -> None:
     """Now and then: pings, and an end to connections that never send a whole request, or never take
-    an answer."""
+    an answer. `answers`: by the number of the visit."""
     while True:
         await asyncio.sleep(SWEEP_S)
-        await look_after(list(connections), list(visits), progress)
+        await look_after(list(connections), list(visits), answers)
 
 
 async def look_after(
-    connections: Iterable[Connection], visits: Iterable[Visit], progress: Progress
+    connections: Sequence[Connection], visits: Sequence[Visit], answers: Mapping[int, Told]
 ) -> None:
     """Once. By itself, since a loop that sleeps would keep the last visit in memory."""
     now = time.monotonic()
     for visit in visits:
-        await visit.break_silence(now, progress)
+        await visit.break_silence(now, answers.get(visit.number))
     for connection in connections:
         connection.end_if_stuck(now)
+    lags = {each: each.unsent for each in connections if each.is_slow(now)}
+    for visit in visits:
+        answer = answers.get(visit.number)
+        if answer and visit.connection in lags:
+            lags[visit.connection] += answer.lag
+    while sum(lags.values()) > LAG:
+        last = max(lags, key=lags.get)
+        last.end_slow()
+        del lags[last]
 
 
 # --- sockets, bodies, answers -------------------------------------------------------------------

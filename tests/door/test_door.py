@@ -2,6 +2,7 @@
 would not show."""
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from soak_http import soak, talker
 
 from door import bridge, http, openai, protocol
 from door.bridge import Answer, Served
-from door.choice import Change, Choice, Item, Words
+from door.choice import Change, Choice, Item, Word, Words
 from door.door import Door
 from door.http import LONG, Options
 from door.journal import ACCESS_LOG, Lines, log_to
@@ -233,8 +234,76 @@ def test_a_reader_that_takes_nothing_is_dropped(here, monkeypatch):
     while not (ended := here.door.look().ended):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert ended[0].hung_up and not here.door.look().open
+    assert ended[0].hung_up and ended[0].reason == "too_slow" and not here.door.look().open
     line.hang_up()
+
+
+def narrow(here) -> None:
+    """From here on nothing piles up on the way to a client, and each write waits for it."""
+    for connection in here.door._server.server_state.connections:
+        connection.transport.set_write_buffer_limits(0)
+        own = connection.transport.get_extra_info("socket")
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+
+
+def test_if_slow_readers_let_too_much_wait_the_one_who_lags_most_is_ended(here, monkeypatch):
+    """40 of them held 5.7 MiB each, without an end."""
+    body = BODY | {"max_tokens": 100, "temperature": 1, "seed": 7}
+    expected = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
+    monkeypatch.setattr(http, "SWEEP_S", 0.05)
+    monkeypatch.setattr(http, "SLOW_S", 0.1)
+    here.loop.pause()
+    lines = []
+    for top in (10, 1):
+        line = Line(here.host, here.port, receive=2048)
+        lines.append(line.post(COMPLETIONS, body | {"stream": True, "logprobs": top}))
+        line.until(b"\r\n\r\n")
+    narrow(here)
+    here.loop.resume()
+    answers = list(here.door._answers.values())
+    deadline = time.monotonic() + 60
+    while any(answer.left for answer in answers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    most, least = sorted(answer.lag for answer in answers)[::-1]
+    assert most > 1.2 * least > 10_000
+    monkeypatch.setattr(http, "LAG", most + least // 2)
+    while not (ended := [call for call in here.door.look().ended if call.reason == "too_slow"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)  # some sweeps later
+    assert len(ended) == 1 and len(here.door.look().open) == 1
+    said = lines[1].until(b"[DONE]")
+    texts = [json.loads(text) for text in re.findall(rb"data: (\{.*\})", said)]
+    assert "".join(text["choices"][0]["text"] for text in texts) == expected
+    for line in lines:
+        line.hang_up()
+
+
+def test_a_reader_that_takes_some_now_and_then_is_not_stuck():
+    """A large answer on a narrow line was cut off after a minute, however steadily it was read."""
+    left = 10**6
+    ended = []
+    connection = object.__new__(http.Connection)
+    connection.transport = SimpleNamespace(
+        get_write_buffer_size=lambda: left,
+        is_closing=lambda: False,
+        abort=lambda: ended.append(now),
+    )
+    connection.patience = http.STUCK_S
+    connection._visit = connection._silent_since = None
+    connection._blocked_since = now = 0.0
+    connection._left = left
+    while left > 300_000:
+        now += http.STUCK_S - 1
+        left -= http.TAKEN + 1
+        connection.end_if_stuck(now)
+    assert not ended and now > 10 * http.STUCK_S
+    for _ in range(2):
+        now += http.STUCK_S - 1
+        left -= http.TAKEN // 3
+        connection.end_if_stuck(now)
+    assert ended == [now], "it has taken a little, but too little"
 
 
 def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
@@ -245,10 +314,7 @@ def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
     line = Line(here.host, here.port, receive=2048).post(COMPLETIONS, body | {"stream": True})
     line.until(b"\r\n\r\n")
     (connection,) = here.door._server.server_state.connections
-    connection.transport.set_write_buffer_limits(0)
-    connection.transport.get_extra_info("socket").setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDBUF, 2048
-    )
+    narrow(here)
     here.loop.resume()
     deadline = time.monotonic() + 60
     while not connection.is_blocked:  # a write waits
@@ -714,6 +780,8 @@ def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypa
     while answer.left:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    words = sum(type(each) is Word for each in gc.get_objects())
+    assert words == 0, "texts are made of tokens when they are written"
     goes_on.set()
     said = line.until(b"[DONE]").decode()
     events = [json.loads(text) for text in re.findall(r"data: (\{.*\})", said)]
@@ -754,11 +822,11 @@ def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
     text = SimpleNamespace(
         stream=lambda stops: SimpleNamespace(push=lambda token: "a", open=0), after=lambda *_: []
     )
-    words, tokens, logprobs = Words(text), Watched(), Watched()
+    handle = SimpleNamespace(tokens=Watched(), logprobs=Watched())
+    words = Words(text, handle)
     for token in range(500):
-        tokens.append(token)
-        logprobs.append(TokenLogprob(-1.0, ()))
-        words.take(tokens, logprobs)
+        handle.tokens.append(token)
+        handle.logprobs.append(TokenLogprob(-1.0, ()))
         assert [word.text for word in words.release(1)] == ["a"]
     assert sum(looked) == 2 * 500
 
