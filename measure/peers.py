@@ -15,8 +15,10 @@ Where next: `drive` in `sample.py`, the loop that measures all of them.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -239,6 +241,7 @@ def make_gguf(folder: Path, place: Path) -> Path:
     bits = write_gguf(folder, whole)
     if bits == 32:
         return whole.rename(file)
+    llama_cpp.llama_log_set(errors_alone(), None)  # else it tells of each tensor
     options = llama_cpp.llama_model_quantize_default_params()
     options.nthread = cores()
     options.ftype = getattr(llama_cpp, GGUF_FORMS[bits])
@@ -246,6 +249,18 @@ def make_gguf(folder: Path, place: Path) -> Path:
         raise RuntimeError(f"llama.cpp cannot quantize {folder}; its own messages stand above")
     whole.unlink()
     return file
+
+
+@functools.cache
+def errors_alone():
+    """What llama.cpp is to call instead of printing: errors are printed, and nothing else."""
+    import llama_cpp
+
+    def say(level: int, text: bytes, _: object) -> None:
+        if level == 4:  # an error, in ggml's words
+            print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+    return llama_cpp.llama_log_callback(say)
 
 
 def write_gguf(folder: Path, file: Path) -> int:
