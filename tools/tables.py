@@ -7,10 +7,11 @@ A table that is made stands behind a comment, which a reader of the page does no
 
     <!-- made: speeds bench-15m.json decode "decode tokens/s" -->
     <!-- made: counts -->
+    <!-- made: sizes -->
 
 `speeds` shows one figure of one part of a benchmark: for each contestant the median, and ours
-divided by it. `counts` shows how much the tests compare. So a table is never typed, and the prose
-beside it says "about twice".
+divided by it. `counts` shows how much the tests compare. `sizes` reckons what models take on a CPU,
+from their published shapes. So a table is never typed, and the prose beside it says "about twice".
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -65,6 +67,52 @@ def speeds(file: str, part: str, figure: str) -> str:
     return table(heads, rows)
 
 
+class Published(NamedTuple):
+    """What a model's config.json says."""
+
+    D: int
+    layers: int
+    heads: tuple[int, int, int]  # of queries, of keys, and the size of each
+    hidden: int  # width of the MLP, or of an expert
+    V: int
+    tied: bool
+    experts: int = 1
+    taken: int = 1
+
+    def weights(self, experts: int) -> int:
+        """Of the layers and the head, with so many experts in each layer."""
+        H, Hkv, Dh = self.heads
+        attention = self.D * Dh * (2 * H + 2 * Hkv)
+        layer = attention + 3 * self.D * self.hidden * experts
+        return self.layers * layer + self.V * self.D
+
+
+PUBLISHED = {
+    "Qwen2.5-0.5B": Published(896, 24, (14, 2, 64), 4_864, 151_936, True),
+    "Llama-3.2-1B": Published(2_048, 16, (32, 8, 64), 8_192, 128_256, True),
+    "Llama-3.2-3B": Published(3_072, 28, (24, 8, 128), 8_192, 128_256, True),
+    "Llama-3.1-8B": Published(4_096, 32, (32, 8, 128), 14_336, 128_256, False),
+    "Qwen3-30B-A3B": Published(2_048, 48, (32, 4, 128), 768, 151_936, False, 128, 8),
+}
+RATES = (10, 20, 40)  # GB a second that a memory yields
+# Bytes of a weight. With 4 and 8 bits, 64 of them share a scale and an offset of two bytes each.
+NBYTES = {4: 4 / 8 + 4 / 64, 8: 8 / 8 + 4 / 64, 16: 2.0}
+
+
+def sizes() -> str:
+    """What the weights take, what a token reads of them, and how many tokens a second that allows."""
+    rows = []
+    for name, model in PUBLISHED.items():
+        for bits, nbytes in NBYTES.items():
+            whole = model.weights(model.experts) + model.V * model.D * (not model.tied)
+            gigabytes = [count * nbytes / 1e9 for count in (whole, model.weights(model.taken))]
+            speeds = [rate / gigabytes[1] for rate in RATES]
+            figures = [report.number(figure) for figure in (*gigabytes, *speeds)]
+            rows.append([name, str(bits), *figures])
+    heads = ["model", "bits", "weights, GB", "read for a token, GB"]
+    return table(heads + [f"tokens/s at {rate} GB/s" for rate in RATES], rows, left=1)
+
+
 def counts() -> str:
     """How much is compared, in the words of docs/right.md."""
     parity, exact, company, product, sched, crowd = map(
@@ -100,7 +148,11 @@ def of_the_tests(name: str):
     return importlib.import_module(name)
 
 
-MAKERS: dict[str, Callable[..., str]] = {"speeds": speeds, "counts": counts}
+MAKERS: dict[str, Callable[..., str]] = {
+    "speeds": speeds,
+    "counts": counts,
+    "sizes": sizes,
+}
 
 
 def made_anew(page: str) -> str:
