@@ -51,6 +51,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
 #ifdef __FAST_MATH__
 #error "-ffast-math lets the compiler add up in any order"
 #endif
@@ -664,7 +668,34 @@ static int take_share(void) {
   return 1;
 }
 
+/* Each thread has a setting of its own for how it rounds, and whether it takes very small (denormal) numbers for zero. A
+   library that was compiled with -ffast-math changes the setting of the thread that loads it: then a number would depend
+   on who computes it. So the usual setting holds in a product, and the caller's own afterwards. (To take them for zero
+   everywhere would be faster in the plain form alone, and only if nearly all products of two numbers are that small.) */
+#if defined(__SSE__)
+typedef unsigned Setting;
+static Setting change_setting(Setting to) {
+  Setting before = _mm_getcsr();
+  _mm_setcsr(to);
+  return before;
+}
+enum { USUAL = 0x1f80 };
+#elif defined(__aarch64__)
+typedef unsigned long Setting;
+static Setting change_setting(Setting to) {
+  Setting before;
+  __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, %1" : "=&r"(before) : "r"(to) : "memory");
+  return before;
+}
+enum { USUAL = 0 };
+#else
+typedef int Setting;
+static Setting change_setting(Setting to) { return to; }
+enum { USUAL = 0 };
+#endif
+
 static void *helper(void *nothing) {
+  change_setting(USUAL);
   for (;;) {
     long until = nanoseconds() + SPIN_NS;
     while (nanoseconds() < until) {
@@ -694,7 +725,7 @@ static void share_out(const Product *p, int shares, int by_rows) {
     while (sem_wait(&pool.done)) {}
 }
 
-static void run(const Product *p) {
+static NOINLINE void run(const Product *p) {
   double work = (double)p->M * p->N * p->K;
   if (threads == 1 || work < ALONE || pthread_mutex_trylock(&pool.owner)) {
     multiply(p, 0, p->M, 0, p->N); /* also if another thread's product is shared out just now */
@@ -797,6 +828,8 @@ void cblas_sgemm(int order, int turn_a, int turn_b, int M, int N, int K, float a
     .packed = turn_b != 111 && K >= LEAST ? packed_at(b) : NULL,
   };
   check(product.packed, N, K, ldb);
+  Setting own = change_setting(USUAL);
   run(&product);
+  change_setting(own);
   free(copy);
 }

@@ -15,6 +15,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
 
 void cblas_sgemm(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);
 int rows_start(int wanted);
@@ -23,6 +26,21 @@ void rows_widen(const uint8_t *from, int bits, uint8_t *to, int wider, long coun
 
 static atomic_long compared, differ, wrong, packed, unlike;
 
+/* Let this thread take very small numbers for zero, or not, as -ffast-math does. Returns whether it did so before. */
+static int flush(int on) {
+#if defined(__SSE__)
+  unsigned before = _mm_getcsr();
+  _mm_setcsr(on ? 0x9fc0 : 0x1f80);
+  return (before & 0x8040) != 0;
+#elif defined(__aarch64__)
+  unsigned long before, to = (unsigned long)on << 24;
+  __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, %1" : "=&r"(before) : "r"(to) : "memory");
+  return (before >> 24) & 1;
+#else
+  return on;
+#endif
+}
+
 static unsigned draw(unsigned *state) {
   *state = *state * 1664525u + 1013904223u;
   return *state >> 8;
@@ -30,9 +48,9 @@ static unsigned draw(unsigned *state) {
 
 static int between(unsigned *state, int least, int most) { return least + draw(state) % (most - least + 1); }
 
-static float *random_numbers(unsigned *state, long count) {
+static float *random_numbers(unsigned *state, long count, float scale) {
   float *numbers = malloc(sizeof(float) * (count ? count : 1));
-  for (long i = 0; i < count; i++) numbers[i] = draw(state) / 8388608.0f - 1;
+  for (long i = 0; i < count; i++) numbers[i] = (draw(state) / 8388608.0f - 1) * scale;
   return numbers;
 }
 
@@ -45,11 +63,16 @@ static void examine(unsigned *state, int M, int N, int K, int turned) {
   float alpha = is_plain ? 1 : 0.7f, beta = is_plain ? 0 : 0.3f; /* powers of two would hide a rounding */
   long x_size = (long)(M - 1) * ldx + K, w_size = above ? (long)(above - 1) * ldw + (turned ? N : K) : 0;
   long y_size = (long)(M - 1) * ldy + N;
-  float *x = random_numbers(state, x_size), *w = random_numbers(state, w_size), *before = random_numbers(state, y_size);
+  int is_tiny = is_plain && between(state, 0, 3) == 0; /* then all products of two numbers are denormal */
+  int flushes = between(state, 0, 1);
+  float scale = is_tiny ? 1e-20f : 1;
+  float *x = random_numbers(state, x_size, scale), *w = random_numbers(state, w_size, scale);
+  float *before = random_numbers(state, y_size, 1);
   float *y = malloc(sizeof(float) * y_size);
   memcpy(y, before, sizeof(float) * y_size);
   if (!beta) for (int m = 0; m < M; m++) for (int n = 0; n < N; n++) y[m * ldy + n] = NAN; /* must not be read */
   int way = between(state, 0, 2);
+  flush(flushes);
   if (way == 0) cblas_sgemm(101, 111, turned ? 111 : 112, M, N, K, alpha, x, ldx, w, ldw, beta, y, ldy);
   if (way == 1) cblas_sgemm(102, turned ? 111 : 112, 111, N, M, K, alpha, w, ldw, x, ldx, beta, y, ldy);
   if (way == 2) { /* x given column by column */
@@ -58,8 +81,9 @@ static void examine(unsigned *state, int M, int N, int K, int turned) {
     cblas_sgemm(101, 112, turned ? 111 : 112, M, N, K, alpha, columns, M, w, ldw, beta, y, ldy);
     free(columns);
   }
+  if (flush(0) != flushes) atomic_fetch_add(&wrong, 1); /* the caller's setting is the caller's */
   for (int m = 0; m < M; m++) for (int n = 0; n < N; n++) {
-    double sum = 0, size = 1;
+    double sum = 0, size = is_tiny ? K * 1e-38 : 1; /* the smallest numbers are 1e-45 apart */
     for (int k = 0; k < K; k++) {
       double product = (double)x[(long)m * ldx + k] * (turned ? w[(long)k * ldw + n] : w[(long)n * ldw + k]);
       sum += product;
@@ -72,7 +96,9 @@ static void examine(unsigned *state, int M, int N, int K, int turned) {
     float *own = malloc(sizeof(float) * (K ? K : 1)), *alone = malloc(sizeof(float) * N);
     memcpy(own, x + (long)m * ldx, sizeof(float) * K);
     memcpy(alone, before + (long)m * ldy, sizeof(float) * N);
+    flush(!flushes);
     cblas_sgemm(101, 111, turned ? 111 : 112, 1, N, K, alpha, own, K, w, ldw, beta, alone, N);
+    flush(0);
     atomic_fetch_add(&compared, 1);
     if (memcmp(alone, y + (long)m * ldy, sizeof(float) * N)) atomic_fetch_add(&differ, 1);
     free(own);

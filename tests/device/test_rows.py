@@ -94,6 +94,11 @@ BUGS = {
         "atomic_store(&pool.untaken, shares);",
         "atomic_store(&pool.untaken, shares - 1);\n  atomic_store(&pool.unfinished, shares - 1);",
     ),
+    "a caller that takes very small numbers for zero": (
+        "Setting own = change_setting(USUAL);",
+        "Setting own = change_setting(USUAL);\n  change_setting(own);",
+    ),
+    "a caller whose setting is not put back": ("  change_setting(own);\n", ""),
     "y is read though beta is 0": (
         "*y = p->beta ? fma_one(p->alpha, sum, p->beta * *y) : p->alpha * sum;",
         "*y = fma_one(p->alpha, sum, p->beta * *y);",
