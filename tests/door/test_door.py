@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 from doors import COMPLETIONS, Line, Server
-from soak_http import soak, talker
+from soak_http import Weighed, soak, talker
 
 from door import bridge, http, openai, protocol
 from door.bridge import Answer, Served
@@ -791,16 +791,17 @@ def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypa
 
 def test_a_short_soak(tmp_path):
     """`python tools/soak_http.py` is the long form."""
-    with Server("--slots", "8", "--model", str(talker(tmp_path / "talker"))) as server:
-        report = soak(server, 120, clients=8, cases=40)
+    with Weighed("--slots", "8", "--model", str(talker(tmp_path / "talker"))) as server:
+        report = soak(server, 120, clients=8, cases=40, rounds=2)
     assert not report.faults, report.faults[:5]
+    assert not report.weights or report.growth.in_use < 2, "histories grow by half as much at most"
     assert report.answered > 40 and report.hung_up > 20 and report.refused > 3
 
 
 def test_a_short_soak_in_which_a_third_is_hostile(tmp_path):
     """`python tools/soak_http.py --requests 5000 --attack` is the long form."""
-    with Server("--slots", "8", "--model", str(talker(tmp_path / "talker"))) as server:
-        report = soak(server, 60, clients=8, cases=20, hostile=0.33)
+    with Weighed("--slots", "8", "--model", str(talker(tmp_path / "talker"))) as server:
+        report = soak(server, 60, clients=8, cases=20, hostile=0.33, rounds=1)
     assert not report.faults, report.faults[:5]
     assert report.answered > 30 and report.hung_up > 5 and report.refused > 3
 

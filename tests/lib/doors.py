@@ -29,11 +29,12 @@ JSON = {"Content-Type": "application/json"}
 class Server:
     """`serve.py` in a process of its own, on a port that is free."""
 
+    program = ROOT / "serve.py"
     patience = 60.0  # seconds for an answer; a busy machine takes a few
 
     def __init__(self, *arguments: str, wait: bool = True, **environment: str):
         self.log = Path(tempfile.mkstemp(suffix=".log")[1])
-        command = [sys.executable, str(ROOT / "serve.py"), "--port", "0", *arguments]
+        command = [sys.executable, str(self.program), "--port", "0", *arguments]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stderr=log, stdout=log, env=os.environ | environment, cwd="/"
