@@ -159,6 +159,7 @@ WRITTEN = ("screenshot", "trace", "record")  # options that name a file, which i
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings", "tour")
 WARNINGS = 4  # so many are shown at a time
 WITHOUT_A_MODEL = ("help", "errors")  # pages that say something while the model loads
+TRACEBACKS = 100  # so many are kept, the newest
 
 
 # --- the screen ---------------------------------------------------------------------------------
@@ -169,10 +170,13 @@ class Tracebacks(logging.Handler):
 
     def __init__(self, state: State):
         super().__init__()
+        self.count = 0  # of all so far
         self._state = state
 
     def emit(self, record: logging.LogRecord) -> None:
         self._state.tracebacks.append(clean(self.format(record)).removeprefix("nanobatch: "))
+        del self._state.tracebacks[:-TRACEBACKS]
+        self.count += 1
 
 
 class Sheet(ModalScreen):
@@ -368,8 +372,9 @@ class Screen(App):
         rest."""
         before = self.state.view
         self.roll()
-        blocks = self.state.tracebacks[self._told :]
-        self._told += len(blocks)
+        news = self._tracebacks.count - self._told
+        self._told += news
+        blocks = self.state.tracebacks[-news:] if news else []
         self.warn([f"{block.partition(chr(10))[0]}; E shows where" for block in blocks])
         if self.screen_stack and self.screen.name == "bill":
             self.session.ask_experts()

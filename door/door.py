@@ -29,6 +29,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -96,7 +97,7 @@ class Door:
         self._born = int(time.time())
         self._visits: set[Visit] = set()
         self._answers: dict[int, Answer] = {}  # by the number of the call
-        self._scraped: Snapshot | None = None  # the snapshot of the last look at /metrics
+        self._scraped: Snapshot | None = None  # the last look at /metrics: how far it has seen
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
         # For those that are long: nobody waits for them who has asked for little
         self._slow_pool = ThreadPoolExecutor(2, "door, long")
@@ -308,13 +309,15 @@ class Door:
         return reply({"status": status}, 200 if status == "ok" else 503)
 
     async def _metrics(self, visit: Visit) -> Response:
-        self._scraped = self.served.engine.snapshot(self._scraped) if self.served else None
+        seen = self.served.engine.snapshot(self._scraped) if self.served else None
+        # The next look may never come, and texts and steps would be kept for it
+        self._scraped = seen and replace(seen, requests=(), ended=(), steps=())
         gauges = {
             "http_connections": self._count_connections(),
             "watchers": self.watchers,
             "paused_seconds": self.loop.paused_s if self.loop else 0.0,
         }
-        text = self.figures.text(self._scraped, gauges)
+        text = self.figures.text(seen, gauges)
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def _page(self, visit: Visit) -> Response:

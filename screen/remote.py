@@ -39,6 +39,8 @@ from screen.room import Ask, Room, View
 RETRY_S = 1.0
 SILENT_S = 5.0  # a server says something every second, even if nothing happens
 LINE = 2**26  # bytes; a longer one is none of ours
+STEPS = 4096  # that have come and were not looked at are kept, the newest
+ENDS = 500  # and so many ends of requests
 SENDERS = 64  # prompts at once on their way; more wait here
 
 
@@ -277,18 +279,24 @@ def joined(before: wire.Frame | None, frame: wire.Frame) -> wire.Frame:
     if before is None:  # what was over long before is no news
         new, door = replace(new, missed=0, missed_ends=0, faults=()), replace(door, missed=0)
     else:
-        old, ended = before.engine, (*before.engine.ended, *ended)
+        old = before.engine
+        ended = (*old.ended, *ended)
         over = {request.id for request in ended}
         requests = tuple({r.id: r for r in (*old.requests, *requests) if r.id not in over}.values())
         counts = {
             "missed": old.missed + new.missed,
             "missed_ends": old.missed_ends + new.missed_ends,
         }
-        new = replace(
-            new, steps=(*old.steps, *new.steps), faults=(*old.faults, *new.faults), **counts
-        )
+        steps = (*old.steps, *new.steps)
+        faults = (*old.faults, *new.faults)
         calls = (*before.door.ended, *door.ended)
-        door = replace(door, ended=calls, missed=before.door.missed + door.missed)
+        # A screen whose terminal is stopped does not look, and all this would pile up
+        counts["missed"] += len(steps[:-STEPS])
+        counts["missed_ends"] += len(ended[:-ENDS])
+        missed = before.door.missed + door.missed + len(calls[:-ENDS])
+        ended = ended[-ENDS:]
+        new = replace(new, steps=steps[-STEPS:], faults=faults[-ENDS:], **counts)
+        door = replace(door, ended=calls[-ENDS:], missed=missed)
     return frame._replace(engine=replace(new, requests=requests, ended=ended), door=door)
 
 

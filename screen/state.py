@@ -14,10 +14,11 @@ Where next: `panes.py`, which draws it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from door.journal import Call
@@ -109,6 +110,7 @@ class State:
 
     KEPT = 20_000  # so many steps are kept
     REMEMBERED = 2_000  # so many ended requests can still be opened
+    TEXTS = 2**25  # if their texts take so many bytes at most
 
     def absorb(self, view: View) -> None:
         before, self.view = self.view, view
@@ -181,9 +183,16 @@ class State:
         if not begins:
             failed = [r for r in news.ended if r.error and not is_mute(r)]
             self.faults += [Fault(f"r{r.id} failed: {clean(r.error)}") for r in failed]
-        for request in self.ended[: -self.REMEMBERED]:
+        if news.ended:
+            self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        """The oldest that have ended, if there are too many, or if their texts take too much."""
+        taken = list(accumulate(request.size for request in reversed(self.ended)))
+        kept = min(self.REMEMBERED, max(1, bisect_right(taken, self.TEXTS)))
+        for request in self.ended[:-kept]:
             self.requests.pop(request.id, None)
-        del self.ended[: -self.REMEMBERED]
+        del self.ended[:-kept]
 
     def _tell_unseen(self, view: View) -> None:
         unseen = (

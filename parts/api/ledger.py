@@ -11,6 +11,7 @@ Where next: `loop.py`, the thread that steps while owners wait and watchers look
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice, takewhile
@@ -33,14 +34,32 @@ from sched import Request, Scheduler
 
 
 class Log:
-    """The newest entries of a long list, and how many there have been in all."""
+    """The newest entries of a long list, and how many there have been in all.
 
-    def __init__(self, kept: int):
-        self.count, self._entries = 0, deque(maxlen=kept)
+    `kept`: so many entries, and all of them together may take `room` bytes, as `size` tells. The
+    newest entry is kept in any case.
+    """
+
+    def __init__(
+        self, kept: int, room: float = math.inf, size: Callable[[Any], int] = lambda entry: 0
+    ):
+        self.count = 0
+        self._entries: deque[Any] = deque()
+        self._kept = kept
+        self._room = room
+        self._size = size
+        self._taken = 0  # bytes
 
     def add(self, entry: Any) -> None:
         self._entries.append(entry)
+        self._taken += self._size(entry)
         self.count += 1
+        while self._is_full and len(self._entries) > 1:
+            self._taken -= self._size(self._entries.popleft())
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._entries) > self._kept or self._taken > self._room
 
     def since(self, count: int) -> tuple:
         """All but the first `count` entries, oldest first, as far as they are kept."""
@@ -53,12 +72,15 @@ class Ledger:
     those who watch."""
 
     QUEUE = 32  # of the line, so many are shown
+    TEXTS = 2**22  # bytes of prompts and answers that are kept
 
     def __init__(self, model: ModelView) -> None:
         self.model = model
         self.roof = Roof()  # not measured yet
         self.open: dict[int, Handle] = {}
-        self.steps, self.ended, self.faults = Log(4096), Log(500), Log(100)
+        self.steps = Log(4096)
+        self.ended = Log(500, self.TEXTS, lambda view: view.size)
+        self.faults = Log(100)
         self.output_tokens, self.steps_s = 0, 0.0
 
     def deliver(

@@ -14,6 +14,7 @@ Where next: `ledger.py`, which makes them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from sys import getsizeof
 from typing import Any, NamedTuple
 
 from sched import Plan, Request, Scheduler
@@ -184,6 +185,11 @@ class RequestView:
     glass: tuple[tuple[str, float, bool], ...] = ()
     is_thinking: bool = False  # the prompt has opened a thought, with which the text begins
     max_tokens: int = 0  # the longest answer that it may have; 0: not known
+
+    @property
+    def size(self) -> int:
+        """Bytes that its texts take."""
+        return sum(map(getsizeof, (self.prompt, self.text, self.lengths)))
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Grammars:
                 self._verdicts.move_to_end(key)
                 return self._verdicts[key]
         try:
-            fault = self._trials.run({kind: text})
+            fault = one_line(self._trials.run({kind: text}), 300)  # it may quote all of the text
         except LimitError as error:
             fault = f"it {error} to be made and tried; simplify it"
         with self._learning:

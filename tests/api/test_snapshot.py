@@ -9,6 +9,7 @@ from words import Clock, word_engine
 
 from nanobatch import Engine, Sampling
 from parts.api.handle import Handle
+from parts.api.ledger import Ledger, Log
 
 SHORT = Sampling(max_tokens=3, ignore_eos=True)
 
@@ -89,6 +90,30 @@ def test_a_ghost_is_shown_in_the_step_that_carried_it(parts):
 
 
 # --- requests that ended ------------------------------------------------------------------------
+
+
+def test_of_ended_requests_so_many_are_kept_as_their_texts_have_room(parts, monkeypatch):
+    """500 prompts of 400 kB were 200 MB, for as long as the server ran."""
+    monkeypatch.setattr(Ledger, "TEXTS", 1000)
+    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
+        for number in range(10):
+            engine.submit(str(number) * 100, SHORT).result()
+        look = engine.snapshot()
+        kept = [view.prompt[0] for view in look.ended]
+        assert kept == list("0123456789")[-len(kept) :] and look.missed_ends == 10 - len(kept) > 0
+        assert 500 < sum(view.size for view in look.ended) <= 1000
+
+
+def test_a_log_keeps_its_newest_entry_however_much_it_takes():
+    log = Log(3, room=10, size=len)
+    for word in ("one", "two", "three", "four"):
+        log.add(word)
+    assert (log.since(0), log.since(3), log.count) == (("three", "four"), ("four",), 4)
+    log.add("x" * 100)
+    assert log.since(0) == ("x" * 100,)
+    for word in "abcde":
+        log.add(word)
+    assert log.since(0) == ("c", "d", "e") and log.since(9) == ("e",)
 
 
 def test_ended_requests_are_seen_once_with_all_that_their_owners_were_told(engine):

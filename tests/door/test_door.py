@@ -165,6 +165,17 @@ def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here)
     assert not here.door._ended.is_set(), "nothing was heard of Ctrl-C until the door had ended"
 
 
+def test_between_two_looks_at_metrics_no_texts_and_steps_are_kept_for_them(here):
+    """Nobody may ever look again."""
+    here.complete()
+    assert here.gauge("step_seconds_count") == here.gauge("step_seconds_count") > 5
+    kept = here.door._scraped
+    assert kept.steps == kept.ended == kept.requests == () and kept.seen.ended == 1
+    assert b'quantile="0.5"' not in here.ask("/metrics").body, "no step since the last look"
+    here.complete()
+    assert b'quantile="0.5"' in here.ask("/metrics").body
+
+
 def test_an_answer_that_is_ready_before_the_door_has_its_handle_is_told(here, engine):
     """All of it was committed while the thread that had submitted it was still at work. No further
     commit comes."""

@@ -49,6 +49,24 @@ def test_ten_thousand_faults_are_a_few_warnings_and_the_newest_is_among_them():
     show(scenario, size=(120, 40))
 
 
+def test_of_many_tracebacks_the_newest_are_kept_and_each_is_told():
+    """All were kept, for as long as the screen was open."""
+
+    async def scenario(it):
+        for number in range(tui.TRACEBACKS + 20):
+            show_fault(f"fault {number} came", ValueError("x"))
+            if number % 30 == 0:
+                await it.turns()
+        await it.turns()
+        await it.press("E")
+        await it.sees(f"fault {number} came")
+        kept = it.stage.state.tracebacks
+        assert len(kept) == tui.TRACEBACKS and f"fault {number} came" in kept[-1]
+        assert it.app._told == number + 1
+
+    show(scenario, size=(120, 40))
+
+
 def test_without_a_failure_the_page_of_tracebacks_says_so():
     async def scenario(it):
         it.stage.session.obey("one")

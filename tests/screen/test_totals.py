@@ -207,6 +207,22 @@ def test_counts_go_on_beyond_what_is_remembered():
     )
 
 
+def test_of_requests_with_long_texts_fewer_can_be_opened():
+    """2,000 prompts of 100,000 characters were 200 MB."""
+    stage = Stage(slots=2).load()
+    stage.state.TEXTS = 9 * 10_000
+    for number in range(30):
+        view = stage.engine.submit([1], Sampling(max_tokens=1, ignore_eos=True)).view()
+        view = replace(view, prompt=str(number % 10) * 10_000, ended=0.0)
+        stage.state._absorb_requests(replace(stage.engine.snapshot(), ended=(view,)), False)
+    assert [view.prompt[0] for view in stage.state.ended] == list("23456789")
+    assert {view.id for view in stage.state.ended} <= stage.state.requests.keys()
+    stage.state._absorb_requests(
+        replace(stage.engine.snapshot(), ended=(replace(view, prompt="x" * 10**6),)), False
+    )
+    assert [view.prompt[0] for view in stage.state.ended] == ["x"], "the newest can be opened"
+
+
 def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     stage = Stage(slots=4).load()
     # C gets the 7 that are left of the budget

@@ -16,10 +16,12 @@ from rich.cells import cell_len
 from stage import SIZES, Show, Stage, like_golden, plain, show
 
 import tui
+from door import wire
 from door.door import Door
 from door.http import Options
 from door.journal import Call, DoorView
-from screen import clients, ink, pages, panes
+from nanobatch import Sampling
+from screen import clients, ink, pages, panes, remote
 from screen.remote import RemoteRoom, base_of
 from screen.room import EngineRoom, View
 from screen.session import PlainLog, Session
@@ -514,6 +516,26 @@ def test_a_screen_that_watches_is_not_counted_as_a_call_that_is_open():
     state.absorb(View(door=replace(door, open=(*door.open, watch))))
     lines = plain(clients.draw_clients(state, ink.DARK, 120, 30))
     assert f"{len(door.open)} open" in lines[0] and "/watch" in "".join(lines)
+
+
+def test_a_screen_that_does_not_look_keeps_the_newest_and_counts_what_it_misses(
+    engine, monkeypatch
+):
+    """A terminal that is stopped stops the screen, and not the thread that hears of each step."""
+    monkeypatch.setattr(remote, "STEPS", 20)
+    monkeypatch.setattr(remote, "ENDS", 5)
+    door = canned_door()[0]
+    seen = heard = None
+    for number in range(6):
+        for _ in range(3):
+            engine.submit([number], Sampling(max_tokens=4, ignore_eos=True)).result()
+        seen = engine.snapshot(seen)
+        heard = remote.joined(heard, wire.Frame(False, 0, 0.0, seen, door))
+    assert [step.step for step in heard.engine.steps][-1] == engine.steps
+    assert len(heard.engine.steps) == 20 and heard.engine.missed == engine.steps - 20
+    assert [view.id for view in heard.engine.ended] == list(range(14, 19))
+    assert heard.engine.missed_ends == 13 and len(heard.door.ended) == 5
+    assert heard.door.missed == 6 * len(door.ended) - 5
 
 
 def test_clients_are_counted_beyond_those_that_are_kept():

@@ -426,6 +426,12 @@ def test_a_grammar_that_fails_later_says_so(grammars):
         grammar.accept(ord("q"))
 
 
+def test_a_verdict_that_is_kept_is_short(grammars):
+    """It quotes the grammar, and a thousand of those were 30 MB."""
+    for source in ({"regex": "(" * 30_000}, {"json": '{"$ref": "#/' + "a" * 30_000 + '"}'}):
+        assert 250 < len(grammars._judge(source)) < 350
+
+
 def test_a_grammar_is_tried_once_and_the_verdict_is_kept_for_the_newest(monkeypatch):
     grammars = Grammars(make_tokenizer(), V, ENDS)
     monkeypatch.setattr(grammar_file, "KNOWN", 3)
