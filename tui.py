@@ -20,6 +20,7 @@ it:
     panes.py     pure functions: state, colours and a size in, lines of text out. So are steps.py, pages.py,
                  contest.py, charts.py, waterfall.py, bill.py, clients.py and keys.py.
     places.py    where each pane goes, on a screen of any size.
+    terminal.py  a terminal that may send anything, and go away.
     widgets.py   what Textual needs of a pane and of the prompt box.
     record.py    a run as a file, from which a page is made.
     session.py   what a user can say: commands, scripts, and the same run as a plain log.
@@ -76,7 +77,7 @@ from parts.api.views import RequestView
 from parts.checks import one_line, read_whole, shown
 from parts.device import rows
 from parts.files import LineFile, check_writable, write_whole
-from parts.program import BROWSER, about, on_a_terminal
+from parts.program import BROWSER, about, on_a_terminal, tell
 from screen import (
     bill,
     breakage,
@@ -107,6 +108,7 @@ from screen.session import (
     trace_of,
 )
 from screen.state import State, verdict
+from screen.terminal import HUNG_UP, Terminal
 from screen.tour import Tour, draw_tour, refuse, run_plain_tour
 from screen.why import at_percent, place_of, ranked
 from screen.widgets import NEWLINE, Pane, Prompt, thrifty
@@ -299,7 +301,7 @@ class Screen(App):
         """`screenshot`: when the script is done, take a picture and leave. `tours`: the tour begins
         when the model is there. `note`: a file that says, once it is there, that the tour need not
         be offered any more."""
-        super().__init__()
+        super().__init__(driver_class=None if BROWSER else Terminal)
         self.tour: Tour | None = None
         self._tours, self._note = tours, note
         session.state.offers_tour = bool(note and not tours and not note.exists())
@@ -1071,7 +1073,7 @@ def failed(state: State) -> int:
     why once more."""
     if state.view.stage != "failed":
         return 0
-    print(f"nanobatch: {state.view.error or state.printed}", file=sys.stderr)
+    tell(state.view.error or state.printed)
     return 2
 
 
@@ -1118,8 +1120,7 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
             is_done = False
             said = f"--{option} {shown(file, 200)}: {getattr(error, 'strerror', None) or error}"
         if said:
-            with suppress(OSError):  # stderr may be on the same disk
-                print(f"nanobatch: {said}", file=sys.stderr)
+            tell(said)
     return is_done
 
 
@@ -1150,11 +1151,15 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     note = tour_note() if session.eases else None
     app = Screen(session, args.script, bool(args.screenshot), args.tour, note)
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
+    code = app.return_code or 0
+    if app.return_code is None and not BROWSER:  # a browser ends it without a word
+        tell("the screen has ended by itself, and that is a mistake in it")
+        code = 1
     for block in session.state.tracebacks[-5:]:
-        print(f"nanobatch: {block}", file=sys.stderr)
-    if session.state.periods and not (args.screenshot or BROWSER):
+        tell(block)
+    if session.state.periods and not (args.screenshot or BROWSER or code == HUNG_UP):
         print("\n".join(pages.farewell(session.state, shutil.get_terminal_size().columns)))
-    return app.return_code or failed(session.state), app.picture
+    return code or failed(session.state), app.picture
 
 
 def run_log(args: argparse.Namespace, session: Session) -> int:

@@ -39,7 +39,7 @@ if _started and os.path.dirname(os.path.realpath(_started)) == ROOT:
 # These, too, may be interrupted.
 import argparse  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
-from contextlib import contextmanager  # noqa: E402
+from contextlib import contextmanager, suppress  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 from parts.checks import one_line, read_whole, shown  # noqa: E402
@@ -110,6 +110,13 @@ def on_a_terminal() -> bool:
     return BROWSER or all(
         stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
     )
+
+
+def tell(line: str) -> None:
+    """To whoever reads standard error. If nobody does any more, what comes next is done all the
+    same."""
+    with suppress(OSError):
+        print(f"nanobatch: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ SCREEN = """
     tour
     scenes
     session record
-    bill elephant keys pages contest widgets
+    bill elephant keys pages contest terminal widgets
     panes breakage
     steps charts clients waterfall company
     state

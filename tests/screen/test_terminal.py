@@ -1,156 +1,29 @@
 """The whole program in a real terminal: a pseudo-terminal, what a user types, and what such a
 terminal would show."""
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
 import termios
 import threading
 import time
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from rich.cells import cell_len
+from doors import COMPLETIONS, Line, free_ports
+from terminals import OTHER, ROOT, Terminal
 
 from parts.device import mlx as device
-
-ROOT = Path(__file__).parents[2]
-# What the screen sends: cursor moves, colours, modes; then everything else that would be obeyed
-# instead of shown.
-MOVE = re.compile(r"\x1b\[(\d*);?(\d*)H")
-OTHER = re.compile(
-    r"\x1b\[[0-9;?<>=$!]*[a-zA-Z~]|\x1b[=>c78]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1bP[^\x1b]*\x1b\\|\x1b."
-)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("terminal"), seed=1))
-
-
-class Terminal:
-    """A program in a terminal of so many characters, and the picture there."""
-
-    def __init__(
-        self,
-        *arguments: str,
-        size: tuple[int, int] = (100, 30),
-        environment: Mapping[str, str] | None = None,
-        **how,
-    ):
-        self.width, self.height = size
-        self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", self.height, self.width, 0, 0))
-        self.before = termios.tcgetattr(slave)
-        self.slave = slave
-        env = (
-            os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | (environment or {})
-        )
-        command = [sys.executable, str(ROOT / "tui.py"), *arguments]
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=env, cwd="/", **how
-        )
-        self.raw = b""
-        self.rows = [[" "] * self.width for _ in range(self.height)]
-        self.x = self.y = self._drawn = 0
-
-    def __enter__(self) -> "Terminal":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self.master)
-        os.close(self.slave)
-
-    def read(self, wait: float) -> None:
-        while select.select([self.master], [], [], wait)[0]:
-            self.raw += os.read(self.master, 65536)
-            wait = 0
-
-    def text(self) -> str:
-        self._draw()
-        return "\n".join("".join(row).rstrip() for row in self.rows)
-
-    def _draw(self) -> None:
-        """Obey the moves, skip the colours, write the rest: all that Textual needs of a
-        terminal."""
-        data = self.raw.decode(errors="replace")
-        end = max(data.rfind("\x1b", 0, len(data)), 0) if "\x1b" in data[-40:] else len(data)
-        i = self._drawn
-        while i < end:
-            if match := MOVE.match(data, i):
-                self.y, self.x = int(match[1] or 1) - 1, int(match[2] or 1) - 1
-                i = match.end()
-            elif match := OTHER.match(data, i):
-                if match[0] == "\x1b[2J":
-                    self.rows = [[" "] * self.width for _ in range(self.height)]
-                i = match.end()
-            else:
-                self._put(data[i])
-                i += 1
-        self._drawn = i
-
-    def _put(self, char: str) -> None:
-        if char == "\n":
-            self.y += 1
-        elif char == "\r":
-            self.x = 0
-        elif char >= " " and self.y < self.height and self.x < self.width:
-            self.rows[self.y][self.x] = char
-            for extra in range(1, cell_len(char)):
-                if self.x + extra < self.width:
-                    self.rows[self.y][self.x + extra] = ""
-            self.x += cell_len(char)
-
-    def type(self, keys: str) -> None:
-        os.write(self.master, keys.encode())
-
-    def sees(self, *parts: str) -> None:
-        deadline = time.monotonic() + 120
-        while not all(part in self.text() for part in parts):
-            assert time.monotonic() < deadline, f"{parts} not seen:\n{self.text()}"
-            assert self.process.poll() is None, (
-                f"ended with {self.process.returncode}:\n{self.text()}"
-            )
-            self.read(0.05)
-
-    def ends(self, code: int, saying: str = "") -> None:
-        """It ends, and leaves the terminal as it was."""
-        deadline = time.monotonic() + 60
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline, self.text()
-            self.read(0.02)
-        self.read(0.05)
-        assert self.process.returncode == code, self.raw[-2000:].decode(errors="replace")
-        tail = self.raw.decode(errors="replace")
-        entered, left = tail.rfind("\x1b[?1049h"), tail.rfind("\x1b[?1049l")
-        assert entered < left, "the alternate screen is still on"
-        assert tail.rfind("\x1b[?25l") < tail.rfind("\x1b[?25h"), "the cursor is hidden"
-        for mode in (1000, 1003, 1006, 2004):
-            assert tail.rfind(f"\x1b[?{mode}h") < tail.rfind(f"\x1b[?{mode}l"), (
-                f"mode {mode} is still on"
-            )
-        assert termios.tcgetattr(self.slave)[:4] == self.before[:4], (
-            "the terminal's settings have changed"
-        )
-        self.said = OTHER.sub("", tail[left:])
-        table = (
-            r" (policy|continuous|static|serial|On the engine's|interruptions,|\d+ requests? not) "
-        )
-        rest = [line for line in self.said.splitlines() if not re.match(table, line)]
-        last = " ".join("".join(rest).split())
-        assert saying in last if saying else not last, f"rubbish after the end: {tail[left:]!r}"
 
 
 def test_a_user_types_a_prompt_fires_a_burst_switches_cancels_races_compares_and_quits(
@@ -260,6 +133,92 @@ def test_a_signal_restores_the_terminal(model, number, code):
         terminal.sees("Slots")
         terminal.process.send_signal(number)
         terminal.ends(code)
+
+
+def test_bytes_that_are_no_text_and_sequences_of_nobody_do_not_end_the_screen(model):
+    """One of them ended it, and the server behind it, with exit code 0."""
+    with Terminal("--model", model, "--max-len", "128") as terminal:
+        terminal.sees("Slots", "idle")
+        terminal.type(b"\xff\xfe\x80 \xc3( \xf0\x28 \x1b[99999999999;5u \x1b[1114112;;1114112u")
+        terminal.type(b"\x1b[<99999999999999999999;1;1M\x1b[M\xff\xff\xff")
+        while "esc Keys" not in terminal.text():  # what was begun last may take the first of them
+            terminal.type("i")
+            terminal.read(0.2)
+        terminal.type(b"\x15a\xff\xc3b\xc3\xa9")
+        terminal.sees("❯ a\ufffd\ufffdbé")
+        terminal.type("\x1b")
+        terminal.sees("i Prompt")
+        terminal.type("q")
+        terminal.ends(0)
+
+
+@pytest.mark.parametrize("ctrl_c", ["\x03", "\x1b[99;5u"])
+def test_ctrl_c_is_heard_in_a_paste_that_never_ends(model, ctrl_c):
+    with Terminal("--model", model, "--max-len", "128") as terminal:
+        terminal.sees("Slots", "idle")
+        terminal.type("i\x1b[200~never to end")
+        while terminal.process.poll() is None:
+            time.sleep(0.3)  # it is heard if nothing comes with it
+            terminal.type(ctrl_c)
+            terminal.read(0)
+        assert terminal.process.returncode == 0
+
+
+def ask(port: int) -> bytes:
+    """All that a client gets for a request of 60 tokens."""
+    body = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    return Line("127.0.0.1", port).post(COMPLETIONS, body).everything()
+
+
+CRASHES = {
+    "in the thread that reads": """
+from screen import terminal
+process = terminal.Terminal.process_message
+terminal.Terminal.process_message = lambda self, event: (
+    1 / (getattr(event, "key", "") != "z"), process(self, event)
+)""",
+    "in a paint": """
+def spoil(self):
+    tui.Pane.render_line = lambda *_: 1 / 0
+    self.screen.query_one("#slots").refresh()
+tui.Screen.action_zoom = spoil""",
+    "without a word": "tui.Screen.action_zoom = lambda self: self.panic()",
+}
+
+
+@pytest.mark.parametrize("where", CRASHES)
+def test_a_screen_that_crashes_lets_clients_have_their_answers_and_never_ends_with_0(model, where):
+    """It ended with 0 if a thread had failed."""
+    (port,) = free_ports(1)
+    options = ("--model", model, "--max-len", "128", "--serve", str(port))
+    with Terminal(*options, spoiled=CRASHES[where]) as terminal:
+        terminal.sees("Slots", "idle")
+        terminal.type(" ")
+        terminal.sees("paused")
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, port)
+            terminal.sees("queue 1")
+            terminal.type("z")
+            terminal.ends(
+                1, saying="by itself" if where == "without a word" else "ZeroDivisionError"
+            )
+            assert b"[DONE]" in answer.result()
+
+
+def test_when_the_terminal_goes_away_clients_have_their_answers_and_the_program_ends(model):
+    """What is written to a terminal that is gone ended the thread that writes, and then the screen
+    waited for it for ever."""
+    (port,) = free_ports(1)
+    with Terminal("--model", model, "--max-len", "128", "--serve", str(port)) as terminal:
+        terminal.sees("Slots", "idle")
+        terminal.type(" ")
+        terminal.sees("paused")
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, port)
+            terminal.sees("queue 1")
+            terminal.vanish()
+            assert b"[DONE]" in answer.result()
+        assert terminal.process.wait(60) == 129
 
 
 def test_ctrl_z_gives_the_terminal_back_and_the_screen_comes_again(model):
