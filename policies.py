@@ -1,12 +1,10 @@
 """Chapter 3, second part: how policies differ. How many requests may come in now, and who is next?
 
-The problem. Requests wait in line, and some slots are free. Whom to let in is a choice between an
-early first token for one and a full batch for all, between those who came first and those who ask
-for little. No choice is right for every crowd.
+The problem. Requests wait in line, and some slots are free. An early first token for one, or a full
+batch for all? Those who came first, or those who ask for little? No choice is right for every crowd.
 
-The way out. All that the choices disagree on are two questions, so a policy is a record with two
-answers. `room` is told how many slots are free and how many requests run, and says how many may
-come in now. `next` looks at the scheduler, and yields the requests in line, one after the other; the
+The way out. A policy is a record with two answers. `room` is told how many slots are free and how
+many requests run, and says how many may come in now. `next` yields the requests in line, and the
 scheduler admits as many as there is room for.
 
 What this file keeps. No request waits for ever. Under `fair`, a client without a slot is overtaken
@@ -16,11 +14,8 @@ that come within the next n steps. Nothing is noted of a client that has nothing
 Where next: `prefix.py`, which says into which of the free slots a request goes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
 
 from sched import Policy, Request, Scheduler
 
@@ -33,30 +28,25 @@ def by_arrival(scheduler: Scheduler) -> Iterator[Request]:
 def by_turns(scheduler: Scheduler) -> Iterator[Request]:
     """The client with the fewest slots is next; of these, the one served longest ago.
 
-    Until a client has been served, the step counts in which its oldest request came. Later, what
-    counts is the last step that admitted one of its requests while others of them waited: they
-    remember it (`turn`).
+    A client that has not been served waits since its oldest request came. Later it waits since the
+    last step that admitted a request of it: the others that were in line then remember the step.
     """
     now = scheduler.steps + 1
     held = Counter(request.client for request in scheduler.running.values())
     queues: dict[str, list[Request]] = {}
+    line = []
     for request in scheduler.waiting.values():
-        queues.setdefault(request.client, []).append(request)
-    heap = []
-    for client, queue in queues.items():
-        queue.reverse()  # the oldest stands last, where it can be taken away
-        oldest = queue[-1]
-        heap.append((held[client], max(oldest.came, oldest.turn), oldest.id, queue))
-    heapify(heap)
-    while heap:
-        slots, turn, _, queue = heappop(heap)
-        request = queue.pop()
-        if turn < now:  # its client's first one in this step
-            for other in queue:
+        queue = queues.setdefault(request.client, [])
+        since = now if queue else max(request.came, request.turn)
+        # When those before it have been admitted, its client has so many slots
+        slots = held[request.client] + len(queue)
+        line.append((slots, since, request.id, request))
+        queue.append(request)
+    for _, since, _, request in sorted(line):
+        if since < now:  # the first of its client in this step
+            for other in queues[request.client]:
                 other.turn = now
         yield request
-        if queue:
-            heappush(heap, (slots + 1, now, queue[-1].id, queue))
 
 
 def by_length(scheduler: Scheduler) -> Iterator[Request]:

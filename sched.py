@@ -63,6 +63,7 @@ class Request:
     shares: bool = True  # may rows be taken over from other prompts, and by others?
     client: str = ""  # who asks: any name. All without a name are one client
     came: int = 0  # so many steps had been planned when the request came
+    begins: int = 0  # no chunk is read before this step, if a replay says so
     turn: int = 0  # under `fair`: the last step that admitted its client while this one waited
     trail: Trail = field(default_factory=Trail)  # the beginnings of its prompt
     policy: str = ""  # under which policy it was admitted
@@ -289,6 +290,8 @@ class Scheduler:
         left = max(left, self.chunk)
         chunks: list[Chunk] = []
         for request in requests:
+            if request.begins > self.steps + 1:
+                continue
             start = request.prefilled
             source = None
             if start == 0:

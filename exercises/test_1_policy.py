@@ -44,7 +44,7 @@ def test_gentle_admits_one_newcomer_a_step():
     gentle = story()
     for _ in range(4):
         gentle.submit(4, 3, shares=False)
-    assert [" ".join(line.split()) for line in gentle.run()] == TIMELINE
+    assert [" ".join(line.split()) for line in gentle.drawn()] == TIMELINE
 
 
 def test_gentle_fills_a_free_slot_in_mid_answer():

@@ -1,17 +1,13 @@
-"""What a token of a prompt costs of a step's budget, by how far it looks back.
+"""What a token of a prompt takes of a step's budget, by how far it looks back.
 
-The problem. A token late in a prompt is compared with all before it. If it cost the same as an early
-one, the last chunks of a long prompt would be several times the work of the first, and all that
-decode beside them would wait.
+The problem. A token late in a prompt is compared with all before it. If it cost no more than an early
+one, a long prompt's last chunks would be several times the work of its first, and all who decode
+beside it would wait.
 
-What this file keeps. A price depends on numbers alone, so a replay has the same prices as the engine,
-on any machine and in a web page.
+What this file keeps. A price depends on two numbers alone, so a replay pays what the engine paid.
 
-Where next: `Scheduler._chunks` in `sched.py`, which pays; `far_position` in `parts/model/fit.py`,
-which says what is far for a model.
+Where next: `Scheduler._chunks`, which pays; `far_position` in `parts/model/fit.py`.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 

@@ -14,8 +14,8 @@ that is named: interruptions. And the number of steps is printed; nothing can di
 What it cannot tell apart: a step that looks back on more rows of the cache takes longer, too. So
 where answers are very long, a part of what is called interruptions is none.
 
-A replay needs no model, because `sched.py` needs none: `replay` takes the lengths and arrival times
-of what just ran, and drives a second `Scheduler` through them. Its steps have the same prices.
+A replay needs no model (`parts/replay.py`): `replay` takes the lengths and arrival times of what
+just ran. Its steps have the same prices.
 
 What this file keeps. Every time in a `Run` but `took` is on the clock of the prices, which begins
 at 0.
@@ -27,14 +27,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView
-from parts.price import Price
+from parts.replay import Guest, Ran, Replay
 from policies import POLICIES
-from sched import Chunk, Plan, Request, Scheduler
+from sched import Plan, Request
 from screen.ink import DECODE, number, span
 from screen.timeline import Cell, Column, column, merge, useful_of
 
@@ -213,7 +213,8 @@ def replay(
     prices: its timeline and its figures."""
     columns: list[Column] = []
     firsts: dict[int, float] = {}  # by request: the time to its first token
-    for plan, ended in replayed(limits, requests, policy, moment, prices):
+    guests = [guest_of(request, moment) for request in requests]
+    for plan, _, ended, _ in replayed(limits, guests, policy, prices):
         times = {"build_s": 0.0, "device_s": ended - plan.at, "wait_s": 0.0}
         view = StepView.of(plan, (), started=plan.at, read=ended, ended=ended, **times)
         columns.append(column(view, limits.slots, columns[-1] if columns else None))
@@ -224,127 +225,41 @@ def replay(
     return Run(policy, "simulated", columns, ttfts)
 
 
-class Told(NamedTuple):
-    """What a replay is told about a run, since lengths do not tell it. Steps count from 1."""
-
-    came: Mapping[int, int]  # by request: the first step that was planned after it came
-    began: Mapping[int, int]  # by request: the step of its first chunk
-    # By request that was cancelled or failed: the first step planned after that, and committed
-    left: Mapping[int, tuple[int, int]]
-    halting: Collection[int]  # steps that were planned only after the one before had been read
-
-
-class Retold(Scheduler):
-    """A scheduler that goes through a run once more, with requests that have lengths and no tokens.
-
-    It cannot see that two prompts begin alike, so it cannot make one wait until the other has
-    written the common rows. It is told in which step each prompt began. And requests come and leave
-    as they did: before the plans that `told` names, or else when the clock says so.
-    """
-
-    def __init__(self, limits: Limits, policy: str, told: Told | None):
-        made_with = limits._asdict()
-        price = Price(made_with.pop("far"))
-        self.hurries = made_with.pop("hurry")
-        super().__init__(**made_with, policy=POLICIES[policy], price=price)
-        self.told = told
-        self.coming: deque[Request] = deque()
-        self.leaving: dict[int, float] = {}  # when those leave that were cut short
-        self._leavers: dict[int, Request] = {}  # those of them that have come
-
-    def come(self, now: float) -> None:
-        while self.coming and self._is_due(self.coming[0], now):
-            self.come_next()
-
-    def come_next(self) -> None:
-        request = self.coming.popleft()
-        self.submit(request)
-        if request.id in self.leaving:
-            self._leavers[request.id] = request
-
-    def leave(self, step: int, is_commit: bool, now: float) -> None:
-        """Those leave that were gone before this step was planned, or committed."""
-        for id in list(self._leavers):
-            told = self.told
-            is_gone = told.left[id][is_commit] <= step if told else self.leaving[id] <= now
-            if is_gone:
-                self.finish(self._leavers.pop(id), "cancelled", now)
-
-    def _is_due(self, request: Request, now: float) -> bool:
-        if self.told:
-            return self.told.came[request.id] <= self.steps + 1
-        return request.arrived <= now
-
-    def _chunks(self, requests: Iterable[Request], left: int) -> list[Chunk]:
-        began = self.told.began if self.told else {}
-        step = self.steps + 1
-        return super()._chunks([r for r in requests if began.get(r.id, 0) <= step], left)
-
-
 def replayed(
-    limits: Limits,
-    requests: Sequence[RequestView],
-    policy: str,
-    moment: Callable[[float], float],
-    prices: Prices,
-    told: Told | None = None,
-    halts: bool = False,
-) -> Iterator[tuple[Plan, float]]:
-    """The steps of a replay: each plan, once it has been committed, and the moment of that.
+    limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
+) -> Iterable[Ran]:
+    """The steps of a replay, on the clock of the prices. The options are those of `Replay`."""
 
-    The scheduler needs only lengths and arrival times: no text, no model. `moment` says what the
-    clock showed when a request arrived. Like the engine, this loop runs ahead: a step is planned
-    before the one before is committed, unless that one is to be read at once.
-    `told`: then no clock decides when a request comes and goes.
-    `halts`: is each step planned only after the one before has been read?
+    def seconds(plan: Plan) -> float:
+        return prices.of(len(plan.decodes), len(plan.chunks))
+
+    return Replay.under(limits._asdict(), POLICIES[policy], guests, seconds, **options)
+
+
+def guest_of(request: RequestView, moment: Callable[[float], float]) -> Guest:
+    """A request for a replay. If it still runs, it counts as far as it is.
+
+    `moment` says what the clock of the prices showed when it arrived.
     """
-    sched = Retold(limits, policy, told)
-    sched.coming += (as_it_came(r, moment(r.arrived)) for r in requests)
-    sched.leaving = {r.id: moment(r.ended) for r in requests if is_cut_short(r)}
-    lengths = {r.id: r.metrics.output_tokens for r in requests}
-    now, flight = 0.0, None
-
-    def accept(request: Request, token: int) -> str | None:
-        is_whole = request.committed == lengths[request.id] and request.id not in sched.leaving
-        return "stop" if is_whole else None
-
-    while sched.coming or sched.waiting or sched.running or flight:
-        sched.come(now)
-        next_halts = sched.steps + 1 in told.halting if told else halts
-        waits = flight and ((sched.hurries and flight.has_first_token) or next_halts)
-        plan: Plan | None = None
-        if not waits:
-            sched.leave(sched.steps + 1, False, now)
-            plan = sched.plan(now)
-        if flight:
-            sched.leave(flight.step, True, now)
-            now += prices.of(len(flight.decodes), len(flight.chunks))
-            sched.commit(flight, [0] * len(flight.emitters), accept, now)
-            yield flight, now
-        elif not plan and sched.coming:  # nothing is to be done before the next one comes
-            now = max(now, sched.coming[0].arrived)
-            sched.come_next()
-        flight = plan
+    metrics = request.metrics
+    tokens = metrics.output_tokens
+    again = Request(
+        request.id,
+        (0,) * metrics.prompt_tokens,
+        tokens if request.reason is None else request.max_tokens,
+        moment(request.arrived),
+        shares=False,
+        client=request.client,
+        prefilled=metrics.cached_tokens,
+    )
+    if is_cut_short(request):
+        return Guest(again, math.inf, again.arrived, [moment(request.ended)] * 2)
+    return Guest(again, tokens, again.arrived)
 
 
 def is_cut_short(request: RequestView) -> bool:
     """Did something else than its own length end it?"""
     return request.reason in ("cancelled", "error")
-
-
-def as_it_came(request: RequestView, arrived: float) -> Request:
-    """A request for the scheduler of a replay. If it still runs, it counts as far as it is."""
-    metrics = request.metrics
-    most = metrics.output_tokens if request.reason is None else request.max_tokens
-    return Request(
-        request.id,
-        (0,) * metrics.prompt_tokens,
-        most,
-        arrived,
-        shares=False,
-        client=request.client,
-        prefilled=metrics.cached_tokens,
-    )
 
 
 def until(run: Run, moment: float) -> Run:

@@ -21,16 +21,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView
+from parts.replay import Guest, Ran
 from policies import POLICIES
-from sched import Plan, Request
+from sched import Request
 from screen.ink import DECODE, GHOST, PREFILL, span
-from screen.runs import LEAST, Prices, Told, is_cut_short, on_clock, replayed
+from screen.runs import LEAST, Prices, guest_of, is_cut_short, on_clock, replayed
 from screen.timeline import Column
 
 # The parts of a life, in the order in which they are drawn
@@ -278,42 +280,48 @@ def outcomes(
     ]
     columns = steps_of(company, history)
     _, moment = on_clock(columns, prices)
-    told = told_of(company, columns)
-    most_halt = 2 * len(told.halting) > len(columns)
+    halting = halts_of(columns)
+    most_halt = 2 * len(halting) > len(columns)
     # Elsewhere a request that was cut short goes on until it has as many tokens
     whole = replace(request, reason="length") if is_cut_short(request) else request
-    alone = replayed(limits, [whole], request.policy, lambda at: 0.0, prices)
+    alone = replayed(limits, [guest_of(whole, lambda at: 0.0)], request.policy, prices)
     arrived = moment(request.arrived)
     out = [measured(request, columns), followed("alone", request, alone, 0.0)]
     for policy in POLICIES:
+        came = 0
         if policy == request.policy:
-            steps = replayed(limits, company, policy, moment, prices, told)
-            out.append(followed(policy, request, steps, arrived, told.came[request.id]))
+            came = next_plan(columns, request.arrived)
+            guests = by_steps(company, columns, moment)
+            steps = replayed(limits, guests, policy, prices, by_steps=True, halting=halting)
         else:
             others = [whole if r.id == request.id else r for r in company]
-            steps = replayed(limits, others, policy, moment, prices, halts=most_halt)
-            out.append(followed(policy, request, steps, arrived))
+            guests = [guest_of(r, moment) for r in others]
+            steps = replayed(limits, guests, policy, prices, run_ahead=not most_halt)
+        out.append(followed(policy, request, steps, arrived, came))
     return out
 
 
-def told_of(company: Sequence[RequestView], columns: Sequence[Column]) -> Told:
-    """What the steps tell that ran, and lengths do not."""
+def by_steps(
+    company: Sequence[RequestView], columns: Sequence[Column], moment: Callable[[float], float]
+) -> list[Guest]:
+    """Requests that come, begin and leave before the same steps as they did.
+
+    A replay knows no text, so it sees none wait until another one has written their common rows.
+    """
     firsts: dict[int, int] = {}
     for number, column in enumerate(columns, 1):
         for _, id, *_ in column.view.prefill:
             firsts.setdefault(id, number)
-    left = {}
+    guests = []
     for r in company:
-        if is_cut_short(r):
+        guest = guest_of(r, moment)
+        guest.request.begins = firsts.get(r.id, 0)
+        leaves = ()
+        if guest.leaves:
             read = bisect_right(columns, r.ended, key=lambda column: column.ended)
-            left[r.id] = next_plan(columns, r.ended), read + 1
-    return Told(
-        came={r.id: next_plan(columns, r.arrived) for r in company},
-        began=firsts,
-        left=left,
-        # A step behind the last one would have been seen if it had not been planned so late
-        halting={i + 1 for i in range(len(columns) + 1) if halts(columns, i)},
-    )
+            leaves = (next_plan(columns, r.ended), read + 1)
+        guests.append(guest._replace(comes=next_plan(columns, r.arrived), leaves=leaves))
+    return guests
 
 
 def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[RequestView]:
@@ -349,11 +357,16 @@ def next_plan(columns: Sequence[Column], moment: float) -> int:
     return bisect_left(columns, moment - ROUNDING, key=lambda column: column.view.began) + 1
 
 
-def halts(columns: Sequence[Column], i: int) -> bool:
-    """Was this step planned only after the one before had been read? (In slow motion all are.)"""
-    if i == len(columns):
-        return True
-    return i > 0 and columns[i].view.began >= columns[i - 1].view.ended
+def halts_of(columns: Sequence[Column]) -> set[int]:
+    """The steps that were planned only after the one before had been read. (In slow motion all are.)
+
+    A step behind the last one would have been seen if it had not been planned so late.
+    """
+    late = {len(columns) + 1}
+    for number, (before, column) in enumerate(pairwise(columns), 2):
+        if column.view.began >= before.view.ended:
+            late.add(number)
+    return late
 
 
 def measured(request: RequestView, columns: Sequence[Column]) -> Outcome:
@@ -381,7 +394,7 @@ def measured(request: RequestView, columns: Sequence[Column]) -> Outcome:
 def followed(
     name: str,
     request: RequestView,
-    steps: Iterable[tuple[Plan, float]],
+    steps: Iterable[Ran],
     arrived: float,
     came: int = 0,
 ) -> Outcome:
@@ -390,7 +403,7 @@ def followed(
     mine: Request | None = None
     line = ttft = 0.0
     admitted = first = last = said = 0
-    for number, (plan, ended) in enumerate(steps, 1):
+    for number, (plan, _, ended, _) in enumerate(steps, 1):
         if not came and plan.at >= arrived:
             came = number
         for one in plan.admitted:

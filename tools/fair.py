@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from parts.replay import Guest, Replay
 from policies import POLICIES
 from sched import Request, Scheduler
 
@@ -36,31 +37,29 @@ class Outcome(NamedTuple):
         return self.tokens / self.steps
 
 
-def crowd(dice: random.Random, every: int) -> list[tuple[int, Request]]:
-    """(step, request): who comes before which step. The same for each policy."""
-    coming = [(0, "many")] * MANY + [(every * (i + 1), "one") for i in range(ONE)]
-    out = []
-    for id, (step, client) in enumerate(coming):
+def crowd(dice: random.Random, every: int) -> list[Guest]:
+    """Who comes, and before which step. The same for each policy."""
+    guests = []
+    for id in range(MANY + ONE):
+        client = "many" if id < MANY else "one"
+        step = 1 + every * max(0, id - MANY + 1)
         prompt = (0,) * dice.randint(20, 200)
-        request = Request(id, prompt, dice.randint(16, 320), 0.0, shares=False, client=client)
-        out.append((step, request))
-    return out
+        most = dice.randint(16, 320)
+        request = Request(id, prompt, most, 0.0, shares=False, client=client)
+        guests.append(Guest(request, most, comes=step))
+    return guests
 
 
 def serve(policy: str, every: int = 100, slots: int = 8, seed: int = 0) -> Outcome:
-    sched = Scheduler(slots, 1024, POLICIES[policy])
-    coming = crowd(random.Random(seed), every)
+    guests = crowd(random.Random(seed), every)
+    scheduler = Scheduler(slots, 1024, POLICIES[policy])
     waits: dict[str, list[int]] = {"one": [], "many": []}
     tokens = 0
-    while coming or sched.waiting or sched.running:
-        while coming and (coming[0][0] <= sched.steps or not (sched.waiting or sched.running)):
-            sched.submit(coming.pop(0)[1])
-        plan = sched.plan(0.0)
+    for plan, *_ in Replay(scheduler, guests, by_steps=True, run_ahead=False):
         for request in plan.admitted:
             waits[request.client].append(plan.step - 1 - request.came)
         tokens += len(plan.emitters)
-        sched.commit(plan, [0] * len(plan.emitters), lambda request, token: None, 0.0)
-    return Outcome(sorted(waits["one"]), sorted(waits["many"]), sched.steps, tokens)
+    return Outcome(sorted(waits["one"]), sorted(waits["many"]), scheduler.steps, tokens)
 
 
 def outcome(policy: str, every: int = 100, slots: int = 8) -> Outcome:

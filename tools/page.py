@@ -37,7 +37,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST = 1_000_000  # bytes of a page: it is sent over slow lines, too
 EMBEDDED = re.compile(r'<script type="application/json" id="data-recording">(.*?)</script>')
 LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, and prompts a second
-SCHEDULER = ("sched.py", "policies.py", "prefix.py", "parts/price.py")  # what runs in the page
+SCHEDULER = (
+    "sched.py",
+    "policies.py",
+    "prefix.py",
+    "parts/price.py",
+    "parts/replay.py",
+)  # what runs in the page
 SECTIONS = ("lab", "game", "story", "made")
 NAVIGATION = """<a href="#game">Play it</a>
   <a href="#lab">Try it</a>
@@ -151,15 +157,23 @@ def is_race(recording: dict, of: int | None = None) -> bool:
 
 def lab_of(recording: dict, pyodide: dict) -> dict:
     """What the scheduler in the page needs."""
-    wishes = simulate.wishes_of(recording["runs"][0], recording["fields"])
     paths = {name: ROOT / name for name in SCHEDULER}
     paths |= {name: page.FOLDER / name for name in ("simulate.py", "worker.js")}
     return {
         "pyodide": pyodide,
         "sources": {name: path.read_text(encoding="utf-8") for name, path in paths.items()},
-        "wishes": wishes,
-        "price": simulate.price_of(recording),
+        "price": price_of(recording),
     }
+
+
+def price_of(recording: dict) -> dict[str, float]:
+    """What a step takes: the recorded prices, with that of a chunk shared out among its tokens."""
+    at = recording["fields"]["StepView"].index("prefill")
+    chunks = [chunk for run in recording["runs"] for step in run["steps"] for chunk in step[at]]
+    tokens = sum(stop - start for *_, start, stop in chunks)
+    price = recording["prices"]
+    token = price["chunk"] * len(chunks) / max(tokens, 1)
+    return {"step": price["step"], "row": price["row"], "token": token}
 
 
 def game_of(recording: dict) -> dict:
@@ -179,7 +193,7 @@ def game_of(recording: dict) -> dict:
         client = "first" if number % 2 else ("second", "third")[number // 2 % 2]
         hand.append(wish._replace(prompt=prompt, client=client))
     hand = simulate.arrivals(hand, RATE)
-    price = simulate.price_of(recording)
+    price = price_of(recording)
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
     limits |= {"slots": 8, "max_len": 2000, "chunk": 64, "budget": 104}
     runs = []

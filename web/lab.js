@@ -10,7 +10,7 @@
 // What this file keeps. Without being asked, nothing is loaded. Each file of Pyodide is of one version and
 // has one hash, or the browser refuses it. A policy that never ends is ended.
 
-import { Lane, named } from "./recording.js";
+import { Lane, named, requestOf } from "./recording.js";
 import { drawTimeline } from "./draw.js";
 import { make, write } from "./lanes.js";
 import { count, percent, span } from "./words.js";
@@ -97,8 +97,9 @@ export class Lab {
     button.disabled = true;
     try {
       const found = await this.python.load((name) => this.say(name ? `Loading ${name} …` : "Starting Python …"));
-      this.lines = found.lines;
-      this.#open(JSON.parse(found.policies));
+      const { lines, policies } = JSON.parse(found);
+      this.lines = lines;
+      this.#open(policies);
       this.say("");
       await this.run();
     } catch (error) {
@@ -163,8 +164,11 @@ export class Lab {
   #question() {
     const number = (name) => Number(this.find(name).value);
     const limits = { ...this.limits, slots: number("slots"), budget: number("budget"), chunk: number("chunk") };
+    const { fields, runs } = this.recording;
+    const { requests, ids, asked, arrivals } = runs[0];
     return {
-      wishes: this.setup.wishes,
+      fields,
+      run: { requests, ids, asked, arrivals },
       rate: number("rate"),
       lines: this.find("lines").value,
       limits,
@@ -200,11 +204,9 @@ export class Lab {
 
   #show(question, played) {
     const lane = new Lane(question.policy, question.limits);
-    const { fields, runs } = this.recording;
-    question.wishes.forEach(([prompt, , tokens], i) => {
-      const text = named(fields.RequestView, runs[0].requests[i]).prompt;
-      const known = { promptTokens: prompt.length, outputTokens: tokens, reason: "stop" };
-      lane.know({ id: i + 1, prompt: text, text: "", lengths: [], arrived: played.arrivals[i], ...known });
+    question.run.requests.forEach((packed, i) => {
+      const other = { id: i + 1, text: "", lengths: [], reason: "stop", arrived: played.arrivals[i] };
+      lane.know(requestOf(question.fields, packed, other));
     });
     played.steps.forEach((step, i) => lane.add(step, ...played.clock[i]));
     this.lane = lane;

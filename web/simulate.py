@@ -1,44 +1,40 @@
 """The scheduler of this project, driven through recorded prompts, without a model.
 
 The problem. A page should let its reader change the scheduler, and see what that does. A model does not
-fit there. But `sched.py` needs none: it decides by lengths, beginnings and a budget.
+fit there, and a scheduler needs none.
 
-The way out. The page runs `sched.py`, `policies.py` and `prefix.py` as they are (by Pyodide, which is
-CPython compiled for the browser). This file gives them the recorded prompts, says of each answer when it ends, and lets
-each step take what such a step took in the recording. The same function runs in our tests, and there its
-plans are those that were recorded.
+The way out. The page runs the scheduler's files as they are (by Pyodide, which is CPython compiled for the
+browser). Here `parts/replay.py` is given the recorded prompts, and the time that each step took. What
+the reader writes are policies: functions and records. In our tests the same plans come out that were
+recorded.
 
 What this file keeps. Nothing in here decides anything.
 
 Where next: `web/lab.js`, which draws what comes of it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import random
-from collections import deque
+import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import policies
-from parts.price import NEVER, Price
+from parts.replay import Guest, Ran, Replay, Stuck
 from policies import POLICIES
-from sched import Plan, Policy, Request, Scheduler
+from sched import Plan, Policy, Request
 
 # The policy that a reader of the page may write
-MINE = "mine"
-OWN = f"""
+OWN = """
 
-POLICIES["{MINE}"] = Policy(
-    name="{MINE}",
+POLICIES["mine"] = Policy(
+    name="mine",
     does="this one is yours.",
     room=lambda free, running: free if free >= 2 else 0,
     next=by_arrival,
 )
 """
-STEPS = 20_000  # more would be a policy that never comes to an end
 
 
 class Wish(NamedTuple):
@@ -51,17 +47,13 @@ class Wish(NamedTuple):
     client: str = ""
 
 
-class Stuck(RuntimeError):
-    """The reader's policy plays no run to its end."""
-
-
 def wishes_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Wish]:
     """The prompts of a recorded run."""
     out = []
     for i, packed in enumerate(run["requests"]):
         request = dict(zip(fields["RequestView"], packed, strict=True))
         metrics = dict(zip(fields["Metrics"], request["metrics"], strict=True))
-        # Of a prompt whose tokens are not known, the length is; its tokens are like no other's
+        # Of a prompt whose tokens are not known, the length is
         prompt = run["ids"][i] or [-1 - i] * metrics["prompt_tokens"]
         tokens = metrics["output_tokens"]
         most = run["asked"][i] or tokens
@@ -75,51 +67,27 @@ def play(
 ) -> dict[str, list[Any]]:
     """Each step that a scheduler with these limits plans, and when it begins and ends.
 
-    As the engine does, this loop runs ahead: a step is planned before the one before is committed,
-    unless that one is to be read at once. `price`: seconds of a step, a row, a token of a prompt.
+    `price`: seconds of a step, a row, a token of a prompt.
     """
-    limits = dict(limits)
-    looks_back = Price(limits.pop("far", NEVER))
-    hurries = limits.pop("hurry", False)
-    scheduler = Scheduler(**limits, policy=policy, price=looks_back)
-    coming = deque(
-        Request(number, wish.prompt, wish.max_tokens, wish.arrived, client=wish.client)
-        for number, wish in enumerate(wishes, start=1)
-    )
-    coming = deque(sorted(coming, key=lambda request: request.arrived))
+    guests = []
+    for number, wish in enumerate(wishes, start=1):
+        request = Request(number, wish.prompt, wish.max_tokens, wish.arrived, client=wish.client)
+        guests.append(Guest(request, wish.tokens, wish.arrived))
+
+    def seconds(plan: Plan) -> float:
+        tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        return price["step"] + price["row"] * len(plan.decodes) + price["token"] * tokens
+
     out: dict[str, list[Any]] = {"steps": [], "clock": []}
-    now = 0.0
-    flight: Plan | None = None
-
-    def accept(request: Request, token: int) -> str | None:
-        return "stop" if request.committed >= wishes[request.id - 1].tokens else None
-
-    while coming or scheduler.waiting or scheduler.running:
-        while coming and coming[0].arrived <= now:
-            scheduler.submit(coming.popleft())
-        waits = flight and hurries and flight.has_first_token
-        plan = None if waits else scheduler.plan(now)
-        if flight:
-            began = now
-            tokens = sum(chunk.stop - chunk.start for chunk in flight.chunks)
-            now += price["step"] + price["row"] * len(flight.decodes) + price["token"] * tokens
-            ghosts = [m.slot for m in flight.emitters if m.request.finish_reason is not None]
-            # No prompt begins like an answer
-            scheduler.commit(flight, [2**40] * len(flight.emitters), accept, now)
-            out["steps"].append(step_of(flight, ghosts))
-            out["clock"].append((began, now))
-        elif plan is None and coming:
-            now = max(now, coming[0].arrived)
-        elif plan is None:
-            raise Stuck(f"no slot is taken, {len(scheduler.waiting)} wait, and none is admitted")
-        if len(out["steps"]) > STEPS:
-            raise Stuck(f"after {STEPS:,} steps it is not over")
-        flight = plan
+    for ran in Replay.under(limits, policy, guests, seconds):
+        out["steps"].append(step_of(ran))
+        out["clock"].append((ran.began, ran.ended))
     return out
 
 
-def step_of(plan: Plan, ghosts: list[int]) -> dict[str, Any]:
-    """A plan as a recording has it, by name."""
+def step_of(ran: Ran) -> dict[str, Any]:
+    """A step as a recording has it, by name."""
+    plan = ran.plan
     return {
         "step": plan.step,
         "admitted": [(r.slot, r.id) for r in plan.admitted],
@@ -127,23 +95,13 @@ def step_of(plan: Plan, ghosts: list[int]) -> dict[str, Any]:
         "prefill": [(c.slot, c.request.id, c.start, c.stop) for c in plan.chunks],
         "decode": [(d.slot, d.request.id) for d in plan.decodes],
         "held": [(r.slot, r.id) for r in plan.held],
-        "ghosts": ghosts,
+        "ghosts": list(ran.ghosts),
         "blocked": list(plan.blocked),
         "waiting": plan.waiting,
         "policy": plan.policy,
-        "tokens": len(plan.emitters) - len(ghosts),
+        "tokens": len(plan.emitters) - len(ran.ghosts),
         "cost": len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks),
     }
-
-
-def price_of(recording: dict[str, Any]) -> dict[str, float]:
-    """What a step takes: the recorded prices, with that of a chunk shared out among its tokens."""
-    at = recording["fields"]["StepView"].index("prefill")
-    chunks = [chunk for run in recording["runs"] for step in run["steps"] for chunk in step[at]]
-    tokens = sum(stop - start for *_, start, stop in chunks)
-    price = recording["prices"]
-    token = price["chunk"] * len(chunks) / max(tokens, 1)
-    return {"step": price["step"], "row": price["row"], "token": token}
 
 
 # --- what a reader of the page may change -------------------------------------------------------
@@ -155,6 +113,11 @@ def lines() -> str:
     return text[text.index("def ") :] + OWN
 
 
+def start() -> str:
+    """What the page begins with, as JSON."""
+    return json.dumps({"lines": lines(), "policies": list(edited(lines()))})
+
+
 def edited(text: str) -> dict[str, Policy]:
     """The policies of this text. An error knows its line in it."""
     names = vars(policies) | {"POLICIES": dict(POLICIES)}
@@ -163,16 +126,11 @@ def edited(text: str) -> dict[str, Policy]:
 
 
 def line_of(error: BaseException) -> int | None:
-    """The line of the reader's text in which the error was raised."""
+    """Where in the reader's text the error was raised."""
     if isinstance(error, SyntaxError) and error.filename == "<lines>":
         return error.lineno
-    found = None
-    trace = error.__traceback__
-    while trace:
-        if trace.tb_frame.f_code.co_filename == "<lines>":
-            found = trace.tb_lineno
-        trace = trace.tb_next
-    return found
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f.lineno for f in reversed(frames) if f.filename == "<lines>"), None)
 
 
 def arrivals(wishes: Sequence[Wish], rate: float) -> list[Wish]:
@@ -181,22 +139,16 @@ def arrivals(wishes: Sequence[Wish], rate: float) -> list[Wish]:
     now = 0.0
     out = []
     for wish in wishes:
-        out.append(wish._replace(arrived=now))
+        out.append(wish._replace(arrived=round(now, 6)))
         now += dice.expovariate(rate) if rate else 0.0
     return out
-
-
-def names() -> str:
-    """Of all policies in `lines`, as JSON."""
-    return json.dumps([*POLICIES, MINE])
 
 
 def answer(question: str) -> str:
     """What the page asks, and what it is told, as JSON."""
     asked = json.loads(question)
     try:
-        wishes = [Wish(tuple(prompt), *rest) for prompt, *rest in asked["wishes"]]
-        wishes = arrivals(wishes, asked["rate"])
+        wishes = arrivals(wishes_of(asked["run"], asked["fields"]), asked["rate"])
         found = edited(asked["lines"])
         if asked["policy"] not in found:
             raise Stuck(f"these lines have no policy {asked['policy']!r}")

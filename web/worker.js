@@ -28,7 +28,7 @@ async function start({ files, sources, lock }) {
   python.FS.mkdirTree("parts");
   for (const [name, text] of Object.entries(sources)) python.FS.writeFile(name, text);
   simulate = python.pyimport("simulate");
-  return { lines: simulate.lines(), policies: simulate.names() };
+  return simulate.start();
 }
 
 self.onmessage = async ({ data }) => {

@@ -28,7 +28,7 @@ def test_a_slot_that_ends_is_taken_by_the_next_in_line_while_others_decode():
     """A: 2 tokens, B: 5, C waits. In step 3, C takes A's slot in mid-decode of B."""
     story = Story()
     story.submit(3, 2), story.submit(3, 5), story.submit(3, 2)
-    assert story.run() == timeline(
+    assert story.drawn() == timeline(
         """
          1 | A:p B:p
          2 | A:d B:d
@@ -43,7 +43,7 @@ def test_static_batching_lets_the_ended_wait_for_the_slowest():
     """The same requests: C starts when B has ended, and A's slot stands idle for three steps."""
     story = Story(policy="static")
     story.submit(3, 2), story.submit(3, 5), story.submit(3, 2)
-    assert story.run() == timeline(
+    assert story.drawn() == timeline(
         """
          1 | A:p B:p
          2 | A:d B:d
@@ -59,7 +59,7 @@ def test_static_batching_lets_the_ended_wait_for_the_slowest():
 def test_serial_runs_one_request_at_a_time():
     story = Story(policy="serial")
     story.submit(3, 2), story.submit(3, 2)
-    assert story.run() == timeline(
+    assert story.drawn() == timeline(
         """
          1 | A:p
          2 | A:d
@@ -75,7 +75,7 @@ def test_fair_gives_a_free_slot_to_the_client_that_holds_the_fewest():
     for _ in range(4):
         story.submit(3, 2, client="many")
     story.submit(3, 2, client="one")
-    assert story.run() == timeline(
+    assert story.drawn() == timeline(
         """
          1 | A:p E:p
          2 | A:d E:d
@@ -93,7 +93,7 @@ def test_of_clients_that_hold_alike_fair_takes_the_one_served_longest_ago():
     story = Story(slots=1, policy="fair")
     for client in ("many", "many", "two", "two", "many"):
         story.submit(3, 1, client=client)
-    assert [line.split()[2] for line in story.run()] == ["A:p", "C:p", "B:p", "D:p", "E:p"]
+    assert [line.split()[2] for line in story.drawn()] == ["A:p", "C:p", "B:p", "D:p", "E:p"]
 
 
 def test_a_cancel_gives_its_client_no_second_turn():
@@ -104,7 +104,7 @@ def test_a_cancel_gives_its_client_no_second_turn():
     _, second, *_ = [story.submit(3, 1, client=client) for client in clients]
     story.step()
     story.sched.finish(second, "cancelled", story.now)
-    assert [line.split()[2] for line in story.run()] == ["A:p", "D:p", "C:p"]
+    assert [line.split()[2] for line in story.drawn()] == ["A:p", "D:p", "C:p"]
 
 
 def test_fair_keeps_nothing_of_a_client_that_has_nothing_in_line():
@@ -151,7 +151,7 @@ def test_short_takes_the_shortest_prompt_in_line():
     story = Story(slots=1, policy="short", chunk=32, budget=32)
     for length in (9, 3, 9, 6):
         story.submit(length, 1)
-    assert [line.split()[2] for line in story.run()] == ["B:p", "D:p", "A:p", "C:p"]
+    assert [line.split()[2] for line in story.drawn()] == ["B:p", "D:p", "A:p", "C:p"]
 
 
 def test_under_short_each_step_in_line_counts_as_a_token_less():
@@ -170,7 +170,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it():
     two alone."""
     story = Story()
     story.submit(3, 4), story.submit(18, 2)
-    assert story.run() == timeline(
+    assert story.drawn() == timeline(
         """
          1 | A:p B:P
          2 | A:d B:P
@@ -188,7 +188,7 @@ def test_each_admission_says_why_it_got_its_slot():
 
     def why(*prompts: tuple[int, ...]) -> list[tuple[int, str]]:
         requests = [story.submit(prompt, 1) for prompt in prompts]
-        story.run()
+        story.drawn()
         return [(request.slot, request.why) for request in requests]
 
     chat, other, third = (tuple(range(n, n + 20)) for n in (0, 100, 200))
@@ -212,7 +212,7 @@ def test_in_a_step_each_slot_moves_on_by_one_unit_until_the_budget_is_spent():
     story = Story(slots=3, budget=8)
     for length in (10, 6, 6):
         story.submit(length, 1, shares=False)
-    assert story.run() == timeline(
+    assert story.drawn() == timeline(
         """
          1 | A:P B:P
          2 | A:P B:p C:P
@@ -260,7 +260,7 @@ def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
     """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A
     chunk has as many tokens as 64 pays for, at the price of its first one, and 16 at least."""
     story = Story(slots=1, max_len=600, chunk=64, budget=1, price=Price(100))
-    story.submit(410, 1), story.run()
+    story.submit(410, 1), story.drawn()
     cuts = [cut for each in story.cuts() for cut in each.values()]
     assert cuts[:5] == [(0, 64), (64, 64 + 39), (103, 103 + 31), (134, 134 + 27), (161, 161 + 24)]
     assert cuts[-2:] == [(393, 393 + 16), (409, 410)]
@@ -270,7 +270,7 @@ def test_the_further_a_chunk_looks_back_the_fewer_tokens_it_takes():
 def test_no_chunk_is_cut_narrower_than_16_tokens_however_far_it_looks_back():
     """At row 64 a token would cost 65. It costs 4: a step has a price of its own, too."""
     story = Story(slots=2, max_len=400, chunk=64, budget=64, price=Price(1))
-    story.submit(64 + 5 * 16, 1), story.run()
+    story.submit(64 + 5 * 16, 1), story.drawn()
     assert [(stop - start) for each in story.cuts() for start, stop in each.values()] == [
         64,
         *[16] * 5,
@@ -285,7 +285,7 @@ def test_a_chunk_that_looks_back_far_costs_as_much_of_the_budget_as_a_wide_one()
     story = Story(slots=4, max_len=600, chunk=64, budget=128, price=Price(100))
     for _ in range(4):
         story.submit(400, 1, shares=False)
-    story.run()
+    story.drawn()
     late = [plan.chunks for plan in story.plans if 150 <= plan.chunks[0].start < 300]
     assert len(late) > 10
     for first, second, *others in late:
@@ -300,7 +300,7 @@ def test_run_ahead_sees_an_end_one_step_late_and_drops_the_ghosts_token():
     story = Story(lag=1)
     a, b = story.submit(3, 9, eos=2), story.submit(3, 4)
     story.submit(3, 1)
-    assert story.run() == timeline(
+    assert story.drawn() == timeline(
         """
          1 | A:p B:p
          2 | A:d B:d
@@ -316,7 +316,7 @@ def test_run_ahead_plans_no_ghost_where_the_end_is_known():
     """max_tokens is known beforehand, so the plan stops there by itself."""
     story = Story(lag=1)
     story.submit(3, 2)
-    assert story.run() == timeline(
+    assert story.drawn() == timeline(
         """
          1 | A:p
          2 | A:d
@@ -356,7 +356,7 @@ def test_cancel_frees_the_slot_in_every_phase_for_the_very_next_plan(lag, when):
     assert a.finish_reason == ("length" if ended else "cancelled")
     story.step()
     assert b.slot == 0
-    story.run()
+    story.drawn()
     assert b.finish_reason == "length" and len(story.tokens[b.id]) == 1
 
 
@@ -366,7 +366,7 @@ def test_a_full_queue_refuses_at_once_and_says_both_numbers():
         story.submit(1, 1)
     with pytest.raises(QueueFull, match=r"2 requests.*max_queue is 2"):
         story.submit(1, 1)
-    story.run()
+    story.drawn()
     assert story.sched.submitted == 3 and all(len(tokens) == 1 for tokens in story.tokens.values())
 
 
@@ -406,7 +406,7 @@ def test_what_cannot_fit_a_slot_is_refused_with_both_numbers_and_blocks_nobody()
     with pytest.raises(ValueError, match=r"15.*6.*21.*20"):
         story.submit(15, 6)
     fits = story.submit(15, 5)
-    story.run()
+    story.drawn()
     assert fits.finish_reason == "length"
 
 
@@ -425,7 +425,7 @@ def test_under_static_a_free_slot_is_blocked_while_others_wait_for_the_batch_to_
     story = Story(policy="static")
     for tokens in (2, 4, 2, 3):
         story.submit(3, tokens)
-    story.run()
+    story.drawn()
     assert [plan.blocked for plan in story.plans] == [(), (), (0,), (0,), (), (), ()]
 
 
@@ -433,7 +433,7 @@ def test_under_continuous_no_slot_is_ever_blocked():
     story = Story(slots=3, budget=4)
     for tokens in (2, 5, 3, 1, 4, 2, 6):
         story.submit(3 * tokens, tokens)
-    story.run()
+    story.drawn()
     assert sum(plan.waiting for plan in story.plans) > 10 and not any(
         plan.blocked for plan in story.plans
     )
@@ -445,7 +445,7 @@ def test_a_slot_whose_last_token_is_still_to_be_read_is_not_blocked():
     story = Story(lag=1, policy="static")
     for tokens in (1, 4, 2):
         story.submit(3, tokens)
-    story.run()
+    story.drawn()
     assert [plan.blocked for plan in story.plans][:4] == [(), (), (0,), (0,)]
 
 
@@ -453,7 +453,8 @@ def test_drain_admits_nobody_until_all_that_ran_has_ended_and_then_the_new_polic
     story = Story(slots=2, chunk=4)
     story.submit(9, 2), story.submit(9, 4), story.submit(9, 1), story.submit(9, 1)
     story.step()
-    continuous, serial = POLICIES["continuous"], POLICIES["serial"]
+    continuous = POLICIES["continuous"]
+    serial = POLICIES["serial"]
     story.sched.drain(serial)
     assert (story.sched.policy, story.sched.draining_to) == (continuous, serial)
     while story.sched.running:
@@ -462,7 +463,7 @@ def test_drain_admits_nobody_until_all_that_ran_has_ended_and_then_the_new_polic
     assert (story.sched.policy, story.sched.draining_to) == (serial, None)
     assert story.sched.prefixes.rows == [0, 0] and len(story.sched.waiting) == 2
     before = len(story.plans)
-    story.run()
+    story.drawn()
     assert {plan.policy for plan in story.plans[:before]} == {"continuous"}
     assert {plan.policy for plan in story.plans[before:]} == {"serial"}
     assert not any(plan.admitted for plan in story.plans[1:before])
@@ -473,13 +474,14 @@ def test_drain_admits_nobody_until_all_that_ran_has_ended_and_then_the_new_polic
 
 def test_a_drain_with_nothing_running_is_over_at_once_and_the_last_one_wins():
     story = Story()
-    continuous, static = POLICIES["continuous"], POLICIES["static"]
+    continuous = POLICIES["continuous"]
+    static = POLICIES["static"]
     story.sched.drain(static)
     assert (story.sched.policy, story.sched.draining_to) == (static, None)
     story.submit(3, 2), story.step()
     story.sched.drain(POLICIES["serial"]), story.sched.drain(continuous)
     assert story.sched.draining_to is continuous
-    story.run()
+    story.drawn()
     assert (story.sched.policy, story.sched.draining_to) == (continuous, None)
 
 
@@ -503,7 +505,7 @@ def test_a_fourth_policy_is_served_and_what_it_asks_for_beyond_the_free_slots_is
         monkeypatch.setitem(POLICIES, policy, record)
         story = Story(lag=lag, policy=policy)
         requests = [story.submit(5, 3) for _ in range(5)]
-        story.run()
+        story.drawn()
         assert all(
             request.finish_reason == "length" and request.policy == policy for request in requests
         )
@@ -659,9 +661,9 @@ def test_the_next_turn_goes_on_in_its_own_slot_behind_the_last_row_that_was_writ
     """A prompt of 4 and an answer of 9 have 12 rows: the 13th token is told, and has none."""
     story = Story(slots=3, lag=lag)
     first = story.submit(4, 30, eos=said)
-    story.submit((900,) * 9, 2), story.run()
+    story.submit((900,) * 9, 2), story.drawn()
     again = story.submit((*first.prompt, *story.tokens[first.id], 7, 7, 7, 7, 7), 3)
-    story.run()
+    story.drawn()
     assert (again.slot, again.reused) == (first.slot, taken)
     assert all(chunk.source is None for plan in story.plans for chunk in plan.chunks)
 
@@ -672,12 +674,12 @@ def test_a_turn_that_finds_its_slot_taken_has_the_rows_copied_from_it_to_the_tok
     the slot."""
     story = Story(slots=2, lag=lag)
     a = story.submit(9, 11)
-    story.run()
+    story.drawn()
     said = (*a.prompt, *story.tokens[a.id])
     b = story.submit((*said[:19], 7), 9)
     story.step()
     c = story.submit((*said[:17], 8, 8, 8), 1)
-    story.run()
+    story.drawn()
     assert (b.slot, b.reused) == (0, 19) and (c.slot, c.reused) == (1, 17)
     copies = [
         (chunk.source, chunk.start)
@@ -700,7 +702,7 @@ def test_a_slot_remembers_what_was_said_before_a_cancel_and_nothing_after_an_err
     story.sched.finish(first, reason, story.now)
     assert story.sched.prefixes.rows == [9 + 5 if reason == "cancelled" else 0, 0]
     again = story.submit((*first.prompt, *story.tokens[first.id], 7), 1)
-    story.run()
+    story.drawn()
     assert again.reused == (9 + 5 if reason == "cancelled" else 0)
     scrubs = [scrub for plan in story.plans for scrub in plan.scrubs]
     last = 9 + first.planned + 4  # a chunk more than was written
@@ -713,11 +715,11 @@ def test_a_slot_whose_long_conversation_shares_only_a_beginning_is_left_to_it():
     goes on in its own."""
     story = Story(slots=2)
     a = story.submit(20, 21)
-    story.run()
+    story.drawn()
     b = story.submit((*range(8), 900, 901), 2)
-    story.run()
+    story.drawn()
     again = story.submit((*a.prompt, *story.tokens[a.id], 7), 1)
-    story.run()
+    story.drawn()
     assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.reused, again.reused) == (8, 40)
 
 
@@ -727,9 +729,9 @@ def test_a_few_rows_are_not_worth_a_copy_but_in_place_they_are():
     for slots, taken in ((2, 0), (1, 20)):
         story = Story(slots=slots, chunk=32, budget=64)
         story.submit(70, 1)
-        story.run()
+        story.drawn()
         other = story.submit((*range(20), *[900] * 20), 1)
-        story.run()
+        story.drawn()
         assert other.reused == taken
 
 

@@ -39,8 +39,9 @@ MAY_IMPORT = {
     "parts/files": "",
     "parts/price": "",
     "parts/program": "",
+    "parts/replay": "sched parts/price",
     "door/*": "parts/api/* parts/text/* sched",
-    "web/*": "sched policies parts/price",
+    "web/*": "sched policies parts/replay",
     "measure/*": "nanobatch policies parts/*",
     "demo/*": "nanobatch",
     "ask": "nanobatch parts/*",
@@ -70,9 +71,9 @@ SCREEN = """
     ink places machine
 """
 SCREEN_MAY_IMPORT = (
-    "parts/api/* parts/price parts/text/speech door/journal door/wire sched policies"
+    "parts/api/* parts/price parts/replay parts/text/speech door/journal door/wire sched policies"
 )
-WITHOUT_MLX = """sched policies prefix parts/api/* parts/checks parts/files parts/price parts/program
+WITHOUT_MLX = """sched policies prefix parts/api/* parts/checks parts/files parts/price parts/program parts/replay
     parts/text/* door/* screen/* serve tui"""
 STANDARD_LIBRARY = {
     "sched": "",
@@ -82,6 +83,7 @@ STANDARD_LIBRARY = {
     "parts/files": "",
     "parts/price": "",
     "parts/program": "",
+    "parts/replay": "",
     "parts/text/speech": "",
 }
 

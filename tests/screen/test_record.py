@@ -13,6 +13,7 @@ from parts.api.views import Limits, Metrics, RequestView, StepView
 from policies import POLICIES
 from screen import record
 from screen.state import prompt_of
+from tools import page
 from web import simulate
 
 PRICE = {"step": 0.01, "row": 0.0, "token": 0.001}
@@ -115,7 +116,7 @@ def test_the_scheduler_plans_again_what_was_recorded(policy, hurry):
     run = recording["runs"][0]
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
     wishes = simulate.wishes_of(run, recording["fields"])
-    played = simulate.play(limits, POLICIES[policy], wishes, simulate.price_of(recording))
+    played = simulate.play(limits, POLICIES[policy], wishes, page.price_of(recording))
     plans = json.loads(json.dumps(played["steps"]))
     assert len(plans) > 100
     for plan, step in zip(plans, steps_of(recording), strict=True):

@@ -12,20 +12,24 @@ from web import simulate
 ROOT = Path(__file__).parents[2]
 LIMITS = {"slots": 4, "max_len": 200, "chunk": 16, "budget": 32}
 PRICE = {"step": 0.002, "row": 0.0003, "token": 0.0001}
-WISHES = [([number] * 20, 40, 5 + 7 * (number % 4), 0.0) for number in range(12)]
+FIELDS = {"RequestView": ["metrics"], "Metrics": ["prompt_tokens", "output_tokens"]}
+RUN = {
+    "requests": [[[20, 5 + 7 * (number % 4)]] for number in range(12)],
+    "ids": [[number] * 20 for number in range(12)],
+    "asked": [40] * 12,
+    "arrivals": [0.0] * 12,
+}
 
 
 def asked(lines: str = "", policy: str = "continuous", rate: float = 0) -> dict:
-    question = {"wishes": WISHES, "rate": rate, "limits": LIMITS, "price": PRICE}
+    question = {"run": RUN, "fields": FIELDS, "rate": rate, "limits": LIMITS, "price": PRICE}
     question |= {"lines": lines or simulate.lines(), "policy": policy}
     return json.loads(simulate.answer(json.dumps(question)))
 
 
 def test_the_page_offers_every_policy_and_one_that_is_the_readers():
     """A reader's record is known in the page's own lines, and not to the project."""
-    assert (
-        json.loads(simulate.names()) == [*POLICIES, "mine"] == [*simulate.edited(simulate.lines())]
-    )
+    assert json.loads(simulate.start())["policies"] == [*POLICIES, "mine"]
     assert "mine" not in POLICIES
 
 
@@ -34,8 +38,8 @@ def test_the_lines_as_they_are_change_no_plan(policy):
     """They are those of `policies.py`, and one record more."""
     played = asked(policy=policy)
     assert "error" not in played and len(played["steps"]) > 20
-    if policy != simulate.MINE:
-        wishes = [simulate.Wish(tuple(prompt), *rest) for prompt, *rest in WISHES]
+    if policy in POLICIES:
+        wishes = simulate.wishes_of(RUN, FIELDS)
         plain = simulate.play(LIMITS, POLICIES[policy], wishes, PRICE)
         assert json.loads(json.dumps(plain["steps"])) == played["steps"]
 
@@ -65,7 +69,7 @@ def test_an_error_names_its_line(before, after, said):
 
 def test_a_policy_that_admits_nobody_is_said_to_do_so():
     lines = simulate.lines().replace("running: free,", "running: 0,", 1)
-    assert asked(lines)["error"] == "no slot is taken, 12 wait, and none is admitted"
+    assert asked(lines)["error"] == "no slots are taken, 12 wait, and no step is planned"
 
 
 def test_a_policy_that_the_lines_do_not_have_is_said_to_be_missing():

@@ -1,0 +1,160 @@
+"""The scheduler without a model: lengths and prices in, steps out.
+
+The problem. What would this crowd have met under another policy? To ask a model again would take as
+long as the first time, and in a web page or a test there is no model.
+
+The way out. A scheduler decides by lengths, common beginnings and a budget. `Replay` sends requests
+of known lengths through it, and turns the wheel as `Engine.step` does: plan -> run -> commit. All that
+is left of the run is how long it takes.
+
+What this file keeps. It decides nothing, and the standard library is enough. A run that is replayed
+under its own policy has the same steps.
+
+Where next: `screen/why.py` and `web/simulate.py`, which ask.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from parts.price import NEVER, Price
+from sched import Plan, Policy, Request, Scheduler
+
+SAID = 2**40  # the only token that is ever said: no prompt begins like an answer
+
+
+class Guest(NamedTuple):
+    """A request, and what became of it. Moments are seconds, or steps that are planned or read."""
+
+    request: Request
+    tokens: float  # of its answer: after so many it ends by itself
+    comes: float
+    leaves: Sequence[float] = ()  # if it is cut short: before this plan, and this reading
+
+
+class Ran(NamedTuple):
+    """A step, committed."""
+
+    plan: Plan
+    began: float
+    ended: float
+    ghosts: tuple[int, ...]  # slots whose request had ended before
+
+
+class Stuck(ValueError):
+    """Requests are left, and no step is planned for them."""
+
+
+class Replay:
+    """A scheduler, and those who come to it.
+
+    `seconds`: how long a step takes.
+    `run_ahead`: a step is planned before the tokens of the one before have been read.
+    `hurries`: but they are read at once if one of them is the first of an answer.
+    `halting`: and before these steps are planned.
+    `by_steps`: guests come and leave at steps, and no clock decides.
+    """
+
+    def __init__(
+        self,
+        sched: Scheduler,
+        guests: Iterable[Guest] = (),
+        seconds: Callable[[Plan], float] = lambda plan: 0.0,
+        *,
+        run_ahead: bool = True,
+        hurries: bool = False,
+        halting: Collection[int] = (),
+        by_steps: bool = False,
+    ):
+        self.sched = sched
+        self.seconds = seconds
+        self.run_ahead = run_ahead
+        self.hurries = hurries
+        self.halting = halting
+        self.by_steps = by_steps
+        self.now = 0.0
+        self._coming = deque(sorted(guests, key=lambda guest: guest.comes))
+        self._tokens: dict[int, float] = {}  # by request
+        self._leaving: list[Guest] = []
+        self._flights: deque[tuple[Plan, Sequence[int]]] = deque()  # planned, and not committed
+
+    @classmethod
+    def under(
+        cls, limits: Mapping[str, Any], policy: Policy, guests: Sequence[Guest], *rest, **options
+    ) -> Replay:
+        """With an engine's limits, as snapshots and recordings have them: old ones lack some.
+
+        No guest is refused, however long the line is under this policy.
+        """
+        made = {**limits, "max_queue": len(guests) + 1}
+        price = Price(made.pop("far", NEVER))
+        hurries = made.pop("hurry", False)
+        sched = Scheduler(**made, policy=policy, price=price)
+        return cls(sched, guests, *rest, hurries=hurries, **options)
+
+    def __iter__(self) -> Iterator[Ran]:
+        """All steps, to the end. Each is handed out as soon as it has been committed."""
+        sched = self.sched
+        while self._coming or self._flights or sched.waiting or sched.running:
+            yield from self.turn()
+
+    def turn(self) -> Iterator[Ran]:
+        """One turn of the wheel: plan -> run -> commit."""
+        sched = self.sched
+        self._look(sched.steps + 1, is_read=False)
+        plan = sched.plan(self.now)
+        if plan:
+            self._flights.append((plan, self.run(plan)))
+        elif self._flights:
+            pass  # what is read may change that
+        elif self._coming:
+            self.now = max(self.now, self._coming[0].request.arrived)
+            self._enter()
+        elif sched.waiting or sched.running:
+            taken = len(sched.running) or "no"
+            raise Stuck(
+                f"{taken} slots are taken, {len(sched.waiting)} wait, and no step is planned"
+            )
+        while len(self._flights) > self._may_fly(plan):
+            yield self._commit()
+
+    def run(self, plan: Plan) -> Sequence[int]:
+        """In place of a device: a token for each that emits one."""
+        return [SAID] * len(plan.emitters)
+
+    def accept(self, request: Request, token: int) -> str | None:
+        """Why an answer ends with this token; None if it goes on."""
+        return "stop" if request.committed >= self._tokens[request.id] else None
+
+    def _may_fly(self, plan: Plan | None) -> int:
+        """How many steps may stay in flight, as `Engine._may_fly` says."""
+        if plan is None or not self.run_ahead or plan.step + 1 in self.halting:
+            return 0
+        return 0 if self.hurries and plan.has_first_token else 1
+
+    def _commit(self) -> Ran:
+        plan, tokens = self._flights.popleft()
+        self._look(plan.step, is_read=True)
+        ghosts = [each.slot for each in plan.emitters if each.request.finish_reason is not None]
+        began = self.now
+        self.now += self.seconds(plan)
+        self.sched.commit(plan, tokens, self.accept, self.now)
+        return Ran(plan, began, self.now, tuple(ghosts))
+
+    def _look(self, step: int, is_read: bool) -> None:
+        """Before a step is planned or read: who comes, and who leaves?"""
+        now = step if self.by_steps else self.now
+        while self._coming and self._coming[0].comes <= now:
+            self._enter()
+        for request, _, _, leaves in self._leaving:
+            if leaves[is_read] <= now:
+                self.sched.finish(request, "cancelled", self.now)
+
+    def _enter(self) -> None:
+        guest = self._coming.popleft()
+        self._tokens[guest.request.id] = guest.tokens
+        if guest.leaves:
+            self._leaving.append(guest)
+        self.sched.submit(guest.request)
