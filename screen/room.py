@@ -649,7 +649,8 @@ class EngineRoom(Room):
     @property
     def _next_policy(self) -> str:
         """The policy that holds, or that will hold when the slots are drained."""
-        return self.engine.sched.draining_to or self.engine.sched.policy
+        sched = self.engine.sched
+        return (sched.draining_to or sched.policy).name
 
     def race(self, asks: Sequence[Ask], policies: Sequence[str] = RIVALS) -> None:
         """When all requests have ended, run these under one policy, then again under the next. It

@@ -169,8 +169,9 @@ def word_engine(
     clock: Clock, time: Clock, slots: int = 8, max_len: int = 512, policy: str = "continuous"
 ) -> Engine:
     text = WordText()
+    nothing = {"layers": (), "norm": None, "table": None, "head": None}
     model = SimpleNamespace(
-        config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE, view=VIEW
+        config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE, view=VIEW, **nothing
     )
     runner = WordRunner(time, clock, slots, text)
     engine = Engine(model, text, slots=slots, max_len=max_len, clock=clock, runner=runner)

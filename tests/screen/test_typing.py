@@ -9,7 +9,7 @@ from stage import show
 from textual import events
 
 import tui
-from sched import POLICIES
+from policies import POLICIES
 from screen import room
 
 # Pieces of what people type: a key by its name, or several letters that belong together.
