@@ -132,7 +132,7 @@ static float value(int form, unsigned bits) {
 /* Finite numbers, side by side: small ones of 16 bits, some of them so small that they have no leading 1. */
 static void *random_form(unsigned *state, int form, long count, float *values) {
   if (form == FLOAT32) {
-    float *numbers = random_numbers(state, count);
+    float *numbers = random_numbers(state, count, 1);
     memcpy(values, numbers, sizeof(float) * count);
     return numbers;
   }
@@ -185,7 +185,7 @@ static void examine_packed(unsigned *state, int M, int N, int K, int form, int g
 
   int is_plain = between(state, 0, 3) > 0;
   float alpha = is_plain ? 1 : 0.7f, beta = is_plain ? 0 : 0.3f;
-  float *x = random_numbers(state, (long)(M - 1) * lda + K), *y = random_numbers(state, (long)(M - 1) * ldy + N);
+  float *x = random_numbers(state, (long)(M - 1) * lda + K, 1), *y = random_numbers(state, (long)(M - 1) * ldy + N, 1);
   float *like = malloc(sizeof(float) * ((long)(M - 1) * ldy + N));
   memcpy(like, y, sizeof(float) * ((long)(M - 1) * ldy + N));
   cblas_sgemm(101, 111, 112, M, N, K, alpha, x, lda, wide, K, beta, like, ldy);
