@@ -224,6 +224,9 @@ class Door:
         sweeper = asyncio.ensure_future(http.sweep(connections, self._visits, self._answers))
         await self._server.serve([self._socket])
         sweeper.cancel()
+        for connection in list(connections):  # of clients that have not taken all
+            connection.transport.abort()
+        await asyncio.sleep(0)
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
         """Each request comes through here: a visit begins, and what became of it is written

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from collections import Counter
 from dataclasses import fields
 from types import SimpleNamespace
@@ -214,6 +215,25 @@ def test_a_door_that_is_shut_leaves_the_engine_without_a_hook(engine):
     assert engine.on_commit is None
     engine.generate([[1]], Sampling(max_tokens=3))
     assert engine.snapshot().faults == ()
+
+
+def test_a_door_that_is_shut_leaves_no_connection_open(engine):
+    """Python says so of each that is: "unclosed transport"."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        with Here(engine) as here:
+            line = Line(here.host, here.port, receive=4096)
+            line.post(COMPLETIONS, BODY | {"stream": True, "n": 16, "logprobs": 20})
+            line.until(b"\r\n\r\n")
+            (connection,) = here.door._server.server_state.connections
+            deadline = time.monotonic() + 60
+            while not connection.is_blocked:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        del here, connection
+        gc.collect()
+    assert not said, [str(each.message) for each in said]
+    line.hang_up()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -222,3 +222,5 @@ class Line:
 
     def hang_up(self) -> None:
         self.socket.close()
+
+    __del__ = hang_up
