@@ -125,7 +125,7 @@ def test_right_solutions_keep_the_plan_of_the_house_and_the_pages_true(tmp_path)
     """
     kinds = {exercise: "right" for exercise in EXERCISES if exercise != "family"}
     tree = copy_of_the_tree(tmp_path, kinds)
-    for path in ROOT.glob("*.md"):
+    for path in (*ROOT.glob("*.md"), ROOT / ".gitignore"):
         shutil.copy(path, tree)
     for name in ("docs", "tools", "web", ".ci", ".github"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
