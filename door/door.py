@@ -365,7 +365,7 @@ class Door:
         """In one of a few threads, when its turn comes. The client may be gone by then."""
         if visit.connection.lost.is_set():
             raise Gone
-        answer.submit(visit.call.client)
+        answer.submit(http.network_of(visit.call.client))
 
     async def _complete(self, protocol: type[Speaks], visit: Visit) -> Response | None:
         """From a body to its answer, whole or as a stream, while somebody listens."""
@@ -379,7 +379,8 @@ class Door:
                 raise ending()
             self._answers[visit.number] = answer
             pool = self._slow_pool if len(body) > http.LONG else self._pool
-            await events.run_in_executor(pool, answer.ask, protocol, body, visit.call.client)
+            client = http.network_of(visit.call.client)
+            await events.run_in_executor(pool, answer.ask, protocol, body, client)
             body = b""  # it may be large, and the answer take long
             visit.size = 0
             if not answer.choices:

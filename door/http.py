@@ -252,6 +252,21 @@ def is_address(name: str) -> bool:
     return True
 
 
+def network_of(address: str) -> str:
+    """Who asks, for the policy `fair`. One machine or one household counts once, however many
+    addresses it has: all that begin with 127 are this machine's, and a /64 of IPv6 is one line's."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    found = getattr(found, "ipv4_mapped", None) or found
+    if found.is_loopback:
+        return "127.0.0.1"
+    if found.version == 4:
+        return str(found)
+    return str(ipaddress.IPv6Network((int(found), 64), strict=False))
+
+
 def may_read(request: Request, options: Options) -> bool:
     """May this watcher read everybody's prompts and answers?
 

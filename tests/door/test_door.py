@@ -667,6 +667,40 @@ def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
     assert [line.reply().status for line in lines] == [200] * 6
 
 
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("127.9.8.7", "127.0.0.1"),
+        ("::1", "127.0.0.1"),
+        ("::ffff:127.0.0.2", "127.0.0.1"),
+        ("::ffff:10.0.0.2", "10.0.0.2"),
+        ("10.0.0.2", "10.0.0.2"),
+        ("10.0.0.3", "10.0.0.3"),
+        ("2001:db8:1:2::3", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::4", "2001:db8:1:2::/64"),
+        ("2001:db8:1:3::3", "2001:db8:1:3::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+        ("a socket", "a socket"),
+    ],
+)
+def test_one_machine_with_many_addresses_is_one_client_to_fair(address, network):
+    """A program that asked from 127.0.0.1, 127.0.0.2 and so on had a share for each of them."""
+    assert http.network_of(address) == network
+
+
+@pytest.mark.parametrize("more", [{}, {"guided_choice": ["yes", "no"]}], ids=["plain", "grammar"])
+def test_the_engine_is_told_the_network_and_the_journal_the_address(here, monkeypatch, more):
+    monkeypatch.setattr(http, "network_of", lambda address: "10.1.2.3/24")
+    line = here.line().post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 9} | more)
+    assert line.reply().status == 200
+    assert here.door.served.engine.snapshot().ended[-1].client == "10.1.2.3/24"
+    while not here.door.look().ended:
+        time.sleep(0.01)
+    assert here.door.look().ended[-1].client == "127.0.0.1"
+
+
 def test_a_client_that_is_gone_before_its_turn_makes_no_work(here, monkeypatch):
     """A hundred grammars of five seconds each, whose clients had long hung up, were all made."""
     asked, goes_on = [], threading.Event()
