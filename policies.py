@@ -76,7 +76,8 @@ TABLE = (
     ),
     Policy(
         name="fair",
-        does="a free slot goes to the client with the fewest slots, then to the one served longest ago.",
+        does="a free slot goes to the client with the fewest slots, then to the one served "
+        "longest ago.",
         room=lambda free, running: free,
         next=by_turns,
     ),

@@ -15,8 +15,8 @@ a chunk that ends its prompt, where the essay of `sched.py` writes P for all chu
     5 | C:d D:d
     6 | D:d
 
-Read first: the essay at the top of `sched.py`, then `Scheduler._admit` and `policies.py`. Rung 4 of the ladder
-(`docs/learn/4_continuous.py`) has a scheduler that is smaller still.
+Read first: the essay at the top of `sched.py`, then `Scheduler._admit` and `policies.py`. Rung 4 of
+the ladder (`docs/learn/4_continuous.py`) has a scheduler that is smaller still.
 
 Where: `policies.py`, one record in `TABLE`, with a name, a sentence for people, and two answers: how
 many may come in now, and who is next. No other file knows what a policy does.

@@ -12,6 +12,7 @@ from parts.replay import Guest, Replay, Stuck
 from policies import POLICIES
 from sched import Request, Scheduler
 
+CONTINUOUS = POLICIES["continuous"]
 OLD = {"slots": 2, "max_len": 100, "chunk": 8, "budget": 10, "max_queue": 1}
 
 
@@ -40,10 +41,9 @@ def test_an_end_is_seen_a_step_late_unless_the_step_before_is_read_at_once():
     before the next step is planned."""
 
     def played(**options) -> list[str]:
-        return timeline(Replay.under(OLD | options, POLICIES["continuous"], guests(*lives), times))
+        both = guests((1, math.inf), (2, math.inf))
+        return timeline(Replay.under(OLD | options, CONTINUOUS, both, lambda plan: 2.0))
 
-    lives = [(1, math.inf), (2, math.inf)]
-    times = lambda plan: 2.0  # noqa: E731
     assert played() == ["0-2 | 1:p 2:p", "2-4 | 1:d 2:d ghosts (0,)", "4-6 | 2:d ghosts (1,)"]
     assert played(hurry=True) == ["0-2 | 1:p 2:p", "2-4 | 2:d", "4-6 | 2:d ghosts (1,)"]
 
@@ -98,7 +98,7 @@ def test_steps_and_no_clock_may_decide_who_comes_begins_and_leaves():
     one, two, three = guests((2, math.inf), (math.inf, math.inf), (9, math.inf))
     one.request.begins = 4
     crowd = [one._replace(comes=2), two._replace(comes=1, leaves=(5, 5)), three._replace(comes=1)]
-    sched = Scheduler(3, 100, POLICIES["continuous"])
+    sched = Scheduler(3, 100, CONTINUOUS)
     replay = Replay(sched, crowd, lambda plan: 1.0, by_steps=True, halting={3})
     lines = timeline(replay)
     assert [line.partition(" | ")[2] for line in lines[:5]] == [
