@@ -19,6 +19,14 @@ from collections.abc import Iterator
 
 from sched import Policy, Request, Scheduler
 
+DEFAULT = "continuous"
+
+
+def policy_of(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ValueError(f"policy = {name!r}; choose one of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
 
 def by_arrival(scheduler: Scheduler) -> Iterator[Request]:
     """First come, first served."""
@@ -89,10 +97,3 @@ TABLE = (
     ),
 )
 POLICIES = {policy.name: policy for policy in TABLE}
-DEFAULT = "continuous"
-
-
-def policy_of(name: str) -> Policy:
-    if name not in POLICIES:
-        raise ValueError(f"policy = {name!r}; choose one of {', '.join(POLICIES)}")
-    return POLICIES[name]

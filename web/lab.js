@@ -137,7 +137,7 @@ export class Lab {
   // What a reader takes along to the checkout, where the first exercise waits.
   async #copy() {
     const lines = this.find("lines").value.replaceAll('"mine"', '"gentle"');
-    const head = ['# policies.py from its first function on, and a record for "gentle".', "# Then: python -m pytest -x exercises/test_1_policy.py", ""];
+    const head = ['# policies.py from by_arrival on, and a record for "gentle".', "# Then: python -m pytest -x exercises/test_1_policy.py", ""];
     try {
       await navigator.clipboard.writeText([...head, lines].join("\n"));
       this.say("Copied. The first exercise asks for a policy named gentle.");

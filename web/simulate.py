@@ -110,7 +110,7 @@ def step_of(ran: Ran) -> dict[str, Any]:
 def lines() -> str:
     """The functions and records in which the policies differ, and one record more."""
     text = inspect.getsource(policies)
-    return text[text.index("def ") :] + OWN
+    return text[text.index("def by_arrival") :] + OWN
 
 
 def start() -> str:
