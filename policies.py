@@ -65,33 +65,32 @@ def by_length(scheduler: Scheduler) -> Iterator[Request]:
 
 TABLE = (
     Policy(
-        name="continuous",
-        does="the next in line takes a slot as soon as one is free.",
+        "continuous",
+        "the next in line takes a slot as soon as one is free.",
         room=lambda free, running: free,
         next=by_arrival,
     ),
     Policy(
-        name="static",
-        does="a batch is admitted together; the next one waits until all of it has ended.",
+        "static",
+        "a batch is admitted together; the next one waits until all of it has ended.",
         room=lambda free, running: 0 if running else free,
         next=by_arrival,
     ),
     Policy(
-        name="serial",
-        does="one request at a time.",
+        "serial",
+        "one request at a time.",
         room=lambda free, running: 0 if running else 1,
         next=by_arrival,
     ),
     Policy(
-        name="fair",
-        does="a free slot goes to the client with the fewest slots, then to the one served "
-        "longest ago.",
+        "fair",
+        "a free slot goes to the client with the fewest slots, then to the one served longest ago.",
         room=lambda free, running: free,
         next=by_turns,
     ),
     Policy(
-        name="short",
-        does="a free slot goes to the shortest prompt; each step in line counts as a token less.",
+        "short",
+        "a free slot goes to the shortest prompt; each step in line counts as a token less.",
         room=lambda free, running: free,
         next=by_length,
     ),

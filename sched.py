@@ -276,8 +276,9 @@ class Scheduler:
         """How many requests may be admitted now."""
         if self.draining_to:
             return 0
-        free = self.slots - len(self.running)
-        return max(0, min(free, self.policy.room(free, len(self.running))))
+        running = len(self.running)
+        free = self.slots - running
+        return max(0, min(free, self.policy.room(free, running)))
 
     def _chunks(self, requests: Iterable[Request], left: int) -> list[Chunk]:
         """Cut prompts into chunks, oldest first, until the rest of the step's budget is spent.

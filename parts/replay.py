@@ -40,7 +40,7 @@ class Ran(NamedTuple):
     plan: Plan
     began: float
     ended: float
-    ghosts: tuple[int, ...]  # slots whose request had ended before
+    ghosts: list[int]  # slots whose request had ended before
 
 
 class Stuck(ValueError):
@@ -141,7 +141,7 @@ class Replay:
         began = self.now
         self.now += self.seconds(plan)
         self.sched.commit(plan, tokens, self.accept, self.now)
-        return Ran(plan, began, self.now, tuple(ghosts))
+        return Ran(plan, began, self.now, ghosts)
 
     def _look(self, step: int, is_read: bool) -> None:
         """Before a step is planned or read: who comes, and who leaves?"""

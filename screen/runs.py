@@ -215,8 +215,16 @@ def replay(
     firsts: dict[int, float] = {}  # by request: the time to its first token
     guests = [guest_of(request, moment) for request in requests]
     for plan, _, ended, _ in replayed(limits, guests, policy, prices):
-        times = {"build_s": 0.0, "device_s": ended - plan.at, "wait_s": 0.0}
-        view = StepView.of(plan, (), started=plan.at, read=ended, ended=ended, **times)
+        view = StepView.of(
+            plan,
+            (),
+            started=plan.at,
+            build_s=0.0,
+            device_s=ended - plan.at,
+            wait_s=0.0,
+            read=ended,
+            ended=ended,
+        )
         columns.append(column(view, limits.slots, columns[-1] if columns else None))
         for chunk in plan.chunks:
             if chunk.emits:

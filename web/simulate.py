@@ -29,8 +29,8 @@ from sched import Plan, Policy, Request
 OWN = """
 
 POLICIES["mine"] = Policy(
-    name="mine",
-    does="this one is yours.",
+    "mine",
+    "this one is yours.",
     room=lambda free, running: free if free >= 2 else 0,
     next=by_arrival,
 )
@@ -78,11 +78,12 @@ def play(
         tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
         return price["step"] + price["row"] * len(plan.decodes) + price["token"] * tokens
 
-    out: dict[str, list[Any]] = {"steps": [], "clock": []}
+    steps = []
+    clock = []
     for ran in Replay.under(limits, policy, guests, seconds):
-        out["steps"].append(step_of(ran))
-        out["clock"].append((ran.began, ran.ended))
-    return out
+        steps.append(step_of(ran))
+        clock.append((ran.began, ran.ended))
+    return {"steps": steps, "clock": clock}
 
 
 def step_of(ran: Ran) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def step_of(ran: Ran) -> dict[str, Any]:
         "prefill": [(c.slot, c.request.id, c.start, c.stop) for c in plan.chunks],
         "decode": [(d.slot, d.request.id) for d in plan.decodes],
         "held": [(r.slot, r.id) for r in plan.held],
-        "ghosts": list(ran.ghosts),
+        "ghosts": ran.ghosts,
         "blocked": list(plan.blocked),
         "waiting": plan.waiting,
         "policy": plan.policy,

@@ -44,8 +44,8 @@ def test_an_end_is_seen_a_step_late_unless_the_step_before_is_read_at_once():
         both = guests((1, math.inf), (2, math.inf))
         return timeline(Replay.under(OLD | options, CONTINUOUS, both, lambda plan: 2.0))
 
-    assert played() == ["0-2 | 1:p 2:p", "2-4 | 1:d 2:d ghosts (0,)", "4-6 | 2:d ghosts (1,)"]
-    assert played(hurry=True) == ["0-2 | 1:p 2:p", "2-4 | 2:d", "4-6 | 2:d ghosts (1,)"]
+    assert played() == ["0-2 | 1:p 2:p", "2-4 | 1:d 2:d ghosts [0]", "4-6 | 2:d ghosts [1]"]
+    assert played(hurry=True) == ["0-2 | 1:p 2:p", "2-4 | 2:d", "4-6 | 2:d ghosts [1]"]
 
 
 def test_limits_of_an_old_recording_have_no_price_and_no_hurry():
@@ -105,7 +105,7 @@ def test_steps_and_no_clock_may_decide_who_comes_begins_and_leaves():
         "2:p 3:p",
         "2:d 3:d",
         "2:d 3:d",
-        "1:p 2:d 3:d ghosts (0,)",
+        "1:p 2:d 3:d ghosts [0]",
         "3:d 1:d",
     ]
     assert [step.partition(" | ")[0] for step in lines[:2]] == ["0-1", "1-2"]
