@@ -19,7 +19,6 @@ except KeyboardInterrupt:
     raise SystemExit(130) from None
 
 import argparse
-import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -97,14 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
     fault."""
     args = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     handles: list[Handle] = []
-    if args.list:
-        return show_models()
-    # Closed by the caller: then the first file to be opened would pass for standard input
-    if sys.stdin is None:
-        os.open(os.devnull, os.O_RDONLY)
     try:
+        if args.list:
+            return show_models()
         prompts = [*args.prompts, *args.prompt] or ["-"]
-        stdin = sys.stdin.read() if sys.stdin and "-" in prompts and not program.rank() else ""
+        stdin = sys.stdin.read() if "-" in prompts and not program.rank() else ""
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         args.grammar = {"json": read_schema(args.json)} if args.json else None
         slots = min(len(prompts), 8) if args.slots is None else args.slots
@@ -134,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 141
     except OSError as error:  # a full disk
         sys.stdout = None
-        print(f"nanobatch: the answer cannot be written: {one_line(error)}", file=sys.stderr)
+        print(f"nanobatch: standard output cannot be written: {one_line(error)}", file=sys.stderr)
         return 1
     return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
 

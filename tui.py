@@ -67,6 +67,7 @@ from typing import NoReturn
 from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding
+from textual.command import CommandPalette
 from textual.geometry import Region, Size
 from textual.screen import ModalScreen
 from textual.widget import Widget
@@ -77,7 +78,7 @@ from parts.api.views import RequestView
 from parts.checks import one_line, read_whole, shown
 from parts.device import rows
 from parts.files import LineFile, check_writable, write_whole
-from parts.program import BROWSER, about, on_a_terminal, tell
+from parts.program import BROWSER, about, on_a_terminal
 from screen import (
     bill,
     breakage,
@@ -94,7 +95,7 @@ from screen import (
     waterfall,
 )
 from screen.ink import DARK, Line, Palette, Pen, clean, count
-from screen.places import LOWER, STACKS, arrange, arrange_loading, arrange_tour, is_wide
+from screen.places import LOWER, STACKS, arrange, arrange_loading, arrange_tour, is_small, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, CHUNK, Ask, EngineRoom, Room, Settings
 from screen.session import (
@@ -111,7 +112,7 @@ from screen.state import State, verdict
 from screen.terminal import HUNG_UP, Terminal
 from screen.tour import Tour, draw_tour, refuse, run_plain_tour
 from screen.why import at_percent, place_of, ranked
-from screen.widgets import NEWLINE, Pane, Prompt, thrifty
+from screen.widgets import NEWLINE, Commands, Pane, Prompt, thrifty
 
 PANES = {  # by name: what draws it
     "loading": panes.draw_loading,
@@ -209,7 +210,7 @@ class Sheet(ModalScreen):
 
     def _window(self, state: State, p: Palette, width: int, height: int) -> list[Line]:
         """The lines in sight. The heading stays; what is under it can be scrolled."""
-        if width < 60 or height < 20:
+        if is_small(width, height):
             return panes.draw_small(state, p, width, height)
         if state.view.engine is None and self.name not in WITHOUT_A_MODEL:
             return panes.draw_loading(state, p, width, height)
@@ -837,6 +838,10 @@ class Screen(App):
             self.notify(words, severity="error", markup=False)
         return None
 
+    def action_command_palette(self) -> None:
+        if not CommandPalette.is_open(self):
+            self.push_screen(Commands())
+
     def action_theme(self, name: str = "") -> None:
         self.theme = name or ("textual-light" if self.current_theme.dark else "textual-dark")
 
@@ -1073,7 +1078,7 @@ def failed(state: State) -> int:
     why once more."""
     if state.view.stage != "failed":
         return 0
-    tell(state.view.error or state.printed)
+    print(f"nanobatch: {state.view.error or state.printed}", file=sys.stderr)
     return 2
 
 
@@ -1120,7 +1125,7 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
             is_done = False
             said = f"--{option} {shown(file, 200)}: {getattr(error, 'strerror', None) or error}"
         if said:
-            tell(said)
+            print(f"nanobatch: {said}", file=sys.stderr)
     return is_done
 
 
@@ -1153,10 +1158,10 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
     code = app.return_code or 0
     if app.return_code is None and not BROWSER:  # a browser ends it without a word
-        tell("the screen has ended by itself, and that is a mistake in it")
+        print("nanobatch: the screen has ended by itself, a mistake in it", file=sys.stderr)
         code = 1
     for block in session.state.tracebacks[-5:]:
-        tell(block)
+        print(f"nanobatch: {block}", file=sys.stderr)
     if session.state.periods and not (args.screenshot or BROWSER or code == HUNG_UP):
         print("\n".join(pages.farewell(session.state, shutil.get_terminal_size().columns)))
     return code or failed(session.state), app.picture

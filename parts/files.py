@@ -122,7 +122,7 @@ def check_writable(file: str) -> None:
     a pipe that nobody reads is an error instead of a long wait."""
     if _standard(file):
         return
-    if not os.path.exists(file):
+    if _what(file) is None:
         handle, beside = _open_beside(os.path.realpath(file))
         os.close(handle)
         os.unlink(beside)
@@ -146,7 +146,7 @@ def write_whole(file: str | Path, text: str) -> None:
         if stream := _standard(path):  # what was printed before comes before it
             stream.write(text)
             stream.flush()
-        elif os.path.exists(path) and not os.path.isfile(path):
+        elif (before := _what(path)) and not stat.S_ISREG(before.st_mode):
             _write_to_special(path, data)
         else:
             _write_to_plain(os.path.realpath(path), data)
@@ -155,7 +155,16 @@ def write_whole(file: str | Path, text: str) -> None:
 
 
 def _standard(path: str) -> TextIO | None:
-    return {"/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(path)
+    return {"/dev/stdout": sys.stdout, "/dev/stderr": sys.__stderr__}.get(path)
+
+
+def _what(path: str) -> os.stat_result | None:
+    """What there is, if there is anything: other than `os.path.exists`, no other error passes for
+    nothing."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
 
 
 def _write_to_special(path: str, data: bytes) -> None:
@@ -171,14 +180,14 @@ def _write_to_plain(path: str, data: bytes) -> None:
     try:
         _replace(path, data)
     except OSError as error:
-        if error.errno not in NO_ROOM_BESIDE or not os.path.exists(path):
+        if error.errno not in NO_ROOM_BESIDE or _what(path) is None:
             raise
         _overwrite(path, data)
 
 
 def _replace(path: str, data: bytes) -> None:
     """Write beside the file, and put that into its place."""
-    before = os.stat(path) if os.path.exists(path) else None
+    before = _what(path)
     if before:
         os.close(os.open(path, os.O_WRONLY))  # a file that is protected stays so
     handle, beside = _open_beside(path)

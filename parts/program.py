@@ -40,17 +40,45 @@ if _started and os.path.dirname(os.path.realpath(_started)) == ROOT:
 import argparse  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from contextlib import contextmanager, suppress  # noqa: E402
-from typing import NoReturn  # noqa: E402
+from typing import NoReturn, TextIO  # noqa: E402
 
 from parts.checks import one_line, read_whole, shown  # noqa: E402
 
 
-def run(main: Callable[[], int]) -> NoReturn:
-    """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
-    # A standard stream was closed; MLX reads no file as number 0
+class Stderr:
+    """Standard error. What cannot be written there, on a full disk or to a terminal that has gone,
+    cannot be told to anybody, and what comes next is done all the same."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._file, name)
+
+
+def open_streams() -> None:
+    """A standard stream that the caller has closed is one of nothing. Else it would be None, and a
+    file that is opened later would pass for it."""
     while (unused := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(unused)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    if not isinstance(sys.stderr, Stderr):
+        sys.stderr = Stderr(sys.stderr or os.fdopen(2, "w", closefd=False))
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
+    open_streams()
     try:
         _on_ctrl_c(signal.default_int_handler)
         code = main()
@@ -110,13 +138,6 @@ def on_a_terminal() -> bool:
     return BROWSER or all(
         stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
     )
-
-
-def tell(line: str) -> None:
-    """To whoever reads standard error. If nobody does any more, what comes next is done all the
-    same."""
-    with suppress(OSError):
-        print(f"nanobatch: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def arrange(
 ) -> dict[str, Region]:
     """Where each pane goes. A pane that is not named has no room, and is not shown. `lower` is one
     of `LOWER`."""
-    if width < 60 or height < 20:
+    if is_small(width, height):
         return {"small": Region(0, 0, width, height)}
     places = {"status": Region(0, 0, width, 1)} | bottom(width, height)
     body = height - 3
@@ -74,7 +74,7 @@ def bottom(width: int, height: int) -> dict[str, Region]:
 
 def arrange_loading(width: int, height: int) -> dict[str, Region]:
     """Where each pane goes while the model loads: prompts can be typed already."""
-    if width < 60 or height < 20:
+    if is_small(width, height):
         return {"loading": Region(0, 0, width, height)}
     return {"loading": Region(0, 0, width, height - 2)} | bottom(width, height)
 
@@ -82,7 +82,7 @@ def arrange_loading(width: int, height: int) -> dict[str, Region]:
 def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
     """Where each pane goes while the tour speaks: its strip stands in place of the prompt box, over
     the footer. Slots and timeline are in sight on any screen; on a small one, side by side."""
-    if width < 60 or height < 20:
+    if is_small(width, height):
         return {"small": Region(0, 0, width, height)}
     tall = 7 if width >= 80 else 9
     strip = height - 1 - tall
@@ -107,6 +107,11 @@ def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, R
     places["tour"] = Region(0, strip, width, tall)
     places["keys"] = Region(0, height - 1, width, 1)
     return places
+
+
+def is_small(width: int, height: int) -> bool:
+    """Is there no room for anything?"""
+    return width < 60 or height < 20
 
 
 def is_wide(width: int, height: int) -> bool:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -36,7 +37,6 @@ from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
 from parts.api.views import ExpertsView, Limits, RequestView, Snapshot
 from parts.price import NARROWEST
-from parts.program import tell
 from policies import POLICIES
 from screen.ink import clean
 from screen.machine import Others
@@ -412,7 +412,10 @@ class EngineRoom(Room):
         Ctrl-C ends that."""
         with suppress(KeyboardInterrupt, OSError):
             if self.door and self.loop and any(call.requests for call in self.door.look().open):
-                tell("finishing what clients have asked; Ctrl-C ends it at once")
+                print(
+                    "nanobatch: finishing what clients have asked; Ctrl-C ends it at once",
+                    file=sys.stderr,
+                )
             if self.door:
                 self.door.drain(DRAIN_S)
         if self.door:

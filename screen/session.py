@@ -656,7 +656,7 @@ def run_plain(
     log = PlainLog(session, write)
     state = session.state
     orders = deque(as_command(*order) for order in orders_of(script) if order[0] != "wait")
-    listening, rest, typed = not script and sys.stdin is not None, b"", deque()
+    listening, rest, typed = not script, b"", deque()
     idle = not (script or session.room.posted or stays)  # nothing has been asked for yet
     if idle and listening and sys.stdin.isatty():
         log.write("type a prompt, or a command such as /burst 8 or /help; Ctrl-D ends")

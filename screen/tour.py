@@ -426,7 +426,7 @@ def run_plain_tour(session: Session) -> int:
             told = session.state.tour
             print("\n".join(in_lines(told)), flush=True)
         elif tour.waits:
-            answer(tour, sys.stdin.readline() if sys.stdin else "")
+            answer(tour, sys.stdin.readline())
     return 0
 
 

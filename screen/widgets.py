@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from textual import events
 from textual.binding import Binding
+from textual.command import CommandPalette
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -158,3 +160,12 @@ class Prompt(Input):
 
     def action_submit(self) -> None:
         self.app.submit()
+
+
+class Commands(CommandPalette):
+    """The command palette. Its list has no lines before it is laid out, nor in a window without
+    room: there PageUp was a KeyError, which ended the screen."""
+
+    def _action_command_list(self, action: str) -> None:
+        with suppress(KeyError):
+            super()._action_command_list(action)

@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from doors import COMPLETIONS, Line, free_ports
 from tokenizers import Tokenizer, models
 
 import ask
@@ -375,6 +377,50 @@ def test_no_standard_input_and_a_full_disk_get_their_line(model):
             f"{command} --prompt x >/dev/full", shell=True, capture_output=True, timeout=120
         )
         assert done.returncode == 1 and "cannot be written" in lines(done.stderr)[-1]
+
+
+@pytest.mark.parametrize(
+    ("program", "closed"),
+    [
+        ("ask.py --max-tokens 4 x", ">&-"),
+        ("ask.py --max-tokens 4 x", "<&- >&- 2>&-"),
+        ("ask.py --max-tokens 4 x", "2>/dev/full"),
+        ("tui.py --plain --script burst2", ">&-"),
+        ("bench.py --from", ">&-"),
+    ],
+)
+def test_a_standard_stream_that_is_closed_is_one_of_nothing(model, program, closed):
+    """`ask.py hi >&-` was an AttributeError."""
+    if "full" in closed and not Path("/dev/full").exists():
+        pytest.skip("Linux has a device that is full")
+    model = ROOT / "docs" / "bench-15m.json" if "--from" in program else f"--model {model}"
+    command = f"exec {sys.executable} {ROOT}/{program} {model} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert bool(done.stdout) == (closed in ("2>&-", "2>/dev/full"))
+
+
+def test_a_server_whose_standard_error_cannot_be_written_serves():
+    """It ended before the first request, since it could not say where it is."""
+    (port,) = free_ports(1)
+    if not Path("/dev/full").exists():
+        pytest.skip("Linux has a device that is full")
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "serve.py"), "--port", str(port)], stderr=full
+        )
+    try:
+        status = 0
+        while status != 200:
+            assert process.poll() is None
+            with suppress(OSError):
+                line = Line("127.0.0.1", port).post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
+                status = line.reply().status
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
 
 
 def test_a_hub_id_that_is_not_here_while_the_network_is_down(tmp_path):

@@ -658,6 +658,22 @@ def test_every_action_is_in_the_command_palette():
     show(scenario)
 
 
+@pytest.mark.parametrize("size", [(120, 40), (10, 3), (1, 1)])
+def test_the_palette_takes_its_keys_at_once_and_in_a_window_without_room(size):
+    """PageUp before it was laid out was a KeyError, and ended the screen."""
+
+    async def scenario(it):
+        await it.pilot.resize_terminal(*size)
+        for key in ("ctrl+p", "pageup", "pagedown", "down", "pageup", "end"):
+            it.app.post_message(events.Key(key, None))
+        await it.pilot.pause()
+        await it.press("pageup", "pagedown", turns=0)
+        assert len(it.app.screen_stack) == 2
+        await it.press("escape", turns=0)
+
+    show(scenario)
+
+
 @pytest.mark.parametrize("broken", [True, False])
 def test_a_screen_whose_model_could_not_be_loaded_ends_with_code_2(broken, capsys):
     """The exit code was 0."""

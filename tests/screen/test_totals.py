@@ -265,3 +265,14 @@ def test_the_screen_tells_of_the_ranks_that_share_the_model():
     text = "\n".join(plain(steps.draw_step(stage.state, ink.DARK, 90, 14)))
     assert "ranks    2 by ring, of 300, 200 MiB" in text
     assert "2 ranks" in plain(panes.draw_status(stage.state, ink.DARK, 120, 1))[0]
+
+
+def test_what_stays_after_the_end_fits_a_terminal_of_any_width():
+    """In one of a single column it was a ValueError."""
+    stage = Stage().load()
+    stage.session.obey("/burst 12")
+    stage.finish()
+    for width in range(160):
+        lines = pages.farewell(stage.state, width)
+        assert lines and all(len(line) <= max(2, width) for line in lines), width
+    assert len(pages.farewell(stage.state, 160)) > 2
