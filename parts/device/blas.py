@@ -180,7 +180,10 @@ def _global(library: str | Path) -> ctypes.CDLL | None:
     """The library, with its names made global; None if it cannot be loaded."""
     try:
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    except OSError:
+    except (
+        OSError,
+        ValueError,
+    ):  # ValueError: bytes that are no text, in the path and so in the reason
         return None
 
 
@@ -203,7 +206,7 @@ def _offers(library: ctypes.CDLL) -> bool:
     try:
         if not hasattr(library, PRODUCTS[0]):
             offer({name: library[f"scipy_{name}"] for name in PRODUCTS})
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, ValueError):
         return False
     return True
 

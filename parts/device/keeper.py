@@ -30,6 +30,7 @@ from pathlib import Path
 PYTHON = [sys.executable or "python3", "-I", "-S"]  # the standard library, and nothing else
 UNRUN = 127  # a shell's exit code for a command that cannot be run
 LOOK_S = 0.01
+MOST = 100_000  # characters of what a command has printed
 
 
 class Keeper:
@@ -91,7 +92,8 @@ def keep(place: str) -> None:
 def obey(command: list[str], folder: str) -> tuple[int, str]:
     """Run one command. It is ended when the keeper's input ends."""
     environment = os.environ | {"LC_ALL": "C", "TMPDIR": folder}
-    with tempfile.TemporaryFile("w+", errors="replace", dir=folder) as said:
+    # In memory, since the disk may be full: that is what the command would say
+    with open(os.memfd_create("said"), "w+", errors="replace") as said:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": subprocess.STDOUT}
         try:
             process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
@@ -104,7 +106,8 @@ def obey(command: list[str], folder: str) -> tuple[int, str]:
             os.killpg(process.pid, signal.SIGKILL)  # and what the command has left behind
         code = process.wait()
         said.seek(0)
-        return code if code >= 0 else 128 - code, said.read()  # 128: a signal's, as shells have it
+        # 128: a signal's, as shells have it
+        return code if code >= 0 else 128 - code, said.read(MOST)
 
 
 def reply(code: int, said: str) -> None:

@@ -217,7 +217,7 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
     kept, why_not = cache_folder()
     target = kept and kept / file_name(compiler, options)
     if target and is_ours(target, stat.S_ISREG) and is_whole(target):
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             return ctypes.CDLL(str(target))
     hung = target and target.with_suffix(".hung")
     if hung and is_recent(hung):
@@ -245,7 +245,7 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
         try:
             # What lies in the keeper's folder stays loaded when its file goes
             return ctypes.CDLL(str(made if why_not or not target else target))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise Unbuilt(f"the matrix product of rows.c cannot be loaded ({error})") from None
 
 

@@ -662,11 +662,12 @@ def test_the_blas_can_be_turned_off_and_then_nothing_is_said():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
 def test_a_blas_that_cannot_be_loaded_is_named(model):
-    done = run("--model", model, "--prompt", "x", NANOBATCH_BLAS="/no/such/lib.so")
-    assert done.returncode == 2 and lines(done.stderr)[0].startswith(
-        "nanobatch: NANOBATCH_BLAS=/no/such/lib.so"
-    )
-    assert len(lines(done.stderr)) == 1
+    for name in ("/no/such/lib.so", "/no/such/\udcff"):  # a byte that is no text
+        done = run("--model", model, "--prompt", "x", NANOBATCH_BLAS=name)
+        assert done.returncode == 2 and lines(done.stderr)[0].startswith(
+            "nanobatch: NANOBATCH_BLAS=/no/such/"
+        )
+        assert len(lines(done.stderr)) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
