@@ -223,7 +223,7 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
     if hung and is_recent(hung):
         raise Unbuilt(_hangs(compiler, hung))
     name = Path(compiler[0]).name
-    how_often = why_not or "once, in a few seconds"
+    how_often = why_not or "once, in seconds"
     say(readable(f"compiling rows.c, the matrix product, with {name}; {how_often}"))
     try:
         keeper = Keeper(place_to_compile(kept))

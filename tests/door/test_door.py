@@ -10,6 +10,7 @@ import queue
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -151,8 +152,18 @@ def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here)
     just before the main thread went to sleep, was heard of by nobody, and a busy server that was
     told to end stayed."""
 
+    main = threading.get_ident()
+
+    def is_waiting() -> bool:
+        frame, functions = sys._current_frames()[main], set()
+        while frame is not None:
+            functions.add(frame.f_code)
+            frame = frame.f_back
+        return Door.wait.__code__ in functions
+
     def strike() -> None:
-        time.sleep(0.1)  # the main thread waits by now
+        while not is_waiting():
+            time.sleep(0.01)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     thread = threading.Thread(target=strike)
@@ -160,7 +171,7 @@ def test_ctrl_c_that_another_thread_takes_ends_the_wait_of_the_main_thread(here)
     give_up = threading.Timer(60, here.door._ended.set)
     give_up.start()
     with pytest.raises(KeyboardInterrupt):
-        here.door.wait()
+        here.door.wait(queue.SimpleQueue())
     give_up.cancel()
     thread.join()
     assert not here.door._ended.is_set(), "nothing was heard of Ctrl-C until the door had ended"
@@ -597,7 +608,7 @@ def test_after_ctrl_c_the_socket_is_the_doors_until_its_thread_has_ended(engine,
             here.line().post(COMPLETIONS, BODY | {"stream": True}).until(b"data: ")
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(KeyboardInterrupt):
-                here.door.wait()
+                here.door.wait(queue.SimpleQueue())
             here.door.close()
             while any(thread.name == "door" for thread in threading.enumerate()):
                 time.sleep(0.01)

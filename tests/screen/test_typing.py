@@ -154,7 +154,7 @@ def test_keys_that_turn_something_on_and_off_do_so_before_the_engine_has_heard_t
                 it.app.look()
             await it.turns(2)
             view, sched = it.stage.state.view, it.stage.engine.sched
-            found.append((view.paused, view.load, view.slow, sched.policy, sched.chunk))
+            found.append((view.paused, view.load, view.slow, sched.policy.name, sched.chunk))
 
         return type_them
 

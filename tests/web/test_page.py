@@ -236,7 +236,7 @@ def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path, capsys):
     """It was a traceback."""
     run = tmp_path / "run.json"
     run.write_text(json.dumps(recording()))
-    assert page_program.main([str(run), str(tmp_path / "nowhere" / "out.html")]) == 2
+    assert page_program.main([str(run), str(tmp_path / "nowhere" / "out.html")]) == 1
     said = capsys.readouterr().err
     assert said.startswith("tools/page.py: ") and "nowhere" in said and said.count("\n") == 1
 
