@@ -101,6 +101,7 @@ INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec times(vec a, vec b) { return _mm512_mul_ps(a, b); }
 INLINE vec float16s(const void *at) { return _mm512_cvtph_ps(_mm256_loadu_si256(at)); }
 INLINE vec all_float16(const uint16_t *at) { return _mm512_cvtph_ps(_mm256_set1_epi16((short)*at)); }
+INLINE vec all_bfloat16(const uint16_t *at) { return all(bfloat16(*at)); }
 INLINE vec bytes(const void *at) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(at))); }
 INLINE vec bfloat16s(const void *at) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at)), 16));
@@ -149,6 +150,9 @@ INLINE vec bytes(const void *at) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi3
 INLINE vec bfloat16s(const void *at) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), 16));
 }
+INLINE vec all_bfloat16(const uint16_t *at) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_set1_epi16((short)*at), 16));
+}
 INLINE vec nibbles(const void *at) {
   __m256i words = _mm256_srlv_epi32(_mm256_set1_epi32(*(const int *)at), _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
   return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15)));
@@ -178,6 +182,7 @@ INLINE vec times(vec a, vec b) { return vmulq_f32(a, b); }
 INLINE vec float16s(const void *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
 INLINE vec all_float16(const uint16_t *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_dup_u16(at))); }
 INLINE vec bfloat16s(const void *at) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
+INLINE vec all_bfloat16(const uint16_t *at) { return all(bfloat16(*at)); }
 INLINE vec bytes(const void *at) {
   uint32x2_t four_bytes = vld1_dup_u32(at);
   return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(four_bytes)))));
@@ -207,6 +212,7 @@ INLINE vec add(vec a, vec b) { return a + b; }
 INLINE vec times(vec a, vec b) { return a * b; }
 INLINE vec float16s(const uint16_t *at) { return (vec){float16(at[0]), float16(at[1]), float16(at[2]), float16(at[3])}; }
 INLINE vec all_float16(const uint16_t *at) { return all(float16(*at)); }
+INLINE vec all_bfloat16(const uint16_t *at) { return all(bfloat16(*at)); }
 INLINE vec bfloat16s(const uint16_t *at) {
   return (vec){bfloat16(at[0]), bfloat16(at[1]), bfloat16(at[2]), bfloat16(at[3])};
 }
@@ -236,7 +242,8 @@ typedef struct {
   uint64_t key[2];
   int32_t form, form_of_scales; /* of the weights; of scales and offsets */
   int64_t N, K;                 /* the matrix is (N, K), row by row */
-  int64_t group;                /* so many weights of a row share a scale and an offset; of 16 bits: K, and no offset */
+  int32_t group, groups;        /* so many weights share a scale and an offset; so many groups has a row. Of 16 bits
+                                   a row is one group, without an offset */
   int32_t scales, offsets;      /* where they lie, in lines of the cache from here on */
 } Packed;
 enum { LINE_NBYTES = 64, LEAST = 16 }; /* LEAST: a shorter row, in float32, takes fewer bytes than a `Packed` */
@@ -254,15 +261,15 @@ typedef struct { /* what the weights of a group have in common */
 
 INLINE vec all_of(const void *numbers, long i, int form) {
   if (form == FLOAT16) return all_float16((const uint16_t *)numbers + i);
-  return all(form == BFLOAT16 ? bfloat16(((const uint16_t *)numbers)[i]) : ((const float *)numbers)[i]);
+  if (form == BFLOAT16) return all_bfloat16((const uint16_t *)numbers + i);
+  return all(((const float *)numbers)[i]);
 }
 
 /* A number times its scale, and then the offset: two roundings, as `mx.dequantize` has them. */
 INLINE vec scaled(vec numbers, const Group *group) { return add(times(numbers, group->scale), group->offset); }
 
-/* The group of weight k of row j. */
-INLINE Group group_of(const Packed *a, long j, long k, const int form) {
-  long i = j * (a->K / a->group) + k / a->group;
+/* Group i of the matrix. (It is counted by who asks: a division would take longer than the group's weights.) */
+INLINE Group group_at(const Packed *a, long i, const int form) {
   Group group = {.scale = all_of(line(a, a->scales), i, a->form_of_scales)};
   if (bits_of(form) == 16) return group;
   group.offset = all_of(line(a, a->offsets), i, a->form_of_scales);
@@ -327,13 +334,13 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
     for (int c = 0; c < COLS; c++) sum[r][c] = kept && !p->is_first && c < cols ? kept[r * COLS + c] : all(0);
 
   long k = 0;
-  while (k < whole) {
+  for (long g = 0; k < whole; g++) {
     long stop = whole;
     Group groups[COLS];
     if (form != FLOAT32) {
       stop = at_most(k + p->packed->group, whole);
       for (int c = 0; c < cols; c++) {
-        groups[c] = group_of(p->packed, j + c, k, form);
+        groups[c] = group_at(p->packed, (j + c) * p->packed->groups + g, form);
         if (is_first) __builtin_prefetch(packed + (j + c + COLS) * width + k * bits / 8);
       }
     }
@@ -421,7 +428,9 @@ static void turned_number(const Product *p, long m, long j) {
 
 /* --- strips: tiles of the same rows side by side ------------------------------------------------------------------------
 
-   A tile's loops are unrolled into registers if their bounds are constants. So there is a function for each height. */
+   A tile's loops are unrolled into registers if their bounds are constants. So there is a function for each height.
+   Strips of packed weights have LOW rows at most, since the groups need registers, too. As long as there are FEW rows, to
+   unpack the weights again for each strip takes less time than to write them down once (as measured). */
 
 typedef struct { /* weights that are used next: each tile brings some of them into the L2 cache */
   const float *at;
@@ -474,12 +483,12 @@ HEIGHT(1) HEIGHT(2) HEIGHT(3)
 #if defined(__AVX512F__) || defined(__aarch64__)
 HEIGHT(4) HEIGHT(5) HEIGHT(6)
 #define HEIGHTS(kind) {0, kind##1, kind##2, kind##3, kind##4, kind##5, kind##6}
-enum { LOW = 4 };
+enum { LOW = 4, FEW = 12 };
 #define PACKEDS(form) PACKED(form, 1) PACKED(form, 2) PACKED(form, 3) PACKED(form, 4)
 #define LOWS(kind) {0, kind##1, kind##2, kind##3, kind##4}
 #else
 #define HEIGHTS(kind) {0, kind##1, kind##2, kind##3}
-enum { LOW = ROWS };
+enum { LOW = ROWS, FEW = 4 };
 #define PACKEDS(form) PACKED(form, 1) PACKED(form, 2) PACKED(form, 3)
 #define LOWS HEIGHTS
 #endif
@@ -518,25 +527,25 @@ static void stored_block(const Product *p, long m0, long m1, long j0, long j1) {
 
 /* --- packed weights: few rows and many -------------------------------------------------------------------------------
 
-   For few rows, weights are unpacked in the register, by each strip again. For more, a block of them is unpacked into a
+   For FEW rows, weights are unpacked in the register, by each strip again. For more, a block of them is unpacked into a
    scratch that stays in the L1 cache, and multiplied as any other block. If K is long, a block is a part of it, so that
    the L2 cache holds the same part of x for many rows. The sums of the other parts are kept meanwhile, lane by lane. */
 
 enum {
-  FEW = 2 * ROWS,
   NARROW = 16,  /* columns whose packed weights stay in the L1 cache while the strips go over them */
   DEEP = 1024,  /* numbers of a row that are unpacked at a time */
   TALL = 64,    /* rows for which that is done once */
 };
 
 INLINE void unpack_as(const Packed *a, long j0, long j1, long k0, long k1, float *to, const int form) {
-  const long bits = bits_of(form), width = a->K * bits / 8;
+  const long bits = bits_of(form), width = a->K * bits / 8, g0 = k0 / a->group;
   for (long j = j0; j < j1; j++) {
     const char *row = line(a, 1) + j * width;
     const char *ahead = row + (j1 - j0) * width; /* what the next block unpacks */
-    for (long k = k0; k < k1;) {
-      Group group = group_of(a, j, k, form);
-      long stop = at_most(k - k % a->group + a->group, k1);
+    long k = k0;
+    for (long g = g0; k < k1; g++) {
+      Group group = group_at(a, j * a->groups + g, form);
+      long stop = at_most((g + 1) * a->group, k1);
       __builtin_prefetch(ahead + k * bits / 8);
 #pragma GCC unroll 4
       for (; k + LANES <= stop; k += LANES, to += LANES) {
@@ -777,7 +786,7 @@ int rows_start(int wanted) {
 
 /* Write a `Packed`. Its weights lie in the next line of the cache; `scales` and `offsets` are counted in lines, too. */
 void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets) {
-  Packed packed = {{key[0], key[1]}, form, form_of_scales, N, K, group, scales, offsets};
+  Packed packed = {{key[0], key[1]}, form, form_of_scales, N, K, group, K / group, scales, offsets};
   memcpy(at, &packed, sizeof packed);
 }
 

@@ -108,8 +108,8 @@ BUGS = {
         "return fma_(numbers, group->scale, group->offset);",
     ),
     "a packed weight with the scale of the group before": (
-        "+ k / a->group;",
-        "+ (k ? k - 1 : 0) / a->group;",
+        "Group group = group_at(a, j * a->groups + g, form);",
+        "Group group = group_at(a, j * a->groups + (g ? g - 1 : 0), form);",
     ),
     "sums that begin anew with each part of a long row": (
         "part.is_first = k == 0;",
