@@ -241,17 +241,22 @@ class Door:
             visit.error = messages.error
         visit.connection.begin_visit(visit)
         self._visits.add(visit)
-        await self._pages(scope, receive, send)
+        try:
+            await self._pages(scope, receive, send)
+        finally:
+            self._end(visit, began)
+
+    def _end(self, visit: Visit, began: float) -> None:
         self._visits.discard(visit)
-        del scope["state"]["visit"]  # each refers to the other
+        del visit.request.scope["state"]["visit"]  # each refers to the other
         visit.connection.end_visit(visit)
         visit.note(latency_s=time.perf_counter() - began)
         if visit.is_news:
-            call = self.journal.end(number)
+            call = self.journal.end(visit.number)
             self.figures.count(call)
             ACCESS_LOG.info(call.line)
         else:
-            self.journal.forget(number)
+            self.journal.forget(visit.number)
 
     async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
         """Whatever is raised on the way of a request becomes its answer. `send` adds what lets

@@ -50,9 +50,9 @@ BODIES = 2**28  # bytes of all bodies that are read at a time; one more that is 
 AHEAD = 2**14  # bytes that are read before their turn, about
 REQUESTS = 128  # that may come before their turn; `uvicorn` keeps two kilobytes for each
 BODY_S = 30.0  # a body must have come by then
-STUCK_S = 60.0  # in so long a client whose line is full has to take
-TAKEN = 3 * 2**14  # so many bytes: what `asyncio` lets pile up, before it says that there is room
-SLOW_S = 5.0  # a client that has not taken so many for so long is slow
+PART = 2**14  # bytes of an answer that are sent at a time
+STUCK_S = 60.0  # a client whose line is full for so long has taken less than 48 KiB, and is ended
+SLOW_S = 5.0  # one whose line is full for so long is slow
 LAG = 2**25  # bytes that wait for all slow clients together; beyond, the one who lags most is ended
 FAREWELL_S = 2.0  # a client that is still sending has so long to read why we do not listen
 PING_S = 10.0  # in so long a silence, a comment says that we are still here
@@ -107,6 +107,7 @@ class Visit:
         self.send_head = send  # for the head of an answer
         self._send = send  # for its body
         self._journal = journal
+        self.left = 0  # bytes of its answer that have yet to be sent
         # While the answer is a stream: when the stream last said something
         self._wrote: float | None = None
         # A refusal's body: a protocol may have a form of its own
@@ -132,7 +133,19 @@ class Visit:
             self.note(status=self.status)
             await self.send_head(message)
         else:
-            await self._send(message)
+            await self._send_body(message)
+
+    async def _send_body(self, message: dict) -> None:
+        """In parts, each of which waits until the client has taken most of those before. So a large
+        answer is in memory once, and not once more in the transport."""
+        left = memoryview(message.get("body", b""))
+        while len(left) > PART:
+            if self.connection.lost.is_set():
+                raise Gone
+            await self._send(message | {"body": left[:PART], "more_body": True})
+            left = left[PART:]
+            self.left = len(left)
+        await self._send(message | {"body": left})
 
     async def begin_events(self, id: str = "") -> None:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
@@ -320,7 +333,7 @@ class Line:
         return self._has_left or self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        if not self._has_left:
+        if not self.is_closing():  # `asyncio` would log each write to a client that is gone
             self._transport.write(data)
 
     def close(self) -> None:
@@ -364,7 +377,6 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head = 0  # bytes of a head that is not complete, about
         self._blocked_since: float | None = None  # since then the client has taken too little
-        self._left = 0  # bytes that were left to be taken then
         self._silent_since: float | None = time.monotonic()  # since then a whole request is awaited
         self._visit: Visit | None = None  # the one that goes on
         self._is_half_closed = False  # the client says nothing more
@@ -452,7 +464,6 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._blocked_since = time.monotonic()
-        self._left = self.unsent
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -487,9 +498,6 @@ class Connection(HttpToolsProtocol):
         """`uvicorn` would wait for ever for a whole request, and for an answer to be taken."""
         if self.transport.is_closing() and self._silent_since is None:
             self._silent_since = now
-        if self.is_blocked and self._left - self.unsent > TAKEN:
-            self._blocked_since = now
-            self._left = self.unsent
         if self.is_blocked and now - self._blocked_since > self.patience:
             self.end_slow()
         elif self._silent_since is not None and now - self._silent_since > HEAD_S:
@@ -543,8 +551,8 @@ async def look_after(
     lags = {each: each.unsent for each in connections if each.is_slow(now)}
     for visit in visits:
         answer = answers.get(visit.number)
-        if answer and visit.connection in lags:
-            lags[visit.connection] += answer.lag
+        if visit.connection in lags:
+            lags[visit.connection] += visit.left + (answer.lag if answer else 0)
     while sum(lags.values()) > LAG:
         last = max(lags, key=lags.get)
         last.end_slow()

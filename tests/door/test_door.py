@@ -322,30 +322,47 @@ def test_if_slow_readers_let_too_much_wait_the_one_who_lags_most_is_ended(here, 
         line.hang_up()
 
 
-def test_a_reader_that_takes_some_now_and_then_is_not_stuck():
-    """A large answer on a narrow line was cut off after a minute, however steadily it was read."""
-    left = 10**6
-    ended = []
-    connection = object.__new__(http.Connection)
-    connection.transport = SimpleNamespace(
-        get_write_buffer_size=lambda: left,
-        is_closing=lambda: False,
-        abort=lambda: ended.append(now),
-    )
-    connection.patience = http.STUCK_S
-    connection._visit = connection._silent_since = None
-    connection._blocked_since = now = 0.0
-    connection._left = left
-    while left > 300_000:
-        now += http.STUCK_S - 1
-        left -= http.TAKEN + 1
-        connection.end_if_stuck(now)
-    assert not ended and now > 10 * http.STUCK_S
-    for _ in range(2):
-        now += http.STUCK_S - 1
-        left -= http.TAKEN // 3
-        connection.end_if_stuck(now)
-    assert ended == [now], "it has taken a little, but too little"
+def test_a_large_answer_is_sent_as_it_is_taken(here):
+    """All of it lay in the transport. It was cut off after a minute, however steadily it was taken,
+    and its call had ended long before."""
+    here.loop.pause()
+    line = Line(here.host, here.port, receive=2048)
+    line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
+    while not (connections := here.door._server.server_state.connections):
+        time.sleep(0.005)
+    (connection,) = connections
+    narrow(here)
+    here.loop.resume()
+    size = int(re.search(rb"content-length: (\d+)", line.until(b"\r\n\r\n"))[1])
+    moments = set()
+    deadline = time.monotonic() + 60
+    while size > len(line.rest):
+        assert time.monotonic() < deadline
+        if connection.is_blocked and connection._visit:
+            assert connection.unsent <= http.PART
+            moments.add(connection._blocked_since)
+        line.rest += line.socket.recv(2**12)
+    assert len(moments) > 5 and size > 10 * http.PART, (len(moments), size)
+    assert len(json.loads(line.rest)["choices"]) == 8
+    line.hang_up()
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_large_answer_has_hung_up(here):
+    """The log said that it had got everything."""
+    here.loop.pause()
+    line = Line(here.host, here.port, receive=2048)
+    line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
+    deadline = time.monotonic() + 60
+    while not here.door.look().open:
+        assert time.monotonic() < deadline
+    narrow(here)
+    here.loop.resume()
+    line.until(b"\r\n\r\n")
+    line.hang_up()
+    while not (ended := here.door.look().ended):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert ended[0].hung_up and ended[0].status == 200 and ended[0].tokens > 100
 
 
 def test_a_reader_that_reads_in_fits_gets_every_piece_once_and_in_order(here):
