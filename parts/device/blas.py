@@ -177,13 +177,11 @@ def _load_rows(form: str) -> Blas:
 
 
 def _global(library: str | Path) -> ctypes.CDLL | None:
-    """The library, with its names made global; None if it cannot be loaded."""
+    """The library, with its names made global; None if it cannot be loaded. (ValueError: its path
+    holds bytes that are no text, and so does the reason.)"""
     try:
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    except (
-        OSError,
-        ValueError,
-    ):  # ValueError: bytes that are no text, in the path and so in the reason
+    except (OSError, ValueError):
         return None
 
 

@@ -221,7 +221,7 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
             return ctypes.CDLL(str(target))
     hung = target and target.with_suffix(".hung")
     if hung and is_recent(hung):
-        raise Unbuilt(_hangs(compiler, hung))
+        raise _hangs(compiler, hung)
     name = Path(compiler[0]).name
     how_often = why_not or "once, in seconds"
     say(readable(f"compiling rows.c, the matrix product, with {name}; {how_often}"))
@@ -234,24 +234,26 @@ def _load_kept(form: str, say: Callable[[str], None]) -> ctypes.CDLL:
         try:
             compile_to(made, compiler, options, keeper)
         except TimeoutError:
-            if hung:
-                with suppress(OSError):
-                    hung.touch(mode=0o600)
-            raise Unbuilt(_hangs(compiler, hung)) from None
+            raise _hangs(compiler, hung) from None
         try_out(made, compiler, form, keeper)
-        why_not = keep(made, target) if target else ""
-        if why_not:
+        if target and (why_not := keep(made, target)):
             say(readable(f"{target} cannot be kept ({why_not}); the next start compiles again"))
+        elif target:
+            made = target
         try:
-            # What lies in the keeper's folder stays loaded when its file goes
-            return ctypes.CDLL(str(made if why_not or not target else target))
+            return ctypes.CDLL(str(made))  # stays loaded when its file goes
         except (OSError, ValueError) as error:
             raise Unbuilt(f"the matrix product of rows.c cannot be loaded ({error})") from None
 
 
-def _hangs(compiler: list[str], hung: Path | None) -> str:
-    again = f"; to try again within the hour, remove {hung}" if hung and hung.exists() else ""
-    return f"{compiler[0]} did not end within {PATIENCE_S} seconds{again}"
+def _hangs(compiler: list[str], hung: Path | None) -> Unbuilt:
+    """Note that the compiler hangs, for the next start. Without a cache, each start waits."""
+    why = f"{compiler[0]} did not end within {PATIENCE_S} seconds"
+    with suppress(OSError):
+        if hung and not is_recent(hung):
+            hung.touch(mode=0o600)
+    again = hung and hung.exists()
+    return Unbuilt(f"{why}; to try again within the hour, remove {hung}" if again else why)
 
 
 def is_recent(note: Path) -> bool:
