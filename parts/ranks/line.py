@@ -61,6 +61,8 @@ def call(address: str, key: bytes, name: str, until: float) -> socket.socket:
             with ExitStack() as unless:
                 line = socket.create_connection((host, int(port)), PATIENCE_S)
                 unless.enter_context(line)
+                if line.getsockname() == line.getpeername():  # TCP can: it happens on the loopback
+                    raise ConnectionRefusedError("it has called itself")
                 own = proof(key, receive(line, PROOF) + named)
                 line.sendall(named + own)
                 if not hmac.compare_digest(receive(line, PROOF), proof(key, own)):
@@ -150,7 +152,8 @@ class Caller:
         self._said += said
         if len(self._said) < NAME + PROOF:
             return ""
-        named, given = self._said[:NAME], self._said[NAME:]
+        named = self._said[:NAME]
+        given = self._said[NAME:]
         name = named.decode(errors="replace").rstrip()
         if not hmac.compare_digest(given, proof(self._key, self._question + named)):
             raise ConnectionError(OTHERS)

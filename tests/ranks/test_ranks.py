@@ -515,6 +515,24 @@ def test_what_answers_there_and_is_no_rank_is_told(says, why):
             server.shutdown(socket.SHUT_RDWR)
 
 
+def test_a_call_that_reaches_itself_is_given_up_at_once(monkeypatch):
+    """Nobody listens yet, and the system gives the caller the very port that it calls: it would
+    keep the port from the rank that is to listen there."""
+    made = []
+
+    def itself(*_) -> socket.socket:
+        line = socket.socket()
+        line.bind((LOOPBACK, 0))
+        line.connect(line.getsockname())
+        made.append(line)
+        return line
+
+    monkeypatch.setattr(socket, "create_connection", itself)
+    with pytest.raises(TimeoutError, match="itself"):
+        call(f"{LOOPBACK}:1", KEY, "a", time.monotonic() + 0.2)
+    assert len(made) > 1 and all(line.fileno() == -1 for line in made)
+
+
 def test_a_neighbour_that_does_not_call_is_not_waited_for_without_end():
     """A rank that failed a moment after MLX had connected it was."""
     with socket.create_server((LOOPBACK, 0)) as server, pytest.raises(TimeoutError):
