@@ -131,7 +131,9 @@ def table(
 
     `price_in`: what steps cost in a period; None: that cannot be known.
     """
-    shown = fitting(FIGURES, max(0, width - 1)) or FIGURES[:1]
+    shown = fitting(FIGURES, max(0, width - 1))
+    if not shown:
+        return []
 
     def line(texts: Sequence[str]) -> str:
         pairs = zip(FIGURES, texts, strict=True)

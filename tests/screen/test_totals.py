@@ -163,16 +163,6 @@ def test_what_stays_in_the_terminal_says_how_many_requests_had_not_ended():
     assert "not finished" not in " ".join(pages.farewell(stage.finish().state, 60))
 
 
-def test_a_terminal_of_one_column_gets_its_last_words_too():
-    """The screen ended with a traceback there, since no figure had room."""
-    stage = Stage().load()
-    stage.session.obey("/burst 5")
-    stage.finish()
-    for width in range(1, 20):
-        assert len(pages.farewell(stage.state, width)) > 2
-        assert plain(pages.draw_totals(stage.state, ink.DARK, width, 20))
-
-
 def test_requests_whose_ends_were_missed_are_forgotten():
     """They stood among the open ones for ever: memory grew, and each chart went through them."""
     stage = Stage(slots=2).load()
