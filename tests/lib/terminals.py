@@ -123,9 +123,10 @@ class Terminal:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, size)
         self.process.send_signal(signal.SIGWINCH)
 
-    def sees(self, *parts: str) -> None:
+    def sees(self, *parts: str, without: str = "\0") -> None:
+        """Wait until all of this is there, and what it is to be `without` has gone."""
         deadline = time.monotonic() + 120
-        while not all(part in self.text() for part in parts):
+        while without in self.text() or not all(part in self.text() for part in parts):
             assert time.monotonic() < deadline, f"{parts} not seen:\n{self.text()}"
             assert self.process.poll() is None, (
                 f"ended with {self.process.returncode}:\n{self.text()}"
