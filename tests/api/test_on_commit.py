@@ -185,8 +185,8 @@ def test_one_that_waits_in_the_thread_that_serves_is_refused_and_noted(engine):
 def test_one_that_closes_its_engine_ends_all_and_hangs_nobody(parts):
     engine = Engine(*parts, slots=2, max_len=128, chunk=32)
     engine.on_commit = engine.close
+    handles = [engine.submit([n], LONG) for n in range(4)]
     with engine.serving():
-        handles = [engine.submit([n], LONG) for n in range(4)]
         assert all(handle.result(timeout=60).finish_reason == "cancelled" for handle in handles)
 
 

@@ -333,7 +333,7 @@ def test_honest_grammars_are_made_while_a_hostile_one_is_tried(grammars):
     while hostile.is_alive():
         assert make(grammars, choice=[f"yes {made}"]).mask()
         made += 1
-    assert made > 1
+    assert made
 
 
 @pytest.mark.parametrize(
