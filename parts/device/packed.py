@@ -12,6 +12,8 @@ adds up as ever: not one bit of a result changes.
     | what it is: form, N, K, group; 64 bytes | weights | scales | offsets |     each at a line of the cache
       ^ the claim begins here
 
+Weights of four bits lie in another order than in a file (`rows.c` draws it); `as_in_a_file` undoes it.
+
 What this file keeps. An array that claims more than there is lives in `Claim` alone: anything else
 that read it would read beyond its end. It holds the matrix's memory, and so does each product that
 has not been computed yet: the memory says what it is for as long as it is there.
@@ -75,22 +77,21 @@ def pack(parts: Sequence[Matrix]) -> Kept:
     """One matrix of several, whose rows stand one below the other. All have the same K, and are
     packed alike."""
     first = parts[0]
-    K, group, bits = (
-        first.scales.shape[-1] * first.group,
-        first.group,
-        WIDER.get(first.bits, first.bits),
-    )
+    group = first.group
+    K = first.scales.shape[-1] * group
     N = sum(part.scales.shape[-2] for part in parts)
+    bits = WIDER.get(first.bits, first.bits)
     form = {4: rows.FOUR_BITS, 8: rows.EIGHT_BITS}.get(bits) or FORMS[first.weight.dtype]
     many = first.weight.shape[:-2]  # (experts,), or ()
     arrays = [(part.weight, part.scales, part.offsets) for part in parts]
-    widths = [K * bits // (8 * first.weight.dtype.size), K // group, K // group]
+    widths = [row_nbytes(K, bits) // first.weight.dtype.size, K // group, K // group]
     places = [1]  # of weights, scales and offsets, counted in lines from a matrix's beginning
     for width, array in zip(widths, arrays[0], strict=True):
         nbytes = 0 if array is None else N * width * array.dtype.size
         places.append(places[-1] + -(-nbytes // LINE))
     lines = places.pop()  # of a matrix
-    memory = mx.zeros((math.prod(many) * lines + 1) * LINE // 4, mx.uint32)
+    # A line before, to begin at one, and one behind, since whole vectors are read
+    memory = mx.zeros((math.prod(many) * lines + 2) * LINE // 4, mx.uint32)
     start = -address(memory) % LINE
 
     def view(dtype: mx.Dtype, line: int, shape: Sequence[int], strides: Sequence[int]) -> mx.array:
@@ -108,7 +109,7 @@ def pack(parts: Sequence[Matrix]) -> Kept:
             for n, array in enumerate(part):
                 if array is not None:
                     one = array[index] if many else array
-                    ends[n] += write(ends[n], one, first.bits, bits if n == 0 else first.bits)
+                    ends[n] += write(ends[n], one, first.bits if n == 0 else 16, form, K)
     kept = [
         None if array is None else view(array.dtype, place, (N, width), (width, 1))
         for array, place, width in zip(arrays[0], places, widths, strict=True)
@@ -118,19 +119,37 @@ def pack(parts: Sequence[Matrix]) -> Kept:
     return Kept(*kept, bits, group, Claim(claimed))
 
 
+def row_nbytes(K: int, bits: int) -> int:
+    """What a kept row of K weights takes."""
+    if bits != 4:
+        return K * bits // 8
+    return device.blas.library.rows_width(rows.FOUR_BITS, ctypes.c_long(K))
+
+
 def address(array: mx.array) -> int:
     """Where the numbers of an array lie, side by side."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))
 
 
-def write(to: int, array: mx.array, bits: int, wider: int) -> int:
-    """Copy an array to an address; numbers of 3 bits, say, as such of 8. Answers with the bytes
-    written."""
-    array = mx.contiguous(array).view(mx.uint8)  # a memoryview knows no bfloat16
-    if bits == wider:
-        ctypes.memmove(to, address(array), array.nbytes)
-        return array.nbytes
-    count = array.nbytes * 8 // bits
-    places = ctypes.c_void_p(address(array)), bits, ctypes.c_void_p(to), wider
-    device.blas.library.rows_widen(*places, ctypes.c_long(count))
-    return count * wider // 8
+def write(to: int, array: mx.array, bits: int, form: int, K: int) -> int:
+    """Copy an array to an address, and weights of a few bits in the order in which they are kept.
+    Answers with the bytes written."""
+    array = mx.contiguous(array)
+    numbers = array.view(mx.uint8)  # a memoryview knows no bfloat16
+    if bits == 16:
+        ctypes.memmove(to, address(numbers), numbers.nbytes)
+        return numbers.nbytes
+    places = ctypes.c_void_p(address(numbers)), bits, ctypes.c_void_p(to), form
+    count = math.prod(array.shape[:-1])
+    device.blas.library.rows_lay(*places, ctypes.c_long(count), ctypes.c_long(K))
+    return count * row_nbytes(K, 4 if form == rows.FOUR_BITS else 8)
+
+
+def as_in_a_file(words: mx.array, K: int) -> mx.array:  # (..., blocks * lanes) -> (..., K / 8)
+    """Rows of four bits, as they are kept, in the order that MLX knows."""
+    lanes = ctypes.c_int.in_dll(device.blas.library, "rows_lanes").value
+    places = mx.arange(0, 32, 4, dtype=mx.uint32)  # of eight numbers in a word
+    rest = words.shape[:-1]
+    numbers = words.reshape(*rest, -1, 1, lanes) >> places[:, None] & 15  # (..., blocks, 8, lanes)
+    numbers = numbers.reshape(*rest, -1, 8)[..., : K // 8, :]
+    return (numbers << places).sum(axis=-1)

@@ -67,7 +67,8 @@
    `ROWS` x `COLS` vectors are the sums of a tile. Together with one vector of x for each row and one vector of weights
    they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins what was loaded in a register; without it
    GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, into four numbers. `float16s`,
-   `bfloat16s`, `bytes` and `nibbles` (four bits) make a vector of as many packed numbers. */
+   `bfloat16s` and `bytes` make a vector of as many packed numbers; `nibbles`, of the lowest four bits of each word, and
+   `shifted` brings the next four there. */
 
 enum { COLS = 4, WIDEST = 8, LINE = 16 }; /* LINE: numbers in a line of the cache */
 
@@ -100,22 +101,19 @@ INLINE vec fma_(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec times(vec a, vec b) { return _mm512_mul_ps(a, b); }
 INLINE vec float16s(const void *at) { return _mm512_cvtph_ps(_mm256_loadu_si256(at)); }
-INLINE vec all_float16(const uint16_t *at) { return _mm512_cvtph_ps(_mm256_set1_epi16((short)*at)); }
-INLINE vec all_bfloat16(const uint16_t *at) { return all(bfloat16(*at)); }
 INLINE vec bytes(const void *at) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(at))); }
 INLINE vec bfloat16s(const void *at) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at)), 16));
 }
 
+typedef __m512i words;
+INLINE words load_words(const void *at) { return _mm512_loadu_si512(at); }
+INLINE words shifted(words w) { return _mm512_srli_epi32(w, 4); }
+
 /* Of four bits, a group's 16 possible weights are one vector, and each number says which of them is meant. */
 #define HAS_TABLE
 INLINE vec sixteen(void) { return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
-INLINE vec looked_up(vec table, const void *at) {
-  const __m512i word = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
-  const __m512i shift = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
-  __m512i words = _mm512_permutexvar_epi32(word, _mm512_castsi128_si512(_mm_loadl_epi64(at)));
-  return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), table); /* the low four bits alone count */
-}
+INLINE vec looked_up(vec table, words w) { return _mm512_permutexvar_ps(w, table); } /* the lowest four bits alone count */
 INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) {
@@ -145,18 +143,14 @@ INLINE vec fma_(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 INLINE vec times(vec a, vec b) { return _mm256_mul_ps(a, b); }
 INLINE vec float16s(const void *at) { return _mm256_cvtph_ps(_mm_loadu_si128(at)); }
-INLINE vec all_float16(const uint16_t *at) { return _mm256_cvtph_ps(_mm_set1_epi16((short)*at)); }
 INLINE vec bytes(const void *at) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(at))); }
 INLINE vec bfloat16s(const void *at) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), 16));
 }
-INLINE vec all_bfloat16(const uint16_t *at) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_set1_epi16((short)*at), 16));
-}
-INLINE vec nibbles(const void *at) {
-  __m256i words = _mm256_srlv_epi32(_mm256_set1_epi32(*(const int *)at), _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
-  return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15)));
-}
+typedef __m256i words;
+INLINE words load_words(const void *at) { return _mm256_loadu_si256(at); }
+INLINE words shifted(words w) { return _mm256_srli_epi32(w, 4); }
+INLINE vec nibbles(words w) { return _mm256_cvtepi32_ps(_mm256_and_si256(w, _mm256_set1_epi32(15))); }
 INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) {
@@ -180,17 +174,15 @@ INLINE vec fma_(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 INLINE vec add(vec a, vec b) { return vaddq_f32(a, b); }
 INLINE vec times(vec a, vec b) { return vmulq_f32(a, b); }
 INLINE vec float16s(const void *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
-INLINE vec all_float16(const uint16_t *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_dup_u16(at))); }
 INLINE vec bfloat16s(const void *at) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
-INLINE vec all_bfloat16(const uint16_t *at) { return all(bfloat16(*at)); }
 INLINE vec bytes(const void *at) {
   uint32x2_t four_bytes = vld1_dup_u32(at);
   return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(four_bytes)))));
 }
-INLINE vec nibbles(const void *at) {
-  uint32x4_t words = vmovl_u16(vld1_dup_u16(at));
-  return vcvtq_f32_u32(vandq_u32(vshlq_u32(words, (int32x4_t){0, -4, -8, -12}), vdupq_n_u32(15)));
-}
+typedef uint32x4_t words;
+INLINE words load_words(const void *at) { return vld1q_u32(at); }
+INLINE words shifted(words w) { return vshrq_n_u32(w, 4); }
+INLINE vec nibbles(words w) { return vcvtq_f32_u32(vandq_u32(w, vdupq_n_u32(15))); }
 INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
@@ -211,13 +203,14 @@ INLINE vec fma_(vec a, vec b, vec c) { return a * b + c; }
 INLINE vec add(vec a, vec b) { return a + b; }
 INLINE vec times(vec a, vec b) { return a * b; }
 INLINE vec float16s(const uint16_t *at) { return (vec){float16(at[0]), float16(at[1]), float16(at[2]), float16(at[3])}; }
-INLINE vec all_float16(const uint16_t *at) { return all(float16(*at)); }
-INLINE vec all_bfloat16(const uint16_t *at) { return all(bfloat16(*at)); }
 INLINE vec bfloat16s(const uint16_t *at) {
   return (vec){bfloat16(at[0]), bfloat16(at[1]), bfloat16(at[2]), bfloat16(at[3])};
 }
 INLINE vec bytes(const uint8_t *at) { return (vec){at[0], at[1], at[2], at[3]}; }
-INLINE vec nibbles(const uint8_t *at) { return (vec){at[0] & 15, at[0] >> 4, at[1] & 15, at[1] >> 4}; }
+typedef uint32_t words __attribute__((vector_size(16), aligned(4), may_alias));
+INLINE words load_words(const void *at) { return *(const words *)at; }
+INLINE words shifted(words w) { return w >> 4; }
+INLINE vec nibbles(words w) { return (vec){w[0] & 15, w[1] & 15, w[2] & 15, w[3] & 15}; }
 INLINE float fma_one(float a, float b, float c) { return a * b + c; }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) {
@@ -227,10 +220,20 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) {
 
 #endif
 
+const int rows_lanes = LANES;
+static long at_most(long number, long limit) { return number < limit ? number : limit; }
+
 /* --- packed weights ----------------------------------------------------------------------------------------------------
 
    MLX multiplies float32 matrices alone, and never looks at them: it hands us an address. So a packed matrix claims to be
    a float32 one. What lies at its address is a `Packed`, and behind it the matrix.
+
+   Weights of 16 and of 8 bits lie as in a file. Those of 4 bits lie in blocks, so that to unpack LANES of them takes no
+   more than a shift. A block is eight vectors, in the memory of one: the first LANES weights are the lowest four bits
+   of its words, the next LANES weights the four bits above, and so on. (With 4 lanes, a number for each weight:)
+
+       as in a file    7 6 5 4 3 2 1 0   15 14 13 12 11 10 9 8   23 ...
+       in a block      28 24 20 16 12 8 4 0   29 25 21 17 13 9 5 1   30 ...
 
    How we know a `Packed` from numbers: it begins with a key of 128 bits, drawn when the process starts, which no matrix
    of numbers begins with. So there is no list of addresses, and nothing to strike off it: a matrix is known to be packed
@@ -244,9 +247,14 @@ typedef struct {
   int64_t N, K;                 /* the matrix is (N, K), row by row */
   int32_t group, groups;        /* so many weights share a scale and an offset; so many groups has a row. Of 16 bits
                                    a row is one group, without an offset */
+  int32_t shift;                /* a weight's group in its row: k >> shift */
   int32_t scales, offsets;      /* where they lie, in lines of the cache from here on */
 } Packed;
-enum { LINE_NBYTES = 64, LEAST = 16 }; /* LEAST: a shorter row, in float32, takes fewer bytes than a `Packed` */
+enum {
+  LINE_NBYTES = 64,
+  LEAST = 16, /* a shorter row, in float32, takes fewer bytes than a `Packed` */
+  BLOCK = 8 * LANES,
+};
 _Static_assert(sizeof(Packed) <= LINE_NBYTES, "behind it the weights begin");
 
 static uint64_t key[2];
@@ -255,39 +263,68 @@ INLINE const Packed *packed_at(const void *at) { return memcmp(at, key, sizeof k
 INLINE const char *line(const Packed *a, long count) { return (const char *)a + count * LINE_NBYTES; }
 INLINE long bits_of(const int form) { return form == FOUR_BITS ? 4 : form == EIGHT_BITS ? 8 : 16; }
 
+/* Bytes of a row. Of 4 bits it ends with a whole block. */
+INLINE long row_nbytes(long K, const int form) {
+  return form == FOUR_BITS ? (K + BLOCK - 1) / BLOCK * BLOCK / 2 : K * bits_of(form) / 8;
+}
+
+/* Scales and offsets are made float32 first, those of some groups at a time. (Behind the last of them there is memory
+   for another vector.) */
+enum { GROUPS = 64 };
+typedef struct {
+  float scale[GROUPS], offset[GROUPS];
+} Factors;
+
+INLINE void widen(const void *from, long first, long count, float *to, int form) {
+  for (long i = first; i < first + count; i += LANES, to += LANES) {
+    if (form == FLOAT16) store(to, float16s((const uint16_t *)from + i));
+    if (form == BFLOAT16) store(to, bfloat16s((const uint16_t *)from + i));
+    if (form == FLOAT32) store(to, load((const float *)from + i));
+  }
+}
+
+INLINE void read_factors(const Packed *a, long first, long count, Factors *to, const int form) {
+  widen(line(a, a->scales), first, count, to->scale, a->form_of_scales);
+  if (bits_of(form) < 16) widen(line(a, a->offsets), first, count, to->offset, a->form_of_scales);
+}
+
 typedef struct { /* what the weights of a group have in common */
   vec scale, offset, table;
 } Group;
 
-INLINE vec all_of(const void *numbers, long i, int form) {
-  if (form == FLOAT16) return all_float16((const uint16_t *)numbers + i);
-  if (form == BFLOAT16) return all_bfloat16((const uint16_t *)numbers + i);
-  return all(((const float *)numbers)[i]);
-}
-
-/* A number times its scale, and then the offset: two roundings, as `mx.dequantize` has them. */
-INLINE vec scaled(vec numbers, const Group *group) { return add(times(numbers, group->scale), group->offset); }
-
-/* Group i of the matrix. (It is counted by who asks: a division would take longer than the group's weights.) */
-INLINE Group group_at(const Packed *a, long i, const int form) {
-  Group group = {.scale = all_of(line(a, a->scales), i, a->form_of_scales)};
-  if (bits_of(form) == 16) return group;
-  group.offset = all_of(line(a, a->offsets), i, a->form_of_scales);
+INLINE Group group_of(const Factors *factors, long i, const int form) {
+  Group group = {.scale = all(factors->scale[i])};
+  if (bits_of(form) < 16) group.offset = all(factors->offset[i]);
 #ifdef HAS_TABLE
-  if (form == FOUR_BITS) group.table = scaled(sixteen(), &group);
+  if (form == FOUR_BITS) group.table = add(times(sixteen(), group.scale), group.offset);
 #endif
   return group;
 }
 
-/* LANES weights of a group, the first of which lies here. */
-INLINE vec unpacked(const void *at, const Group *group, const int form) {
+/* A number times its scale, and then the offset, with two roundings, as `mx.dequantize` has them. If the scale has 16
+   bits, the product is `exact`: then one operation does both, and rounds once anyway. */
+INLINE vec scaled(vec numbers, const Group *group, const int exact) {
+  if (exact) return fma_(numbers, group->scale, group->offset);
+  return add(times(numbers, group->scale), group->offset);
+}
+
+/* The next LANES weights of a row: of 4 bits, what is left of a block; else they lie `at`. */
+INLINE vec next(const Group *group, words *left, const char *at, const int form, const int exact) {
+  if (form == EIGHT_BITS) return scaled(bytes(at), group, exact);
+  if (form == FLOAT16) return times(float16s(at), group->scale);
+  if (form == BFLOAT16) return times(bfloat16s(at), group->scale);
+  words now = *left;
+  *left = shifted(now);
 #ifdef HAS_TABLE
-  if (form == FOUR_BITS) return looked_up(group->table, at);
+  return looked_up(group->table, now);
 #else
-  if (form == FOUR_BITS) return scaled(nibbles(at), group);
+  return scaled(nibbles(now), group, exact);
 #endif
-  if (form == EIGHT_BITS) return scaled(bytes(at), group);
-  return times(form == FLOAT16 ? float16s(at) : bfloat16s(at), group->scale);
+}
+
+/* For so many weights all is prepared at once: a group, or a block of it. */
+INLINE long step_of(const Packed *a, const int form) {
+  return form == FOUR_BITS && a->group > BLOCK ? BLOCK : a->group;
 }
 
 /* One weight of 16 bits: behind the last whole vector of a row. */
@@ -310,13 +347,58 @@ typedef struct { /* y = alpha x W + beta y */
   int is_first, is_last; /* of these parts */
 } Product;
 
-static long at_most(long number, long limit) { return number < limit ? number : limit; }
-
 INLINE int is_plain(const Product *p) { return p->alpha == 1 && p->beta == 0; }
 
 INLINE void put(const Product *p, long m, long j, float sum) {
   float *y = p->y + m * p->ldy + j;
   *y = p->beta ? fma_one(p->alpha, sum, p->beta * *y) : p->alpha * sum; /* with a beta of 0, y may hold anything */
+}
+
+INLINE void load_x(const Product *p, const float *x, vec own[ROWS], const int rows) {
+  for (int r = 0; r < rows; r++) {
+    own[r] = load(x + r * p->ldx);
+    KEEP(own[r]);
+  }
+}
+
+/* What a tile of packed weights adds to its sums, from column j on. Rows of W are read two tiles ahead. */
+INLINE void add_packed(const Product *p, const float *x, long j, vec sum[ROWS][COLS], const int rows, const int cols,
+                       const int form) {
+  const Packed *a = p->packed;
+  const long bits = bits_of(form), width = row_nbytes(p->K, form), step = step_of(a, form), whole = p->K / LANES * LANES;
+  const int exact = a->form_of_scales != FLOAT32, shift = a->shift;
+  const char *at = line(a, 1) + j * width;
+  Factors factors[COLS];
+  words left[COLS];
+  for (long k = 0, g = 0; k < whole; g += GROUPS) {
+    for (int c = 0; c < cols; c++)
+      read_factors(a, (j + c) * a->groups + g, at_most(GROUPS, a->groups - g), &factors[c], form);
+    long end = at_most((g + GROUPS) << shift, whole);
+    while (k < end) {
+      long stop = at_most(k + step, end);
+      Group groups[COLS];
+#pragma GCC unroll 4
+      for (int c = 0; c < cols; c++) {
+        groups[c] = group_of(&factors[c], (k >> shift) - g, form);
+        __builtin_prefetch(at + (c + 2 * COLS) * width);
+        if (form == FOUR_BITS && k % BLOCK == 0) left[c] = load_words(at + c * width);
+      }
+      if (form == FOUR_BITS && k % BLOCK == 0) at += BLOCK / 2;
+#pragma GCC unroll 4
+      for (; k < stop; k += LANES) {
+        vec own[ROWS];
+        load_x(p, x + k, own, rows);
+#pragma GCC unroll 4
+        for (int c = 0; c < cols; c++) {
+          if (bits == 16) __builtin_prefetch(at + (c + COLS) * width);
+          vec weights = next(&groups[c], &left[c], at + c * width, form, exact);
+          KEEP(weights);
+          for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);
+        }
+        if (form != FOUR_BITS) at += LANES * bits / 8;
+      }
+    }
+  }
 }
 
 /* W as stored: `cols` columns j of the result for `rows` rows from m on. With `is_first`, the weights come from memory,
@@ -325,41 +407,24 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
                         const int form) {
   const float *x = p->x + m * p->ldx;
   const float *w = p->w + j * p->ldw;
-  const char *packed = form == FLOAT32 ? NULL : line(p->packed, 1);
-  const long bits = bits_of(form), width = p->K * bits / 8; /* of a packed weight; bytes of a row of them */
   const long whole = p->K / LANES * LANES;
   vec *kept = p->kept ? p->kept + m * COLS + j : NULL;
   vec sum[ROWS][COLS];
   for (int r = 0; r < rows; r++)
     for (int c = 0; c < COLS; c++) sum[r][c] = kept && !p->is_first && c < cols ? kept[r * COLS + c] : all(0);
 
-  long k = 0;
-  for (long g = 0; k < whole; g++) {
-    long stop = whole;
-    Group groups[COLS];
-    if (form != FLOAT32) {
-      stop = at_most(k + p->packed->group, whole);
-      for (int c = 0; c < cols; c++) {
-        groups[c] = group_at(p->packed, (j + c) * p->packed->groups + g, form);
-        if (is_first) __builtin_prefetch(packed + (j + c + COLS) * width + k * bits / 8);
-      }
-    }
-    for (; k < stop; k += LANES) {
+  if (form == FLOAT32)
+    for (long k = 0; k < whole; k += LANES) {
       vec own[ROWS];
-      for (int r = 0; r < rows; r++) {
-        own[r] = load(x + r * p->ldx + k);
-        KEEP(own[r]);
-      }
+      load_x(p, x + k, own, rows);
       for (int c = 0; c < cols; c++) {
-        const char *at = packed + (j + c) * width + k * bits / 8;
-        vec weights = form == FLOAT32 ? load(w + c * p->ldw + k) : unpacked(at, &groups[c], form);
+        vec weights = load(w + c * p->ldw + k);
         KEEP(weights);
-        if (is_first && form == FLOAT32) __builtin_prefetch(w + (c + COLS) * p->ldw + k);
-        if (is_first && bits == 16) __builtin_prefetch(at + COLS * width);
+        if (is_first) __builtin_prefetch(w + (c + COLS) * p->ldw + k);
         for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);
       }
     }
-  }
+  else add_packed(p, x, j, sum, rows, cols, form);
 
   if (kept && !p->is_last) {
     for (int r = 0; r < rows; r++)
@@ -369,14 +434,14 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++) {
     four sums = add_lanes(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-    if (cols == COLS && k == p->K && is_plain(p)) {
+    if (cols == COLS && whole == p->K && is_plain(p)) {
       store_four(p->y + (m + r) * p->ldy + j, sums);
       continue;
     }
     float total[COLS];
     store_four(total, sums);
     for (int c = 0; c < cols; c++) {
-      for (long i = k; i < p->K; i++) {
+      for (long i = whole; i < p->K; i++) {
         float weight = form == FLOAT32 ? w[c * p->ldw + i] : one_unpacked(p->packed, j + c, i, form);
         total[c] = fma_one(x[r * p->ldx + i], weight, total[c]);
       }
@@ -483,12 +548,12 @@ HEIGHT(1) HEIGHT(2) HEIGHT(3)
 #if defined(__AVX512F__) || defined(__aarch64__)
 HEIGHT(4) HEIGHT(5) HEIGHT(6)
 #define HEIGHTS(kind) {0, kind##1, kind##2, kind##3, kind##4, kind##5, kind##6}
-enum { LOW = 4, FEW = 12 };
+enum { LOW = 4, FEW = 20, FEW_OF_FOUR_BITS = 20 };
 #define PACKEDS(form) PACKED(form, 1) PACKED(form, 2) PACKED(form, 3) PACKED(form, 4)
 #define LOWS(kind) {0, kind##1, kind##2, kind##3, kind##4}
 #else
 #define HEIGHTS(kind) {0, kind##1, kind##2, kind##3}
-enum { LOW = ROWS, FEW = 4 };
+enum { LOW = ROWS, FEW = 4, FEW_OF_FOUR_BITS = 1 };
 #define PACKEDS(form) PACKED(form, 1) PACKED(form, 2) PACKED(form, 3)
 #define LOWS HEIGHTS
 #endif
@@ -527,30 +592,39 @@ static void stored_block(const Product *p, long m0, long m1, long j0, long j1) {
 
 /* --- packed weights: few rows and many -------------------------------------------------------------------------------
 
-   For FEW rows, weights are unpacked in the register, by each strip again. For more, a block of them is unpacked into a
+   For few rows, weights are unpacked in the register, by each strip again. For more, a block of them is unpacked into a
    scratch that stays in the L1 cache, and multiplied as any other block. If K is long, a block is a part of it, so that
    the L2 cache holds the same part of x for many rows. The sums of the other parts are kept meanwhile, lane by lane. */
 
 enum {
   NARROW = 16,  /* columns whose packed weights stay in the L1 cache while the strips go over them */
-  DEEP = 1024,  /* numbers of a row that are unpacked at a time */
+  DEEP = 1024,  /* numbers of a row that are unpacked at a time: whole blocks, and at most GROUPS groups */
   TALL = 64,    /* rows for which that is done once */
 };
 
 INLINE void unpack_as(const Packed *a, long j0, long j1, long k0, long k1, float *to, const int form) {
-  const long bits = bits_of(form), width = a->K * bits / 8, g0 = k0 / a->group;
+  const long bits = bits_of(form), width = row_nbytes(a->K, form), step = step_of(a, form);
+  const int exact = a->form_of_scales != FLOAT32, shift = a->shift;
+  const long g = k0 >> shift, count = ((k1 - 1) >> shift) + 1 - g;
   for (long j = j0; j < j1; j++) {
-    const char *row = line(a, 1) + j * width;
-    const char *ahead = row + (j1 - j0) * width; /* what the next block unpacks */
-    long k = k0;
-    for (long g = g0; k < k1; g++) {
-      Group group = group_at(a, j * a->groups + g, form);
-      long stop = at_most((g + 1) * a->group, k1);
-      __builtin_prefetch(ahead + k * bits / 8);
-#pragma GCC unroll 4
+    const char *at = line(a, 1) + j * width + k0 * bits / 8;
+    const long ahead = (j1 - j0) * width; /* what the next block unpacks */
+    Factors factors;
+    words left = {0};
+    read_factors(a, j * a->groups + g, count, &factors, form);
+    for (long k = k0; k < k1;) {
+      long stop = at_most(k + step, k1);
+      Group group = group_of(&factors, (k >> shift) - g, form);
+      __builtin_prefetch(at + ahead);
+      if (form == FOUR_BITS && k % BLOCK == 0) {
+        left = load_words(at);
+        at += BLOCK / 2;
+      }
+#pragma GCC unroll 8
       for (; k + LANES <= stop; k += LANES, to += LANES) {
-        if (bits == 16) __builtin_prefetch(ahead + k * bits / 8);
-        store(to, unpacked(row + k * bits / 8, &group, form));
+        if (bits == 16) __builtin_prefetch(at + ahead);
+        store(to, next(&group, &left, at, form, exact));
+        if (form != FOUR_BITS) at += LANES * bits / 8;
       }
       for (; k < stop; k++) *to++ = one_unpacked(a, j, k, form);
     }
@@ -609,7 +683,8 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
     return;
   }
   if (p->packed) {
-    (m1 - m0 <= FEW ? multiply_few : multiply_many)(p, m0, m1, j0, j1);
+    long few = p->packed->form == FOUR_BITS ? FEW_OF_FOUR_BITS : FEW;
+    (m1 - m0 <= few ? multiply_few : multiply_many)(p, m0, m1, j0, j1);
     return;
   }
   long high = HIGH / (p->K + 1) + ROWS;
@@ -786,19 +861,36 @@ int rows_start(int wanted) {
 
 /* Write a `Packed`. Its weights lie in the next line of the cache; `scales` and `offsets` are counted in lines, too. */
 void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets) {
-  Packed packed = {{key[0], key[1]}, form, form_of_scales, N, K, group, K / group, scales, offsets};
+  int shift = form == FOUR_BITS || form == EIGHT_BITS ? __builtin_ctz(group) : 30; /* a row of 16 bits is one group */
+  Packed packed = {{key[0], key[1]}, form, form_of_scales, N, K, group, K / group, shift, scales, offsets};
   memcpy(at, &packed, sizeof packed);
 }
 
-/* Weights of 2, 3, 5 or 6 bits become such of `wider` bits, 4 or 8: the same numbers. */
-void rows_widen(const uint8_t *from, int bits, uint8_t *to, int wider, long count) {
-  for (long i = 0; i < count; i++) {
-    long at = i * bits, byte = at / 8, bit = at % 8;
-    int both = from[byte] | (bit + bits > 8 ? from[byte + 1] << 8 : 0);
-    int number = both >> bit & ((1 << bits) - 1);
-    if (wider == 8) to[i] = number;
-    else to[i / 2] = i % 2 ? to[i / 2] | number << 4 : number;
-  }
+/* How many bytes a row of K weights takes as it is kept. */
+long rows_width(int form, long K) { return row_nbytes(K, form); }
+
+/* Rows of K weights of `bits` bits, as a file has them, are laid down as `form`, 4 bits in blocks or 8: the same
+   numbers. */
+void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, long K) {
+  for (long j = 0; j < rows; j++, from += K * bits / 8, to += row_nbytes(K, form))
+    for (long k = 0; k < K; k += BLOCK) {
+      uint8_t numbers[BLOCK] = {0};
+      long count = at_most(BLOCK, K - k);
+      const uint8_t *at = from + k * bits / 8;
+      for (long i = 0; bits == 4 && i < count / 2; i++) { /* the usual case, made for the compiler's vectors */
+        numbers[2 * i] = at[i] & 15;
+        numbers[2 * i + 1] = at[i] >> 4;
+      }
+      for (long i = 0; bits != 4 && i < count; i++) {
+        long byte = i * bits / 8, bit = i * bits % 8;
+        int both = at[byte] | (bit + bits > 8 ? at[byte + 1] << 8 : 0);
+        numbers[i] = both >> bit & ((1 << bits) - 1);
+      }
+      if (form == EIGHT_BITS) memcpy(to + k, numbers, count);
+      for (long i = 0; form == FOUR_BITS && i < LANES; i++)
+        for (long byte = 0; byte < 4; byte++)
+          to[k / 2 + 4 * i + byte] = numbers[2 * byte * LANES + i] | numbers[(2 * byte + 1) * LANES + i] << 4;
+    }
 }
 
 /* A packed matrix that is not what MLX takes it for would be read beyond its end. */

@@ -491,7 +491,6 @@ def unpacks_right(library: ctypes.CDLL) -> bool:
         bits = {FOUR_BITS: 4, EIGHT_BITS: 8}.get(form, 16)
         for form_of_scales in (FLOAT32,) if bits == 16 else (FLOAT32, FLOAT16, BFLOAT16):
             N, K, group = (6, 75, 75) if bits == 16 else (6, 96, 32)
-            matrix = [bytearray(LINE)]
             if bits == 16:
                 weights, numbers = _written(draw, form, N * K)
             else:
@@ -504,21 +503,32 @@ def unpacks_right(library: ctypes.CDLL) -> bool:
                 offset = [0.0] * len(offset)
             products = array("f", [n * scale[i // group] for i, n in enumerate(numbers)])
             wide = [product + offset[i // group] for i, product in enumerate(products)]
+            if bits < 16:
+                weights = _laid(library, weights, bits, form, N, K)
+            matrix = [bytes(LINE)]
             places = []  # of scales and offsets, in lines
             for part in (weights, scales, offsets):
                 matrix.append(part + bytes(-len(part) % LINE))
                 places.append(sum(map(len, matrix)) // LINE)
-            memory = array("B", b"".join(matrix))
+            memory = array("B", b"".join(matrix) + bytes(LINE))
             library.rows_pack(
                 *(ctypes.c_void_p(memory.buffer_info()[0]), form, form_of_scales, N, K, group),
                 *places[:2],
             )
-            for M in (1, 5, 13):
+            for M in (1, 5, 25):
                 x = [draw.uniform(-1, 1) for _ in range(M * K)]
                 y = _multiply(library, x, memory, M, N, K, turned=False)
                 if y.tobytes() != _multiply(library, x, wide, M, N, K, turned=False).tobytes():
                     return False
     return True
+
+
+def _laid(library: ctypes.CDLL, weights: bytes, bits: int, form: int, N: int, K: int) -> bytes:
+    """Weights in the order in which they are kept."""
+    laid = ctypes.create_string_buffer(N * library.rows_width(form, ctypes.c_long(K)))
+    sizes = ctypes.c_long(N), ctypes.c_long(K)
+    library.rows_lay(weights, bits, laid, form, *sizes)
+    return laid.raw
 
 
 def _written(draw: random.Random, form: int, count: int) -> tuple[bytes, list[float]]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from parts.api.views import ModelView
 from parts.device.mlx import mx, tree_flatten
-from parts.device.packed import Claim, pack
+from parts.device.packed import Claim, as_in_a_file, pack
 from parts.model.config import Config
 from parts.model.ops import capped, gelu, softmax, swiglu
 from parts.model.rope import Kind
@@ -101,6 +101,8 @@ class Packed(NamedTuple):
         offsets = self.offsets[ids]
         if self.claim:
             scales, offsets = scales.astype(mx.float32), offsets.astype(mx.float32)
+            if self.bits == 4:
+                weight = as_in_a_file(weight, scales.shape[-1] * self.group)
         return mx.dequantize(weight, scales, offsets, self.group, self.bits)
 
 

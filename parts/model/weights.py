@@ -21,7 +21,7 @@ from pathlib import Path
 from parts.checks import one_line, shown
 from parts.device import mlx as device
 from parts.device.mlx import mx
-from parts.device.packed import LEAST, WIDER
+from parts.device.packed import LEAST, WIDER, row_nbytes
 from parts.files import LARGEST_HEADER, ModelError, check_plain, read_json, what_is
 from parts.model.config import Config
 
@@ -207,8 +207,10 @@ class Weights:
         size = 4 if form == "packed" and is_multiplied else DTYPES[scales["dtype"]].size
         if shape[-1] % group:
             return (4 if form == "packed" else size) * count
-        kept = WIDER.get(bits, bits) if form == "packed" else bits
-        return kept * count // 8 + 2 * size * (count // group)
+        factors = 2 * size * (count // group)
+        if form != "packed":
+            return bits * count // 8 + factors
+        return row_nbytes(shape[-1], WIDER.get(bits, bits)) * (count // shape[-1]) + factors
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.entries[name]["shape"])

@@ -22,7 +22,8 @@
 void cblas_sgemm(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);
 int rows_start(int wanted);
 void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets);
-void rows_widen(const uint8_t *from, int bits, uint8_t *to, int wider, long count);
+long rows_width(int form, long K);
+void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, long K);
 
 static atomic_long compared, differ, wrong, packed, unlike;
 
@@ -155,8 +156,8 @@ static void examine_packed(unsigned *state, int M, int N, int K, int form, int g
   float *wide = malloc(sizeof(float) * count), *scale = malloc(4 * groups), *offset = malloc(4 * groups);
   void *scales = random_form(state, form_of_scales, groups, scale);
   void *offsets = random_form(state, form_of_scales, groups, offset);
-  long at_scales = 1 + lines(count * bits / 8), at_offsets = at_scales + lines(groups * nbytes);
-  char *w = malloc(64 * (has_offsets ? at_offsets : at_scales) + groups * nbytes); /* and not a byte more */
+  long at_scales = 1 + lines(N * rows_width(form, K)), at_offsets = at_scales + lines(groups * nbytes);
+  char *w = malloc(64 * (has_offsets ? at_offsets : at_scales) + groups * nbytes + 64); /* one vector, and not a byte more */
   if (bits == 16) {
     void *numbers = random_form(state, form, count, wide);
     memcpy(w + 64, numbers, 2 * count);
@@ -166,8 +167,7 @@ static void examine_packed(unsigned *state, int M, int N, int K, int form, int g
     int narrow = bits == 4 ? between(state, 0, 1) ? 4 : 2 : (int[]){3, 5, 6, 8}[between(state, 0, 3)];
     uint8_t *from = malloc(count * narrow / 8);
     for (long i = 0; i < count * narrow / 8; i++) from[i] = draw(state);
-    if (narrow == bits) memcpy(w + 64, from, count * bits / 8);
-    else rows_widen(from, narrow, (uint8_t *)w + 64, bits, count);
+    rows_lay(from, narrow, (uint8_t *)w + 64, form, N, K);
     for (long i = 0; i < count; i++) {
       int number = 0;
       for (int bit = 0; bit < narrow; bit++) {
@@ -223,6 +223,8 @@ static void *student(void *seed) {
     draw_and_examine_packed(&state, between(&state, 1, 14), 700, 300); /* computed in shares */
   }
   for (int i = 0; i < 20; i++) draw_and_examine_packed(&state, between(&state, 1, 150), 30, 3000); /* cut along K */
+  for (int M = 1; M <= 3; M++) /* more groups than are made float32 at a time */
+    for (int form = FOUR_BITS; form <= EIGHT_BITS; form++) examine_packed(&state, M, 9, 2560, form, 32, M - 1);
   for (int M = 1; M <= 33; M += 8) examine(&state, M, 400, 288, 0);
   examine(&state, 130, 64, 70, 1); /* cut by rows */
   return NULL;

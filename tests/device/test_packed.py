@@ -50,6 +50,8 @@ def widened(matrix: Packed) -> mx.array:
     """The float32 numbers, as they are made where nothing stays packed."""
     if matrix.offsets is None:
         return matrix.weight.astype(mx.float32) * matrix.scales
+    if matrix.claim:
+        return matrix.embed(mx.arange(len(matrix.scales)))
     scales, offsets = matrix.scales.astype(mx.float32), matrix.offsets.astype(mx.float32)
     return mx.dequantize(matrix.weight, scales, offsets, matrix.group, matrix.bits)
 

@@ -66,8 +66,8 @@ def test_no_read_goes_beyond_an_array_and_no_two_threads_race(tmp_path, sanitize
 
 BUGS = {
     "an unnamed multiply-add in the tiles of one row": (
-        "COLS * width);\n        for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);",
-        "COLS * width);\n        for (int r = 0; r < rows; r++)\n"
+        "ldw + k);\n        for (int r = 0; r < rows; r++) sum[r][c] = fma_(own[r], weights, sum[r][c]);",
+        "ldw + k);\n        for (int r = 0; r < rows; r++)\n"
         "          if (rows == 1) sum[r][c] = own[r] * weights + sum[r][c];\n"
         "          else sum[r][c] = fma_(own[r], weights, sum[r][c]);",
     ),
@@ -77,10 +77,9 @@ BUGS = {
         "fma_one(x[r * p->ldx + i], weight, total[c]);",
     ),
     "a tile of three rows that adds from the end": (
-        "for (; k < stop; k += LANES) {",
-        "for (long n = 0, from = k, blocks = (stop - k) / LANES; n <= blocks; n++) {\n"
-        "      k = from + (n < blocks && rows == 3 ? blocks - 1 - n : n) * LANES;\n"
-        "      if (n == blocks) break;",
+        "for (long k = 0; k < whole; k += LANES) {",
+        "for (long n = 0, blocks = whole / LANES; n < blocks; n++) {\n"
+        "      long k = (rows == 3 ? blocks - 1 - n : n) * LANES;",
     ),
     "a tile of two rows whose first product is a little off": (
         "own[r] = all(x[r * p->ldx + k]);",
@@ -108,8 +107,12 @@ BUGS = {
         "return fma_(numbers, group->scale, group->offset);",
     ),
     "a packed weight with the scale of the group before": (
-        "Group group = group_at(a, j * a->groups + g, form);",
-        "Group group = group_at(a, j * a->groups + (g ? g - 1 : 0), form);",
+        "Group group = group_of(&factors, (k >> shift) - g, form);",
+        "Group group = group_of(&factors, (k >> shift) - g - ((k >> shift) > g), form);",
+    ),
+    "a long row that has the scales of its beginning all along": (
+        "read_factors(a, (j + c) * a->groups + g, at_most",
+        "read_factors(a, (j + c) * a->groups, at_most",
     ),
     "sums that begin anew with each part of a long row": (
         "part.is_first = k == 0;",

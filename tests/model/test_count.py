@@ -53,21 +53,27 @@ def test_a_tied_head_is_the_table_and_is_read_as_a_head(tmp_path):
 
 def test_packed_weights_count_as_many_bytes_as_they_have(tmp_path):
     """Four bits a number, and a scale and an offset of two bytes each for 32 of them."""
-    folder = make_checkpoint(tmp_path, dtype=mx.float16, quantize=lambda module: (4, 32))
+    folder = make_checkpoint(
+        tmp_path,
+        dtype=mx.float16,
+        hidden_size=128,
+        intermediate_size=256,
+        quantize=lambda module: (4, 32),
+    )
     view = read_model(folder, "checkpoint").view
     whole = read_model(folder, "float32").view
     assert (view.form, whole.form) == ("4 bits in groups of 32", "float32, widened")
     assert (view.body_products, view.tail_products) == (whole.body_products, whole.tail_products)
-    assert view.body_nbytes == view.body_products * 5 // 8 + 2 * 3 * 64
-    assert view.tail_nbytes == view.tail_products * 5 // 8 + 2 * 2 * 64
-    assert view.token_nbytes == 64 * 5 // 8
+    assert view.body_nbytes == view.body_products * 5 // 8 + 2 * 3 * 128
+    assert view.tail_nbytes == view.tail_products * 5 // 8 + 2 * 2 * 128
+    assert view.token_nbytes == 128 * 5 // 8
     assert view.row_nbytes == whole.row_nbytes // 2
     if device.is_exact():  # packed as well, but for norms and the slab
         kept = read_model(folder).view
         assert kept._replace(row_nbytes=0, body_nbytes=0, tail_nbytes=0) == view._replace(
             row_nbytes=0, body_nbytes=0, tail_nbytes=0
         )
-        assert kept.body_nbytes == view.body_nbytes + 2 * 3 * 64
+        assert kept.body_nbytes == view.body_nbytes + 2 * 3 * 128
         assert kept.row_nbytes == whole.row_nbytes
 
 

@@ -86,7 +86,8 @@ def test_a_mistyped_folder_is_called_a_missing_folder_too(home):
 
 
 def test_the_list_names_what_is_here_and_why_some_of_it_is_not_served(home, monkeypatch, capsys):
-    cached(home, "a/four", quantize=lambda module: (4, 32))
+    wide = {"hidden_size": 128, "intermediate_size": 256}  # whole blocks of four bits
+    cached(home, "a/four", quantize=lambda module: (4, 32), **wide)
     cached(home, "b/other")
     for name, changes in (
         ("c/unknown", {"model_type": "gpt_oss"}),
