@@ -235,7 +235,7 @@ static long at_most(long number, long limit) { return number < limit ? number : 
        as in a file    7 6 5 4 3 2 1 0   15 14 13 12 11 10 9 8   23 ...
        in a block      28 24 20 16 12 8 4 0   29 25 21 17 13 9 5 1   30 ...
 
-   How we know a `Packed` from numbers: it begins with a key of 128 bits, drawn when the process starts, which no matrix
+   How we know a `Packed` from numbers: it begins with a key of 128 bits, drawn when this library is loaded, which no matrix
    of numbers begins with. So there is no list of addresses, and nothing to strike off it: a matrix is known to be packed
    for exactly as long as its memory holds it. */
 
@@ -258,6 +258,12 @@ enum {
 _Static_assert(sizeof(Packed) <= LINE_NBYTES, "behind it the weights begin");
 
 static uint64_t key[2];
+
+static __attribute__((constructor)) void draw_key(void) {
+  if (!getentropy(key, sizeof key)) return;
+  fprintf(stderr, "nanobatch: the system has no random numbers\n");
+  abort();
+}
 
 INLINE const Packed *packed_at(const void *at) { return memcmp(at, key, sizeof key) ? NULL : at; }
 INLINE const char *line(const Packed *a, long count) { return (const char *)a + count * LINE_NBYTES; }
@@ -838,9 +844,6 @@ int rows_start(int wanted) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_mutex_lock(&pool.owner);
-  if (!key[0] && getentropy(key, sizeof key)) { /* without a key nothing is packed: then the exam fails */
-    fprintf(stderr, "nanobatch: the system has no random numbers\n");
-  }
   if (!is_known_to_fork) pthread_atfork(hold, let_go, let_go_alone);
   is_known_to_fork = 1;
   if (threads == 1) { /* no helper yet, or no longer */
