@@ -66,18 +66,6 @@ class Slab:
         mx.eval(self.k, self.v)  # zeros are lazy, too: this takes the memory now
         self.last_read: mx.array | None = None  # once this is computed, all that was read is read
 
-    @staticmethod
-    def nbytes(
-        layers: int,
-        slots: int,
-        Hkv: int,
-        length: int,
-        Dh: int,
-        itemsize: int,
-    ) -> int:
-        """The memory that a slab of these sizes will take."""
-        return 2 * layers * slots * Hkv * length * Dh * itemsize
-
     @property
     def arrays(self) -> list[mx.array]:
         return [*self.k, *self.v]
@@ -90,12 +78,12 @@ class Slab:
     def written(self) -> tuple[mx.array, mx.array]:
         """Two views to wait for: once they are computed, so is all that was written.
 
-        (One corner is enough, since the last layer's rows are written last, and an array is
-        computed as a whole.)
+        A corner is enough: the last layer's rows are written last, and MLX computes an array as a
+        whole.
 
-        subtle: do not wait for the arrays themselves. `array[...] = x` gives the name to a new node
-        (see `Window.write`). Code that keeps the array and waits for it later waits for the node
-        that it stands for by then.
+        subtle: wait for these views, and not for the slab's arrays. `array[...] = x` lets the name
+        `array` stand for a new node of the graph (see `Window.write`). So code that kept an array
+        to wait for would wait for a later write.
         """
         return self.k[-1][:1, :1, :1], self.v[-1][:1, :1, :1]
 

@@ -51,7 +51,15 @@ from parts.device.mlx import device_lock, device_stream, mx
 from parts.device.roof import measure
 from parts.files import ModelError
 from parts.model import find as models
-from parts.model.fit import Sizes, far_position, fit_all, is_exact, slab_shape
+from parts.model.fit import (
+    Sizes,
+    agreed,
+    described,
+    far_position,
+    fit_beside,
+    is_exact,
+    slab_shape,
+)
 from parts.model.layers import Model
 from parts.model.load import ModelReader
 from parts.price import Price
@@ -325,7 +333,8 @@ class Runner:
     def _start(self, results: Sequence[mx.array], until: Sequence[mx.array] | None = None) -> None:
         """Start a forward pass, as soon as the one before has read the last of the slab.
 
-        `until`: once these are computed, this pass has done so; by default, once all of it is.
+        `until`: once these are computed, this pass has read the last of the slab. By default that
+        is known once the results are computed.
 
         subtle: an array is written in place only if nothing else holds its memory. A running pass
         keeps a reference to the slab until it has read it; writing then would copy the slab, layer
@@ -396,7 +405,7 @@ Report = Callable[[str], None]  # is told what is done
 
 def open_model(
     model: str, dtype: str, report: Report, options: Mapping[str, Any]
-) -> tuple[Model, Text]:
+) -> tuple[Model, Text, Sizes]:
     """A folder becomes a model, or this rank's share of it. If the slab would not fit beside it,
     nothing is read."""
     report(f"finding {model}")
@@ -407,8 +416,8 @@ def open_model(
         sizes = reader.fit(**options)
         report(f"reading {device.readable(reader.nbytes)} of weights from {reader.folder.name}")
         weights = reader.read()
-    report(f"allocating the slab: {sizes.summary}")
-    return weights, text
+    report(f"allocating the slab: {described(weights, sizes)}")
+    return weights, text, sizes
 
 
 class Engine:
@@ -442,8 +451,12 @@ class Engine:
         run_ahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
         runner: Runner | None = None,  # another device half, for tests
+        sizes: Sizes | None = None,  # what fits, if `load` has asked before it read the weights
     ):
-        sizes = fit_all(model, slots, max_len, chunk, budget, usual_len)
+        if sizes is None:
+            sizes = fit_beside(model, slots, max_len, chunk, budget, usual_len)
+        sizes = agreed(model, sizes)
+        summary = described(model, sizes)
         self.model = model
         self.text = text
         self.reuse = reuse
@@ -476,7 +489,7 @@ class Engine:
             self.runner = runner or Runner(model, sizes, clock)
         self.exact = is_exact(model)
         settled = self.ranks.settle(model.config, partial(self._end_all, "error"))
-        self.summary = f"{sizes.summary}; {device.named()}{settled}"
+        self.summary = f"{summary}; {device.named()}{settled}"
         device.close_at_exit(self)
 
     @classmethod
@@ -492,8 +505,9 @@ class Engine:
 
         `report` is told what is being done.
         """
-        weights, text = open_model(str(model), dtype, report or (lambda stage: None), options)
-        return cls(weights, text, **options)
+        report = report or (lambda stage: None)
+        weights, text, sizes = open_model(str(model), dtype, report, options)
+        return cls(weights, text, sizes=sizes, **options)
 
     # --- plan -> run -> commit
 

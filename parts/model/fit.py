@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kv import BUCKET, Slab
 from parts import checks
 from parts.device import mlx as device
 from parts.device.mlx import has_gpu, mx, readable
@@ -34,14 +33,17 @@ from parts.model.layers import Model
 BOOK = ("kv", "llama", "nanobatch", "policies", "prefix", "sampling", "sched")
 
 
+# A chunk is a multiple of this many tokens. `Slab` asserts that a slot has whole buckets of rows.
+GRAIN = 32
+
+
 class Sizes(NamedTuple):
-    """What an engine is made with, and a line about it."""
+    """What an engine is made with."""
 
     slots: int
     max_len: int  # of a slot, in tokens
     chunk: int
     budget: int
-    summary: str
 
 
 def fit(
@@ -53,14 +55,13 @@ def fit(
     chunk: int | None = None,
     budget: int | None = None,
     usual_len: int = 1024,
-    weights: str = "",
     **other,  # options of an engine that take no memory
 ) -> Sizes:
     """Slots and their length as asked for, or chosen to fit the memory. A ValueError if that cannot
     be.
 
-    `itemsize` is the bytes of one number in the slab, `free` those that can be taken. `weights` is
-    what the summary says of them.
+    `itemsize`: the bytes of one number in the slab.
+    `free`: the bytes that the slab may take; None if that is not known.
     """
     asked = {"slots": slots, "max_len": max_len, "chunk": chunk, "budget": budget}
     for name, value in asked.items():
@@ -69,13 +70,14 @@ def fit(
     if chunk is None:
         # A CPU is as quick with 128 tokens at a time, a GPU is not
         chunk = 512 if has_gpu() else 128
-    if chunk % BUCKET:
-        raise ValueError(f"chunk = {chunk}, but it must be a multiple of {BUCKET}")
-    count, length = slots or 8, max_len or min(usual_len, c.max_positions)
+    if chunk % GRAIN:
+        raise ValueError(f"chunk = {chunk}, but it must be a multiple of {GRAIN}")
+    count = slots or 8
+    length = max_len or min(usual_len, c.max_positions)
     room = math.inf if free is None else 0.9 * free
 
     def taken(count: int, length: int) -> int:
-        return Slab.nbytes(*slab_shape(c, count, length, chunk), itemsize)
+        return slab_nbytes(*slab_shape(c, count, length, chunk), itemsize)
 
     def most_slots() -> int:
         return largest(count, lambda n: taken(n, length) <= room)
@@ -87,21 +89,15 @@ def fit(
         count = max(1, most_slots())
     if max_len is None and taken(count, length) > room:
         length = max(chunk, longest())
-    slab = readable(taken(count, length))
     if taken(count, length) > room:
-        ways = [
-            f"{flag} {n}" for flag, n in (("--slots", most_slots()), ("--max-len", longest())) if n
-        ]
+        ways = [f"--slots {most_slots()}"] if most_slots() else []
+        ways += [f"--max-len {longest()}"] if longest() else []
+        slab = readable(taken(count, length))
         raise ValueError(
             f"{count} slots of {length:,} tokens take {slab}, but {readable(max(0, free))} are free; "
             f"{' or '.join(ways) or 'nothing smaller'} would fit"
         )
-    free = "" if free is None else f"; {readable(free)} of memory are free"
-    layers, many = f"{c.layers} layer{'s' * (c.layers > 1)}", f"{count} slot{'s' * (count > 1)}"
-    summary = (
-        f"{c.model_type}, {layers}{weights}; {many} of {length:,} tokens in a slab of {slab}{free}"
-    )
-    return Sizes(count, length, chunk, budget or usual_budget(count, chunk), summary)
+    return Sizes(count, length, chunk, budget or usual_budget(count, chunk))
 
 
 def usual_budget(slots: int, chunk: int) -> int:
@@ -109,17 +105,33 @@ def usual_budget(slots: int, chunk: int) -> int:
     return slots + chunk + chunk * (slots // 8) // 2
 
 
-def fit_all(model: Model, *sizes: int | None) -> Sizes:
-    """What fits beside a model that is loaded. Of several ranks all have the same, so it is the
-    least that fits one."""
-    ranks, c, itemsize = model.ranks, model.config, model.dtype.size
-    weights = f"; {model.view.form}, {readable(nbytes_of(model))}"
-    own = fit(c, itemsize, device.free_memory(), *sizes, weights=weights)
-    if ranks.size == 1:
+def fit_beside(model: Model, *asked: int | None) -> Sizes:
+    """What fits beside a model whose weights have been read."""
+    return fit(model.config, model.dtype.size, device.free_memory(), *asked)
+
+
+def agreed(model: Model, own: Sizes) -> Sizes:
+    """Of several ranks all have the same sizes: the least that fits one."""
+    if model.ranks.size == 1:
         return own
     check_alike(model)
-    slots, max_len, chunk, budget = ranks.least(*own[:4])
-    return fit(c, itemsize, None, slots, max_len, chunk, budget, weights=weights)
+    return Sizes(*model.ranks.least(*own))
+
+
+def described(model: Model, sizes: Sizes) -> str:
+    """A line about a model, the slab beside it, and what is free before the slab is made."""
+    c = model.config
+    slab = slab_nbytes(*slab_shape(c, *sizes[:3]), model.dtype.size)
+    slots = f"{sizes.slots} slot{'s' * (sizes.slots > 1)} of {sizes.max_len:,} tokens"
+    said = [
+        f"{c.model_type}, {c.layers} layer{'s' * (c.layers > 1)}",
+        f"{model.view.form}, {readable(nbytes_of(model))}",
+        f"{slots} in a slab of {readable(slab)}",
+    ]
+    free = device.free_memory()
+    if free is not None and model.ranks.size == 1:
+        said.append(f"{readable(free)} of memory are free")
+    return "; ".join(said)
 
 
 def sources() -> list[Path]:
@@ -158,6 +170,11 @@ def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, in
     """Arguments for `Slab`. A slot is a whole number of chunks long: more than the padding of the
     last one needs."""
     return c.layers, slots, c.Hkv, -(-max_len // chunk) * chunk, c.Dh
+
+
+def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
+    """The memory that a slab of these sizes takes: keys and values."""
+    return 2 * layers * slots * Hkv * length * Dh * itemsize
 
 
 def far_position(c: Config) -> int:

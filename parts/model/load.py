@@ -89,12 +89,12 @@ class ModelReader:
         return DTYPES[self.weights.entries["model.norm.weight"]["dtype"]].size
 
     def fit(self, **options) -> Sizes:
-        """What would fit beside the weights: a slab that is too large is refused before they are
+        """What will fit beside the weights: a slab that is too large is refused before they are
         read."""
         free = device.free_memory()
-        return fit(
-            self.config, self.itemsize, None if free is None else free - self.nbytes, **options
-        )
+        if free is not None:
+            free -= self.nbytes
+        return fit(self.config, self.itemsize, free, **options)
 
     def read(self) -> Model:
         c = self.config

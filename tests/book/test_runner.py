@@ -13,7 +13,7 @@ from parts.device.mlx import device_lock, device_stream, mx
 from parts.model.fit import Sizes
 from sampling import Pick
 
-SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100, summary="")
+SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100)
 KINDS = [
     {},
     {"temperature": 0.9, "seed": 5},
@@ -250,7 +250,7 @@ def test_warming_up_leaves_no_trace(parts, record):
 def test_a_chunk_that_ends_no_prompt_leaves_nothing_that_makes_the_next_step_copy_the_slab(parts):
     """What its last layer reads is never computed. Kept, it held the arrays, and the next write
     copied them."""
-    sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100, summary="")
+    sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100)
     with device_lock, device_stream():
         runner = Runner(parts[0], sizes)
         runner.run(Order((), (Prefill(0, (7,) * 32, 0, None, False),), (), {})).read()

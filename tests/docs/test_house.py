@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "parts/text/*": "",
     "parts/api/*": "sched",
     "parts/ranks/*": "parts/api/views parts/device/*",
-    "parts/model/*": "parts/api/views parts/ranks/* kv parts/device/*",
+    "parts/model/*": "parts/api/views parts/ranks/* parts/device/*",
     "parts/checks": "",
     "parts/files": "",
     "parts/price": "",

@@ -17,6 +17,7 @@ import pytest
 from checkpoints import V, make_checkpoint, make_tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from kv import Slab
 from nanobatch import Engine, Sampling, Text
 from parts.device import mlx as device
 from parts.device.mlx import mx
@@ -24,7 +25,8 @@ from parts.files import LARGEST, LARGEST_OTHER, ModelError
 from parts.model import config as configs
 from parts.model import families, weights
 from parts.model.families import FAMILIES
-from parts.model.load import read_model
+from parts.model.fit import slab_nbytes, slab_shape
+from parts.model.load import ModelReader, read_model
 from parts.text import tokens as text
 
 
@@ -549,6 +551,32 @@ def test_weights_or_a_slab_that_do_not_fit_the_free_memory(whole, monkeypatch):
     monkeypatch.setattr(device, "free_memory", lambda: 1_000_000)
     with Engine(model, text) as engine:
         assert engine.runner.slab.k[0].nbytes * 4 <= 900_000
+
+
+def test_an_engine_is_made_with_the_sizes_that_fitted_before_its_weights_were_read(
+    whole, monkeypatch
+):
+    """They were reckoned twice. So a program that took memory meanwhile refused a model whose
+    weights had just been read."""
+    read = ModelReader.read
+
+    def read_beside_a_neighbour(reader: ModelReader):
+        monkeypatch.setattr(device, "free_memory", lambda: 0)
+        return read(reader)
+
+    monkeypatch.setattr(ModelReader, "read", read_beside_a_neighbour)
+    monkeypatch.setattr(device, "free_memory", lambda: 10_000_000)
+    with Engine.load(whole) as engine:
+        assert device.free_memory() == 0
+        slab = engine.runner.slab
+        assert slab.slots > 1 and sum(array.nbytes for array in slab.arrays) <= 9_000_000
+
+
+def test_the_memory_that_a_slab_takes_is_what_was_reckoned(whole):
+    c = read_model(whole).config
+    shape = slab_shape(c, slots=3, max_len=100, chunk=32)
+    slab = Slab(*shape, mx.float16)
+    assert slab_nbytes(*shape, itemsize=2) == sum(array.nbytes for array in slab.arrays) > 0
 
 
 def test_an_unknown_dtype_is_refused(whole):
