@@ -19,8 +19,8 @@ The glossary, used everywhere in this project:
     chunk    a part of a prompt: prefill brings a prompt into its slot chunk by chunk
     decode   one new token for a sequence
     window   the rows that a chunk, or all decoding sequences together, write in a forward pass
-    look     neighbouring sequences of a window that look back equally far
-    kind     what attention does alike in some of the layers: how positions turn, how far it looks
+    look     neighbouring sequences of a window whose attention is one product, over T rows of each
+    kind     layers whose attention treats positions alike are of one kind (most models have one)
 
 The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
 and on nothing else: not on the neighbours, not on the slot, and not on the moment. Where

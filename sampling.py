@@ -69,7 +69,8 @@ def choose(
     """A token for each pick, and the log probabilities for requests that have `logprobs`.
 
     `logits`: one row for each pick. If a row is not finite, its token is -1.
-    `masks`: by slot, the tokens that a grammar allows. What follows knows no other.
+    `masks`: by slot, the tokens that a grammar allows. All others get the logit minus infinity
+    before anything else is computed.
     """
     state.begin(picks)
     groups = defaultdict(list)

@@ -371,25 +371,27 @@ class Scheduler:
             self._end_drain()
 
     def _leave_slot(self, request: Request) -> None:
-        """Note what the slot holds, and which rows may hold numbers that are not finite.
+        """Note what the slot holds, and which of its rows are to be zeroed.
 
-        Finite logits are a proof for all rows before: they were computed from these rows. (Other
-        logits come back as token -1, and end the request with an error.) There is no proof for a
-        prompt without a first token, nor after an error, nor for the row of a ghost in flight.
+        Which rows may hold NaN? Logits are computed from all rows before them, so each finite token
+        proves that the prompt and the answer before it are finite. (A token is -1 if its logits
+        were not, and ends the request with an error.) Rows that no token has proven are zeroed
+        before the next owner: all of them after an error or before the first token; the ghost's row
+        while a step is in flight.
         """
         slot = request.slot
-        proven = len(request.prompt) + request.committed - 1
         self.prefixes.use(slot)
         if request.finish_reason == "error" or request.committed == 0:
             proven = 0
             self.prefixes.forget(slot)  # no other prompt may take these rows over
         else:
-            # The newest token's row is not written yet, unless by a ghost.
+            # The newest token has no row yet, unless a ghost writes one.
+            proven = len(request.prompt) + request.committed - 1
             self.prefixes.hold_answer(slot, request.trail, request.answer[:-1])
         has_ghost = request.planned > request.committed
         if request.prefilled and (proven == 0 or has_ghost):
             written = len(request.prompt) + request.planned
-            # A device may pad a chunk, and write some rows more: at most a whole chunk.
+            # A GPU pads a chunk, and writes rows behind it: less than a chunk more.
             self._to_scrub[slot] = (proven, written + self.chunk)
 
     # --- beginning again, and checking
