@@ -12,7 +12,7 @@ Where next: `load.py`, which makes a model of a folder.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -45,12 +45,8 @@ class Dense(NamedTuple):
         if len(parts) == 1:
             return Dense(*parts[0])
         weight = mx.concatenate([weight for weight, _ in parts])
-        if all(bias is None for _, bias in parts):
-            return Dense(weight, None)
-        biases = [
-            mx.zeros(len(weight), weight.dtype) if bias is None else bias for weight, bias in parts
-        ]
-        return Dense(weight, mx.concatenate(biases))
+        bias = joined([bias for _, bias in parts], [len(weight) for weight, _ in parts])
+        return Dense(weight, bias)
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one
@@ -74,8 +70,15 @@ class Packed(NamedTuple):
         if self.claim:
             y = self.claim(x)
         else:
-            packed = (self.weight, self.scales, self.offsets)
-            y = mx.quantized_matmul(x, *packed, True, self.group, self.bits)
+            y = mx.quantized_matmul(
+                x,
+                self.weight,
+                self.scales,
+                self.offsets,
+                transpose=True,
+                group_size=self.group,
+                bits=self.bits,
+            )
         return y if self.bias is None else y + self.bias
 
     @staticmethod
@@ -84,26 +87,42 @@ class Packed(NamedTuple):
 
         `claims`: in memory that our own product reads.
         """
-        biases = [mx.zeros(len(p.scales)) if p.bias is None else p.bias for p in parts]
-        dtype = next((part.bias.dtype for part in parts if part.bias is not None), None)
-        bias = dtype and mx.concatenate([each.astype(dtype) for each in biases])
+        bias = joined([part.bias for part in parts], [len(part.scales) for part in parts])
         if claims:
-            kept = pack(parts)
-            return Packed(*kept[:3], bias, *kept[3:])
-        arrays = list(zip(*parts, strict=True))[:3]
-        weight, scales, offsets = (mx.concatenate(each) for each in arrays)
-        return Packed(weight, scales, offsets, bias, parts[0].bits, parts[0].group)
+            return Packed(bias=bias, **pack(parts)._asdict())
+        return Packed(
+            weight=mx.concatenate([part.weight for part in parts]),
+            scales=mx.concatenate([part.scales for part in parts]),
+            offsets=mx.concatenate([part.offsets for part in parts]),
+            bias=bias,
+            bits=parts[0].bits,
+            group=parts[0].group,
+        )
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        weight, scales = self.weight[ids], self.scales[ids]
+        weight = self.weight[ids]
+        scales = self.scales[ids]
         if self.offsets is None:
             return weight.astype(scales.dtype) * scales
         offsets = self.offsets[ids]
         if self.claim:
-            scales, offsets = scales.astype(mx.float32), offsets.astype(mx.float32)
+            scales = scales.astype(mx.float32)
+            offsets = offsets.astype(mx.float32)
             if self.bits == 4:
                 weight = as_in_a_file(weight, scales.shape[-1] * self.group)
         return mx.dequantize(weight, scales, offsets, self.group, self.bits)
+
+
+def joined(biases: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:
+    """The biases of several projections as one: zeros where a projection has none."""
+    dtypes = [bias.dtype for bias in biases if bias is not None]
+    if not dtypes:
+        return None
+    each = [
+        mx.zeros(count, dtypes[0]) if bias is None else bias
+        for bias, count in zip(biases, rows, strict=True)
+    ]
+    return mx.concatenate(each)
 
 
 class Mlp(NamedTuple):
@@ -133,11 +152,16 @@ class Stack(NamedTuple):
             return self.claim.of_chosen(x, chosen)
         if self.scales is None:
             return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=chosen)
-        packed, sizes = (
-            (self.weight, self.scales, self.offsets),
-            {"group_size": self.group, "bits": self.bits},
+        return mx.gather_qmm(
+            x,
+            self.weight,
+            self.scales,
+            self.offsets,
+            rhs_indices=chosen,
+            transpose=True,
+            group_size=self.group,
+            bits=self.bits,
         )
-        return mx.gather_qmm(x, *packed, rhs_indices=chosen, transpose=True, **sizes)
 
 
 class Choices:
@@ -162,11 +186,11 @@ class Choices:
 
 
 class Experts(NamedTuple):
-    """The sum over a token's k best experts of share * down(silu(gate(x)) * up(x))     A router says which they are.
+    """The sum over a token's k best experts of share * down(silu(gate(x)) * up(x))
 
-    The shares are the router's softmax over all experts; in some models those of the k best are
-    made to add up to 1. Which experts a token takes depends on that token alone, and so do its
-    bits.
+    A router says which these are. The shares are the router's softmax over all experts; in some
+    models those of the k best are made to add up to 1. Which experts a token takes depends on that
+    token alone, and so do its bits.
     """
 
     router: Dense | Packed  # D -> experts
@@ -230,10 +254,12 @@ class QKNorm(NamedTuple):
     def __call__(self, qk: mx.array) -> mx.array:  # (N, H + Hkv, Dh) -> the same
         q, k = mx.split(qk, [self.H], axis=1)
         if self.over_all:
-            q, k = self.q(q.flatten(1)).reshape(q.shape), self.k(k.flatten(1)).reshape(k.shape)
+            normed_q = self.q(q.flatten(1)).reshape(q.shape)
+            normed_k = self.k(k.flatten(1)).reshape(k.shape)
         else:
-            q, k = self.q(q), self.k(k)
-        return mx.concatenate([q, k], axis=1)
+            normed_q = self.q(q)
+            normed_k = self.k(k)
+        return mx.concatenate([normed_q, normed_k], axis=1)
 
 
 Step = Callable[[mx.array], mx.array]
@@ -279,9 +305,8 @@ class Model:
     layers: list[Layer]
     norm: Norm
     table: Dense | Packed  # the embedding, as a projection D -> V
-    # (n, D) -> (n, V), by the table where the checkpoint ties them; a rank that follows leaves x as
-    # it is
-    head: Step
+    # By the table, where the checkpoint ties them. A rank that follows has none, and leaves x as it is.
+    head: Step  # (n, D) -> (n, V)
     kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
     ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
     choices: Choices | None = None  # None: it has no experts
@@ -301,10 +326,8 @@ class Model:
     def for_slots_of(self, length: int) -> Model:
         """The same model, with the positions that it wants where sequences may be as long as
         this."""
-        return replace(
-            self,
-            kinds=tuple(kind.stretched(length, self.config.Dh, self.dtype) for kind in self.kinds),
-        )
+        kinds = [kind.stretched(length, self.config.Dh, self.dtype) for kind in self.kinds]
+        return replace(self, kinds=tuple(kinds))
 
 
 def _is_claimed(part: object) -> bool:

@@ -52,13 +52,22 @@ class Rope:
         while they are loaded. A product of q and k does not depend on the order of their numbers.
         """
         turned = Dh if self.turned is None else self.turned
-        step, other = (2, 1) if self.interleaved else (1, turned // 2)
-        firsts = [step * i for i in range(turned // 2)] + list(range(turned, (turned + Dh) // 2))
-        seconds = [i + other for i in firsts[: turned // 2]] + list(range((turned + Dh) // 2, Dh))
-        return firsts + seconds
+        if self.interleaved:
+            firsts = range(0, turned, 2)
+            seconds = range(1, turned, 2)
+        else:
+            firsts = range(turned // 2)
+            seconds = range(turned // 2, turned)
+        still = range(turned, Dh)
+        half = len(still) // 2
+        return [*firsts, *still[:half], *seconds, *still[half:]]
 
 
-def rotate(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:  # (N, heads, Dh) -> the same
+def rotate(
+    x: mx.array,  # (N, heads, Dh)
+    cos: mx.array,  # (N, 1, Dh)
+    sin: mx.array,  # (N, 1, Dh)
+) -> mx.array:  # (N, heads, Dh)
     """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by
     its position.
 
@@ -89,11 +98,13 @@ class Kind(NamedTuple):
         length: int = 0,
     ) -> Kind:
         """`length`: how long a sequence may be."""
-        frequencies = rope and rope_frequencies(rope, Dh, length)
-        has_kernel = rope and device.has_gpu() and rope.gain == 1
-        return Kind(
-            rope, span, cap, frequencies, rope_periods(frequencies, dtype) if has_kernel else None
-        )
+        if rope is None:
+            return Kind(None, span, cap, frequencies=None, periods=None)
+        frequencies = rope_frequencies(rope, Dh, length)
+        periods = None
+        if device.has_gpu() and rope.gain == 1:
+            periods = rope_periods(frequencies, dtype)
+        return Kind(rope, span, cap, frequencies, periods)
 
     def stretched(self, length: int, Dh: int, dtype: mx.Dtype) -> Kind:
         """The same for sequences that may be so long. Most models know one way to turn."""
@@ -107,10 +118,12 @@ class Kind(NamedTuple):
         return device.has_gpu() and not self.cap
 
 
-# (N, heads, Dh) -> the same
-def turning(kind: Kind, positions: mx.array) -> Callable[[mx.array], mx.array]:
-    """How the queries and keys of tokens at these positions (N,) are turned: `rotate`, by the
-    positions' angles.
+def turning(
+    kind: Kind,
+    positions: mx.array,  # (N,)
+) -> Callable[[mx.array], mx.array]:  # (N, heads, Dh) -> the same
+    """How the queries and keys of tokens at these positions are turned: `rotate`, by the positions'
+    angles.
 
     On a GPU it is one kernel of MLX's, where that is right (`rope_periods`).
     """
@@ -121,57 +134,83 @@ def turning(kind: Kind, positions: mx.array) -> Callable[[mx.array], mx.array]:
         cos, sin = rope_angles(kind, positions)
         return partial(rotate, cos=cos, sin=sin)
     scale = 1 / rope.factor if rope.type == "linear" else 1.0
-    options = {
-        "traditional": False,
-        "base": None,
-        "scale": scale,
-        "offset": positions,
-        "freqs": kind.periods,
-    }
-    # Each token is a sequence of one
-    return lambda x: mx.fast.rope(x[:, :, None], x.shape[-1], **options)[:, :, 0]
+
+    def turn(x: mx.array) -> mx.array:
+        each = x[:, :, None]  # (N, heads, 1, Dh): each token is a sequence of one
+        return fast_rope(each, positions, kind.periods, scale)[:, :, 0]
+
+    return turn
 
 
-def rope_periods(frequencies: mx.array, dtype: mx.Dtype) -> mx.array | None:  # (Dh/2,) -> (Dh/2,)
+def fast_rope(
+    x: mx.array,  # (B, heads, L, Dh)
+    offsets: mx.array,  # (B,): the position of each sequence's first token
+    periods: mx.array,  # (Dh/2,)
+    scale: float = 1.0,
+) -> mx.array:  # (B, heads, L, Dh)
+    return mx.fast.rope(
+        x,
+        x.shape[-1],
+        traditional=False,
+        base=None,
+        scale=scale,
+        offset=offsets,
+        freqs=periods,
+    )
+
+
+def rope_periods(
+    frequencies: mx.array,  # (Dh/2,)
+    dtype: mx.Dtype,
+) -> mx.array | None:  # (Dh/2,)
     """1 / frequencies, as `mx.fast.rope` wants them. None on a CPU, and where a trial finds that
     operation wrong.
 
     Some releases of MLX turned one token a sequence by the first sequence's position, whichever
     sequence it was of.
     """
-    Dh, periods = 2 * frequencies.size, 1 / frequencies
-    first = mx.array([7, 0, 40])
+    Dh = 2 * frequencies.size
+    periods = 1 / frequencies
+    offsets = mx.array([7, 0, 40])
     for L in (1, 3):
         x = mx.random.normal((3, 2, L, Dh), dtype, key=mx.random.key(0))
-        angles = (first[:, None] + mx.arange(L))[:, None, :, None] * frequencies
+        positions = offsets[:, None] + mx.arange(L)  # (3, L)
+        angles = positions[:, None, :, None] * frequencies  # (3, 1, L, Dh/2)
         wanted = rotate(x, *both_of_a_plane(mx.cos(angles), mx.sin(angles)))
-        turned = mx.fast.rope(
-            x, Dh, traditional=False, base=None, scale=1.0, offset=first, freqs=periods
-        )
+        turned = fast_rope(x, offsets, periods)
         # bfloat16 is off by 0.03, the wrong place by more than 1
         if mx.max(mx.abs(turned - wanted)).item() > 0.1:
             return None
     return periods
 
 
-# (N,) -> (N, 1, Dh) each
-def rope_angles(kind: Kind, positions: mx.array) -> tuple[mx.array, mx.array]:
+def rope_angles(
+    kind: Kind,
+    positions: mx.array,  # (N,)
+) -> tuple[mx.array, mx.array]:  # (N, 1, Dh) each
     """cos and sin of each position times each plane's frequency, once for both numbers that are
     turned in the plane."""
     rope = kind.rope
     if rope.type == "linear":
         positions = positions * (1 / rope.factor)
     angles = positions[:, None, None] * kind.frequencies  # (N, 1, Dh/2)
-    cos, sin = mx.cos(angles), mx.sin(angles)
+    cos = mx.cos(angles)
+    sin = mx.sin(angles)
     if rope.gain != 1:  # what turns becomes longer
         gain = mx.where(kind.frequencies > 0, rope.gain, 1.0)
-        cos, sin = cos * gain, sin * gain
+        cos = cos * gain
+        sin = sin * gain
     return both_of_a_plane(cos, sin)
 
 
-# (..., Dh/2) -> (..., Dh) each
-def both_of_a_plane(cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
-    return mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
+def both_of_a_plane(
+    cos: mx.array,  # (..., Dh/2)
+    sin: mx.array,  # (..., Dh/2)
+) -> tuple[mx.array, mx.array]:  # (..., Dh) each
+    """For both numbers of each plane, as `rotate` wants them: `sin` with its minus."""
+    both_cos = mx.concatenate([cos, cos], axis=-1)
+    both_sin = mx.concatenate([-sin, sin], axis=-1)
+    return both_cos, both_sin
 
 
 def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
@@ -189,33 +228,42 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     sequences beyond the trained length. Here `length` is that of a slot: so all sequences of an
     engine turn alike, and may share rows.
     """
-    theta, R = rope.theta, rope.turned or Dh
-    if rope.is_too_short(length) and rope.type == "dynamic":
-        theta *= (rope.factor * length / rope.original_length - (rope.factor - 1)) ** (R / (R - 2))
-    if rope.type in ("default", "linear", "dynamic"):
-        # Theta ** (-2 i / R)
-        frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))
+    R = rope.turned or Dh
+    theta = rope.theta
+    is_too_short = rope.is_too_short(length)
+    if rope.type == "dynamic" and is_too_short:
+        stretch = rope.factor * length / rope.original_length - (rope.factor - 1)
+        theta *= stretch ** (R / (R - 2))
+    periods = theta ** (mx.arange(0, R, 2) / R)  # (R/2,): positions for one radian
+    if rope.type == "longrope":
+        factors = rope.long if is_too_short else rope.short
+        frequencies = 1 / (periods * mx.array(factors))
+    elif rope.type in ("llama3", "yarn"):
+        frequencies = 1 / slowed(rope, periods)
     else:
-        periods = theta ** (mx.arange(0, R, 2) / R)  # positions for one radian
-        if rope.type == "longrope":
-            frequencies = 1 / (
-                periods * mx.array(rope.long if rope.is_too_short(length) else rope.short)
-            )
-        else:
-            keep = kept_of_planes(rope, R, rope.original_length / (2 * mx.pi * periods))
-            # A mixture of the frequency and the slowed one. It is written for its reciprocal, for
-            # each type as mlx-lm computes it: far from the beginning, the last digit of a frequency
-            # is seen in the fourth of a logit.
-            slow = rope.factor * periods
-            mixed = slow * periods / (slow * keep + periods * (1 - keep))
-            frequencies = 1 / (
-                mixed if rope.type == "yarn" else periods / ((1 - keep) / rope.factor + keep)
-            )
-    return frequencies if Dh == R else mx.concatenate([frequencies, mx.zeros((Dh - R) // 2)])
+        # theta ** (-2 i / R)
+        frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))
+    if Dh > R:
+        still = mx.zeros((Dh - R) // 2)
+        frequencies = mx.concatenate([frequencies, still])
+    return frequencies
 
 
-# (R/2,): full turns within the trained length
-def kept_of_planes(rope: Rope, R: int, turns: mx.array) -> mx.array:
+def slowed(rope: Rope, periods: mx.array) -> mx.array:  # (R/2,) -> the same
+    """The periods of `llama3` and `yarn`: a mixture of each frequency and the slowed one.
+
+    The mixture is written for its reciprocal, for each type as mlx-lm computes it: far from the
+    beginning, the last digit of a frequency is seen in the fourth of a logit.
+    """
+    turns = rope.original_length / (2 * mx.pi * periods)  # full turns within the trained length
+    keep = kept_of_planes(rope, turns)
+    if rope.type == "llama3":
+        return periods / ((1 - keep) / rope.factor + keep)
+    slow = rope.factor * periods
+    return slow * periods / (slow * keep + periods * (1 - keep))
+
+
+def kept_of_planes(rope: Rope, turns: mx.array) -> mx.array:  # (R/2,) -> the same
     """How much of each plane's frequency is kept: 0 where it is slowed by the whole factor, 1 where
     not at all.
 
@@ -223,12 +271,17 @@ def kept_of_planes(rope: Rope, R: int, turns: mx.array) -> mx.array:
     `llama3` goes by the number of turns. `yarn` goes by the number of the plane: from the last
     whole one before the one bound to the first behind the other.
     """
-    low, high = rope.low_freq_factor, rope.high_freq_factor
+    low = rope.low_freq_factor
+    high = rope.high_freq_factor
     if rope.type == "llama3":
         return mx.clip((turns - low) / (high - low), 0, 1)
-    first, last = (
-        R * math.log(rope.original_length / (2 * math.pi * n)) / (2 * math.log(rope.theta))
-        for n in (high, low)
-    )
-    first, last = max(math.floor(first), 0), min(math.ceil(last), R - 1)
-    return 1 - mx.clip((mx.arange(R // 2) - first) / max(last - first, 0.001), 0, 1)
+    planes = mx.arange(turns.size)
+    R = 2 * turns.size
+
+    def plane_with(turns: float) -> float:
+        positions = rope.original_length / (2 * math.pi * turns)  # for one radian
+        return R * math.log(positions) / (2 * math.log(rope.theta))
+
+    first = max(math.floor(plane_with(high)), 0)
+    last = min(math.ceil(plane_with(low)), R - 1)
+    return 1 - mx.clip((planes - first) / max(last - first, 0.001), 0, 1)
