@@ -942,7 +942,7 @@ def options() -> program.Parser:
     add(
         "--record",
         metavar="FILE.json",
-        help=f"at the end, write what ran last, for tools/page.py to make a page of: {record.HOLDS}",
+        help=f"at the end, write what ran last, for docs/make/page.py to make a page of: {record.HOLDS}",
     )
     add(
         "--serve",

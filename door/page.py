@@ -12,7 +12,7 @@ end the element that it stands in.
 What this file keeps. `page` depends on the files of `web/` and on what it is given, and on nothing
 else. What is not named in the policy, the page may not load.
 
-Where next: `web/main.js`, where the page begins; `tools/page.py`, which makes one of a recording.
+Where next: `web/main.js`, where the page begins; `docs/make/page.py`, which makes one of a recording.
 """
 
 from __future__ import annotations

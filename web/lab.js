@@ -78,7 +78,7 @@ class Python {
 }
 
 export class Lab {
-  // `recording`: whose prompts are played. `setup`: prices and files, as tools/page.py puts them here.
+  // `recording`: whose prompts are played. `setup`: prices and files, as docs/make/page.py puts them here.
   constructor(place, recording, setup) {
     this.place = place;
     this.recording = recording;

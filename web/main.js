@@ -141,7 +141,7 @@ function paceFor(seconds) {
   return PACES.find((pace) => pace * seconds >= PLAYS) ?? PACES[PACES.length - 1];
 }
 
-// Files of the repository that the page names. tools/page.py makes links of them once the repository
+// Files of the repository that the page names. docs/make/page.py makes links of them once the repository
 // has an address. Until then this is done here where the address is known: on GitHub Pages, by the
 // page's own; and in a copy of the repository, where the page lies beside them. Elsewhere they are words.
 function leadToRepository() {

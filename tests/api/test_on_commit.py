@@ -196,7 +196,7 @@ def test_a_short_storm_of_threads_on_two_engines_whose_hooks_do_all_that_they_ma
     model = str(make_checkpoint(tmp_path, seed=1))
     storm = [
         sys.executable,
-        str(ROOT / "tools" / "storm.py"),
+        str(ROOT / "tests" / "long" / "storm.py"),
         "--requests",
         "400",
         "--model",

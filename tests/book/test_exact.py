@@ -33,7 +33,7 @@ def models(tmp_path_factory) -> list[tuple[Model, Text]]:
 @pytest.mark.parametrize("form", company.everywhere())
 def test_no_company_changes_a_single_bit_in_any_form_of_the_product(form):
     """Alone means: in an engine with other slots, other chunks and another budget. Answers are read
-    as prompts, too. `python tools/companies.py` does the same by hand."""
+    as prompts, too. `python tests/long/companies.py` does the same by hand."""
     schedules = SCHEDULES if form == company.everywhere()[0] else ELSEWHERE
     with company.run(form, schedules) as process:
         said, _ = process.communicate()

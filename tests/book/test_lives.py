@@ -20,7 +20,7 @@ FEW = Sampling(max_tokens=6, ignore_eos=True)
 
 
 def test_a_short_soak_of_random_requests_cancels_and_bad_input(parts):
-    """The long one: python tools/soak.py --requests 10000"""
+    """The long one: python tests/long/soak.py --requests 10000"""
     report = soak.soak(*parts, requests=400, seed=1)
     assert report.ended == 400 - report.refused and report.refused > 5
     assert report.cancelled > 60 and report.compared > 150 and report.wrong == 0

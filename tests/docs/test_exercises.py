@@ -127,7 +127,7 @@ def test_right_solutions_keep_the_plan_of_the_house_and_the_pages_true(tmp_path)
     tree = copy_of_the_tree(tmp_path, kinds)
     for path in (*ROOT.glob("*.md"), ROOT / ".gitignore"):
         shutil.copy(path, tree)
-    for name in ("docs", "tools", "web", ".ci", ".github"):
+    for name in ("docs", "web", ".ci", ".github"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     checks = [
         str(path.relative_to(ROOT))

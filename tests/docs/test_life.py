@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-import life
 from source import places
+
+from docs.make import life
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "life.md").read_text()
@@ -39,7 +40,7 @@ def test_the_drawing_numbers_ten_stations_as_its_table_does():
 
 
 def test_a_request_goes_the_way_that_is_drawn(engine, monkeypatch):
-    """From submit to text, as tools/life.py traces it: the functions come in the order of the
+    """From submit to text, as docs/make/life.py traces it: the functions come in the order of the
     table."""
     monkeypatch.setattr(life, "ROOT", ROOT)  # it looks for a folder among the program's arguments
     entered = [name for _, _, name in life.trace(engine, "Count.")]

@@ -9,7 +9,6 @@ from contextlib import redirect_stdout
 from fnmatch import fnmatch
 from pathlib import Path
 
-import fair
 import pytest
 from source import lines_of_code
 
@@ -17,14 +16,15 @@ import ask
 import bench
 import serve
 import tui
+from docs.make import page as page_program
+from docs.make import tables
+from measure import fair
 from nanobatch import Engine, Sampling
 from parts.model.config import Config
 from parts.model.families import FAMILIES
 from parts.model.fit import slab_nbytes
 from parts.model.rope import Rope
 from screen.room import Settings
-from tools import page as page_program
-from tools import tables
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -128,11 +128,11 @@ def test_a_command_that_writes_a_file_leaves_the_checkout_clean():
     """The pages print `--record run.json`, and an empty `run.json` was tracked."""
     ignored = re.findall(r"^/(\S+)$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "docs" / "index.html"]
-    programs = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("docs/make/*.py"), *ROOT.glob("tests/long/*.py")]
     texts = " ".join(path.read_text() for path in (*pages, *programs))
     options = "--(?:record|json|plot|screenshot|trace)"
     written = re.findall(rf"(?:{options}|' >) (\w+\.(?!py)\w+)", texts)
-    written += re.findall(r"python tools/page\.py (?:\w+\.\w+ )+(\w+\.\w+)", texts)
+    written += re.findall(r"python docs/make/page\.py (?:\w+\.\w+ )+(\w+\.\w+)", texts)
     assert {"run.json", "run.svg", "out.html", "hosts.json"} <= set(written)
     assert not [name for name in written if not any(fnmatch(name, each) for each in ignored)]
 
@@ -179,12 +179,12 @@ def test_every_command_for_the_benchmark_that_a_page_names_is_understood(monkeyp
 
 
 def test_every_table_of_figures_is_made_from_what_was_measured_and_counted():
-    """`python tools/tables.py` writes them anew."""
+    """`python docs/make/tables.py` writes them anew."""
     made = [found for page in tables.pages() for found in tables.MADE.findall(page.read_text())]
     assert len(made) >= 6
     for mark, _, text in made:
         assert tables.made_anew(mark + text) == mark + text, (
-            f"{mark.strip()} is stale: python tools/tables.py"
+            f"{mark.strip()} is stale: python docs/make/tables.py"
         )
 
 

@@ -887,7 +887,7 @@ def test_a_reader_that_pauses_gets_its_log_probabilities_in_parts(here, monkeypa
 
 
 def test_a_short_soak(tmp_path):
-    """`python tools/soak_http.py` is the long form."""
+    """`python tests/long/soak_http.py` is the long form."""
     with Weighed("--slots", "8", "--model", str(talker(tmp_path / "talker"))) as server:
         report = soak(server, 120, clients=8, cases=40, rounds=2)
     assert not report.faults, report.faults[:5]
@@ -896,7 +896,7 @@ def test_a_short_soak(tmp_path):
 
 
 def test_a_short_soak_in_which_a_third_is_hostile(tmp_path):
-    """`python tools/soak_http.py --requests 5000 --attack` is the long form."""
+    """`python tests/long/soak_http.py --requests 5000 --attack` is the long form."""
     with Weighed("--slots", "8", "--model", str(talker(tmp_path / "talker"))) as server:
         report = soak(server, 60, clients=8, cases=20, hostile=0.33, rounds=1)
     assert not report.faults, report.faults[:5]

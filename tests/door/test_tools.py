@@ -1,6 +1,6 @@
 """Tools, thoughts, Responses and Messages, with a model that says what it is told to.
 
-The points of `tools/conform.py` say what the protocols want. Here they run one by one.
+The points of `tests/long/conform.py` say what the protocols want. Here they run one by one.
 """
 
 import json

@@ -28,7 +28,7 @@ from parts.model.load import read_model
 from policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tools" / "companies.py"
+PROGRAM = ROOT / "tests" / "long" / "companies.py"
 
 # A neighbour whose prompt is long has the long factors, all others the short ones.
 LONGROPE = {

@@ -19,8 +19,8 @@ import pytest
 from doors import COMPLETIONS, Server
 
 import bench
+from docs.make import page, tables
 from parts.files import LineFile, append_line, check_writable, write_whole
-from tools import page, tables
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534

@@ -2,7 +2,7 @@
 like one, and a rank that is lost is told of and not waited for.
 
 The processes speak over MLX's ring, on loopback. With 3 and 4 ranks, by MPI, the same is run by
-hand: `python tools/crowd.py`.
+hand: `python tests/long/crowd.py`.
 """
 
 import json
@@ -684,7 +684,11 @@ def test_two_processes_have_the_same_bits_in_any_company_and_say_so(tmp_path):
         )
     )
     with Pair(
-        tmp_path, str(ROOT / "tools" / "crowd.py"), "3", folder, forms=(rows.forms_here() * 2)[:2]
+        tmp_path,
+        str(ROOT / "tests" / "long" / "crowd.py"),
+        "3",
+        folder,
+        forms=(rows.forms_here() * 2)[:2],
     ) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         (line,) = [line for line in pair.said(0).splitlines() if line.startswith("[[")]

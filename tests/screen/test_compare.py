@@ -5,12 +5,12 @@ from itertools import pairwise
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
-import film
 import pytest
 from stage import Stage, at_every_size, disturb, like_golden, plain, show
 
 import ask
 import tui
+from docs.make import film
 from nanobatch import Sampling
 from parts.price import Price
 from policies import POLICIES

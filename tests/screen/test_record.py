@@ -8,12 +8,12 @@ import pytest
 from stage import Stage
 
 import tui
+from docs.make import page
 from nanobatch import Sampling
 from parts.api.views import Limits, Metrics, RequestView, StepView
 from policies import POLICIES
 from screen import record
 from screen.state import prompt_of
-from tools import page
 from web import simulate
 
 PRICE = {"step": 0.01, "row": 0.0, "token": 0.001}

@@ -24,11 +24,11 @@ from doors import Server
 from recordings import HOSTILE, TEXTS, recording
 from words import Clock, word_engine
 
+from docs.make import page
 from door.door import Door
 from door.http import Options
 from nanobatch import Sampling
 from parts.text.tokens import Prompt
-from tools import page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
 ROOT = Path(__file__).parents[2]
@@ -413,7 +413,9 @@ def test_the_files_that_the_page_names_are_links_where_their_address_is_known(op
 
 def test_the_picture_of_the_page_shows_the_finished_race(opens, tmp_path):
     out = tmp_path / "card.png"
-    subprocess.run([sys.executable, ROOT / "tools" / "card.py", out], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, ROOT / "docs" / "make" / "card.py", out], check=True, timeout=120
+    )
     drawn, kept = (path.read_bytes() for path in (out, ROOT / "docs" / "card.png"))
     assert drawn[:24] == kept[:24], "of another size"
     assert len(drawn) > len(kept) / 2, "there is less to be seen"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.make import page
 from policies import POLICIES
-from tools import page
 
 ROOT = Path(__file__).parents[2]
 SETUP = page.game_of(page.read(str(ROOT / "docs" / "index.html")))

@@ -15,11 +15,11 @@ import pytest
 from recordings import HOSTILE, recording
 from stage import Stage
 
+from docs.make import page as page_program
 from door import page
 from screen import record
 from screen.ink import clean
 from screen.widgets import NEWLINE
-from tools import page as page_program
 
 ROOT = Path(__file__).parents[2]
 UNSEEN = ("Cc", "Cf", "Zl", "Zp")  # control and format characters, and separators of lines
@@ -209,7 +209,7 @@ def test_whatever_has_been_changed_in_a_recording_it_is_refused_in_one_line(tmp_
         run.write_text(text)
         assert page_program.main([str(run), str(out)]) == 2, seed
         said = capsys.readouterr().err
-        assert re.fullmatch(r"tools/page\.py: '.*run\.json' is (no|not) [^\n]*\n", said), (
+        assert re.fullmatch(r"docs/make/page\.py: '.*run\.json' is (no|not) [^\n]*\n", said), (
             seed,
             said,
         )
@@ -238,7 +238,7 @@ def test_a_page_that_cannot_be_written_is_said_in_one_line(tmp_path, capsys):
     run.write_text(json.dumps(recording()))
     assert page_program.main([str(run), str(tmp_path / "nowhere" / "out.html")]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("tools/page.py: ") and "nowhere" in said and said.count("\n") == 1
+    assert said.startswith("docs/make/page.py: ") and "nowhere" in said and said.count("\n") == 1
 
 
 def test_a_page_of_two_recordings_can_be_made_anew_from_itself(tmp_path, capsys):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import tui
+from docs.make import page
 from nanobatch import Sampling
 from policies import POLICIES
-from tools import page
 from web import simulate
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_the_page_is_made_of_what_lies_here():
         assert "class Scheduler" in lab["sources"].pop("sched.py")
         assert "POLICIES = " in lab["sources"].pop("policies.py")
         assert "class Prefixes" in lab["sources"].pop("prefix.py")
-    says = "make it anew: python tools/page.py docs/index.html docs/index.html"
+    says = "make it anew: python docs/make/page.py docs/index.html docs/index.html"
     assert labs[0] == labs[1], says
     assert data.sub("", anew) == data.sub("", there), says
 

@@ -1,4 +1,4 @@
-"""A picture of the screen under HTTP load: python tools/clients.py docs/clients.svg --size 120x40
+"""A picture of the screen under HTTP load: python docs/make/clients.py docs/clients.svg --size 120x40
 
 The door and its screen run in this process. A few clients ask over HTTP: some are answered, some
 refused, one hangs up. In the midst of it the engine is paused, and the picture is taken.
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import tui  # noqa: E402

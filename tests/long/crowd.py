@@ -1,7 +1,7 @@
 """Two, three and four ranks by MPI, against one process: the same tokens, and the same bits in any
 company.
 
-    python tools/crowd.py                # takes some minutes; needs mpirun, such as Debian's openmpi-bin
+    python tests/long/crowd.py                # takes some minutes; needs mpirun, such as Debian's openmpi-bin
 
 Each rank is a process. Rank 0 says what it has found; the exit code is 1 if anything differs.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 
 from parts.device import mlx as device  # noqa: E402, F401  first, as in a program of ours

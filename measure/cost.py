@@ -1,7 +1,7 @@
 """What does the screen cost the engine? Tokens a second without it and with it, in turn, in one
 process.
 
-    python tools/cost.py [--model M] [--size 120x40] [--rounds 5] [--burst 48] [--queued 5000]
+    python measure/cost.py [--model M] [--size 120x40] [--rounds 5] [--burst 48] [--queued 5000]
     [--rate 200]
 
 The screen is open in a pseudo-terminal of that size. The same burst runs again and again, in turn

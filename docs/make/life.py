@@ -1,7 +1,7 @@
 """The life of one request to its first token, as text: which of our functions it enters, in which
 file and order.
 
-    python tools/life.py [folder of another checkout]
+    python docs/make/life.py [folder of another checkout]
 
 One slot, one request, from `submit` to the step that delivers its first token. The list ends with
 two figures: how many functions are entered, and how often the reader must change to another file
@@ -22,7 +22,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from types import FrameType
 
-HERE = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parents[2]
 ROOT = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else HERE
 sys.path.insert(0, str(ROOT))
 

@@ -1,6 +1,6 @@
 """The finished race of the page, as the picture that a message shows beside a link to the page.
 
-    python tools/card.py docs/card.png
+    python docs/make/card.py docs/card.png
 
 It is the page itself in a browser, without all that cannot be read at this size. So it needs what
 `tests/web/test_browser.py` needs: `pip install -e '.[browser]'`, and Chromium.
@@ -13,7 +13,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SIZE = {"width": 1200, "height": 630}  # what messengers and networks show whole
 LOOK = """
 .bar a, .lead, .key, .transport, .hint, [data-answers], section ~ section { display: none !important; }
@@ -46,13 +46,14 @@ def draw(out: str, chromium: str) -> None:
 def main() -> int:
     if len(sys.argv) != 2 or not sys.argv[1].endswith(".png"):
         print(
-            "tools/card.py: name the picture: python tools/card.py docs/card.png", file=sys.stderr
+            "docs/make/card.py: name the picture: python docs/make/card.py docs/card.png",
+            file=sys.stderr,
         )
         return 2
     chromium = next(filter(None, map(shutil.which, CHROMIUM)), "")
     if not (chromium and find_spec("playwright")):
         words = "it takes Chromium, and pip install -e '.[browser]'"
-        print(f"tools/card.py: there is no browser; {words}", file=sys.stderr)
+        print(f"docs/make/card.py: there is no browser; {words}", file=sys.stderr)
         return 2
     draw(sys.argv[1], chromium)
     print(f"{sys.argv[1]}: {Path(sys.argv[1]).stat().st_size:,} bytes")

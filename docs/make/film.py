@@ -1,4 +1,4 @@
-"""A race as an animated picture: python tools/film.py docs/race.svg [--burst 24] [--model demo]
+"""A race as an animated picture: python docs/make/film.py docs/race.svg [--burst 24] [--model demo]
 
 Both legs are drawn on the clock that interruptions do not reach, each from its own beginning. A
 cover moves to the right over both, so each step shows at its moment, slower than it ran. There is
@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import tui
 from parts.files import write_whole
@@ -164,7 +164,7 @@ def main() -> int:
     try:
         write_whole(args.path, draw(session.state.raced))
     except OSError as error:
-        sys.exit(f"tools/film.py: {error.filename}: {error.strerror}")
+        sys.exit(f"docs/make/film.py: {error.filename}: {error.strerror}")
     return 0
 
 

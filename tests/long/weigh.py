@@ -1,6 +1,6 @@
 """`serve.py`, which says on SIGUSR1 what it holds in memory.
 
-    python tools/weigh.py --model demo
+    python tests/long/weigh.py --model demo
     kill -USR1 PROCESS
 
 The problem. What is resident of a process says little of what it holds. Free memory stays with the
@@ -88,7 +88,7 @@ def say(*signal_and_frame) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import serve
     from parts import program
 

@@ -1,7 +1,7 @@
 """Writes the tables of the pages anew, from what was measured and from what the tests count.
 
-    python tools/tables.py            writes those that are not as they should be
-    python tools/tables.py --check    only says which they are; exit code 1 if there are any
+    python docs/make/tables.py            writes those that are not as they should be
+    python docs/make/tables.py --check    only says which they are; exit code 1 if there are any
 
 A table that is made stands behind a comment, which a reader of the page does not see:
 
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 # `device` comes first, as in a program of ours.
@@ -140,8 +140,8 @@ def counts() -> str:
 
 
 def of_the_tests(name: str):
-    """One of the modules that lie in tests/ or tools/, wherever exactly."""
-    (path,) = (path for room in ("tests", "tools") for path in (ROOT / room).rglob(f"{name}.py"))
+    """One of the modules that lie in tests/, wherever exactly."""
+    (path,) = (ROOT / "tests").rglob(f"{name}.py")
     for folder in (ROOT / "tests", ROOT / "tests" / "lib", path.parent):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
@@ -176,7 +176,7 @@ def main() -> int:
             try:
                 write_whole(path, made_anew(path.read_text()))
             except OSError as error:
-                sys.exit(f"tools/tables.py: {error.filename}: {error.strerror}")
+                sys.exit(f"docs/make/tables.py: {error.filename}: {error.strerror}")
         print(path.relative_to(ROOT))
     return 1 if stale and "--check" in sys.argv else 0
 

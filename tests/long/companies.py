@@ -1,7 +1,7 @@
 """Random requests in company, and each of them alone: how many of their logits differ in a bit?
 
-    python tools/companies.py                      100 schedules on the form of our product that nanobatch takes here
-    python tools/companies.py --everywhere 1000    1,000 on each form of it that can run here
+    python tests/long/companies.py                      100 schedules, on the form of our product that runs here
+    python tests/long/companies.py --everywhere 1000    1,000 on each form that can run here
 
 What a company is stands in `tests/lib/company.py`.
 """
@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 
 from parts.device import mlx as device  # noqa: E402  first, as in a program of ours

@@ -1,12 +1,12 @@
 """A recording as a page that needs nothing else.
 
     python tui.py --plain --script race24 --record run.json
-    python tools/page.py run.json out.html
+    python docs/make/page.py run.json out.html
 
-Two recordings of one run each race side by side: python tools/page.py static.json continuous.json out.html
-A page holds its recording, so a page can be made anew from itself: python tools/page.py out.html out.html
+Two recordings of one run each race side by side: python docs/make/page.py static.json continuous.json out.html
+A page holds its recording, so a page can be made anew from itself: python docs/make/page.py out.html out.html
 
-The project's own page, with a new race of the demo model: python tools/page.py --demo docs/index.html
+The project's own page, with a new race of the demo model: python docs/make/page.py --demo docs/index.html
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from door import page
 from measure import report
@@ -33,7 +33,7 @@ from screen import record
 from screen.ink import count, span
 from web import simulate
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MOST = 1_000_000  # bytes of a page: it is sent over slow lines, too
 EMBEDDED = re.compile(r'<script type="application/json" id="data-recording">(.*?)</script>')
 LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, and prompts a second
@@ -349,12 +349,12 @@ def main(arguments: list[str] | None = None) -> int:
             words = f"the page has {size:,} bytes, and may have {MOST:,}"
             raise ValueError(f"{words}; record a shorter run")
     except (OSError, ValueError) as error:
-        print(f"tools/page.py: {error}", file=sys.stderr)
+        print(f"docs/make/page.py: {error}", file=sys.stderr)
         return 2
     try:
         write_whole(args.out, text)
     except OSError as error:
-        print(f"tools/page.py: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"docs/make/page.py: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     print(f"{args.out}: {size:,} bytes")
     return 0

@@ -1,6 +1,6 @@
 """What a policy does for the second of two clients. The scheduler alone, so all times are steps.
 
-    python tools/fair.py [--every 100] [--slots 8]
+    python measure/fair.py [--every 100] [--slots 8]
 
 One client sends 100 prompts at once. The other sends 20, one every so many steps. For each policy:
 how many steps each client's prompts wait for a slot, and how many tokens a step yields. The figures

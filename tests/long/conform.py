@@ -1,8 +1,8 @@
 """Does the door keep to the protocols? Points of the chat route with tools and thoughts, of
 Responses, and of Messages.
 
-    python tools/conform.py                                  # against a model that says what it is told
-    python tools/conform.py --serve 8123                     # leave that model open, for other clients
+    python tests/long/conform.py                                  # against a model that says what it is told
+    python tests/long/conform.py --serve 8123                     # leave that model open, for other clients
 
 The points were written from the protocols' documentation, before the code. Each is a function with
 a sentence for a name. The exit code is 1 if one fails.
@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 
 from doors import CHAT, COMPLETIONS, Reply, Server  # noqa: E402

@@ -1,9 +1,9 @@
 """The soak of the door: many clients at once, a third of them hang up at some moment, some send
 what is wrong.
 
-    python tools/soak_http.py --requests 20000
-    python tools/soak_http.py --requests 1000 --ranks 2     # one model over two processes
-    python tools/soak_http.py --requests 8000 --attack      # one in ten is hostile, 64 at a time
+    python tests/long/soak_http.py --requests 20000
+    python tests/long/soak_http.py --requests 1000 --ranks 2     # one model over two processes
+    python tests/long/soak_http.py --requests 8000 --attack      # one in ten is hostile, 64 at a time
 
 It starts a server of its own: the demo model, with a chat template that knows tools and thoughts.
 All routes are asked, whole and streamed. In the end each request has been answered or was hung up
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests" / "lib"), str(HERE)]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "lib"), str(HERE)]
 
 from conform import COUNT, MESSAGES, RESPONSES  # noqa: E402
 from doors import CHAT, COMPLETIONS, ROOT, Server  # noqa: E402

@@ -1,7 +1,7 @@
 """A long life in a short time: thousands of requests, a third of them cancelled, some of them
 wrong, all at once.
 
-    python tools/soak.py --requests 10000
+    python tests/long/soak.py --requests 10000
 
 Every request must end exactly once, whoever is not cancelled must get what it gets alone, every
 slot must be free at the end, and memory must not grow with the number of requests: it is weighed
@@ -18,8 +18,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib"), str(ROOT / "tools")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib"), str(ROOT / "tests" / "long")]
 
 # nanobatch first: it puts a fast BLAS under MLX, before mlx-lm, which the checkpoints need, imports
 # MLX.

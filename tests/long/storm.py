@@ -1,7 +1,7 @@
 """A storm: threads that submit, wait and cancel on two engines at once, whose `on_commit` does all
 that it must not.
 
-    python tools/storm.py --requests 5000
+    python tests/long/storm.py --requests 5000
 
 Whatever the hooks do, each request must get what it gets alone, what they raise must be noted, all
 slots must be free at the end, and the process must exit.
@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 
 from nanobatch import Engine, Handle, Model, Sampling, Text  # noqa: E402

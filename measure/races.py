@@ -1,7 +1,7 @@
 """How far do races in a row differ, with busy programs beside them? And does compare's replay take
 as long as what ran?
 
-    python tools/races.py [--races 8] [--busy 2] [--burst 24] [--model demo]
+    python measure/races.py [--races 8] [--busy 2] [--burst 24] [--model demo]
 
 Each race is the same burst under static, then under continuous. After it, the last leg is replayed
 under its own policy. `--busy` so many processes that do nothing but keep a processor busy.
