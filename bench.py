@@ -43,8 +43,9 @@ prompt was due, not when a busy loop got round to sending it; otherwise a slow e
 own examination easier.
 
     python bench.py                                          about a minute, on the demo model
-    python bench.py --shape 15m --vs mlx-lm --parts decode,closed,open --json run.json --plot run.svg
-    python bench.py --from run.json --plot run.svg           the tables and the picture again; nothing is measured
+    python bench.py --shape 15m --vs mlx-lm --parts decode,closed,open --json run.json
+    python bench.py --from run.json                          the tables again; nothing is measured
+    python docs/make/plot.py run.json run.svg                `decode` and `open` as curves
 
 Read `drive` in `measure/sample.py` first, then `Sample`. Where next: `sched.py`, whose three
 policies `open` compares, and `Engine.step` in `nanobatch.py`, whose stages `steps` measures.
@@ -65,8 +66,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 from measure.peers import PEERS, make_gguf, obstacle
@@ -81,7 +83,7 @@ from measure.plan import (
     our_column,
     read_rivals,
 )
-from measure.report import draw, show, summarise
+from measure.report import load_data, show
 from measure.sample import Failure, describe_machine, take_all, take_sample
 from parts.checks import one_line, read_whole, shown
 from parts.device import mlx as device
@@ -109,7 +111,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--output", default="64", help="tokens of an answer (default: 64)")
     add("--samples", default="3", help="processes for each figure (default: 3)")
     add("--json", metavar="FILE", help="write all that was measured, after each sample")
-    add("--plot", metavar="FILE.svg", help="draw decode and open")
     add(
         "--from",
         dest="source",
@@ -132,20 +133,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--parts: {shown(part)} is no part; choose among {','.join(PARTS)}")
     if args.model is not None and args.shape:
         parser.error(f"--model {args.model} and --shape {args.shape} exclude each other; give one")
-    if args.plot and not args.source and not {"decode", "open"} & set(args.parts):
-        parser.error("--plot draws decode and open; add one of them to --parts")
     try:
         args.rivals = read_rivals(args.vs, args.policy)
         check_rivals(args.parts, args.rivals)
     except ValueError as error:
         parser.error(str(error))
-    for path in filter(None, (args.json, args.plot)):
-        try:
-            check_writable(path)
-        except OSError as error:
-            parser.error(
-                f"{path!r} cannot be written ({error.strerror}); name a file in a folder that is there"
-            )
+    try:
+        if args.json:
+            check_writable(args.json)
+    except OSError as error:
+        remedy = "name a file in a folder that is there"
+        parser.error(f"{args.json!r} cannot be written ({error.strerror}); {remedy}")
     return args
 
 
@@ -167,26 +165,6 @@ def check_rivals(parts: Sequence[str], rivals: Sequence[Column]) -> None:
     alone = [part for part in ("newcomer", "idle") if part in parts]
     if program.backend() and (rivals or alone):
         raise ValueError(f"ranks measure one engine; leave out {alone[0] if alone else '--vs'}")
-
-
-def load_data(path: str) -> dict:
-    """What `--json` has written. If the file holds something else, one line says so."""
-    try:
-        data = json.loads(Path(path).read_text())
-        summarise(data["records"])
-        return {
-            "command": str(data["command"]),
-            "machine": dict(data["machine"]),
-            "records": data["records"],
-        }
-    except OSError as error:
-        raise ValueError(
-            f"--from {path!r} cannot be read ({error.strerror}); name what --json has written"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(
-            f"--from {path!r} holds something else; name what --json has written"
-        ) from None
 
 
 def measure_all(args: argparse.Namespace) -> dict:
@@ -217,8 +195,7 @@ def measure_all(args: argparse.Namespace) -> dict:
         ours = our_column(args.policy)
         plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)
         total = args.samples * sum(len(cell.columns) for cell in plan)
-        tell = stack.enter_context(progress(total))
-        for record in take_all(plan, args.samples, tell):
+        for record in take_all(plan, args.samples, progress(total)):
             data["records"].append(record)
             # After each sample, so that an interrupted run is not lost
             if args.json and not program.rank():
@@ -226,46 +203,21 @@ def measure_all(args: argparse.Namespace) -> dict:
     return data
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Gives a function that is told before each sample what the sample measures, and shows it on
-    standard error.
-
-    A terminal gets a bar, which draws between two samples and never during one. A file or a pipe
-    gets a line a sample.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    task = bar.add_task("", total=total)
+def progress(total: int) -> Callable[[str], None]:
+    """A function that is told before each sample what the sample measures, and says so on standard
+    error: a line a sample, and on a terminal the newest in place of the last one."""
     began = time.perf_counter()
-    done = 0
+    number = count(1)
+    is_terminal = sys.stderr.isatty()
 
     def tell(stage: str) -> None:
-        nonlocal done
-        bar.update(task, completed=done, description=stage, refresh=True)
-        done += 1
-        if not console.is_terminal and not program.rank():
-            seconds = time.perf_counter() - began
-            print(
-                f"nanobatch: {done} of {total} after {seconds:.0f} s: {stage}",
-                file=sys.stderr,
-                flush=True,
-            )
+        seconds = time.perf_counter() - began
+        line = f"nanobatch: {next(number)} of {total} after {seconds:.0f} s: {stage}"
+        if not program.rank():
+            start, end = ("\r\033[K", "") if is_terminal else ("", "\n")
+            print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
 
-    with bar:
-        yield tell
+    return tell
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -279,8 +231,6 @@ def main(arguments: list[str] | None = None) -> int:
         if program.rank():
             return 0
         show(data)
-        if args.plot:
-            write_whole(args.plot, draw(data["records"]))
     except (ValueError, Failure, OSError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

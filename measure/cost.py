@@ -15,34 +15,35 @@ meanwhile, and wait. Both are cancelled when the burst has ended.
 import argparse
 import asyncio
 import fcntl
+import json
 import os
 import pty
-import statistics
 import struct
 import sys
 import termios
-import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tui
-from screen.room import Ask, EngineRoom
+from screen.room import EngineRoom
 from screen.session import Session
 from screen.state import State
 from screen.widgets import thrifty
 
 
-async def rounds(
-    app: tui.Screen, asks: list[Ask], args: argparse.Namespace
-) -> tuple[list[float], list[float]]:
-    """Tokens a second of each burst: while the screen looks, and while it does not."""
-    looking, alone = [], []
-    look, room, state = app.look, app.session.room, app.state
-    await app.until(lambda: state.view.stage == "ready")
-    for i in range(2 * args.rounds):
-        app.look = look if i % 2 else lambda: None
+async def rates(app: tui.Screen, args: argparse.Namespace) -> dict[bool, list[float]]:
+    """Tokens a second of each burst: by whether the screen looks meanwhile."""
+    found = {False: [], True: []}
+    look = app.look
+    room = app.session.room
+    asks = app.session.asks(args.burst)
+    await app.until(lambda: app.state.view.stage == "ready")
+    for looks in (False, True) * args.rounds:
+        app.look = look if looks else lambda: None
         room.pause(True)
         before = room.look().engine
         room.fire([*asks, *asks[:1] * args.queued])
@@ -54,17 +55,34 @@ async def rounds(
         began = room.clock()
         while any(id <= last for id in list(room.own)):
             await asyncio.sleep(0.02)
-        ended, after = room.clock(), room.engine.snapshot()
+        seconds = room.clock() - began
+        after = room.engine.snapshot()
         room.set_load(0.0)
         room.cancel(None)
         while (view := room.look()).heard < room.posted or view.busy:
             await asyncio.sleep(0.05)
-        rate = (after.output_tokens - before.output_tokens) / (ended - began)
-        (looking if i % 2 else alone).append(rate)
-    return looking, alone
+        found[looks].append((after.output_tokens - before.output_tokens) / seconds)
+    return found
 
 
-def main() -> int:
+def show(args: argparse.Namespace) -> dict[bool, list[float]]:
+    """The screen, in the terminal in which this process runs."""
+    room = EngineRoom(partial(tui.load_engine, tui.parse_arguments(["--model", args.model])))
+    app = tui.Screen(Session(room, State(args.model)))
+
+    async def measure() -> None:
+        app.set_interval(0.1, thrifty(lambda: app.look()))
+        app.exit(await rates(app, args))
+
+    app.LOOKS = 3600  # the interval above looks, or does not
+    app.call_later(lambda: app.run_worker(measure()))
+    room.start()
+    found = app.run()
+    room.stop(10)
+    return found
+
+
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="demo")
     parser.add_argument("--size", default="120x40")
@@ -74,40 +92,21 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=0.0)
     args = parser.parse_args()
     width, height = map(int, args.size.split("x"))
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-    threading.Thread(
-        target=lambda: [None for _ in iter(lambda: os.read(master, 65536), b"")], daemon=True
-    ).start()
-    terminal = os.fdopen(slave, "w")
-    stdin, out = os.dup(0), sys.stdout
-    os.dup2(slave, 0)
-    sys.__stdin__ = sys.stdin = os.fdopen(os.dup(slave), "r")
-    sys.__stderr__ = terminal
-    room = EngineRoom(partial(tui.load_engine, tui.parse_arguments(["--model", args.model])))
-    state = State(args.model)
-    app, result = tui.Screen(Session(room, state)), []
-    asks = app.session.asks(args.burst)
-
-    async def measure() -> None:
-        app.set_interval(0.1, thrifty(lambda: app.look()))
-        result.extend(await rounds(app, asks, args))
-        app.exit()
-
-    app.LOOKS = 3600  # the interval above looks, or does not
-    app.call_later(lambda: app.run_worker(measure()))
-    room.start()
-    app.run()
-    room.stop(10)
-    os.dup2(stdin, 0)
-    looking, alone = map(statistics.median, result)
+    answers, answer = os.pipe()
+    child, terminal = pty.fork()
+    if not child:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        os.write(answer, json.dumps(list(show(args).values())).encode())
+        os._exit(0)
+    os.close(answer)
+    with suppress(OSError):  # on Linux the end of a terminal is an error
+        while os.read(terminal, 65536):
+            pass
+    alone, looking = map(median, json.loads(os.read(answers, 65536)))
     what = f"{args.size}, {args.queued:,} queued, {args.rate:g} a second"
-    print(
-        f"{what}: {alone:,.0f} tokens/s alone, {looking:,.0f} with the screen: {looking / alone:.1%}",
-        file=out,
-    )
-    return 0
+    share = f"{looking / alone:.1%}"
+    print(f"{what}: {alone:,.0f} tokens/s alone, {looking:,.0f} with the screen: {share}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -25,16 +25,11 @@ SEEDS = 10
 
 
 class Outcome(NamedTuple):
-    """Waits are in steps."""
+    """Of all crowds together. Waits are in steps, the shortest first."""
 
     one: list[int]
     many: list[int]
-    steps: int
-    tokens: int
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.steps
+    rate: float  # tokens a step
 
 
 def crowd(dice: random.Random, every: int) -> list[Guest]:
@@ -50,27 +45,19 @@ def crowd(dice: random.Random, every: int) -> list[Guest]:
     return guests
 
 
-def serve(policy: str, every: int = 100, slots: int = 8, seed: int = 0) -> Outcome:
-    guests = crowd(random.Random(seed), every)
-    scheduler = Scheduler(slots, 1024, POLICIES[policy])
-    waits: dict[str, list[int]] = {"one": [], "many": []}
-    tokens = 0
-    for plan, *_ in Replay(scheduler, guests, by_steps=True, run_ahead=False):
-        for request in plan.admitted:
-            waits[request.client].append(plan.step - 1 - request.came)
-        tokens += len(plan.emitters)
-    return Outcome(waits["one"], waits["many"], scheduler.steps, tokens)
-
-
 def outcome(policy: str, every: int = 100, slots: int = 8) -> Outcome:
-    """Of all crowds together."""
-    several = [serve(policy, every, slots, seed) for seed in range(SEEDS)]
-    return Outcome(
-        one=sorted(wait for each in several for wait in each.one),
-        many=sorted(wait for each in several for wait in each.many),
-        steps=sum(each.steps for each in several),
-        tokens=sum(each.tokens for each in several),
-    )
+    waits: dict[str, list[int]] = {"one": [], "many": []}
+    steps = 0
+    tokens = 0
+    for seed in range(SEEDS):
+        guests = crowd(random.Random(seed), every)
+        scheduler = Scheduler(slots, 1024, POLICIES[policy])
+        for plan, *_ in Replay(scheduler, guests, by_steps=True, run_ahead=False):
+            for request in plan.admitted:
+                waits[request.client].append(plan.step - 1 - request.came)
+            tokens += len(plan.emitters)
+        steps += scheduler.steps
+    return Outcome(sorted(waits["one"]), sorted(waits["many"]), tokens / steps)
 
 
 def percentile(waits: list[int], percent: int) -> int:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
-import timeit
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from nanobatch import Engine, Request, Scheduler
-from parts.api.views import StepView
-from parts.device.mlx import mx
+from nanobatch import Engine
+from parts.api.views import Roof, StepView
+from parts.device.roof import measure
 from parts.model.fit import usual_budget
+from parts.replay import Guest, Replay
 from policies import POLICIES
+from sched import Plan, Request, Scheduler
 
 
 @dataclass
@@ -122,20 +123,24 @@ def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
 
     A plan takes as long as the fastest of five: what other programs do to it is not ours.
     """
-    prompts, runs = [(*range(length - 1000), *[id] * 1000) for id in range(slots)], []
-    for _ in range(5):
-        budget = usual_budget(slots, 64)
-        sched = Scheduler(slots, length + 1, POLICIES["continuous"], budget=budget)
-        seconds = []
-        for id, prompt in enumerate(prompts):
-            sched.submit(Request(id, prompt, 1, arrived=0.0))
-        while sched.waiting or sched.running:
+
+    class Timed(Scheduler):
+        def plan(self, now: float) -> Plan | None:
             began = time.perf_counter()
-            plan = sched.plan(0.0)
-            seconds.append(time.perf_counter() - began)
-            sched.commit(plan, [0] * len(plan.emitters), lambda request, token: None, 0.0)
-        runs.append(seconds)
-    fastest = list(map(min, *runs))
+            plan = super().plan(now)
+            seconds[-1].append(time.perf_counter() - began)
+            return plan
+
+    seconds: list[list[float]] = []
+    prompts = [(*range(length - 1000), *[id] * 1000) for id in range(slots)]
+    for _ in range(5):
+        seconds.append([])
+        budget = usual_budget(slots, 64)
+        sched = Timed(slots, length + 1, POLICIES["continuous"], budget=budget)
+        requests = [Request(id, prompt, 1, arrived=0.0) for id, prompt in enumerate(prompts)]
+        for _ in Replay(sched, [Guest(request, 1, comes=0.0) for request in requests]):
+            pass
+    fastest = list(map(min, *seconds))
     return {"plan median ms": 1e3 * statistics.median(fastest), "plan max ms": 1e3 * max(fastest)}
 
 
@@ -143,52 +148,22 @@ def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     """What the machine would need at best for a step of so many rows, each `length` tokens long.
 
     A step reads each weight once and each row's keys and values, and multiplies what it has read.
-    The longer of the two times is the floor. Both rates are measured here and now, reading on a
-    matrix as large as what a step reads, because small weights stay in the processor's caches, and
-    the rate of the memory would be no floor for them.
+    The longer of the two times is the floor. Both rates are this machine's roof, measured here and
+    now.
     """
-    from mlx.utils import tree_flatten
-
-    c = engine.model.config
-    cached = 2 * c.layers * rows * length * c.Hkv * c.Dh  # numbers of the slab
-    weights = [
-        a
-        for _, a in tree_flatten((engine.model.layers, engine.model.head))
-        if isinstance(a, mx.array)
-    ]
-    reads = sum(a.nbytes for a in weights) + cached * engine.model.dtype.size
-    # An embedding is looked up, not multiplied with, unless it is the head as well.
-    matrices = [
-        s
-        for name, s in c.tensors().items()
-        if len(s) == 2 and (c.tied or "embed_tokens" not in name)
-    ]
-    flops = 2 * rows * sum(map(math.prod, matrices)) + 2 * cached * c.H // c.Hkv
-    bandwidth, thin, square = machine_rates(reads, rows, engine.model.dtype)
+    view = engine.model.view
+    looks = rows * length * view.layers
+    reads = view.nbytes + looks * view.row_nbytes
+    products = view.body_products + view.tail_products
+    products += view.layers * view.taken * view.expert_products
+    operations = 2 * rows * products + 4 * looks * view.width
+    roof = Roof(*measure(view.nbytes, engine.model.dtype))
+    reading_ms = 1e3 * reads / roof.nbytes_per_s
+    arithmetic_ms = 1e3 * operations / roof.multiplying
     return {
-        "reading ms": 1e3 * reads / bandwidth,
-        "arithmetic ms": 1e3 * flops / square,
-        "floor ms": 1e3 * max(reads / bandwidth, flops / square),
-        f"arithmetic at {rows} rows' rate ms": 1e3 * flops / thin,
-        "machine GB/s": bandwidth / 1e9,
-        f"machine GFLOP/s at {rows} rows": thin / 1e9,
-        "machine GFLOP/s at 1024 rows": square / 1e9,
+        "reading ms": reading_ms,
+        "arithmetic ms": arithmetic_ms,
+        "floor ms": max(reading_ms, arithmetic_ms),
+        "machine GB/s": roof.nbytes_per_s / 1e9,
+        "machine GFLOP/s": roof.multiplying / 1e9,
     }
-
-
-def machine_rates(nbytes: int, rows: int, dtype: mx.Dtype) -> tuple[float, float, float]:
-    """Bytes a second through a matrix, FLOP/s of `rows` rows times it, and FLOP/s of two square
-    matrices."""
-    matrix = mx.random.normal((1024, max(64, nbytes // (1024 * dtype.size)))).astype(dtype)
-    one, some, square = (mx.random.normal((n, 1024)).astype(dtype) for n in (1, rows, 1024))
-    mx.eval(matrix, one, some, square)
-
-    def best(compute: Callable[[], mx.array]) -> float:
-        return min(timeit.repeat(lambda: mx.eval(compute()), number=1, repeat=10))
-
-    read = min(best(lambda: one @ matrix), best(lambda: matrix.sum()))
-    return (
-        matrix.nbytes / read,
-        2 * rows * matrix.size / best(lambda: some @ matrix),
-        2 * square.size * 1024 / best(lambda: square @ square),
-    )

@@ -15,17 +15,16 @@ import importlib.metadata
 import json
 import math
 import os
-import platform
 import random
-import re
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from itertools import chain, pairwise, takewhile
 from pathlib import Path
 
@@ -109,7 +108,10 @@ def drive(
     In a closed loop with so many `users`, an ask is due when a user is idle. In an open loop, it is
     due when its time has come.
     """
-    waiting, answers, under_way, began = deque(asks), [], {}, clock()
+    waiting = deque(asks)
+    answers = []
+    under_way = {}
+    began = clock()
 
     def is_due(ask: Ask, now: float) -> bool:
         if users is not None:
@@ -143,7 +145,8 @@ class Sample:
 
     def __init__(self, spec: Spec, slots: int | None = None):
         """`slots`: how many the engine has; by default one for each row."""
-        self.spec, self.random = spec, random.Random(0)
+        self.spec = spec
+        self.random = random.Random(0)
         self.longest = spec.length or max(spec.prompt, spec.late) + spec.output + spec.overlap
         if spec.contestant.startswith("nanobatch"):
             self.contestant = Nanobatch(
@@ -160,11 +163,10 @@ class Sample:
 
     def asks(self, count: int, prompt: int | None = None, output: int | None = None) -> list[Ask]:
         """Asks with the spec's lengths, unless others are given."""
-        ids, spec = range(self.spec.vocabulary), self.spec
-        return [
-            Ask(self.random.choices(ids, k=prompt or spec.prompt), output or spec.output)
-            for _ in range(count)
-        ]
+        ids = range(self.spec.vocabulary)
+        prompt = prompt or self.spec.prompt
+        output = output or self.spec.output
+        return [Ask(self.random.choices(ids, k=prompt), output) for _ in range(count)]
 
     def decode(self) -> Figures:
         spec = self.spec
@@ -174,15 +176,16 @@ class Sample:
     def closed(self) -> Figures:
         users = self.spec.rows
         figures = closed_figures(drive(self.contestant, self.asks(4 * users), users), users)
-        memory = mx.get_peak_memory() / 2**20  # of MLX alone
-        return figures | (
-            {} if isinstance(self.contestant, LlamaCpp) else {"peak memory MiB": memory}
-        )
+        if not isinstance(self.contestant, LlamaCpp):
+            figures["peak memory MiB"] = mx.get_peak_memory() / 2**20  # of MLX alone
+        return figures
 
     def open(self) -> Figures:
         """Prompts come as a Poisson process: the times between them are exponential, and only
         scaled by the rate."""
-        draw, at, asks = random.Random(1), 0.0, []
+        draw = random.Random(1)
+        at = 0.0
+        asks = []
         for length in crowd_lengths(self.spec.output):
             asks.append(Ask(self.asks(1)[0].prompt, length, at))
             at += draw.expovariate(1) / self.spec.rate
@@ -198,25 +201,30 @@ class Sample:
         return long_figures(answers, last, alone)
 
     def same(self) -> Figures:
-        spec, asks = self.spec, self.asks(self.spec.rows)
-        with closing(
-            Nanobatch(spec.folder, "nanobatch continuous", spec.rows, self.longest)
-        ) as ours:
+        spec = self.spec
+        asks = self.asks(spec.rows)
+        ours = Nanobatch(spec.folder, "nanobatch continuous", spec.rows, self.longest)
+        with closing(ours):
             mine = [answer.tokens for answer in drive(ours, asks)]
-        pairs = zip(mine, (answer.tokens for answer in drive(self.contestant, asks)), strict=True)
-        equal = sum(sum(takewhile(bool, map(int.__eq__, *pair))) for pair in pairs)
-        figures = {
-            "equal tokens %": 100 * equal / (spec.rows * spec.output),
-            "tokens": spec.rows * spec.output,
+        theirs = [answer.tokens for answer in drive(self.contestant, asks)]
+        tokens = spec.rows * spec.output
+        equal = 0
+        for pair in zip(mine, theirs, strict=True):
+            are_equal = (one == other for one, other in zip(*pair, strict=True))
+            equal += sum(takewhile(bool, are_equal))  # up to the first difference
+        return {
+            "equal tokens %": 100 * equal / tokens,
+            "tokens": tokens,
+            "distinct tokens": len(set(chain(*mine))),
         }
-        return figures | {"distinct tokens": len(set(chain(*mine)))}
 
     def growth(self) -> Figures:
         figures = step_figures(self.decode_steps())
         return {name: figures[name] for name in ("step ms", "plan + commit ms")}
 
     def steps(self) -> Figures:
-        spec, engine = self.spec, self.contestant.engine
+        spec = self.spec
+        engine = self.contestant.engine
         figures = step_figures(self.decode_steps())
         handles = list(self.contestant.handles.values())
         # Now the tokens become text once more, and nothing else happens
@@ -225,31 +233,28 @@ class Sample:
             stream = engine.text.stream(())
             for token in handle.tokens:
                 stream.push(token)
-        text_ms = (
-            1e3 * (time.perf_counter() - began) / max(len(handle.tokens) for handle in handles)
-        )
-        floor = floor_figures(engine, spec.rows, spec.prompt + spec.output // 2)
-        share = {"floor / step": floor["floor ms"] / figures["step ms"]}
-        return figures | {"text, of commit ms": text_ms} | floor | share
+        text_s = time.perf_counter() - began
+        figures["text, of commit ms"] = 1e3 * text_s / max(len(each.tokens) for each in handles)
+        figures |= floor_figures(engine, spec.rows, spec.prompt + spec.output // 2)
+        figures["floor / step"] = figures["floor ms"] / figures["step ms"]
+        return figures
 
     def chat(self) -> Figures:
         """In turn: a conversation, and a prompt as long as its last one, whose earlier rows are in
         the slab already."""
-        turns_s = []
-        chunks_s = []
-        ratios = []
+        turns = []
+        chunks = []
         for _ in range(3):
-            turn = self.last_turn()
-            chunk = self.lone_chunk(turn.prompt_tokens)
-            turns_s.append(turn.ttft_s)
-            chunks_s.append(chunk.ttft_s)
-            ratios.append(turn.ttft_s / chunk.ttft_s)
+            turns.append(self.last_turn())
+            chunks.append(self.lone_chunk(turns[-1].prompt_tokens))
+        turn_ms = 1e3 * statistics.median(turn.ttft_s for turn in turns)
+        chunk_ms = 1e3 * statistics.median(chunk.ttft_s for chunk in chunks)
         return {
-            f"turn {TURNS} TTFT ms": 1e3 * statistics.median(turns_s),
-            "lone chunk TTFT ms": 1e3 * statistics.median(chunks_s),
-            f"turn {TURNS} / lone chunk": statistics.median(ratios),
-            f"turn {TURNS} tokens read": turn.prompt_tokens - turn.cached_tokens,
-            "lone chunk tokens read": chunk.prompt_tokens - chunk.cached_tokens,
+            f"turn {TURNS} TTFT ms": turn_ms,
+            "lone chunk TTFT ms": chunk_ms,
+            f"turn {TURNS} / lone chunk": turn_ms / chunk_ms,
+            f"turn {TURNS} tokens read": turns[-1].prompt_tokens - turns[-1].cached_tokens,
+            "lone chunk tokens read": chunks[-1].prompt_tokens - chunks[-1].cached_tokens,
         }
 
     def last_turn(self) -> Metrics:
@@ -276,16 +281,9 @@ class Sample:
         return self.contestant.engine.submit(prompt, sampling).result()
 
     def idle(self) -> Figures:
-        """In turn, so that a noisy machine is noisy for both engines."""
-        one = []
-        many = []
         roomy = Sample(self.spec, slots=MANY)
         with closing(roomy.contestant):
-            for _ in range(3):
-                one += self.step_seconds()
-                many += roomy.step_seconds()
-        one_ms = 1e3 * statistics.median(one)
-        many_ms = 1e3 * statistics.median(many)
+            one_ms, many_ms = in_turn(self.step_seconds, roomy.step_seconds)
         return {
             "step of 1 slot ms": one_ms,
             f"step of {MANY} slots ms": many_ms,
@@ -293,49 +291,27 @@ class Sample:
         }
 
     def sampling(self) -> Figures:
-        """In turn, so that a noisy machine is noisy for both: some steps with the setting, some
-        greedy ones."""
-        spec, seconds = self.spec, defaultdict(list)
+        greedy = []
+        ratios = {}
         for name, settings in SETTINGS.items():
-            bias = {
-                id: value
-                for id, value in settings.get("logit_bias", {}).items()
-                if id < spec.vocabulary
-            }
-            for _ in range(3):
-                for kind, wish in (("greedy", {}), (name, settings | {"logit_bias": bias})):
-                    seconds[name, kind] += self.step_seconds(**wish)
-        median = {key: statistics.median(values) for key, values in seconds.items()}
-        ratios = {
-            f"{name} / greedy": median[name, name] / median[name, "greedy"] for name in SETTINGS
-        }
-        return {
-            "greedy ms": 1e3 * statistics.median(median[name, "greedy"] for name in SETTINGS)
-        } | ratios
+            bias = settings.get("logit_bias", {})
+            known = {id: value for id, value in bias.items() if id < self.spec.vocabulary}
+            wished = partial(self.step_seconds, **(settings | {"logit_bias": known}))
+            greedy_ms, wished_ms = in_turn(self.step_seconds, wished)
+            greedy.append(greedy_ms)
+            ratios[f"{name} / greedy"] = wished_ms / greedy_ms
+        return {"greedy ms": statistics.median(greedy), **ratios}
 
     def busy(self) -> Figures:
-        """In turn, as a machine may also have other things to do."""
-        alone = []
-        beside = []
-        for _ in range(3):
-            alone += self.step_seconds()
-            with busy_cores():
-                beside += self.step_seconds()
-        step_ms = 1e3 * statistics.median(alone)
-        step_beside_ms = 1e3 * statistics.median(beside)
-        burst_s = self.burst_seconds()
-        with busy_cores():
-            burst_beside_s = self.burst_seconds()
-        return {
-            "step ms": step_ms,
-            "step beside others ms": step_beside_ms,
-            "beside others / alone": step_beside_ms / step_ms,
-            "burst s": burst_s,
-            "burst beside others s": burst_beside_s,
-            "burst beside others / alone": burst_beside_s / burst_s,
-        }
+        figures = {}
+        for name, seconds in (("step", self.step_seconds), ("burst", self.burst_seconds)):
+            alone_ms, beside_ms = in_turn(seconds, beside_others(seconds))
+            figures[f"{name} ms"] = alone_ms
+            figures[f"{name} beside others ms"] = beside_ms
+            figures[f"{name} beside others / alone"] = beside_ms / alone_ms
+        return figures
 
-    def burst_seconds(self) -> float:
+    def burst_seconds(self) -> list[float]:
         """How long a burst takes. As in one of the screen's, prompts are short, and answers differ
         in length."""
         prompt = max(1, self.spec.prompt // 4)
@@ -344,7 +320,7 @@ class Sample:
             asks += self.asks(1, prompt, length)
         began = time.perf_counter()
         drive(self.contestant, asks)
-        return time.perf_counter() - began
+        return [time.perf_counter() - began]
 
     def step_seconds(self, **settings) -> list[float]:
         """How long the steps of `decode_steps` take. Afterwards nothing runs."""
@@ -356,7 +332,8 @@ class Sample:
     def decode_steps(self, **settings) -> list[StepView]:
         """Steps in which all rows decode with these settings, `queue` requests wait, and nothing
         else happens."""
-        spec, engine = self.spec, self.contestant.engine
+        spec = self.spec
+        engine = self.contestant.engine
         for ask in self.asks(spec.rows, output=spec.output + spec.overlap):
             self.contestant.submit(ask, **settings)
         handles = list(self.contestant.handles.values())
@@ -376,18 +353,34 @@ class Sample:
         ]
 
 
+def in_turn(*ways: Callable[[], list[float]]) -> list[float]:
+    """Each way's median, in milliseconds. They take turns, so that a noisy machine is noisy for
+    all."""
+    seconds: list[list[float]] = [[] for _ in ways]
+    for _ in range(3):
+        for way, found in zip(ways, seconds, strict=True):
+            found += way()
+    return [1e3 * statistics.median(found) for found in seconds]
+
+
+def beside_others(way: Callable[[], list[float]]) -> Callable[[], list[float]]:
+    """The same, while each core has a process that never rests."""
+
+    def beside() -> list[float]:
+        with busy_cores():
+            return way()
+
+    return beside
+
+
 @contextmanager
 def busy_cores() -> Iterator[None]:
     """One process on each core that never rests. Each ends when this process does, too."""
-    command = [
-        sys.executable,
-        "-c",
-        "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass",
-    ]
+    code = "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"
     others = []
     try:
         for _ in range(cores()):
-            others.append(subprocess.Popen(command))
+            others.append(subprocess.Popen([sys.executable, "-c", code]))
         yield
     finally:
         for other in others:
@@ -493,29 +486,23 @@ def take_all(plan: Sequence[Cell], samples: int, tell: Callable[[str], None]) ->
 
 def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
     """What the figures depend on."""
-    checkouts = {rival.name: rival.checkout for rival in rivals if rival.checkout}
-    cpu = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*:\s*(.+)", cpu.read_text()) if cpu.exists() else None
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    installed = {
-        d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()
-    }
-    return {
-        "processor": model[1]
-        if model
-        else output_of("sysctl -n machdep.cpu.brand_string") or platform.machine(),
-        "cores": str(cores()),
-        "device": str(mx.device_info().get("device_name", "GPU")) if on_gpu else "CPU",
-        "system": f"{platform.system()} {platform.release()}",
+    installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
+    machine = {
+        "processor": program.processor(),
+        "version": program.version(),
         "load average": f"{os.getloadavg()[0]:.2f}",
-        "Python": platform.python_version(),
-        "mlx": installed["mlx"],
-        "mlx-lm": installed.get("mlx-lm", "none"),
-        "llama-cpp-python": installed.get("llama-cpp-python", "none"),
+        "device": device.named(),
         "BLAS": blas_name(),
         "commit": commit_of(ROOT),
-        **{f"commit of {name}": commit_of(folder) for name, folder in checkouts.items()},
     }
+    for package in ("mlx-lm", "llama-cpp-python"):
+        machine[package] = installed.get(package) or installed.get(
+            package.replace("-", "_"), "none"
+        )
+    for rival in rivals:
+        if rival.checkout:
+            machine[f"commit of {rival.name}"] = commit_of(rival.checkout)
+    return machine
 
 
 def blas_name() -> str:
@@ -525,14 +512,8 @@ def blas_name() -> str:
 
 
 def commit_of(folder: Path) -> str:
-    changed = output_of("git status --porcelain", folder)
-    return output_of("git rev-parse --short HEAD", folder) + " dirty" * bool(changed)
-
-
-def output_of(command: str, folder: Path = ROOT) -> str:
-    try:
-        return subprocess.run(
-            command.split(), capture_output=True, text=True, cwd=folder, timeout=10
-        ).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
+    """Where there is no git, nothing is said."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    return ""

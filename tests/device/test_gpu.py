@@ -7,6 +7,7 @@ are, how many kernels a GPU makes of them, or that those do what MLX says.
 
 from unittest import mock
 
+import kernels
 import mlx_lm.utils
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from soak import soak
 
 import kv
 from kv import Slab, Window
-from measure import kernels
 from nanobatch import Engine, Prefill, Sampling
 from parts.device import mlx as device
 from parts.device.mlx import mx

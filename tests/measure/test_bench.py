@@ -16,6 +16,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 import bench
+from docs.make import plot
 from measure import report
 from measure import sample as samples
 from measure.figures import (
@@ -44,7 +45,7 @@ from measure.plan import (
     our_column,
     read_rival,
 )
-from measure.report import cell_text, summarise, ticks
+from measure.report import cell_text, summarise
 from measure.sample import Failure, Sample, busy_cores, take_all
 from parts.api.views import StepView
 from parts.device import mlx as device
@@ -228,10 +229,10 @@ def test_numbers_have_three_digits_that_count(value, text):
 
 
 def test_the_marks_of_an_axis_are_round_and_hold_every_value():
-    assert ticks([120, 370], log=False) == [0, 100, 200, 300, 400]
-    assert ticks([1.0], log=False)[-1] >= 1
-    assert ticks([30, 2000], log=True) == [10, 100, 1000, 10000]
-    assert ticks([100], log=True) == [100, 1000]
+    assert plot.ticks([120, 370], log=False) == [0, 100, 200, 300, 400]
+    assert plot.ticks([1.0], log=False)[-1] >= 1
+    assert plot.ticks([30, 2000], log=True) == [10, 100, 1000, 10000]
+    assert plot.ticks([100], log=True) == [100, 1000]
 
 
 def plan_of(spec: Spec, part: str, vs: str = "") -> list[Cell]:
@@ -425,7 +426,8 @@ def test_planning_is_measured_without_a_model():
 
 
 def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
-    data, picture = tmp_path / "run.json", tmp_path / "run.svg"
+    data = tmp_path / "run.json"
+    picture = tmp_path / "run.svg"
     small = (
         "--model",
         spec.folder,
@@ -440,10 +442,10 @@ def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
     )
     measured = run(*small, "--parts", "decode", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
     assert measured.returncode == 0, measured.stderr
-    shown = run("--from", str(data), "--plot", str(picture))
+    shown = run("--from", str(data))
     assert (shown.returncode, shown.stdout) == (0, measured.stdout)
     written = json.loads(data.read_text())
-    assert {"processor", "cores", "mlx", "mlx-lm", "BLAS", "commit"} <= written["machine"].keys()
+    assert {"processor", "version", "mlx-lm", "BLAS", "commit"} <= written["machine"].keys()
     assert {r["contestant"] for r in written["records"]} == {
         "nanobatch continuous",
         "mlx-lm",
@@ -451,6 +453,7 @@ def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
     }
     if sys.platform == "linux":  # elsewhere MLX has a fast BLAS of its own
         assert re.search(r"BLAS openblas( \(\w+\))? +┃ BLAS mlx +┃", shown.stdout), shown.stdout
+    assert plot.main([str(data), str(picture)]) == 0
     texts = [element.text for element in ElementTree.parse(picture).findall(".//{*}text")]
     assert {"decode tokens/s, by rows", "nanobatch continuous", "mlx-lm"} <= set(texts)
 
@@ -481,13 +484,16 @@ def test_whoever_reads_the_progress_from_a_pipe_has_a_line_before_each_sample(sp
     )
 
 
-def test_on_a_terminal_the_progress_is_a_bar(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal then
-    with bench.progress(2) as tell:
-        tell("decode, rows 1")
-        tell("decode, rows 2")
-    shown = capsys.readouterr().err
-    assert "━" in shown and "1/2" in shown and "after" not in shown
+def test_on_a_terminal_each_line_of_the_progress_takes_the_place_of_the_last_one(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    tell = bench.progress(2)
+    tell("decode, rows 1")
+    tell("decode, rows 2")
+    first, second = capsys.readouterr().err.split("\r\033[K")[1:]
+    assert first == "nanobatch: 1 of 2 after 0 s: decode, rows 1"
+    assert second == "nanobatch: 2 of 2 after 0 s: decode, rows 2"
 
 
 def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
@@ -534,7 +540,6 @@ def test_a_shape_may_be_packed_and_measured_beside_itself_widened(tmp_path, monk
         (["--shape", "15m", "--bits", "3"], ["--bits", "3", "4, 8, 16"]),
         (["--bits", "4"], ["--bits 4", "--shape"]),
         (["--json", "/dev/null/run.json"], ["/dev/null/run.json", "cannot be written"]),
-        (["--plot", "x.svg", "--parts", "steps"], ["--plot", "decode and open"]),
         (["--colour"], ["--colour"]),
         (["--exact"], ["--exact"]),  # there is one way to compute a row
         (["--compact"], ["--compact"]),
@@ -556,6 +561,9 @@ def test_a_file_that_holds_no_run_gets_one_line(content, tmp_path, capsys):
     assert bench.main(["--from", str(path)]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and str(path) in line and "name what --json has written" in line
+    assert plot.main([str(path), str(tmp_path / "run.svg")]) == 1
+    assert capsys.readouterr().err.removeprefix("docs/make/plot.py: ") in line
+    assert not (tmp_path / "run.svg").exists()
 
 
 def test_what_a_sample_refuses_is_said_in_one_line(spec, monkeypatch, capsys):

@@ -19,7 +19,7 @@ import pytest
 from doors import COMPLETIONS, Server
 
 import bench
-from docs.make import page, tables
+from docs.make import page, plot, tables
 from parts.files import LineFile, append_line, check_writable, write_whole
 
 ROOT = Path(__file__).parents[2]
@@ -340,11 +340,10 @@ def test_a_benchmark_that_finds_no_room_leaves_the_earlier_files(
 ):
     record = {"part": "decode", "x": "rows 1", "contestant": "us", "blas": "rows"}
     record |= {"figures": {"decode tokens/s": 1.0}}
-    measured, picture = tmp_path / "run.json", tmp_path / "run.svg"
+    measured = tmp_path / "run.json"
     measured.write_text(OLD)
-    picture.write_text(OLD)
     monkeypatch.setattr(bench, "take_all", lambda *_: [record] * 100)
-    options = ["--json", str(measured), "--plot", str(picture), "--parts", "decode"]
+    options = ["--json", str(measured), "--parts", "decode"]
     before = signal.getsignal(signal.SIGTERM)
     try:
         assert bench.main(options) == 1
@@ -354,6 +353,14 @@ def test_a_benchmark_that_finds_no_room_leaves_the_earlier_files(
     assert f"No space left on device: '{measured}'" in said
     assert measured.read_text() != OLD, "what found room is kept"
     assert 0 < len(json.loads(measured.read_text())["records"]) < 100
+
+
+def test_curves_that_find_no_room_leave_the_earlier_picture(no_room, tmp_path, capsys, monkeypatch):
+    picture = tmp_path / "bench.svg"
+    picture.write_text(OLD)
+    monkeypatch.setattr(plot, "draw", lambda records: "x" * 5000)
+    assert plot.main([str(ROOT / "docs" / "bench-open.json"), str(picture)]) == 1
+    assert f"No space left on device: '{picture}'" in capsys.readouterr().err
     assert picture.read_text() == OLD
 
 

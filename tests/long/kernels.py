@@ -1,7 +1,7 @@
 """How many operations has the graph of a decode step on a GPU? Counted for us and for mlx-lm, on
 any machine.
 
-    python measure/kernels.py
+    python tests/long/kernels.py
 
 A step of a few tokens takes the time to read the weights, and some microseconds for each kernel.
 The step's graph tells how many operations there are, without a GPU. Each node that computes is one,
@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lib")]
 
 import kv  # noqa: E402, I001
