@@ -194,7 +194,7 @@ def measure_all(args: argparse.Namespace) -> dict:
         )
         ours = our_column(args.policy)
         plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)
-        total = args.samples * sum(len(cell.columns) for cell in plan)
+        total = args.samples * sum(len(setup.columns) for setup in plan)
         for record in take_all(plan, args.samples, progress(total)):
             data["records"].append(record)
             # After each sample, so that an interrupted run is not lost
@@ -210,14 +210,14 @@ def progress(total: int) -> Callable[[str], None]:
     number = count(1)
     is_terminal = sys.stderr.isatty()
 
-    def tell(stage: str) -> None:
+    def report(stage: str) -> None:
         seconds = time.perf_counter() - began
         line = f"nanobatch: {next(number)} of {total} after {seconds:.0f} s: {stage}"
         if not program.rank():
             start, end = ("\r\033[K", "") if is_terminal else ("", "\n")
             print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
 
-    return tell
+    return report
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from sched import Plan, Request, Scheduler
 
 
 @dataclass
-class Answer:
+class Delivery:
     """One request as its user saw it."""
 
     sent: float
@@ -51,7 +51,7 @@ def rank(values: Iterable[float], share: float) -> float:
     return ordered[max(1, math.ceil(share * len(ordered))) - 1]
 
 
-def decode_figures(answers: Sequence[Answer], count: int) -> Figures:
+def decode_figures(answers: Sequence[Delivery], count: int) -> Figures:
     """The rate once all rows have their first token, until one of them has `count` more; and the
     time until then."""
     began = max(a.times[0] for a in answers)
@@ -63,7 +63,7 @@ def decode_figures(answers: Sequence[Answer], count: int) -> Figures:
     return {"decode tokens/s": rate, "prefill ms": 1e3 * (began - min(a.sent for a in answers))}
 
 
-def open_figures(answers: Sequence[Answer]) -> Figures:
+def open_figures(answers: Sequence[Delivery]) -> Figures:
     began, ended = min(a.sent for a in answers), max(a.times[-1] for a in answers)
     ttft = [a.ttft_ms for a in answers]
     return {
@@ -73,7 +73,7 @@ def open_figures(answers: Sequence[Answer]) -> Figures:
     }
 
 
-def closed_figures(answers: Sequence[Answer], users: int) -> Figures:
+def closed_figures(answers: Sequence[Delivery], users: int) -> Figures:
     """`decode` is the rate of all users together while their answers run; `total` also counts the
     time they wait."""
     gaps = [gap for a in answers for gap in a.gaps_ms()]
@@ -87,7 +87,7 @@ def closed_figures(answers: Sequence[Answer], users: int) -> Figures:
     }
 
 
-def long_figures(rows: Sequence[Answer], late: Answer, alone: Answer) -> Figures:
+def long_figures(rows: Sequence[Delivery], late: Delivery, alone: Delivery) -> Figures:
     """The rows' gaps before the late prompt was sent, and from then to its first token."""
     began = max(a.times[0] for a in rows)
     calm = statistics.median(gap for a in rows for gap in a.gaps_ms(began, late.sent))

@@ -1,8 +1,8 @@
 """What is measured: the parts, the lines of their tables, who is measured beside us, and models
 that need no download.
 
-What this file keeps. Every cell of every table is known before the first sample is taken, and all
-columns of a cell measure the same `Spec`.
+What this file keeps. Every line of every table is known before the first sample is taken, and all
+columns of a line measure the same `Spec`.
 
 Where next: `sample.py`, which takes the samples of a plan.
 """
@@ -164,7 +164,7 @@ def read_rival(name: str, policy: str) -> Column:
     return Column(name, f"nanobatch {policy}", environment, checkout)
 
 
-class Cell(NamedTuple):
+class Setup(NamedTuple):
     """A few lines of a table: what is measured there, and in which columns."""
 
     part: str  # whose table it is
@@ -179,14 +179,14 @@ def make_plan(
     usual: Spec,
     ours: Column,
     rivals: Sequence[Column],
-) -> list[Cell]:
-    """All cells of these parts."""
+) -> list[Setup]:
+    """All setups of these parts."""
     plan = []
     for part in parts:
         columns = columns_of(part, ours, rivals)
         for x, change in lines_of(part, rows).items():
             spec = usual._replace(**{"part": part, **change})
-            plan.append(Cell(part, x, spec, columns))
+            plan.append(Setup(part, x, spec, columns))
     return plan
 
 

@@ -29,7 +29,7 @@ from itertools import chain, pairwise, takewhile
 from pathlib import Path
 
 from measure.figures import (
-    Answer,
+    Delivery,
     Figures,
     closed_figures,
     decode_figures,
@@ -49,8 +49,8 @@ from measure.plan import (
     SETTINGS,
     TURNS,
     Ask,
-    Cell,
     Column,
+    Setup,
     Spec,
     capacity,
     crowd_lengths,
@@ -101,7 +101,7 @@ def drive(
     users: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-) -> list[Answer]:
+) -> list[Delivery]:
     """Send each ask when it is due, and step until all have ended. The answers are in the order of
     the asks.
 
@@ -124,7 +124,7 @@ def drive(
         now = clock()
         while waiting and is_due(waiting[0], now):
             ask = waiting.popleft()
-            answers.append(Answer(now if ask.after or users is not None else began + ask.at))
+            answers.append(Delivery(now if ask.after or users is not None else began + ask.at))
             under_way[contestant.submit(ask)] = answers[-1]
         if not under_way:
             sleep(max(0.0, began + waiting[0].at - now))
@@ -463,19 +463,19 @@ def measure(spec: Spec, column: Column) -> dict:
     return answer
 
 
-def take_all(plan: Sequence[Cell], samples: int, tell: Callable[[str], None]) -> Iterator[dict]:
-    """The record of each sample; `tell` is told what will be measured next."""
+def take_all(plan: Sequence[Setup], samples: int, report: Callable[[str], None]) -> Iterator[dict]:
+    """The record of each sample; `report` is told what will be measured next."""
     records = []
-    for cell in plan:
+    for setup in plan:
         for number in range(samples):
-            for column in cell.columns[:: -1 if number % 2 else 1]:
-                tell(f"{cell.part}, {cell.x}, {column.name}")
-                spec = cell.spec
+            for column in setup.columns[:: -1 if number % 2 else 1]:
+                report(f"{setup.part}, {setup.x}, {column.name}")
+                spec = setup.spec
                 if spec.rate < math.inf and not program.rank():
                     spec = spec._replace(rate=spec.rate * capacity(records))
                 record = {
-                    "part": cell.part,
-                    "x": cell.x,
+                    "part": setup.part,
+                    "x": setup.x,
                     "contestant": column.name,
                     "sample": number,
                     **measure(spec, column),

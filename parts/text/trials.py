@@ -244,7 +244,7 @@ def bury(trials: dict[int, int]) -> None:
             return
         pipe = trials.pop(trial)
         if status:
-            tell(pipe, {"ended": os.waitstatus_to_exitcode(status)})
+            send(pipe, {"ended": os.waitstatus_to_exitcode(status)})
         else:
             os.close(pipe)
 
@@ -301,9 +301,9 @@ def attempt(function: Callable[[Any], Any], job: Any, pipe: int) -> None:
         answer = {"ended": "memory"}
     except BaseException as error:  # a panic in a library's Rust is no Exception
         answer = {"ended": one_line(error)}
-    tell(pipe, answer)
+    send(pipe, answer)
 
 
-def tell(pipe: int, answer: Any) -> None:
+def send(pipe: int, answer: Any) -> None:
     with suppress(BrokenPipeError), open(pipe, "wb") as end:  # nobody may wait any more
         end.write(json.dumps(answer).encode() + b"\n")

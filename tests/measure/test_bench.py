@@ -20,7 +20,7 @@ from docs.make import plot
 from measure import report
 from measure import sample as samples
 from measure.figures import (
-    Answer,
+    Delivery,
     closed_figures,
     decode_figures,
     long_figures,
@@ -35,8 +35,8 @@ from measure.plan import (
     PARTS_OF_A_PEER,
     SHAPES,
     Ask,
-    Cell,
     Column,
+    Setup,
     Spec,
     crowd_lengths,
     lines_of,
@@ -81,20 +81,20 @@ def test_decoding_is_measured_while_all_rows_decode():
     A  1 2 3 4 5        after 3: A at 4 and 5, B at 4 and 5: four tokens in two seconds
     B      3 4 5 6 7
     """
-    a, b = Answer(0, [1, 2, 3, 4, 5]), Answer(0, [3, 4, 5, 6, 7])
+    a, b = Delivery(0, [1, 2, 3, 4, 5]), Delivery(0, [3, 4, 5, 6, 7])
     assert decode_figures([a, b], 2) == {"decode tokens/s": 2, "prefill ms": 3000}
     assert decode_figures([a, b], 9)["decode tokens/s"] == 2, "the first end is the end"
 
 
 def test_rows_that_never_decode_together_are_refused():
     with pytest.raises(ValueError, match="longer --output"):
-        decode_figures([Answer(0, [1, 2]), Answer(0, [3, 4])], 2)
+        decode_figures([Delivery(0, [1, 2]), Delivery(0, [3, 4])], 2)
 
 
 def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
     """Two users, ten tokens: five within 5 s, then five within 5 s, of which the first is waited
     for 1 s each time."""
-    answers = [Answer(0, [1, 2, 3, 4, 5]), Answer(5, [6, 7, 8, 9, 10])]
+    answers = [Delivery(0, [1, 2, 3, 4, 5]), Delivery(5, [6, 7, 8, 9, 10])]
     figures = closed_figures(answers, users=1)
     assert figures["decode tokens/s"] == 1 and figures["total tokens/s"] == 1
     assert figures["TTFT mean ms"] == figures["TTFT p99 ms"] == figures["gap max ms"] == 1000
@@ -103,8 +103,8 @@ def test_a_crowd_is_measured_from_its_first_prompt_to_its_last_token():
 def test_the_gaps_of_others_are_told_apart_by_the_moment_when_the_long_prompt_came():
     """It comes at 4.5 and has its first token at 8.5. The row's gaps are 1 s before, and 1, 3 and 1
     s until then."""
-    row = Answer(0, [1, 2, 3, 4, 5, 8, 9, 10])
-    figures = long_figures([row], late=Answer(4.5, [8.5]), alone=Answer(0, [2]))
+    row = Delivery(0, [1, 2, 3, 4, 5, 8, 9, 10])
+    figures = long_figures([row], late=Delivery(4.5, [8.5]), alone=Delivery(0, [2]))
     assert figures["gap undisturbed ms"] == 1000 and figures["gap p95 ms"] == 3000
     assert figures["gap p95 / undisturbed"] == 3 and figures["TTFT / alone"] == 2
 
@@ -160,7 +160,7 @@ class Clockwork:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def drive(self, asks: list[Ask], users: int | None = None) -> list[Answer]:
+    def drive(self, asks: list[Ask], users: int | None = None) -> list[Delivery]:
         return samples.drive(self, asks, users, clock=lambda: self.now, sleep=self.sleep)
 
 
@@ -235,7 +235,7 @@ def test_the_marks_of_an_axis_are_round_and_hold_every_value():
     assert plot.ticks([100], log=True) == [100, 1000]
 
 
-def plan_of(spec: Spec, part: str, vs: str = "") -> list[Cell]:
+def plan_of(spec: Spec, part: str, vs: str = "") -> list[Setup]:
     rivals = [read_rival(name, "continuous") for name in vs.split(",") if name]
     return make_plan([part], [8], spec, our_column("continuous"), rivals)
 
@@ -249,7 +249,7 @@ def test_the_order_of_contestants_is_turned_round_in_every_other_sample(spec, mo
 
     monkeypatch.setattr(samples, "measure", measure)
     plan = plan_of(spec, "decode", vs="mlx-lm,llama.cpp")
-    records = list(take_all(plan, samples=3, tell=lambda stage: None))
+    records = list(take_all(plan, samples=3, report=lambda stage: None))
     there = ["nanobatch", "mlx-lm", "llama.cpp"]
     assert order == [*there, *reversed(there), *there]
     assert len(records) == 9
@@ -264,7 +264,7 @@ def test_the_load_is_a_share_of_what_static_batching_can_do(spec, monkeypatch):
         return {"figures": {"total tokens/s": capacity if "static" in column.name else 999}}
 
     monkeypatch.setattr(samples, "measure", measure)
-    list(take_all(plan_of(spec, "open", vs="mlx-lm"), 1, tell=lambda stage: None))
+    list(take_all(plan_of(spec, "open", vs="mlx-lm"), 1, report=lambda stage: None))
     mean = sum(crowd_lengths(256)) / CROWD
     assert list(rates) == pytest.approx(
         [float("inf"), *(load * capacity / mean for load in (0.4, 0.6, 0.8, 1.0, 1.2))]
@@ -300,8 +300,8 @@ def test_another_checkout_is_measured_by_its_own_bench_in_its_own_folder(
     """The fields of a spec are those that older versions know."""
     monkeypatch.setenv("NANOBATCH_BLAS", "mine")
     plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@openblas:Haswell")
-    cell = plan[0]._replace(columns=plan[0].columns[1:])
-    records = list(take_all([cell], samples=1, tell=lambda stage: None))
+    setup = plan[0]._replace(columns=plan[0].columns[1:])
+    records = list(take_all([setup], samples=1, report=lambda stage: None))
     assert [r["contestant"] for r in records] == [str(checkout), f"{checkout}@openblas:Haswell"]
     assert all(r["figures"] == {"decode tokens/s": 1.0} for r in records)
     plain, other = map(json.loads, (checkout / "said").read_text().splitlines())
@@ -488,9 +488,9 @@ def test_on_a_terminal_each_line_of_the_progress_takes_the_place_of_the_last_one
     monkeypatch, capsys
 ):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    tell = bench.progress(2)
-    tell("decode, rows 1")
-    tell("decode, rows 2")
+    report = bench.progress(2)
+    report("decode, rows 1")
+    report("decode, rows 2")
     first, second = capsys.readouterr().err.split("\r\033[K")[1:]
     assert first == "nanobatch: 1 of 2 after 0 s: decode, rows 1"
     assert second == "nanobatch: 2 of 2 after 0 s: decode, rows 2"
