@@ -1,17 +1,16 @@
-"""From a body to its answer: a request crosses from the door's thread to the thread that steps, and
-back.
+"""From a body to its answer: a request crosses from the door's thread to the engine's, and back.
 
-The problem. The thread that steps must not wait, neither for a client nor for a lock that the door
-holds. Nor may the door's thread: it serves all clients at once, and a long prompt takes a second to
-turn into tokens.
+The problem. The engine's thread steps for everybody, so it must wait neither for a client nor for a
+lock of the door's. The door's thread serves all clients at once, so it must not wait either; and a
+long prompt takes a second to turn into tokens.
 
     a few threads    understand, turn into tokens, submit
     the engine's     after each commit: wake the door, if an open answer has news, and do nothing else
     the door's       look at the choices of the open answers; events as the pieces come, or one JSON at the end
 
-The invariant: when `Answer.cancel` has been called, no choice of it holds a slot.
+The invariant: after `Answer.cancel`, none of the answer's choices holds a slot.
 
-Where next: `choice.py`, what becomes of the pieces; `journal.py`, what is remembered of it.
+Where next: `choice.py`, where the pieces become items; `journal.py`, the door's memory of requests.
 """
 
 from __future__ import annotations
@@ -52,24 +51,24 @@ from parts.text.trials import BusyError
 from sched import QueueFull
 
 PIECES = 64  # of a stream that are written at once, at most
-PIECE = 256  # bytes that one takes, about
-SCORE = 12  # and each of its log probabilities
+PIECE = 256  # bytes of a piece in memory, about
+SCORE = 12  # and of each of its log probabilities
 TOO_LONG = "context_length_exceeded"
 # Of this process: behind a balancer, two servers never give the same id
 SUFFIX = secrets.token_hex(2)
 
 
 class Served(NamedTuple):
-    """What is answered with."""
+    """The engine behind the door."""
 
     engine: AnyEngine
     name: str  # the model's
-    defaults: dict[str, float]  # settings for a request that says nothing of them
+    defaults: dict[str, float]  # settings that a request may leave out
 
 
 def defaults_of(engine: AnyEngine) -> dict[str, float]:
-    """What a request gets that says nothing: OpenAI's temperature of 1, or what the model's makers
-    advise."""
+    """The settings of a request without any: OpenAI's temperature of 1, or the advice of the model's
+    makers."""
     path = engine.text.folder / "generation_config.json"
     advice = read_json(path) if path.exists() else {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -86,11 +85,11 @@ def defaults_of(engine: AnyEngine) -> dict[str, float]:
 
 
 class Mailbox:
-    """From the thread that steps to the door's: one wake-up for all that a step has to tell.
+    """From the engine's thread to the door's: one wake-up for all news of a step.
 
-    `answers`: the open ones, by the number of their call. Each of them is looked at when the door's
-    thread wakes. A wake-up is a system call, made by the thread that steps: eight pieces of one
-    step need one, not eight.
+    `answers`: the open answers, by the number of their call. The door's thread looks at each of
+    them when it wakes. A wake-up is a system call of the engine's thread: eight pieces of one step
+    need one wake-up, not eight.
     """
 
     def __init__(self, events: asyncio.AbstractEventLoop, answers: dict[int, Answer]):
@@ -122,21 +121,21 @@ class Answer:
         self._protocol: type[Speaks] | None = None
         self._asks: Sequence[tuple] = ()  # prompts and settings, once they have been understood
         self._came = time.perf_counter()
-        self._is_read = False  # the prompt, as far as the client has been told
+        self._is_read = False  # has the client been told how far its prompt is read?
         self._news = asyncio.Event()
         # (choice, text); None: the choice has ended
         self._pieces: deque[tuple[int, str | None]] = deque()
-        # Of a stream whose pieces need nothing but to be written
+        # The visit of a stream, if `look` may write the pieces itself
         self._straight: Visit | None = None
 
     # --- in a thread beside the door's
 
     def ask(self, protocol: type[Speaks], body: bytes, client: str) -> None:
-        """Understand a body and put its prompts in line. If this raises, `cancel` has to be called:
-        some choices may be in line already.
+        """Understand a body and put its prompts in line. After an exception, call `cancel`: some
+        choices may be in line already.
 
-        With a grammar, this is left to a call of `submit` in another thread. A grammar may take
-        seconds to be made, and those who want none must not wait for it.
+        A grammar may take seconds to make, and requests without one must not wait behind it. So a
+        request with a grammar is only understood here; another thread calls `submit`.
         """
         engine, name, defaults = self._served
         wish = self.wish = protocol.understand(body, (name, "default"))
@@ -167,7 +166,7 @@ class Answer:
             self.submit(client)
 
     def submit(self, client: str) -> None:
-        """Put what has been understood in line. With a grammar this may take seconds."""
+        """Put the understood prompts in line. With a grammar this may take seconds."""
         engine = self._served.engine
         self.left = len(self._asks)
         source = made = None  # the newest grammar. All choices of a prompt have the same
@@ -203,7 +202,7 @@ class Answer:
 
     @property
     def has_news(self) -> bool:
-        """Is there anything that `look` would take?
+        """Would `look` find anything new?
 
         Without streaming, the door is woken once for each choice, and not for each token.
         """
@@ -218,12 +217,12 @@ class Answer:
             return 0
         wanted = self.choices[0].handle.sampling
         scores = 0 if wanted.logprobs is None else wanted.logprobs + 1
-        if wanted.grammar:  # those without it are kept, too
+        if wanted.grammar:  # the scores before the mask are kept, too
             scores *= 2
         return len(self._pieces) * (PIECE + SCORE * scores)
 
     def look(self) -> None:
-        """Take what the choices have got since the last look."""
+        """Take the choices' news since the last look."""
         for index, choice in enumerate(self.choices):
             for piece in choice.news(self.wish.stream):
                 self.left -= piece is None
@@ -238,7 +237,8 @@ class Answer:
             self._news.set()
 
     async def _come(self) -> list[tuple[int, str | None]]:
-        """What has come since, neighbouring pieces joined, but not all at once: others wait."""
+        """The pieces that have come since, some at a time, because other answers wait. Neighbouring
+        pieces are joined."""
         if self._pieces:
             await asyncio.sleep(0)
         else:
@@ -253,12 +253,12 @@ class Answer:
         return joined
 
     async def whole(self, pool: Executor) -> Response:
-        """One JSON. The pool makes it, if log probabilities are wanted: there may be megabytes."""
-        self.look()  # what was committed before the last handle was known here
+        """One JSON. With log probabilities the pool makes it: there may be megabytes."""
+        self.look()  # some tokens may have come before the last handle was known here
         while self.left:
             await self._come()
         if self._failure():
-            raise self._failure()  # without a name, which would refer to its own traceback
+            raise self._failure()  # without a name: a name would refer to its own traceback
         if self._has_words:
             body = await asyncio.get_running_loop().run_in_executor(pool, self._body)
         else:
@@ -278,10 +278,10 @@ class Answer:
     async def stream(self, visit: Visit) -> None:
         """Server-sent events: one for each piece of text, or for several that have come together.
 
-        While the client keeps up, `look` writes the pieces itself. To wake this coroutine for each
-        would cost more.
+        While the client keeps up, `look` writes the pieces itself. Waking this coroutine for each
+        piece would cost more.
         """
-        self.look()  # what was committed before the last handle was known here
+        self.look()  # some tokens may have come before the last handle was known here
         await visit.begin_events(self.shape.id)
         left = len(self.choices)
         first = self.shape.first(left, self._usage())
@@ -303,21 +303,21 @@ class Answer:
         await visit.write(self.shape.close(self._usage()), more=False)
 
     def _events(self, index: int, piece: str | None) -> bytes:
-        """What a stream says of a piece, or of a choice's end."""
+        """The events of a piece, or of a choice's end."""
         choice = self.choices[index]
         told = b""
         if self.wish.progress and not self._is_read:
             self._is_read = True
             told += self.shape.progress(self._progress)
         for change in choice.grow(piece):
-            told += self.shape.tell(index, change)
+            told += self.shape.changed(index, change)
         if piece is None:
             told += self.shape.last(index, choice)
         return told
 
     def _usage(self) -> Usage:
         metrics = [choice.handle.metrics for choice in self.choices]
-        prompts = metrics[:: self.wish.n]  # that of the first choice of each
+        prompts = metrics[:: self.wish.n]  # of each prompt's first choice
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),
             cached=sum(m.cached_tokens for m in prompts),
@@ -339,14 +339,14 @@ class Answer:
         )
 
     def progress(self) -> bytes:
-        """While the prompt is read, a stream tells how far this has come."""
+        """While the prompt is read: how far that is."""
         if self.choices[0].times:
             return b""
         progress = self._progress
         return self.shape.progress(progress) if self.wish.progress else progress.comment
 
     def _failure(self) -> Refusal | None:
-        """What to say if a choice has ended without being complete."""
+        """The refusal to send, if a choice has ended without being complete."""
         for choice in self.choices:
             handle = choice.handle
             if isinstance(handle.exception, GrammarError):
@@ -360,13 +360,13 @@ class Answer:
     # --- in any thread
 
     def cancel(self) -> None:
-        """Whatever has become of it: from now on it holds no slot."""
+        """End every choice that still runs. From now on this answer holds no slot."""
         for choice in self.choices if self.left else ():
             choice.handle.cancel()
 
     def account(self, visit: Visit, figures: Figures) -> None:
-        """What is remembered of it. A stream's times are those at the door; without one, the
-        engine's own."""
+        """Write this answer into the journal and the figures. The times of a stream are taken at the
+        door; those of a whole answer are the engine's own."""
         total = self._usage()
         began = time.perf_counter() - (time.time() - visit.call.at)
         first_tokens = []
@@ -391,9 +391,9 @@ class Answer:
 
 
 def refusal_of(error: ValueError, wish: Wish, form: str) -> Refusal:
-    """What `Sampling` or the engine said, with the field that it names. `form`: the one that has a
-    JSON schema."""
-    # Without a grammar of the body's, it is one of calls
+    """The words of `Sampling` or the engine, with the body's field that they name. `form`: the field
+    for a JSON schema."""
+    # A grammar that the body does not name is the one for calls
     kind = next(iter(wish.settings.get("grammar", ())), "calls")
     grammars = {"calls": "tools", "json": form, "lark": "guided_grammar"}
     params = {name: name for name in wish.settings}
@@ -404,7 +404,7 @@ def refusal_of(error: ValueError, wish: Wish, form: str) -> Refusal:
 
 
 def check_tools(speech: Speech, chat: Chat) -> None:
-    """Tools need a model whose way to call them is known."""
+    """Refuse tools, unless we know how this model calls them."""
     has_calls = False
     for message in chat.messages:
         has_calls |= message["role"] == "tool" or "tool_calls" in message
@@ -414,8 +414,8 @@ def check_tools(speech: Speech, chat: Chat) -> None:
 
 
 def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, Any] | None:
-    """What the answer to a prompt is held to: calls that have to come, or what the wish says,
-    beside calls that may come and behind a thought."""
+    """The grammar of an answer: calls that must come; or the wish's own grammar, with calls that may
+    come beside, and a thought before."""
     given = wish.settings.get("grammar")
     chat = wish.prompts[0]
     if not isinstance(chat, Chat):
@@ -459,7 +459,7 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat) -> Prompt:
         size += len(str([prompt.tools, calls]))
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
-        # Else it would take long, and all for nothing
+        # A prompt that is surely too long is not read: reading would take long
         read = text.read(prompt) if least < max_len else None
     except ValueError as error:
         raise invalid(param, str(error)) from None
@@ -474,7 +474,7 @@ def read_prompt(engine: AnyEngine, prompt: str | list | Chat) -> Prompt:
 
 
 def worst(reasons: Iterable[str | None]) -> str:
-    """Of the reasons why several choices ended, the one that speaks for all."""
+    """The reasons why several choices ended, as one word."""
     found = set(reasons)
     return next(
         (reason for reason in ("error", "cancelled", "length", "stop") if reason in found), ""

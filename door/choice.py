@@ -1,7 +1,7 @@
 """One answer as it comes: a row of items, each a thought, a text, or a call of a tool.
 
-The problem. A handle has text. Clients want to know what each piece of it belongs to, and each
-protocol has other words for that:
+The problem. A handle has text. Clients want to know which item a piece of text belongs to, and each
+protocol names the items differently:
 
     the model writes    <think>Hm.</think>I look.<tool_call>{"name": "add", ...
     here                thought             answer    call
@@ -9,12 +9,13 @@ protocol has other words for that:
     Responses           reasoning           message   function_call
     Messages            thinking            text      tool_use
 
-The way out. What happens to an item is found out once, here: it starts, it grows, it stops. A
-protocol only has to say so in its own words.
+The way out. An item starts, grows and stops. This file finds out when, once for all protocols. A
+protocol only translates these changes into its own words.
 
-What this file keeps. One item is open at a time. What has started stops, if the answer is complete.
+What this file keeps. One item is open at a time. When an answer is complete, each of its items has
+stopped.
 
-Where next: `protocol.py`, what the protocols share.
+Where next: `protocol.py`, the common part of the protocols.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from parts.text.tokens import Text
 
 @dataclass
 class Item:
-    """A part of an answer that is told apart."""
+    """A part of an answer: a thought, a text, or a call."""
 
     kind: str  # "thought", "answer" or "call"
-    place: int = 0  # so many items stand before it
-    nth: int = 0  # and so many of its kind
-    name: str = ""  # of the tool that is called
-    # Of a call. The templates of some models want nine letters or digits
+    place: int = 0  # so many items stand before this one
+    nth: int = 0  # and so many of the same kind
+    name: str = ""  # of the called tool
+    # Of a call. Some models' templates want nine letters or digits
     id: str = field(default_factory=lambda: secrets.token_hex(5)[:9])
-    status: str = "in_progress"  # then "completed", or "incomplete": it has been cut off
+    status: str = "in_progress"  # then "completed", or "incomplete" if the item was cut off
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -52,33 +53,33 @@ class Item:
 
 
 class Change(NamedTuple):
-    """What happens to an item."""
+    """An item starts, grows or stops."""
 
     kind: str  # "start", "delta" or "stop"
     item: Item
-    text: str = ""  # by which it grows
-    words: Sequence[Word] | None = None  # with their log probabilities, if these are wanted
+    text: str = ""  # the new text of a delta
+    words: Sequence[Word] | None = None  # with log probabilities, if the request wants them
 
 
 class Choice:
     """One answer to one prompt. A request may ask for several.
 
-    `words`: only if log probabilities are wanted.
+    `words`: only if the request wants log probabilities.
     """
 
     def __init__(self, handle: Handle, parser: Parser, words: Words | None):
         self.handle = handle
         self.items: list[Item] = []
         self.words: list[Word] | None = None if words is None else []
-        self.times: list[float] = []  # when its pieces came here
-        self.has_ended = False  # its end has been taken
+        self.times: list[float] = []  # when the pieces came here
+        self.has_ended = False  # `news` has given the end
         self._parser = parser
         self._new_words = words
         self._seen = 0  # so many of the handle's pieces have been taken
 
     @property
     def reason(self) -> str:
-        """Why it has ended."""
+        """Why the answer has ended."""
         reason = self.handle.finish_reason
         has_called = any(item.kind == "call" for item in self.items)
         return "tool_calls" if has_called and reason == "stop" else reason
@@ -94,17 +95,17 @@ class Choice:
         return "".join(item.text for item in self.items if item.kind == kind)
 
     def has_news(self, is_streamed: bool) -> bool:
-        """Is there anything that `news` would give?"""
+        """Would `news` give anything?"""
         if self.has_ended:
             return False
         has_grown = is_streamed and len(self.handle.pieces) > self._seen
         return has_grown or self.handle.finish_reason is not None
 
     def news(self, is_streamed: bool) -> Iterator[str | None]:
-        """The pieces of text that have come since, if they are streamed. At the end, None."""
+        """The new pieces of text, if the answer is streamed. At the end, None."""
         if self.has_ended:
             return
-        ends = self.handle.finish_reason is not None  # asked first: then all pieces are there
+        ends = self.handle.finish_reason is not None  # asked first: then no piece is missing
         if is_streamed:
             for piece in self.handle.pieces[self._seen :]:
                 self._seen += 1
@@ -115,14 +116,14 @@ class Choice:
             yield None
 
     def read(self) -> None:
-        """The whole answer at once, when it is complete."""
+        """Read a complete answer at once."""
         for piece in (self.handle.text, None):
             for change in self.grow(piece):
                 if change.words:
                     self.words += change.words
 
     def grow(self, piece: str | None) -> Iterator[Change]:
-        """What a piece of text does to the items. None: the answer is complete."""
+        """The changes of the items by a piece of text. None: the answer is complete."""
         words = self._release(piece)
         parts = self._parser.finish() if piece is None else self._parser.push(piece)
         for kind, text in parts:
@@ -136,7 +137,7 @@ class Choice:
             item.pieces.append(text)
             yield Change("delta", item, text, words)
             words = None if words is None else []
-        if words:  # of tokens that are a mark, or a part of one
+        if words:  # of tokens of a mark, such as <think>: no item has their text
             yield Change("delta", Item("answer"), "", words)
         if piece is None:
             is_cut = self.handle.finish_reason == "length"
@@ -167,8 +168,8 @@ class Choice:
 
 
 class Word(NamedTuple):
-    """One token of an answer: its text, where that begins in the answer, and what the model thought
-    of it."""
+    """One token of an answer: its text, the text's place in the answer, and the token's log
+    probability beside the likeliest others."""
 
     text: str
     offset: int
@@ -177,14 +178,14 @@ class Word(NamedTuple):
 
 
 class Words:
-    """An answer's tokens as texts that join to the answer, as they come.
+    """An answer's tokens as texts. Joined, the texts are the answer.
 
     A token is often no text by itself: its bytes may end within a character, and a decoder drops
-    the space before a first word. So each token's text is what it adds to those before it. A token
-    whose text may be cut off by a stop text waits, as its text does.
+    the space before a first word. So a token's text is the text that the answer gains by this
+    token. A text that a stop text may yet cut off waits, and its token waits as well.
 
-    Tokens become texts when these are released. A client that reads slowly may let thousands wait,
-    and their texts take more than the tokens.
+    A token becomes a text only when the text is released. A client that reads slowly may let
+    thousands of tokens wait, and texts take more memory than tokens.
     """
 
     def __init__(self, text: Text, handle: Handle):
@@ -194,7 +195,7 @@ class Words:
         self._tokens: list[int] = []
         self._waiting: list[Word] = []
         self._length = 0  # characters of all texts so far
-        self._shown = 0  # characters that have been shown
+        self._shown = 0  # characters shown so far
 
     def _read(self, length: float) -> None:
         """Read the next tokens of the answer, until the texts so far are so long.
@@ -216,15 +217,15 @@ class Words:
             self._length += len(piece)
 
     def release(self, count: int) -> list[Word]:
-        """Those whose text has been shown, now that so many more characters have."""
+        """The words that are shown completely, after so many more characters have been shown."""
         self._shown += count
         self._read(self._shown)
-        # If the answer ends within a character, what is shown of that belongs to the last token
+        # If the answer ends within a character, the sign shown for a broken one is the last token's
         complete = self._waiting[: len(self._waiting) - self._stream.open]
         released = []
         for word in complete:
-            # One without a text of its own waits for the text after it: it may be the end token,
-            # which is not shown
+            # A token without a text waits for the text after it. The end token has none, and is
+            # never shown
             if word.offset + max(len(word.text), 1) > self._shown:
                 break
             released.append(word)
@@ -232,12 +233,12 @@ class Words:
         return released
 
     def finish(self) -> list[Word]:
-        """The rest, when the answer is complete. Tokens behind its end, such as a stop text's, are
-        left out."""
+        """The rest of a complete answer. Tokens behind the answer's end, such as those of a stop
+        text, are left out."""
         self._read(math.inf)
         text = self._handle.text
         left = [word for word in self._waiting if word.offset < len(text)]
-        if left:  # it may be cut off, or a broken character
+        if left:  # its text may be cut off, or be a broken character
             last = left.pop()
             left.append(last._replace(text=text[last.offset :]))
         self._waiting = []

@@ -1,23 +1,22 @@
 """The door: a bound socket, and the way of each HTTP request from there to its answer.
 
 The problem. A request over a network is a stranger's: it may be malformed, huge, slow, or gone in
-the middle of its answer. None of that may reach the thread that steps, for all other requests wait
-for it.
+the middle of its answer. None of this may disturb the engine's thread, because all other requests
+depend on that thread.
 
     POST -> guard -> read the body -> understand it (openai.py) -> engine.submit -> pieces -> events, or one JSON
             |______ the door's thread, asyncio _____|__ a few threads ______|_______ the door's thread _______|
 
-How it hangs together. `uvicorn` speaks HTTP in a thread of the door's own. What may take long,
-reading JSON and turning text into tokens, is done by a few threads beside it. After each commit the
-thread that steps wakes the door's thread, if one of the answers has news. The socket is bound
-first. Until the model is loaded, clients get 503.
+The way out. `uvicorn` speaks HTTP in a thread of the door's own. A few threads beside it do the slow
+work: reading JSON and turning text into tokens. After each commit the engine's thread wakes the
+door's thread, if an answer has news. The socket is bound first. Until the model is loaded, clients
+get 503.
 
-The invariant: each request at the door ends with an answer, or with its client's hang-up, and frees
-its slots.
+The invariant: each request at the door ends with an answer, or when the client hangs up. Afterwards
+the request holds no slot.
 
-Next: `bridge.py`, the way of one request; `fields.py`, how a body is read; `protocol.py`, what it may
-ask for, in three protocols; `choice.py`, what becomes of the answer; `journal.py`, what is remembered
-of it.
+Next: `bridge.py`, the way of one request; `fields.py`, how a body is read; `protocol.py`, the wishes
+of three protocols; `choice.py`, the items of an answer; `journal.py`, the door's memory.
 """
 
 from __future__ import annotations
@@ -62,12 +61,11 @@ PROTOCOLS = {
     "/v1/messages": messages.Message,
 }
 COUNT = "/v1/messages/count_tokens"
-DRAIN_S = 20.0  # what runs when the server is told to end may go on so long
+DRAIN_S = 20.0  # when the server is told to end, running requests may go on for so long
 
 
 class Handler:
-    """A route's endpoint for Starlette: it has the visit answered, with a response or through the
-    visit itself."""
+    """A route's endpoint for Starlette. `answer` returns a response, or writes through the visit."""
 
     def __init__(self, answer: Callable[[Visit], Awaitable[Response | None]]):
         self._answer = answer
@@ -80,8 +78,8 @@ class Handler:
 
 
 class Door:
-    """A bound socket at first; `start` lets clients in, and `open` lets them ask an engine that a
-    loop steps."""
+    """A bound socket at first. `start` lets clients in; `open` gives the door an engine and the loop
+    that steps the engine."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -97,11 +95,11 @@ class Door:
         self._born = int(time.time())
         self._visits: set[Visit] = set()
         self._answers: dict[int, Answer] = {}  # by the number of the call
-        self._scraped: Snapshot | None = None  # the last look at /metrics: how far it has seen
+        self._scraped: Snapshot | None = None  # the engine at the last look at /metrics
         self._pool = ThreadPoolExecutor(4, "door")  # reads bodies
-        # For those that are long: nobody waits for them who has asked for little
+        # For long bodies, so that no short one waits behind them
         self._slow_pool = ThreadPoolExecutor(2, "door, long")
-        # They wait for a process that tries a grammar, and some are left for grammars that are known
+        # These wait for a process that tries a grammar. Two more are for grammars known already
         self._grammar_pool = ThreadPoolExecutor(TRIAL.at_once + 2, "door, grammars")
         self.is_local = ipaddress.ip_address(host).is_loopback  # open to this machine alone
         self._router = self._routes()
@@ -111,8 +109,7 @@ class Door:
         self._ended = threading.Event()
 
     def _routes(self) -> Router:
-        """Each path and what answers it. If the door is open to this machine alone, it has few
-        names."""
+        """Each path and its handler. A door that is open to this machine alone has few names."""
         asks = []
         for path, protocol in PROTOCOLS.items():
             asks.append(Route(path, Handler(partial(self._complete, protocol)), methods=["POST"]))
@@ -151,7 +148,7 @@ class Door:
 
     @property
     def warning(self) -> str:
-        """Who may come in, if it is everybody; else nothing."""
+        """A line about who may come in, if everybody may; else nothing."""
         if self.is_local or self.options.api_key:
             return ""
         readers = "who has the watch key" if self.options.watch_key else "this machine"
@@ -161,9 +158,10 @@ class Door:
         )
 
     def wait(self, signals: SimpleQueue) -> bool:
-        """Until a signal has been put there: True; or until the door's thread has ended. subtle:
-        Python handles a signal when the main thread runs. One that comes just before the main
-        thread goes to sleep is handled when it wakes up."""
+        """Wait for a signal in this queue: True. False if the door's thread ends before.
+
+        subtle: Python handles a signal when the main thread runs. A signal just before the main
+        thread goes to sleep is handled when the thread wakes up."""
         while not self._ended.is_set():
             with suppress(Empty):
                 signals.get(timeout=0.5)
@@ -171,18 +169,18 @@ class Door:
         return False
 
     def drain(self, patience: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Refuse what comes, and let what runs go on to its end: for so many seconds, or until
-        somebody hurries."""
+        """Refuse new requests, and let running ones end: for so many seconds, or until somebody
+        hurries."""
         self.draining = True
         if self.loop:
             self.loop.slow = 0.0
-            self.loop.resume()  # what is paused would never end
+            self.loop.resume()  # a paused engine would never end
         deadline = time.monotonic() + patience
         while self._answers and time.monotonic() < deadline and not is_hurried():
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End with an error what still runs, and let go of the socket."""
+        """End running requests with an error, and let go of the socket."""
         self.draining = True
         for answer in list(self._answers.values()):
             answer.cancel()
@@ -196,8 +194,7 @@ class Door:
         self._socket.close()
 
     def look(self, since: int = 0) -> DoorView:
-        """What can be seen at the door, and what has happened there since the watcher had seen
-        `since` ended calls."""
+        """The door now, and the calls that have ended since the watcher had seen `since` of them."""
         opened, ended, count = self.journal.look(since)
         return DoorView(
             address=self.address,
@@ -224,13 +221,12 @@ class Door:
         sweeper = asyncio.ensure_future(http.sweep(connections, self._visits, self._answers))
         await self._server.serve([self._socket])
         sweeper.cancel()
-        for connection in list(connections):  # of clients that have not taken all
+        for connection in list(connections):  # their clients have not taken everything
             connection.transport.abort()
         await asyncio.sleep(0)
 
     async def _serve(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """Each request comes through here: a visit begins, and what became of it is written
-        down."""
+        """Each request comes through here: a visit begins, and its outcome is written down."""
         began = time.perf_counter()
         request = Request(scope, receive)
         client = request.client.host if request.client else ""
@@ -259,8 +255,8 @@ class Door:
             self.journal.forget(visit.number)
 
     async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """Whatever is raised on the way of a request becomes its answer. `send` adds what lets
-        pages read it."""
+        """An exception on a request's way becomes the answer. `send` adds the headers for pages of
+        other origins."""
         visit: Visit = scope["state"]["visit"]
         visit.send_head = send
         request = visit.request
@@ -318,7 +314,7 @@ class Door:
 
     async def _metrics(self, visit: Visit) -> Response:
         seen = self.served.engine.snapshot(self._scraped) if self.served else None
-        # The next look may never come, and texts and steps would be kept for it
+        # The next look may never come. So no texts and steps are kept for it
         self._scraped = seen and replace(seen, requests=(), ended=(), steps=())
         gauges = {
             "http_connections": self._count_connections(),
@@ -329,14 +325,14 @@ class Door:
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def _page(self, visit: Visit) -> Response:
-        """The page has nothing of this server's in it: it asks `/watch`, as any watcher does."""
+        """The page holds no data of this server. It asks `/watch`, as any watcher does."""
         text, policy = page.live()
         headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
         headers |= {"cache-control": "no-cache", "referrer-policy": "no-referrer"}
         return HTMLResponse(text, headers=headers)
 
     async def _watch(self, visit: Visit) -> None:
-        # Starlette allows it beside GET, and the answer would never end
+        # Starlette allows HEAD beside GET, and the answer would never end
         if visit.request.method == "HEAD":
             raise HTTPException(405, headers={"allow": "GET"})
         if self.watchers >= WATCHERS:
@@ -386,7 +382,7 @@ class Door:
             pool = self._slow_pool if len(body) > http.LONG else self._pool
             client = http.network_of(visit.call.client)
             await events.run_in_executor(pool, answer.ask, protocol, body, client)
-            body = b""  # it may be large, and the answer take long
+            body = b""  # a large body is not kept while the answer runs
             visit.size = 0
             if not answer.choices:
                 await events.run_in_executor(self._grammar_pool, self._submit, answer, visit)
@@ -400,7 +396,7 @@ class Door:
                 raise Gone
             return tasks[0].result()
         finally:
-            while tasks:  # a task keeps its exception, and that keeps this frame
+            while tasks:  # a task keeps its exception, and the exception keeps this frame
                 tasks.pop().cancel()
             answer.cancel()
             if visit.call.requests:

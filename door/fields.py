@@ -1,17 +1,17 @@
-"""What a client has sent, field by field.
+"""A client's body, field by field.
 
 The problem. A body is a stranger's. A field may be missing, null, of another type, nested without
-end, or huge. And a field that we do not know may ask for something. A client that gets an answer to
-another question than its own does not notice.
+end, or huge. And an unknown field may ask for something. A client with an answer to another question
+than its own does not notice.
 
-The way out. An object of the body is a `Given`. A field is read by its kind: either the value is
-one, or a refusal names the place, the value and what it must be. The object remembers which of its
-fields have been read. The others have not been understood, so they are refused, unless they ask for
-nothing (`refuse_rest`).
+The way out. An object of the body is a `Given`. A field is read as a text, a number, a list and so
+on: a value of another kind becomes a refusal with the place, the value and the right kind. The object
+remembers the fields that have been read. All other fields have not been understood. They are
+refused, unless they ask for nothing (`refuse_rest`).
 
-What this file keeps. Nothing but a `Refusal` comes out of a body, whatever is in it.
+What this file keeps. A bad body raises a `Refusal`, and no other exception.
 
-Where next: `protocol.py`, what the protocols read in the same way.
+Where next: `protocol.py`, for the fields that all protocols have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from parts.checks import shown, whole
 
 MARKS = 100_000  # brackets, braces and colons of a body, in texts, too
-# They change nothing in an answer: a user's name, notes for a bill, hints for a cache.
+# These change nothing in an answer: a user's name, notes for a bill, hints for a cache.
 NO_WISH = {
     "client_metadata",
     "user",
@@ -38,8 +38,7 @@ KINDS = {str: "a text", bool: "true or false", list: "a list", dict: "an object"
 
 
 class Refusal(Exception):
-    """An answer that is an error. OpenAI's clients make an exception of their own of each
-    status."""
+    """An answer that is an error. OpenAI's clients have an exception for each status."""
 
     TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # noqa: RUF012
 
@@ -75,7 +74,7 @@ def invalid(param: str | None, words: str, code: str = "invalid_value") -> Refus
 
 
 def param_of(place: str) -> str:
-    """The field of the body in which a place is: of "messages[0].content", it is "messages"."""
+    """The body's field around a place: "messages" for "messages[0].content"."""
     return re.split(r"[.\[]", place, maxsplit=1)[0][:100]
 
 
@@ -93,9 +92,9 @@ def check_count(name: str, count: int, what: str, most: int) -> None:
 
 
 class Given:
-    """An object that a client has sent. A field that is null counts as missing.
+    """An object of a client's body. A field that is null counts as missing.
 
-    `place`: where it stands in the body. That of the body itself is empty.
+    `place`: where the object stands in the body; empty for the body itself.
     """
 
     def __init__(self, value: Any, place: str = ""):
@@ -111,7 +110,7 @@ class Given:
         return self.fields.get(name, default)
 
     def read(self, name: str, kind: type, default: Any = None) -> Any:
-        """A field of this kind. Without a default it may not be missing."""
+        """A field of this kind. Without a default, the field may not be missing."""
         value = self.get(name, default)
         if type(value) is not kind:
             raise self.bad(name, KINDS[kind])
@@ -136,19 +135,19 @@ class Given:
         return value
 
     def inner(self, name: str) -> Given:
-        """A field that is an object itself. One that is missing has no fields. Without a name: this
+        """An object in a field; an empty one, if the field is missing. Without a name: this
         object."""
         if not name:
             return self
         return Given(self.get(name, {}), self._place + name)
 
     def items(self, name: str, default: list | None = None) -> list[Given]:
-        """A field that is a list of objects."""
+        """A list of objects in a field."""
         values = self.read(name, list, default)
         return [Given(value, f"{self._place}{name}[{i}]") for i, value in enumerate(values)]
 
     def text(self, name: str, default: str | None = None, kinds: Sequence[str] = ("text",)) -> str:
-        """A field that is a text, or a list of parts of text, which are of one of these kinds."""
+        """The text of a field: a plain text, or parts of text of these kinds, joined."""
         value = self.get(name, default)
         if isinstance(value, str):
             return value
@@ -157,7 +156,7 @@ class Given:
         return text_of(self.items(name), kinds)
 
     def some(self, names: Sequence[str]) -> dict[str, Any]:
-        """Those of these fields that are there."""
+        """Of these fields all that are there."""
         self._known.update(names)
         return {name: self.fields[name] for name in names if name in self.fields}
 
@@ -165,15 +164,15 @@ class Given:
         return bad(self._place + name, self.fields.get(name), what)
 
     def unsupported(self, name: str, words: str) -> Refusal:
-        """`name`: it may be anything, and a whole book."""
+        """`name`: any text of the client's, even a whole book."""
         words = f"{self._place}{shown(name).strip(chr(39))} {words}"
         return invalid(param_of(self._place + name), words, "unsupported_parameter")
 
     def refuse_rest(
         self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = NO_WISH
     ) -> None:
-        """Refuse what has not been read. What is false, zero or empty asks for nothing, and so do
-        `neutral` values and `ignored` fields."""
+        """Refuse all fields that have not been read. A value that is false, zero or empty asks for
+        nothing, and so do `neutral` values and `ignored` fields."""
         for name, value in self.fields.items():
             asks = any(value.values()) if isinstance(value, dict) else value
             is_known = name in self._known or name in ignored

@@ -1,12 +1,12 @@
-"""What every request over HTTP goes through, whatever it wants: may it come in, its body, and the
-way back.
+"""The way of every request over HTTP: may the request come in, how its body is read, and the way
+back.
 
-The problem. A port on this machine is open to every program on it, and to every page in its
-browser. What comes in may be malformed, huge, or never end; what goes out may never be read.
+The problem. A port of this machine is open to every program here, and to every page in the browser.
+A request may be malformed, huge, or never end; an answer may never be read.
 
 What this file keeps. Each wait has a limit, and so has each size. Nothing here knows models or
-engines. `uvicorn` speaks HTTP (`httptools` parses it), and `starlette` knows hosts and pages.
-What they leave open is done here.
+engines. `uvicorn` speaks HTTP (with the parser `httptools`), and `starlette` knows hosts and pages.
+The limits that both leave open are set here.
 
 Where next: `bridge.py`, for the requests that ask for an answer.
 """
@@ -46,20 +46,20 @@ IDLE_S = 75.0  # and so long for another one
 HEAD = 2**16  # bytes of a request before its body
 BODY = 4 * 2**20  # bytes; a prompt that fills a slot of 8,192 tokens has about 50,000
 LONG = 2**14  # bytes of a body; a longer one may take seconds to turn into tokens
-BODIES = 2**28  # bytes of all bodies that are read at a time; one more that is long gets a 429
-AHEAD = 2**14  # bytes that are read before their turn, about
-REQUESTS = 128  # that may come before their turn; `uvicorn` keeps two kilobytes for each
+BODIES = 2**28  # bytes of all bodies together; another long one gets a 429
+AHEAD = 2**14  # bytes read before their turn, about
+REQUESTS = 128  # that come before their turn; `uvicorn` keeps two kilobytes for each
 BODY_S = 30.0  # a body must have come by then
-PART = 2**14  # bytes of an answer that are sent at a time
+PART = 2**14  # bytes of an answer sent at a time
 STUCK_S = 60.0  # a client whose line is full for so long has taken less than 48 KiB, and is ended
 SLOW_S = 5.0  # one whose line is full for so long is slow
-LAG = 2**25  # bytes that wait for all slow clients together; beyond, the one who lags most is ended
+LAG = 2**25  # bytes waiting for all slow clients together; beyond, the client with most is ended
 FAREWELL_S = 2.0  # a client that is still sending has so long to read why we do not listen
 PING_S = 10.0  # in so long a silence, a comment says that we are still here
-PROGRESS_S = 0.4  # in so long a silence before the first word, what goes on is told
+PROGRESS_S = 0.4  # in so long a silence before the first word, a comment tells the progress
 PING = b": ping\n\n"
-# So long after a client's last word the door tries whether the client still listens. What it writes
-# may come before an answer more than once, but some clients refuse more than five.
+# So long after a client's last word the door tries whether the client still listens. Several probes
+# may come before an answer, but some clients refuse more than five.
 PROBES_S = (0.0, 0.01, 0.1, 0.5)
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -82,11 +82,11 @@ class Options(NamedTuple):
 
 
 class Told(Protocol):
-    """An answer, as far as it matters here."""
+    """The part of an answer that this file needs."""
 
-    lag: int  # bytes that wait for a client that reads too slowly
+    lag: int  # bytes waiting for a client that reads too slowly
 
-    def progress(self) -> bytes: ...  # what a stream says while it waits for its first word
+    def progress(self) -> bytes: ...  # for a stream that waits for its first word
 
 
 class Gone(Exception):
@@ -101,13 +101,13 @@ class Visit:
         self.number = number
         self.status: int | None = None  # of the answer, once it has begun
         self.is_news = False  # a look at /health is none
-        self.size = 0  # bytes of its body, as long as those are kept
+        self.size = 0  # bytes of the body, as long as the body is kept
         self.connection: Connection = request.state.connection()
         self._is_old = request.scope["http_version"] == "1.0"
-        self.send_head = send  # for the head of an answer
-        self._send = send  # for its body
+        self.send_head = send  # for the head of the answer
+        self._send = send  # for the body of the answer
         self._journal = journal
-        self.left = 0  # bytes of its answer that have yet to be sent
+        self.left = 0  # bytes of the answer still to be sent
         # While the answer is a stream: when the stream last said something
         self._wrote: float | None = None
         # A refusal's body: a protocol may have a form of its own
@@ -121,8 +121,8 @@ class Visit:
         self._journal.note(self.number, **changes)
 
     async def send(self, message: dict) -> None:
-        """Pass on a part of the answer. A library refuses in plain text: `refusal_of` says the same
-        in our words."""
+        """Pass on a part of the answer. Starlette refuses in plain text; such a refusal becomes an
+        exception, and `refusal_of` says the same in our words."""
         if message["type"] == "http.response.start":
             headers = Headers(raw=message["headers"])
             if message["status"] >= 400 and headers.get("content-type", "").startswith(
@@ -136,7 +136,7 @@ class Visit:
             await self._send_body(message)
 
     async def _send_body(self, message: dict) -> None:
-        """In parts, each of which waits until the client has taken most of those before. So a large
+        """In parts: each part waits until the client has taken most of the parts before. So a large
         answer is in memory once, and not once more in the transport."""
         left = memoryview(message.get("body", b""))
         while len(left) > PART:
@@ -152,7 +152,7 @@ class Visit:
         headers["x-accel-buffering"] = "no"  # so that no proxy holds the stream back
         if id:
             headers["x-request-id"] = id
-        # Uvicorn would write chunks, which HTTP/1.0 does not know; behind a HEAD it writes nothing
+        # Uvicorn would write in chunks, and HTTP/1.0 knows none. After a HEAD uvicorn writes no body
         if self._is_old:
             self.request.scope["method"] = "HEAD"
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -160,7 +160,7 @@ class Visit:
         self._wrote = time.monotonic()
 
     async def write(self, body: bytes, more: bool = True) -> None:
-        """A part of a stream, or its end. `write` waits while the client takes nothing."""
+        """A part of a stream, or the end. `write` waits while the client takes nothing."""
         if self._is_old:
             self.connection.transport.write(body)
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
@@ -170,14 +170,15 @@ class Visit:
         """A part of a stream, at once: while the connection is not blocked, `write` has nothing to
         wait for.
 
-        So the coroutine runs to its end here. To wake a task for each token would cost more than
-        all else.
+        So the coroutine runs to the end here. Waking a task for each token would cost more than all
+        else.
         """
         for _ in self.write(body).__await__():
             pass
 
     async def break_silence(self, now: float, answer: Told | None) -> None:
-        """Proxies close a connection on which nothing moves, and people wonder what goes on."""
+        """Write something into a silent stream: proxies close silent connections, and people
+        wonder."""
         if self._wrote is None or self.connection.is_blocked:
             return
         silence = now - self._wrote
@@ -187,8 +188,7 @@ class Visit:
             await self.write(said)
 
     def probe(self) -> None:
-        """Write something that asks for nothing. To a client that is gone, the second time
-        fails."""
+        """Write something harmless. If the client is gone, the second write fails."""
         if self.status is None:
             self.connection.transport.write(PROBE)
         elif self._wrote is not None and not self.connection.is_blocked:
@@ -199,7 +199,7 @@ class Visit:
 
 
 def for_pages(app: Callable, options: Options) -> CORSMiddleware:
-    """Pages of this server's names may ask, and may read what is answered."""
+    """Pages of this server's names may ask, and may read the answers."""
     names = "|".join(map(re.escape, options.names))
     return CORSMiddleware(
         app,
@@ -211,15 +211,16 @@ def for_pages(app: Callable, options: Options) -> CORSMiddleware:
 
 
 def guard(request: Request, options: Options, pages: CORSMiddleware, connections: int) -> None:
-    """Refuse what is too much, and what does not belong here.
+    """Refuse requests beyond the limit, and requests from pages that may not ask.
 
-    A browser sends requests for any page that its user looks at. So a page must be of this machine,
-    or come from the address that it asks. An address, because the owner of a page may give its name
-    ours: then a name is no proof, unless there is a key. (On the loopback `TrustedHostMiddleware`
-    looks at the host's name.)
+    A browser sends requests for any page that the user looks at. So a page must be of this machine,
+    or come from the very address it asks. An address, because the owner of a page may let the
+    page's name point to us: then a name proves nothing, unless there is a key. (On the loopback
+    `TrustedHostMiddleware` looks at the host's name.)
 
-    A page that asks sees its own answers. A page that watches sees everybody's, so it must be ours,
-    or know a key: this machine may have other servers, with pages that anybody has written.
+    A page that asks sees only the answers to its own requests. A page that watches sees everybody's
+    texts, so the page must be ours, or know a key: this machine may have other servers, and anybody
+    may have written their pages.
     """
     if connections > CONNECTIONS:
         words = f"{CONNECTIONS} connections are open already"
@@ -266,8 +267,8 @@ def is_address(name: str) -> bool:
 
 
 def network_of(address: str) -> str:
-    """Who asks, for the policy `fair`. One machine or one household counts once, however many
-    addresses it has: all that begin with 127 are this machine's, and a /64 of IPv6 is one line's."""
+    """Who asks, for the policy `fair`. One machine or one household counts once, with however many
+    addresses: all addresses with 127 in front are this machine's, and a /64 of IPv6 is one line's."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -283,8 +284,8 @@ def network_of(address: str) -> str:
 def may_read(request: Request, options: Options) -> bool:
     """May this watcher read everybody's prompts and answers?
 
-    Where there is a key, only the watch key says so. Else this machine itself may. A proxy on it
-    that changes the host's name and adds no header cannot be told apart.
+    Where there is a key, only the watch key allows it. Else this machine itself may. (A proxy here
+    that changes the host's name and adds no header looks like this machine.)
     """
     if options.api_key or options.watch_key:
         return options.watch_key is not None and has_key(request, options.watch_key)
@@ -296,7 +297,8 @@ def may_read(request: Request, options: Options) -> bool:
 
 
 def refusal_of(request: Request, error: HTTPException) -> Refusal:
-    """What Starlette refuses: `TrustedHostMiddleware` a host, `Route` a method."""
+    """A refusal of Starlette's in our words: `TrustedHostMiddleware` refuses a host, `Route` a
+    method."""
     if error.status_code == 400:
         words = f"the Host {shown(request.headers.get('host', ''))} is none of this server's names"
         return Refusal(403, f"{words}; --allow-host adds one", "host_not_allowed")
@@ -309,22 +311,22 @@ def refusal_of(request: Request, error: HTTPException) -> Refusal:
 
 
 class Line:
-    """A connection's transport, as `uvicorn` sees it. It differs in how it closes, and in how it
-    stops to read.
+    """A connection's transport, for `uvicorn`. Closing is different here, and so is the end of
+    reading.
 
-    A system that closes a connection with bytes unread sends a reset, and a reset throws away what
-    the client has not read yet: our last words. So we say that nothing more comes from us, and
-    throw away what comes from the client.
+    A system that closes a connection with unread bytes sends a reset. The client's system then
+    throws away our last words, if the client has not read them yet. So we close our own direction
+    first, and throw away all that the client still sends.
 
-    `uvicorn` stops to read when a request comes before its turn, and would not notice then that the
-    client hangs up. So we read on for a while.
+    `uvicorn` stops reading when a request comes before its turn, and would then not notice a client
+    hanging up. So we read on for a while.
     """
 
     def __init__(self, transport: asyncio.Transport):
         self.is_unread = False  # is the client in the middle of a request?
         self._transport = transport
         self._has_left = False
-        self._room: int | None = None  # while reading is to stop: for so many bytes it goes on
+        self._room: int | None = None  # so many bytes are still read before reading stops
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -363,22 +365,22 @@ class Line:
 
 class Connection(HttpToolsProtocol):
     """One client's connection: `uvicorn`'s, with an end to clients that are silent, stuck, or never
-    come to an end.
+    finish a request.
 
-    All that is overridden is `asyncio`'s (bytes come, writing pauses) or `httptools`' (a message
+    The overridden methods are `asyncio`'s (bytes come, writing pauses) and `httptools`' (a message
     begins, ends).
     """
 
     def __init__(self, app_state: dict, **how):
-        # Weak, as a connection that refers to itself would stay until the collector comes
+        # Weak, because a connection with a reference to itself would stay until the collector comes
         super().__init__(app_state=app_state | {"connection": weakref.ref(self)}, **how)
         self.patience = STUCK_S
-        self._waiting = 0  # requests that came, and whose visits have not begun
+        self._waiting = 0  # requests whose visits have not begun
         self._in_head = False
-        self._head = 0  # bytes of a head that is not complete, about
+        self._head = 0  # bytes of an incomplete head, about
         self._blocked_since: float | None = None  # since then the client has taken too little
         self._silent_since: float | None = time.monotonic()  # since then a whole request is awaited
-        self._visit: Visit | None = None  # the one that goes on
+        self._visit: Visit | None = None  # the running one
         self._is_half_closed = False  # the client says nothing more
         self.lost = asyncio.Event()  # the client has hung up
 
@@ -387,16 +389,15 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(None)  # with an error, `uvicorn` would keep its timer for `IDLE_S`
-        self.cycle = None  # what came before its turn refers to this connection
+        self.cycle = None  # requests before their turn refer to this connection
         self.pipeline.clear()
         self.lost.set()
 
     def eof_received(self) -> bool:
-        """The client says nothing more. It has closed the connection, or its own half, and waits
-        for its answers (true). What we write will tell.
+        """The client says nothing more. The client has closed the whole connection, or only its own
+        half, and waits for answers (true). Our probes will tell.
 
-        A client that speaks HTTP/1.0 is taken for gone: nothing can be written to it before its
-        answer.
+        A client that speaks HTTP/1.0 counts as gone: nothing can be written before its answer.
         """
         has_asked = bool(self._visit or self._waiting) and not self.transport.is_unread
         self._is_half_closed = has_asked and self.scope["http_version"] == "1.1"
@@ -432,16 +433,17 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Headers may stand behind a body, too. Those are not kept: nothing bounds them."""
+        """Headers may stand behind a body, too. Those are not kept, because nothing bounds their
+        number."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Say which host is asked for. Of several headers `Host` Starlette reads the first one."""
+        """Add the host. Of several headers `Host` Starlette reads the first one."""
         self._waiting += 1
         if self._waiting > REQUESTS:
-            raise ValueError("too many requests before their turn")  # `httptools` stops at it
-        # A whole address, as through a proxy: its host takes the header's place
+            raise ValueError("too many requests before their turn")  # `httptools` stops here
+        # A whole address, as through a proxy: the address's host takes the header's place
         if not self.url.startswith(b"/"):
             self.headers.insert(0, (b"host", urlsplit(self.url).netloc))
         self.headers.append((b"host", b"localhost"))  # for HTTP/1.0, which needs no such header
@@ -454,8 +456,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """An answer may have begun before its request's body turned out to be no HTTP. Then we say
-        nothing more."""
+        """An answer may have begun before the rest of the request turned out to be no HTTP. Then we
+        say nothing more."""
         if self._visit or not self._in_head:
             self.transport.close()
         else:
@@ -471,7 +473,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_blocked(self) -> bool:
-        """Has the client taken so little that what we write would only pile up?"""
+        """Has the client taken so little that more bytes would only pile up?"""
         return self._blocked_since is not None
 
     def begin_visit(self, visit: Visit) -> None:
@@ -488,7 +490,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes that the system does not take, since the client does not."""
+        """Bytes that the system does not take, because the client reads too slowly."""
         return self.transport.get_write_buffer_size()
 
     def is_slow(self, now: float) -> bool:
@@ -504,14 +506,14 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def end_slow(self) -> None:
-        """Without a last word, which would have to wait behind all the others."""
+        """Without a last word: a last word would wait behind all bytes before."""
         if self._visit:
             self._visit.note(reason="too_slow")
         self.transport.abort()
 
 
 def server(app: Callable) -> uvicorn.Server:
-    """It speaks HTTP, in the thread that runs it, and leaves the rest to the door."""
+    """`uvicorn` as the door needs it: HTTP and nothing else."""
     config = uvicorn.Config(
         app,
         http=Connection,
@@ -532,8 +534,8 @@ def server(app: Callable) -> uvicorn.Server:
 async def sweep(
     connections: set[Connection], visits: set[Visit], answers: Mapping[int, Told]
 ) -> None:
-    """Now and then: pings, and an end to connections that never send a whole request, or never take
-    an answer. `answers`: by the number of the visit."""
+    """Now and then: ping silent streams, and end connections that never send a whole request, or
+    never take an answer. `answers`: by the number of the visit."""
     while True:
         await asyncio.sleep(SWEEP_S)
         await look_after(list(connections), list(visits), answers)
@@ -542,7 +544,7 @@ async def sweep(
 async def look_after(
     connections: Sequence[Connection], visits: Sequence[Visit], answers: Mapping[int, Told]
 ) -> None:
-    """Once. By itself, since a loop that sleeps would keep the last visit in memory."""
+    """Once. A function of its own, because a sleeping loop would keep the last visit in memory."""
     now = time.monotonic()
     for visit in visits:
         await visit.break_silence(now, answers.get(visit.number))
@@ -569,7 +571,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # A client that does not read is noticed
+        # So small that a client that does not read is noticed
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**17)
         listener.bind(address)
         listener.listen(128)
@@ -580,7 +582,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def read_body(visit: Visit, visits: Iterable[Visit]) -> bytes:
-    """The whole body. `visits`: those that go on, with bodies of their own."""
+    """The whole body. `visits`: all running ones, with bodies of their own."""
     request = visit.request
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if (

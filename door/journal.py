@@ -1,18 +1,16 @@
-"""What happens at the door: which clients came, what became of them. For the screen, the log and
-/metrics.
+"""The door's memory: who came, and how each request ended. For the screen, the log and /metrics.
 
-The problem. A request that is refused never reaches the engine, and the engine does not know that a
-client hung up, so no snapshot of it tells. A door without a book of its own would lose exactly what
-its owner wants to know.
+The problem. A refused request never reaches the engine, and the engine never learns that a client
+hung up. So the engine's snapshots tell of neither, and the owner of the server wants to know both.
 
-The way out. Each request at the door is a `Call`, a frozen record, which is replaced as it goes on.
-The `Journal` holds the open ones and the newest of the ended ones, numbered as the engine's ledger
-numbers its own: a watcher asks for what has happened since it looked last. What is counted for ever
-goes into `Figures`, in Prometheus' text.
+The way out. Each request at the door is a `Call`, a frozen record, replaced by a newer one as the
+request goes on. The `Journal` holds the open calls and the newest of the ended calls, numbered like
+the entries of the engine's ledger: so a watcher asks for the calls since the last look. `Figures`
+are counted for as long as the door is open, in Prometheus' text format.
 
-The invariant: memory is bounded, whatever comes. Prompts and answers are in none of this.
+The invariant: memory is bounded, whatever comes. No prompt and no answer is kept here.
 
-Where next: `wire.py`, which sends it to another machine.
+Where next: `wire.py`, which sends calls and views to another machine.
 """
 
 from __future__ import annotations
@@ -51,14 +49,14 @@ class Call:
 
     number: int
     at: float  # seconds since 1970
-    client: str  # its address
+    client: str  # an address
     route: str  # the method and the path
-    id: str = ""  # as the client knows it: chatcmpl-12-7f3a
-    requests: tuple[int, ...] = ()  # what it is to the engine, one for each choice
+    id: str = ""  # the client's name for the call: chatcmpl-12-7f3a
+    requests: tuple[int, ...] = ()  # the engine's numbers, one for each choice
     stream: bool = False
     status: int | None = None  # of the answer; 499 if the client hung up before there was one
-    reason: str = ""  # how it ended, or the code of the refusal
-    message: str = ""  # why it was refused
+    reason: str = ""  # how the answer ended, or the code of the refusal
+    message: str = ""  # of a refusal
     hung_up: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -74,7 +72,7 @@ class Call:
 
     @property
     def line(self) -> str:
-        """In logfmt. A message may quote what a client has sent, so only its code is told."""
+        """In logfmt. A refusal's message may quote the client, so only the code is told."""
         values = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self.at)),
             "request_id": self.id,
@@ -103,8 +101,7 @@ class Call:
 
 
 def logged(value: object) -> str:
-    """A value of a log line. What a client has sent cannot end the line, nor begin another
-    field."""
+    """A value of a log line. No text of a client's can end the line or begin another field."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)[:200]
     text = re.sub(r"[^\x20-\x7e]", "?", text)
     return (
@@ -116,7 +113,7 @@ def logged(value: object) -> str:
 
 @dataclass(frozen=True)
 class DoorView:
-    """The door at one moment, and what has happened there since a watcher looked last."""
+    """The door at one moment, and the calls that have ended since a watcher's last look."""
 
     address: str
     draining: bool
@@ -129,13 +126,13 @@ class DoorView:
 
 
 class Journal:
-    """The calls: all that are open, and the newest that have ended. The door writes it, any thread
-    may look."""
+    """The calls: all open ones, and the newest of the ended ones. The door writes, any thread may
+    look."""
 
     def __init__(self) -> None:
         self.open: dict[int, Call] = {}
         self.ended = Log(1000)
-        self.changes = 0  # so often has something happened
+        self.changes = 0  # counts every change of a call
         self._lock = threading.Lock()
         self._count = 0
 
@@ -165,19 +162,19 @@ class Journal:
             self.changes += 1
 
     def look(self, since: int = 0) -> tuple[tuple[Call, ...], tuple[Call, ...], int]:
-        """The open calls, those that have ended since, and how many have ended in all."""
+        """The open calls, the calls that have ended since, and how many have ended in all."""
         with self._lock:
             return tuple(self.open.values()), self.ended.since(since), self.ended.count
 
 
 # --- the access log -----------------------------------------------------------------------------
 
-ACCESS_LOG = logging.getLogger("nanobatch.access")  # without `log_to`, its lines go nowhere
+ACCESS_LOG = logging.getLogger("nanobatch.access")  # without `log_to`, the lines go nowhere
 ACCESS_LOG.propagate = False
 
 
 class Lines(QueueHandler):
-    """Hands lines over to the thread that writes them. Lines that find no room are counted, not
+    """Hands lines over to the writing thread. Lines without room in the queue are counted, not
     kept."""
 
     lost = 0
@@ -205,8 +202,8 @@ class Appended(logging.Handler):
 
 @contextmanager
 def log_to(file: TextIO) -> Iterator[None]:
-    """Write the access log to this file, in a thread: a write to a pipe that is never read waits
-    for ever."""
+    """Write the access log to this file, in a thread: writing to a pipe without a reader waits for
+    ever."""
     lines = Lines(queue.Queue(1000))
     listener = QueueListener(lines.queue, Appended(file))
     listener.start()
@@ -227,11 +224,11 @@ def log_to(file: TextIO) -> Iterator[None]:
 # --- figures ------------------------------------------------------------------------------------
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-disable_created_metrics()  # else each figure would have a second one, the time when it was made
+disable_created_metrics()  # else each figure would have a second one: the time of its making
 
 
 class Figures:
-    """What is counted as long as the door is open."""
+    """Counts, for as long as the door is open."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -268,22 +265,22 @@ class Figures:
             self.latency.observe(call.latency_s)
 
     def times(self, ttft_s: float | None, times: Sequence[float]) -> None:
-        """Of one choice: when its first token came after the request did, and when each of its
-        tokens came."""
+        """Of one choice: the seconds from the request to the first token, and the moments of all
+        tokens."""
         if ttft_s is not None:
             self.ttft.observe(ttft_s)
         for before, after in pairwise(times):
             self.gap.observe(after - before)
 
     def text(self, engine: Snapshot | None, gauges: dict[str, float]) -> str:
-        """All of it in Prometheus' text format."""
+        """All figures in Prometheus' text format."""
         now = CollectorRegistry()
         now.register(Now(engine, gauges))
         return (generate_latest(self.registry) + generate_latest(now)).decode()
 
 
 class Now(Collector):
-    """What is true at one look at /metrics: of the door, and of the engine once there is one."""
+    """The gauges at one look at /metrics: the door's, and the engine's once there is an engine."""
 
     def __init__(self, engine: Snapshot | None, gauges: dict[str, float]):
         self._engine = engine
@@ -302,7 +299,7 @@ class Now(Collector):
             yield GaugeMetricFamily(f"nanobatch_{name}", name.replace("_", " ").capitalize(), value)
 
     def _steps(self, engine: Snapshot) -> Metric:
-        """How long steps took: quantiles of those since the last look, sum and count of all."""
+        """How long steps took: quantiles of the steps since the last look, sum and count of all."""
         name = "nanobatch_step_seconds"
         steps = Metric(name, "How long steps took.", "summary")
         took = sorted(step.seconds for step in engine.steps)

@@ -1,11 +1,11 @@
-"""Anthropic's Messages: what a body asks for, and the events of the answer.
+"""Anthropic's Messages: the wish of a body, and the events of the answer.
 
     POST /v1/messages                {"model": "default", "max_tokens": 99, "messages": [...]}
-    POST /v1/messages/count_tokens   how many tokens that would be
+    POST /v1/messages/count_tokens   how many tokens such a prompt has
 
 The problem. A message is a list of *blocks* here: text, thinking, the use of a tool. The result of
-a tool is a block in the user's next message. A stream tells of each block that it starts, how it
-grows, and that it stops.
+a tool is a block in the user's next message. A stream has events for each block: one for the start,
+some for the growth, one for the stop.
 
     message_start  content_block_start  content_block_delta ...  content_block_stop  message_delta  message_stop
 
@@ -67,7 +67,7 @@ def error(refusal: Refusal) -> dict:
     return {"type": "error", "error": told}
 
 
-# --- what a body asks for -----------------------------------------------------------------------
+# --- the wish of a body -------------------------------------------------------------------------
 
 
 def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wish:
@@ -79,7 +79,7 @@ def understand(body: bytes, names: Sequence[str], is_count: bool = False) -> Wis
     # How long a thought may be is a hint, too
     hints = THINKING[asked.inner("thinking").one_of("type", THINKING, "adaptive")]
     settings = asked.some(PLAIN) | {"stop": read_stop(asked, "stop_sequences")}
-    # Beside a schema it has an effort, which is a hint
+    # `output_config` may also have an effort, which is a hint
     if form := read_form(asked.inner("output_config"), "format"):
         settings["grammar"] = form
     if not is_count and asked.get("max_tokens") is None:
@@ -115,7 +115,7 @@ def read_messages(asked: Given) -> list[dict]:
 
 
 def read_user(blocks: list[Given]) -> list[dict]:
-    """Results of tools are messages of their own, and stand before what the user says."""
+    """Results of tools are messages of their own, and stand before the user's words."""
     found = []
     texts = []
     for block in blocks:
@@ -131,7 +131,7 @@ def read_user(blocks: list[Given]) -> list[dict]:
 
 
 def read_own(blocks: list[Given]) -> dict:
-    """What the assistant has thought, said, and called."""
+    """The assistant's thoughts, words and calls."""
     texts = []
     message: dict[str, Any] = {"role": "assistant"}
     for block in blocks:
@@ -149,7 +149,7 @@ def read_own(blocks: list[Given]) -> dict:
 
 # --- the bodies of the answer -------------------------------------------------------------------
 
-# For each kind of item: the type of its block's delta, and its field
+# For each kind of item: the type of the block's delta, and the field with the text
 DELTAS = {
     "answer": ("text_delta", "text"),
     "thought": ("thinking_delta", "thinking"),
@@ -177,7 +177,7 @@ class Message:
         message = self._message([], usage)
         return named_event({"type": "message_start", "message": message})
 
-    def tell(self, index: int, change: Change) -> bytes:
+    def changed(self, index: int, change: Change) -> bytes:
         kind, item, text, _ = change
         told = {"type": f"content_block_{kind}", "index": item.place}
         if kind == "start":
@@ -211,14 +211,14 @@ class Message:
 
 
 def block(item: Item) -> dict:
-    """An item, as far as it has come."""
+    """An item so far."""
     if item.kind == "answer":
         return {"type": "text", "text": item.text}
     if item.kind == "thought":
-        # A signature would prove that the thought is the model's own, and nobody checks it here
+        # A signature would prove the thought to be the model's own, and nobody checks here
         return {"type": "thinking", "thinking": item.text, "signature": ""}
     given = loads(item.text)
-    given = given if isinstance(given, dict) else {}  # what was cut off is no object
+    given = given if isinstance(given, dict) else {}  # arguments that were cut off are no object
     return {"type": "tool_use", "id": item.id, "name": item.name, "input": given}
 
 
@@ -230,7 +230,7 @@ def ended(choice: Choice) -> dict[str, str | None]:
 
 
 def written(usage: Usage) -> dict:
-    """What was cached is not counted among the input."""
+    """Cached tokens are not counted among the input."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_read_input_tokens": usage.cached,

@@ -1,16 +1,16 @@
-"""OpenAI's protocol: what a request's body asks for, and the bodies of the answers.
+"""OpenAI's protocol: the wish of a body, and the bodies of the answers.
 
     POST /v1/chat/completions   {"messages": [{"role": "user", "content": "Why batch?"}]}
     POST /v1/completions        {"prompt": "Once upon a time"}
 
-The problem. Every client speaks this protocol, and each in its own way. Some send a field as null
-and mean that it is not there, some send wishes that ask for nothing (`"presence_penalty": 0`,
-`"tools": []`), and some send wishes that we cannot fulfil.
+The problem. Every client speaks this protocol, and each in its own way. Some send null for a field
+and mean no field. Some send wishes for nothing (`"presence_penalty": 0`, `"tools": []`), and some
+send wishes that we cannot fulfil.
 
 What this file keeps. A body is understood completely, or refused with a status, a message and the
 field's name. Nothing here knows sockets or engines.
 
-Where next: `bridge.py`, which reads and writes them.
+Where next: `bridge.py`, the way of a request to the engine and back.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ CHOICES = 128
 BIASES = 1000
 TOP = 20
 
-# These go to `Sampling` as they are, and it checks them.
+# These go to `Sampling` as they are, and are checked there.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "ignore_eos")
-# What an answer must be: a name of vLLM's, and what `Sampling.grammar` calls it.
+# The form of an answer: vLLM's name of the field, and the name in `Sampling.grammar`.
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "lark",
 }
-# What else asks for nothing.
+# Fields and values that ask for nothing.
 NEUTRAL = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -77,7 +77,7 @@ NEUTRAL = {
 }
 
 
-# --- what a body asks for -----------------------------------------------------------------------
+# --- the wish of a body -------------------------------------------------------------------------
 
 
 def understand(body: bytes, names: Sequence[str], is_chat: bool) -> Wish:
@@ -126,7 +126,7 @@ def read_settings(asked: Given) -> dict[str, Any]:
     if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
         raise asked.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
     settings["logit_bias"] = {int(token): bias[token] for token in bias}
-    # A schema holds, or it is refused: `strict` changes nothing
+    # A schema holds, or is refused: `strict` changes nothing
     forms = []
     for name, value in asked.some(GUIDED).items():
         forms.append({GUIDED[name]: value})
@@ -141,7 +141,7 @@ def read_settings(asked: Given) -> dict[str, Any]:
 
 
 def read_top(asked: Given, is_chat: bool) -> int | None:
-    """How many log probabilities are wanted beside each token's own; None if not even those."""
+    """How many log probabilities the body wants beside each token's own. None: not even that one."""
     if not is_chat:
         if asked.get("logprobs") is False:
             return None
@@ -156,7 +156,7 @@ def read_top(asked: Given, is_chat: bool) -> int | None:
 
 
 def read_chat(asked: Given) -> Wish:
-    """The messages, and what goes into the template beside them."""
+    """The messages, and everything else that a template takes."""
     messages = [read_message(message) for message in conversation(asked, "messages")]
     options = asked.read("chat_template_kwargs", dict, {})
     hints = {"enable_thinking": False} if asked.get("reasoning_effort") == "none" else {}
@@ -184,7 +184,7 @@ def read_message(message: Given) -> dict[str, Any]:
 
 
 def read_prompts(asked: Given) -> list:
-    """A text, a list of texts, token ids, or a list of those: as a list of prompts."""
+    """A text, a list of texts, token ids, or a list of lists of ids: as a list of prompts."""
 
     def are_ids(value: Any) -> bool:
         is_list = isinstance(value, list) and bool(value)
@@ -244,8 +244,8 @@ class Completion:
     def first(self, choices: int, usage: Usage) -> bytes:
         return b""
 
-    def tell(self, index: int, change: Change) -> bytes:
-        """A stream has thousands of pieces of text. What their events have in common is written
+    def changed(self, index: int, change: Change) -> bytes:
+        """A stream has thousands of pieces of text. The common part of their events is written
         once."""
         if change.kind != "delta":
             return b""
@@ -257,7 +257,7 @@ class Completion:
         return dump(change.text).join(self._around[index])
 
     def progress(self, progress: Progress) -> bytes:
-        """As llama.cpp tells it."""
+        """In llama.cpp's form."""
         told = {
             "total": progress.total,
             "cache": progress.cached,
@@ -322,7 +322,7 @@ class Completion:
 
 
 class ChatCompletion(Completion):
-    """The bodies of an answer in a chat: a message, and in a stream, how it grows."""
+    """The bodies of an answer in a chat: a message, or the pieces of a message in a stream."""
 
     understand = staticmethod(partial(understand, is_chat=True))
     prefix = "chatcmpl"
@@ -335,10 +335,10 @@ class ChatCompletion(Completion):
         said = {"delta": {"role": "assistant", "content": ""}}
         return b"".join(self._chunk(index, said) for index in range(choices))
 
-    def tell(self, index: int, change: Change) -> bytes:
+    def changed(self, index: int, change: Change) -> bytes:
         kind, item, text, words = change
         if item.kind == "answer":
-            return super().tell(index, change)
+            return super().changed(index, change)
         if item.kind == "thought":
             delta = {"reasoning_content": text}
         else:
@@ -376,7 +376,7 @@ class ChatCompletion(Completion):
 
 
 def called(item: Item) -> dict:
-    """A call, as far as it has come."""
+    """A call so far."""
     function = {"name": item.name, "arguments": item.text}
     return {"id": item.id, "type": "function", "function": function}
 

@@ -1,16 +1,16 @@
-"""The page that shows a run, put together: one HTML text that needs nothing else.
+"""The page of a run, put together: one HTML text that needs nothing else.
 
-The problem. A page is read best as several small files, and sent best as one. And it shows texts of
-strangers: a prompt may hold `</script>`, or anything else.
+The problem. A page is read best as several small files, and sent best as one. And the page shows
+texts of strangers: a prompt may hold `</script>`, or anything else.
 
-The way out. `web/` holds a template, a style sheet and JavaScript modules. Here they become one text.
-The modules are put one behind the other, without their imports, which needs no tool as long as each
-name is there once. A content security policy lets run this script alone, by its hash. Data
-stand in elements of their own as JSON, in which each `<` is written as `\\u003c`: so nothing in it can
-end the element that it stands in.
+The way out. `web/` holds a template, a style sheet and JavaScript modules. Here all of them become
+one text. The modules stand one behind the other, without the imports. (No tool is needed, as long as
+each name is used once.) A content security policy allows only this script, by a hash. Data stand in
+elements of their own as JSON, with each `<` written as `\\u003c`: so no text in the data can end
+the element.
 
-What this file keeps. `page` depends on the files of `web/` and on what it is given, and on nothing
-else. What is not named in the policy, the page may not load.
+What this file keeps. `page` depends on the files of `web/` and on the arguments, and on nothing else.
+The page loads only what the policy names.
 
 Where next: `web/main.js`, where the page begins; `docs/make/page.py`, which makes one of a recording.
 """
@@ -29,7 +29,7 @@ from typing import Any
 from door import wire
 from parts.api.views import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
 
-# The fields of what `/watch` sends, by the names of the types: the page reads it by names.
+# The fields of a frame of `/watch`, by the names of the types: the page reads frames by names.
 VIEWS = (wire.Frame, Snapshot, SlotView, RequestView, Metrics, StepView, Limits)
 SHAPE = {view.__name__: wire.names_of(view) or view._fields for view in VIEWS}
 FOLDER = Path(__file__).parent.parent / "web"
@@ -51,7 +51,7 @@ EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULT
 
 
 def script(modules: Iterable[str] = MODULES) -> str:
-    """All modules as one. An import of a module that does not stand before is a mistake of ours."""
+    """All modules as one. An import from a module further behind is a mistake of ours."""
     out = []
     known: set[str] = set()
     for name in modules:
@@ -64,7 +64,7 @@ def script(modules: Iterable[str] = MODULES) -> str:
 
 
 def embedded(name: str, data: Any) -> str:
-    """Data as an element that nothing in the data can end."""
+    """Data as an element. No text in the data can end the element."""
     text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -77,13 +77,13 @@ def hash_of(text: str) -> str:
 
 
 def without(template: str, part: str) -> str:
-    """The template without what stands between `<!-- part -->` and `<!-- /part -->`."""
+    """The template without the lines between `<!-- part -->` and `<!-- /part -->`."""
     return re.sub(rf"<!-- {part} -->.*?<!-- /{part} -->\n?", "", template, flags=re.DOTALL)
 
 
 @cache
 def live() -> tuple[str, str]:
-    """The page that a server sends: it asks `/watch`, and nothing else. With it, its policy."""
+    """The page of a server, and the page's policy. The page asks `/watch`, and nothing else."""
     text = page({"shape": SHAPE | {"protocol": wire.PROTOCOL}}, connects="'self'")
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
     return text, f"{policy}; frame-ancestors 'none'"
@@ -94,9 +94,9 @@ def page(
 ) -> str:
     """One HTML text.
 
-    `data`: by name, what the scripts find in the page, as JSON. A text is taken for JSON already.
-    `parts`: by name, what stands beside a recording, as HTML of our own; None: a server's page.
-    `connects`: what the page may ask, as a content security policy says it.
+    `data`: data for the scripts, by name, as JSON. A text is taken for JSON already.
+    `parts`: HTML of our own beside a recording, by name; None: a server's page.
+    `connects`: the addresses that the page may ask, in the words of a content security policy.
     """
     template = (FOLDER / "index.html").read_text(encoding="utf-8")
     template = without(template, "story" if parts is None else "live")

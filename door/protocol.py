@@ -1,11 +1,11 @@
-"""What all protocols share: how a body is read and refused, what one asks for, and events.
+"""The common part of all protocols: how a body is read and refused, wishes, and events.
 
-The problem. Three protocols ask for the same, each in its own words: OpenAI's older one
-(`openai.py`), its newer one (`responses.py`), and Anthropic's (`messages.py`). None of them knows
-the others.
+The problem. Three protocols ask for the same, each in its own words: OpenAI's older protocol
+(`openai.py`), OpenAI's newer one (`responses.py`), and Anthropic's (`messages.py`). None knows the
+others.
 
-What this file keeps. A protocol turns a body into a `Wish`, or refuses it. What comes back are the
-items of `choice.py`, which the protocol turns into its own events, or into one JSON.
+What this file keeps. A protocol turns a body into a `Wish`, or refuses the body. The answer comes
+back as the items of `choice.py`, and the protocol turns the items into events, or into one JSON.
 
 Where next: `openai.py`, the protocol that every client speaks.
 """
@@ -27,35 +27,33 @@ from parts.text.speech import loads
 STOPS = 16
 STOP_LENGTH = 1000
 TOOLS = 128
-MESSAGES = 2048  # and their parts, together
-SCORES = 200_000  # log probabilities in one answer, over all its choices
+MESSAGES = 2048  # and parts of messages, together
+SCORES = 200_000  # log probabilities in one answer, over all choices
 
 
 def ending() -> Refusal:
     return Refusal(503, "the server is ending", "draining", Retry_After="5")
 
 
-# `json.dumps` would make one each time
+# `json.dumps` would make an encoder each time
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def dump(body: Any) -> bytes:
-    """JSON as UTF-8. A message may quote half a surrogate pair, which UTF-8 does not have."""
+    """JSON as UTF-8. A message may quote half a surrogate pair, and UTF-8 has no bytes for half."""
     return ENCODER.encode(body).encode(errors="replace")
 
 
 def dump_politely(body: Any) -> bytes:
-    """The same bytes, of a body that may be huge: `dump` lets no other thread run until it has
-    ended."""
+    """The same bytes, of a body that may be huge: during a call of `dump` no other thread runs."""
     return "".join(ENCODER.iterencode(body)).encode(errors="replace")
 
 
-# --- a wish, and what comes of it ---------------------------------------------------------------
+# --- a wish, and the parts of an answer ---------------------------------------------------------
 
 
 class Wish(NamedTuple):
-    """What one body asks for. Each prompt is a text, a `Chat`, or token ids; each gets `n`
-    choices."""
+    """A body, understood. Each prompt is a text, a `Chat`, or token ids; each gets `n` choices."""
 
     prompts: list
     settings: Mapping[str, Any] = {}  # for `Sampling`
@@ -65,12 +63,12 @@ class Wish(NamedTuple):
     usage: bool = False  # at the end of the stream
     progress: bool = False  # of the prompt, in the stream
     must_call: Sequence[dict] = ()  # one of these tools has to be called
-    is_single: bool = False  # at most one call is wanted
+    is_single: bool = False  # at most one call may come
     asked: Mapping[str, Any] = {}  # the body's fields that are not null
 
     @property
     def most_tokens(self) -> int:
-        """How long an answer may be. Log probabilities of 20 tokens beside each one take
+        """How long an answer may be. Log probabilities of 20 tokens beside each token take
         kilobytes."""
         top = self.settings.get("logprobs")
         if top is None:
@@ -82,9 +80,9 @@ class Usage(NamedTuple):
     """The tokens of a request."""
 
     prompt: int
-    cached: int  # of the prompt's
+    cached: int  # of the prompt
     answer: int
-    thought: int  # of the answer's
+    thought: int  # of the answer
 
 
 class Progress(NamedTuple):
@@ -93,8 +91,8 @@ class Progress(NamedTuple):
     total: int
     cached: int
     read: int
-    before: int  # so many wait in line before it
-    seconds: float  # since it came
+    before: int  # so many requests stand in line before this one
+    seconds: float  # since the request came
 
     @property
     def comment(self) -> bytes:
@@ -105,11 +103,11 @@ class Progress(NamedTuple):
 
 
 class Speaks(Protocol):
-    """A protocol: it understands a body, and makes the bodies of one answer, a whole one or the
-    events of a stream."""
+    """A protocol understands a body, and writes one answer: one whole body, or the events of a
+    stream."""
 
-    form: str  # the field that has a JSON schema
-    id: str  # the answer's
+    form: str  # the body's field for a JSON schema
+    id: str  # of the answer
 
     @staticmethod
     def understand(body: bytes, names: Sequence[str]) -> Wish: ...
@@ -120,7 +118,7 @@ class Speaks(Protocol):
 
     def first(self, choices: int, usage: Usage) -> bytes: ...
 
-    def tell(self, index: int, change: Change) -> bytes: ...
+    def changed(self, index: int, change: Change) -> bytes: ...
 
     def last(self, index: int, choice: Choice) -> bytes: ...
 
@@ -129,11 +127,11 @@ class Speaks(Protocol):
     def fail(self, refusal: Refusal) -> bytes: ...
 
 
-# --- what is read alike -------------------------------------------------------------------------
+# --- fields that several protocols have ---------------------------------------------------------
 
 
 def read_body(body: bytes, names: Sequence[str]) -> Given:
-    """`names`: those of the models that are here."""
+    """`names`: the models that are here."""
     asked = read_json(body)
     check_model(asked.get("model", names[0]), names)
     return asked
@@ -148,8 +146,7 @@ def check_model(model: Any, names: Sequence[str]) -> None:
 
 
 def conversation(asked: Given, name: str) -> list[Given]:
-    """One message at least, and not too many: a template takes time for each, be it empty or
-    not."""
+    """One message at least, and not too many: a template takes time even for an empty message."""
     messages = asked.read(name, list)
     if not messages:
         raise asked.bad(name, "a list of at least one message")
@@ -175,9 +172,9 @@ def read_stop(asked: Given, name: str) -> list[str]:
 
 
 def read_form(given: Given, name: str, inner: str = "") -> dict[str, Any]:
-    """The JSON that an answer has to be, as `Sampling.grammar`; empty if any text will do.
+    """The JSON form of an answer, as `Sampling.grammar`; empty if any text will do.
 
-    `inner`: the field of the form that has the schema, if it is not the form itself.
+    `inner`: the form's field with the schema; empty if the form holds the schema itself.
     """
     form = given.inner(name)
     kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
@@ -191,8 +188,12 @@ def read_form(given: Given, name: str, inner: str = "") -> dict[str, Any]:
 def read_tools(
     asked: Given, inner: str = "", schema: str = "parameters", type: str = "function"
 ) -> list[dict]:
-    """Tools as templates take them. Their fields stand in `inner`, or in the tool itself; `schema`
-    is the field of their parameters, and `type` the only one that can be called."""
+    """Tools, in the form for templates.
+
+    `inner`: the tool's field with name and description; empty if the tool holds both itself.
+    `schema`: the field of the parameters.
+    `type`: the only type of tool that can be called.
+    """
     tools = asked.items("tools", [])
     check_count("tools", len(tools), "tools", TOOLS)
     found = []
@@ -218,9 +219,9 @@ def read_tools(
 def choose_tools(
     asked: Given, tools: list[dict], inner: str = "", words: Mapping[str, str] = {}
 ) -> tuple[list[dict], list[dict]]:
-    """By `tool_choice`: the tools that a model is given, and those of which one has to be called.
+    """By `tool_choice`: the tools for the model, and the tools of which the model must call one.
 
-    `words`: what the protocol calls "required" and "function", if something else.
+    `words`: the protocol's own words for "required" and "function".
     """
     kind = asked.get("tool_choice", "auto")
     name = None
@@ -242,7 +243,7 @@ def choose_tools(
 
 
 def call_of(id: str, function: Given, field: str = "arguments") -> dict:
-    """A call that an assistant has made, as templates take it. The arguments may be an object, or
+    """An assistant's earlier call, in the form for templates. The arguments may be an object, or
     JSON of one."""
     arguments = function.get(field)
     if isinstance(arguments, str):
@@ -262,5 +263,5 @@ def event(body: dict | str) -> bytes:
 
 
 def named_event(body: dict) -> bytes:
-    """With the type as its name."""
+    """The same, with the type as the event's name."""
     return b"event: " + body["type"].encode() + b"\n" + event(body)

@@ -1,17 +1,17 @@
-"""OpenAI's Responses: what a body asks for, and the events of the answer.
+"""OpenAI's Responses: the wish of a body, and the events of the answer.
 
     POST /v1/responses   {"model": "default", "input": "Why batch?"}
 
 The problem. An answer is a list of *items* here: a thought, a message, calls of functions. A stream
-tells of each item that it is added, how it grows, and that it is done.
+has events for each item: added, some deltas, done.
 
     response.created  in_progress
     response.output_item.added      content_part.added  output_text.delta ...  output_text.done  content_part.done
     response.output_item.done
     response.completed              the whole response once more
 
-What this file keeps. The server remembers nothing: a conversation comes whole each time. What would
-need a memory (`previous_response_id`, `store`) is refused. A body is understood completely, as in
+What this file keeps. The server remembers nothing: a conversation comes whole each time. Fields for
+a memory (`previous_response_id`, `store`) are refused. A body is understood completely, as in
 `openai.py`.
 
 Where next: `messages.py`, the same in Anthropic's words.
@@ -46,14 +46,14 @@ NEUTRAL = {
     "stream_options": ({"include_obfuscation": False},),
     "truncation": ("disabled",),
 }
-# What needs a memory, which this server has not
+# These need a memory, and this server has none
 MEMORY = ("previous_response_id", "store", "conversation", "background")
 TEXTS = ("input_text", "output_text", "text")
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-# --- what a body asks for -----------------------------------------------------------------------
+# --- the wish of a body -------------------------------------------------------------------------
 
 
 def understand(body: bytes, names: Sequence[str]) -> Wish:
@@ -64,7 +64,7 @@ def understand(body: bytes, names: Sequence[str]) -> Wish:
             words += "; leave it out, and send the whole conversation as input"
             raise asked.unsupported(name, words)
     tools, must_call = choose_tools(asked, read_tools(asked))
-    # Its effort is a hint, and so is what a summary should be like: thoughts are told whole
+    # The effort is a hint, and so is the form of a summary: thoughts are told whole
     effort = asked.inner("reasoning").get("effort")
     hints = {} if effort is None else {"enable_thinking": effort != "none"}
     settings = asked.some(PLAIN)
@@ -97,7 +97,7 @@ def read_input(asked: Given) -> list[dict]:
 
 
 def read_item(item: Given, messages: list[dict]) -> None:
-    """A thought, a message and calls that follow each other are one message of a template."""
+    """A thought, a message and calls in a row are one message of a template."""
     kind = item.one_of("type", ITEMS, "message")
     if kind == "message":
         role = ROLES[item.one_of("role", ROLES)]
@@ -120,7 +120,7 @@ def read_item(item: Given, messages: list[dict]) -> None:
 
 
 def own_message(messages: list[dict], field: str) -> dict:
-    """The assistant's message that an item belongs to. `field`: it must not have one yet."""
+    """The assistant's message for an item. `field`: the message must not have this field yet."""
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant" and not last.get(field)
     if not is_open or (field and "tool_calls" in last):
@@ -130,13 +130,13 @@ def own_message(messages: list[dict], field: str) -> dict:
 
 # --- the bodies of the answer -------------------------------------------------------------------
 
-# For each kind of item: its type and the beginning of its id, and the type of its text
+# For each kind of item: the type, the beginning of the id, and the type of the text
 KINDS = {
     "answer": ("message", "msg", "output_text"),
     "thought": ("reasoning", "rs", "reasoning_text"),
     "call": ("function_call", "fc", "function_call_arguments"),
 }
-# What a body repeats of its request, and what stands there if the request does not say
+# Fields of the request that the answer repeats, and the values of missing ones
 ECHO = {
     "instructions": None,
     "max_output_tokens": None,
@@ -186,7 +186,7 @@ class Response:
         body = self._body
         return self._event("created", response=body) + self._event("in_progress", response=body)
 
-    def tell(self, index: int, change: Change) -> bytes:
+    def changed(self, index: int, change: Change) -> bytes:
         return b"".join(self._event(kind, **fields) for kind, fields in self._events(change))
 
     def _events(self, change: Change) -> Iterator[tuple[str, dict]]:
@@ -234,7 +234,7 @@ class Response:
         return f"{KINDS[item.kind][1]}_{self._suffix}_{item.place}"
 
     def _item(self, item: Item) -> dict:
-        """An item, as far as it has come."""
+        """An item so far."""
         own = {"type": KINDS[item.kind][0], "id": self._id(item), "status": item.status}
         if item.kind == "call":
             return own | {"call_id": item.id, "name": item.name, "arguments": item.text}

@@ -1,12 +1,12 @@
-"""What `/watch` sends: all that can be seen, ten times a second, to a screen in another process or
-on another machine.
+"""`/watch`: everything that a screen shows, ten times a second, for a screen in another process or on
+another machine.
 
-The problem. Whoever watches must cost those who ask next to nothing. A whole view is a hundred
-kilobytes, a watcher may stop reading, and every client's text is in what it sees.
+The problem. Watchers must cost the askers next to nothing. A whole view is a hundred kilobytes, a
+watcher may stop reading, and a view holds every client's text.
 
-The way out. A watcher is told what has changed since its last frame (`wire.py`), and once a second
-if nothing has. One that reads too slowly is dropped. Texts are for those who may read them
-(`http.may_read`), figures for all the others.
+The way out. A frame has only the changes since the watcher's last frame (`wire.py`). Without changes
+there is one frame a second. A watcher that reads too slowly is dropped. Texts are for watchers who
+may read texts (`http.may_read`), figures for all the others.
 
 The invariant: watching changes nothing. There are at most `WATCHERS`, and each holds one frame at a
 time.
@@ -30,16 +30,16 @@ from parts.api.loop import Loop
 
 WATCHERS = 16  # so many at most
 WATCH_S = 0.1  # each gets a frame so often
-WATCH_STUCK_S = 5.0  # one that has not taken a frame for so long is dropped
+WATCH_STUCK_S = 5.0  # a watcher that has not taken a frame for so long is dropped
 
 
 class Watched(NamedTuple):
-    """What a watcher sees: an engine and its loop, and the door."""
+    """An engine and its loop, and the door."""
 
     name: str  # the model's
     engine: AnyEngine
     loop: Loop
-    texts: bool  # may this watcher read them?
+    texts: bool  # may this watcher read texts?
     look: Callable[[int], DoorView]  # at the door, since so many calls had ended
     is_over: Callable[[], bool]  # does the server end?
 
@@ -50,8 +50,8 @@ async def watch(watched: Watched, visit: Visit) -> None:
     loop = watched.loop
     lost = visit.connection.lost
     sender = wire.Sender(watched.texts)
-    seen = None  # the engine as it was seen last
-    met = None  # the door as it was seen last
+    seen = None  # the engine at the last look
+    met = None  # the door at the last look
     rest = 0.0  # for so many seconds nothing has happened
     await visit.begin_events()
     visit.connection.patience = WATCH_STUCK_S

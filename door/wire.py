@@ -1,17 +1,17 @@
-"""What those who watch are told, as JSON: what one end packs, the other rebuilds.
+"""Frames for watchers, as JSON: one end packs a frame, the other end rebuilds the same frame.
 
-The problem. A screen may watch an engine in another process, or on another machine. It draws frozen
-views, and it must draw the same ones there: `Snapshot`, and all that hangs on it.
+The problem. A screen may watch an engine in another process, or on another machine. There, too, the
+screen must draw the same frozen views: `Snapshot`, with all views inside.
 
-The way out. A view is packed as the list of its fields, in their order, without their names: most
-of a frame are steps, and names would make it three times as long. The types of the fields say how
-it is rebuilt. Frames are differences: each holds what has happened since the one before, and of an
-open request only the text that has been added.
+The way out. A view is packed as a list of fields, in order, without names: most of a frame are steps,
+and names would make a frame three times as long. The types of the fields say how to rebuild the view.
+Frames are differences: each holds the events since the frame before, and of an open request only
+the new text.
 
 The invariant: `Receiver.take(Sender.pack(frame))` equals the frame, after JSON. If the two ends are
 of different versions, `PROTOCOL` tells.
 
-Where next: `watch.py`, which sends them.
+Where next: `watch.py`, which sends frames.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parts.api.views import RequestView, Snapshot
 
 
 class Frame(NamedTuple):
-    """What a watcher is told ten times a second."""
+    """Everything that a watcher is told at a time."""
 
     paused: bool
     stepping: int
@@ -37,8 +37,7 @@ class Frame(NamedTuple):
 
 
 def packed(value: Any) -> Any:
-    """What JSON does not know by itself: a view is the list of its fields, anything else is a
-    text."""
+    """For types that JSON lacks: a view is the list of its fields, anything else is a text."""
     names = names_of(type(value))
     return [getattr(value, name) for name in names] if names else str(value)
 
@@ -53,15 +52,14 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 @cache
 def hints_of(kind: type) -> tuple[Any, ...]:
-    """The types of the fields of a dataclass or a NamedTuple, in their order; empty for any other
-    type."""
+    """The types of the fields of a dataclass or a NamedTuple, in order; empty for any other type."""
     is_view = is_dataclass(kind) or (isinstance(kind, type) and hasattr(kind, "_fields"))
     hints = get_type_hints(kind) if is_view else {}
     return tuple(hints[name] for name in (names_of(kind) or getattr(kind, "_fields", ())))
 
 
 def unpack(kind: Any, data: Any) -> Any:
-    """The view of this type that was packed as this. ValueError if it was not."""
+    """Rebuild a view of this type. ValueError if the data are no such view."""
     if hints := hints_of(kind):
         return kind(*(unpack(hint, one) for hint, one in zip(hints, data, strict=True)))
     if get_origin(kind) is tuple:
@@ -69,11 +67,11 @@ def unpack(kind: Any, data: Any) -> Any:
         if hints[1:] == (...,):
             return tuple(unpack(hints[0], one) for one in data)
         return tuple(unpack(hint, one) for hint, one in zip(hints, data, strict=True))
-    return data  # of a plain type, or of one of several
+    return data  # of a plain type, or a union of types
 
 
 def _shape(kind: Any) -> Any:
-    """All names and types that hang on a view."""
+    """All names and types inside a view."""
     inner = [_shape(hint) for hint in (hints_of(kind) or get_args(kind))]
     return (
         str(getattr(kind, "__name__", kind)),
@@ -86,32 +84,29 @@ PROTOCOL = zlib.crc32(repr(_shape(Frame)).encode())  # another version has other
 
 
 class Sender:
-    """One watcher's end of the wire. It remembers what of each open request's text has been
-    sent."""
+    """The server's end of the wire, for one watcher: remembers how much of each open request's text
+    has been sent."""
 
     def __init__(self, texts: bool):
-        self._texts, self._sent = texts, {}  # by request: characters of its text, and tokens
+        self._texts = texts
+        self._sent: dict[int, tuple[int, int]] = {}  # by request: characters of its text, tokens
 
     def pack(self, frame: Frame) -> str:
-        engine, door = frame.engine, frame.door
+        engine = frame.engine
+        door = frame.door
         if not self._texts:  # figures alone
-            door = replace(
-                door, open=tuple(map(figures, door.open)), ended=tuple(map(figures, door.ended))
-            )
+            opened = tuple(map(figures, door.open))
+            door = replace(door, open=opened, ended=tuple(map(figures, door.ended)))
             engine = replace(engine, faults=("",) * len(engine.faults))
-        before, self._sent = (
-            self._sent,
-            {r.id: (len(r.text), len(r.lengths)) for r in engine.requests},
-        )
-        requests, ended = (
-            tuple(self._cut(r, before) for r in many) for many in (engine.requests, engine.ended)
-        )
-        return ENCODE(
-            frame._replace(engine=replace(engine, requests=requests, ended=ended), door=door)
-        )
+        before = self._sent
+        self._sent = {r.id: (len(r.text), len(r.lengths)) for r in engine.requests}
+        requests = tuple(self._cut(request, before) for request in engine.requests)
+        ended = tuple(self._cut(request, before) for request in engine.ended)
+        engine = replace(engine, requests=requests, ended=ended)
+        return ENCODE(frame._replace(engine=engine, door=door))
 
     def _cut(self, request: RequestView, sent: dict[int, tuple[int, int]]) -> RequestView:
-        if not self._texts:  # the lengths of its pieces would tell much of a text
+        if not self._texts:  # the lengths of the pieces would tell much of a text
             return replace(
                 request,
                 prompt="",
@@ -122,15 +117,14 @@ class Sender:
                 origin=None,
                 error=request.error and "error",
             )
-        # It may be anything, but not all keys can be written as JSON
+        # An origin may be anything, and JSON cannot write all keys
         if isinstance(request.origin, dict):
             request = replace(request, origin=str(request.origin))
         if request.id not in sent:
             return request
         characters, tokens = sent[request.id]
-        return replace(
-            request, prompt="", text=request.text[characters:], lengths=request.lengths[tokens:]
-        )
+        text = request.text[characters:]
+        return replace(request, prompt="", text=text, lengths=request.lengths[tokens:])
 
 
 def figures(call):
@@ -138,7 +132,7 @@ def figures(call):
 
 
 class Receiver:
-    """The other end: it puts the texts together again."""
+    """The watcher's end: puts the texts together again."""
 
     def __init__(self) -> None:
         self._known: dict[int, RequestView] = {}
@@ -146,7 +140,8 @@ class Receiver:
     def take(self, data: list) -> Frame:
         frame = unpack(Frame, data)
         engine = frame.engine
-        requests, ended = (tuple(map(self._join, many)) for many in (engine.requests, engine.ended))
+        requests = tuple(map(self._join, engine.requests))
+        ended = tuple(map(self._join, engine.ended))
         self._known = {request.id: request for request in requests}
         return frame._replace(engine=replace(engine, requests=requests, ended=ended))
 
@@ -154,5 +149,6 @@ class Receiver:
         if request.id not in self._known:
             return request
         known = self._known[request.id]
-        text, lengths = known.text + request.text, known.lengths + request.lengths
+        text = known.text + request.text
+        lengths = known.lengths + request.lengths
         return replace(request, prompt=known.prompt, text=text, lengths=lengths)

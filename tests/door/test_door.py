@@ -584,7 +584,7 @@ def test_an_event_made_from_a_pattern_is_the_one_that_would_be_written_whole(cha
     shape = speaks(protocol.Wish([], usage=True), 7, "ab", 'a "model"')
 
     def tell(index: int, words: list | None) -> bytes:
-        return shape.tell(index, Change("delta", Item("answer"), text, words))
+        return shape.changed(index, Change("delta", Item("answer"), text, words))
 
     for index in (0, 3, 0):
         (choice,) = json.loads(tell(index, None).removeprefix(b"data: "))["choices"]
@@ -937,7 +937,7 @@ def streamed(text: str, shape, watch=lambda choice: None) -> bytes:
     said = b""
     for piece in [*text, None]:
         for change in choice.grow(piece):
-            said += shape.tell(0, change)
+            said += shape.changed(0, change)
     return said
 
 
