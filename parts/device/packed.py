@@ -100,16 +100,17 @@ def pack(parts: Sequence[Matrix]) -> Kept:
         strides = [to_next] * len(many) + [*strides]
         return mx.as_strided(memory.view(dtype), (*many, *shape), strides, first)
 
-    for index in range(math.prod(many)):
+    count = math.prod(many)
+    sources = [[Source.of(array, count) for array in part if array is not None] for part in arrays]
+    for index in range(count):
         at = address(memory) + start + index * lines * LINE
         said = (form, FORMS[first.scales.dtype], N, K, group, *places[1:])
         device.blas.library.rows_pack(ctypes.c_void_p(at), *said)
         ends = [at + place * LINE for place in places]
-        for part in arrays:
-            for n, array in enumerate(part):
-                if array is not None:
-                    one = array[index] if many else array
-                    ends[n] += write(ends[n], one, first.bits if n == 0 else 16, form, K)
+        for weight, *factors in sources:
+            ends[0] += lay(ends[0], weight, index, first.bits, bits, K)
+            for n, factor in enumerate(factors, start=1):
+                ends[n] += copy(ends[n], factor, index)
     kept = [
         None if array is None else view(array.dtype, place, (N, width), (width, 1))
         for array, place, width in zip(arrays[0], places, widths, strict=True)
@@ -131,18 +132,34 @@ def address(array: mx.array) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))
 
 
-def write(to: int, array: mx.array, bits: int, form: int, K: int) -> int:
-    """Copy an array to an address, and weights of a few bits in the order in which they are kept.
-    Answers with the bytes written."""
-    array = mx.contiguous(array)
-    numbers = array.view(mx.uint8)  # a memoryview knows no bfloat16
+class Source(NamedTuple):
+    """An array from which a part is copied for each matrix."""
+
+    bytes: mx.array  # holds the memory
+    start: int  # where it lies
+    each: int  # how many bytes a matrix has
+
+    @classmethod
+    def of(cls, array: mx.array, count: int) -> Source:
+        numbers = mx.contiguous(array).view(mx.uint8)  # a memoryview knows no bfloat16
+        return cls(numbers, address(numbers), numbers.nbytes // count)
+
+
+def copy(to: int, source: Source, index: int) -> int:
+    """Copy the numbers of one matrix. Answers with the bytes written."""
+    ctypes.memmove(to, source.start + index * source.each, source.each)
+    return source.each
+
+
+def lay(to: int, source: Source, index: int, bits: int, kept: int, K: int) -> int:
+    """Write the weights of one matrix as our product reads them. Answers with the bytes written."""
     if bits == 16:
-        ctypes.memmove(to, address(numbers), numbers.nbytes)
-        return numbers.nbytes
-    places = ctypes.c_void_p(address(numbers)), bits, ctypes.c_void_p(to), form
-    count = math.prod(array.shape[:-1])
+        return copy(to, source, index)
+    count = source.each * 8 // bits // K
+    form = rows.FOUR_BITS if kept == 4 else rows.EIGHT_BITS
+    places = ctypes.c_void_p(source.start + index * source.each), bits, ctypes.c_void_p(to), form
     device.blas.library.rows_lay(*places, ctypes.c_long(count), ctypes.c_long(K))
-    return count * row_nbytes(K, 4 if form == rows.FOUR_BITS else 8)
+    return count * row_nbytes(K, kept)
 
 
 def as_in_a_file(words: mx.array, K: int) -> mx.array:  # (..., blocks * lanes) -> (..., K / 8)
