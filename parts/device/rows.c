@@ -716,7 +716,8 @@ enum {
   OWNER_SLEEPS = 1 << 20, /* added to `unfinished`, which is smaller */
   SPIN_NS = 50000,
   ALONE = 150000, /* multiplications: a product with fewer is done before a helper would be here */
-  SHARE = 20000, /* multiplications that a share has at least */
+  SHARE = 20000,         /* multiplications that a share has at least */
+  PACKED_SHARE = 200000, /* of packed weights, which take less time */
   HEIGHT_OF_SHARE = 12,
   WIDTH_OF_SHARE = LINE, /* no two shares write to one line of the cache */
   MANY = 64, /* rows: then a share takes long, so there are twice as many, and nobody waits long for the last */
@@ -824,7 +825,7 @@ static NOINLINE void run(const Product *p) {
   int by_rows = p->N < WIDTH_OF_SHARE * threads || (p->is_turned && p->M >= HEIGHT_OF_SHARE * threads);
   long units = by_rows ? (p->M + HEIGHT_OF_SHARE - 1) / HEIGHT_OF_SHARE : (p->N + WIDTH_OF_SHARE - 1) / WIDTH_OF_SHARE;
   long each = p->M < MANY ? 8 : 16; /* shares for each thread */
-  long shares = at_most(at_most(each * threads, units), (long)(work / SHARE));
+  long shares = at_most(at_most(each * threads, units), (long)(work / (p->packed ? PACKED_SHARE : SHARE)));
   share_out(p, (int)shares, by_rows);
   pthread_mutex_unlock(&pool.owner);
 }
