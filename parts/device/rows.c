@@ -717,7 +717,8 @@ enum {
   SPIN_NS = 50000,
   ALONE = 150000, /* multiplications: a product with fewer is done before a helper would be here */
   SHARE = 20000,         /* multiplications that a share has at least */
-  PACKED_SHARE = 200000, /* of packed weights, which take less time */
+  PACKED_ALONE = 400000, /* packed weights take less time: so many are multiplied alone, */
+  PACKED_SHARE = 200000, /* and so many are a share */
   HEIGHT_OF_SHARE = 12,
   WIDTH_OF_SHARE = LINE, /* no two shares write to one line of the cache */
   MANY = 64, /* rows: then a share takes long, so there are twice as many, and nobody waits long for the last */
@@ -818,7 +819,7 @@ static void share_out(const Product *p, int shares, int by_rows) {
 
 static NOINLINE void run(const Product *p) {
   double work = (double)p->M * p->N * p->K;
-  if (threads == 1 || work < ALONE || pthread_mutex_trylock(&pool.owner)) {
+  if (threads == 1 || work < (p->packed ? PACKED_ALONE : ALONE) || pthread_mutex_trylock(&pool.owner)) {
     multiply(p, 0, p->M, 0, p->N); /* also if another thread's product is shared out just now */
     return;
   }
