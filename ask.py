@@ -1,11 +1,13 @@
 """Prompts in, answers out: the plain command line, and the smallest user of the engine.
 
     python ask.py "Count from 3 to 12." "Why batch?"
+    python ask.py --chat
 
 All prompts run at once. The answers are shown in the prompts' order: each streams as it comes, and
 a line of figures stands under it. A program needs no more of the engine than this: `Engine.load`,
 `submit` once for each prompt, and a thread that steps the engine while we read. (`engine.serving()`
-starts it. While there is work, it calls `Engine.step`, the heart of the engine.)
+starts it. While there is work, it calls `Engine.step`, the heart of the engine.) With `--chat`, or
+without a prompt in a terminal, one question follows the other (`parts/dialogue.py`).
 
 Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which answers.
 """
@@ -24,20 +26,23 @@ from dataclasses import fields
 from pathlib import Path
 
 from nanobatch import POLICIES, Engine, Handle, QueueFull, Sampling, Text
+from parts import dialogue
 from parts.checks import one_line, printable
 from parts.model import find
-from parts.text.speech import Parser, Part, Speech
+from parts.text.speech import Speech
 
 
 def options() -> program.Parser:
     parser = program.Parser("ask.py", description="Run prompts through a Llama model, all at once.")
     add = parser.add_argument
-    reads = "'-' or no prompt: read standard input. Everything after '--' is a prompt."
+    reads = "'-': read standard input. Without one, talk in a terminal, else read standard input."
+    reads += " Everything after '--' is a prompt."
     add("prompts", nargs="*", metavar="PROMPT", help=f"what to answer. {reads}")
     add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
     add(
         "--list", action="store_true", help="show the models that are here, and which can be served"
     )
+    add("--chat", action="store_true", help="talk: each question goes on with what was said before")
     add("--prompt", action="append", default=[], help="the same as PROMPT; may be repeated")
     add(
         "--raw",
@@ -99,18 +104,26 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.list:
             return show_models()
-        prompts = [*args.prompts, *args.prompt] or ["-"]
+        prompts = [*args.prompts, *args.prompt]
+        is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        talks = args.chat or (is_terminal and not prompts and not args.raw)
+        prompts = prompts or ["-"] * (not talks)
         stdin = sys.stdin.read() if "-" in prompts and not program.rank() else ""
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         args.grammar = {"json": read_schema(args.json)} if args.json else None
-        slots = min(len(prompts), 8) if args.slots is None else args.slots
+        slots = args.slots
+        if slots is None:
+            slots = 1 if talks else min(len(prompts), 8)
         sampling = Sampling(
             **{f.name: vars(args)[f.name] for f in fields(Sampling) if f.name in vars(args)}
         )
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
+        options["usual_len"] = 8192 if talks else 1024
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (parts/ranks/ranks.py), one answers
                 return engine.follow()
+            if talks:
+                return dialogue.begin(engine, sampling, prompts)
             for prompt in prompts:
                 handles.append(engine.submit(engine.text.ask(prompt, args.raw), sampling))
             print(f"nanobatch: {engine.summary}", file=sys.stderr)
@@ -156,24 +169,12 @@ def show_models() -> int:
     return 0
 
 
-def shown(part: Part) -> str:
-    """On a terminal a thought is dim."""
-    text = printable(part.text)
-    return f"\x1b[2m{text}\x1b[22m" if part.kind == "thought" else text
-
-
 def show(handle: Handle, prompt: str, text: Text) -> None:
     """One answer as it comes, and one line of figures under it."""
     print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
     speech = text.speech if sys.stdout.isatty() else Speech()
-    parser = Parser(speech, is_thinking=handle.is_thinking)
-    kind = ""
-    for piece in handle:
-        for part in parser.push(piece):
-            print("\n" * (kind == "thought" != part.kind) + shown(part), end="", flush=True)
-            kind = part.kind
-    for part in parser.finish():
-        print(shown(part), end="")
+    for _, shown in dialogue.spoken(handle, speech):
+        print(shown, end="", flush=True)
     result = handle.result()
     m = result.metrics
     ttft = "-" if m.ttft_s is None else f"{m.ttft_s * 1000:.0f} ms"

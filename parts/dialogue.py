@@ -1,0 +1,277 @@
+"""A conversation in lines: a question, the answer as it comes, and the next question.
+
+    >>> My name is Ada.
+    Hello, Ada.
+        [read 23 tokens; first token after 31 ms; 5 tokens, 40 a second]
+    >>> What is my name?
+    Ada.
+        [read 12 of 47 tokens, 35 were still in the slot; first token after 19 ms; 3 tokens, 41 a second]
+
+The problem. A model remembers nothing. Each question is sent with all that was said before, as the
+model's chat template writes it. So a conversation grows until no slot can hold it, and a program
+that cut it in silence would change what is talked about.
+
+What this file keeps. The messages are exactly those that the model was shown, and an answer that
+was stopped stays in them as far as it came. What does not fit is never cut: the dialogue says how
+much room is left, and the reader chooses what to forget.
+
+Where next: `prefix.py`, which finds what a slot still holds of a conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from parts.checks import one_line, printable, shown
+from parts.files import write_whole
+from parts.text.speech import Parser, Part, Speech
+
+HELP = """/new            begin another conversation (the system message stays)
+/system TEXT    tell the model who it is; without a text, forget it
+/drop           forget the oldest question and its answer
+/save FILE      write the conversation; /load FILE goes on with one
+\"\"\"             begins and ends a question of several lines
+Ctrl-C          stops an answer; Ctrl-D ends"""
+LARGEST = 10_000_000  # bytes of a conversation's file
+LEAST = 16  # tokens of an answer for which there must be room
+FEW = 0.25  # of a slot: with less room left, the dialogue says how much
+
+
+class Conversation:
+    """What was said, as messages in OpenAI's form."""
+
+    def __init__(self) -> None:
+        self.system = ""
+        self.turns: list[dict[str, str]] = []  # of user and assistant, one after the other
+
+    def messages(self, question: str | None = None) -> list[dict[str, str]]:
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        last = [] if question is None else [{"role": "user", "content": question}]
+        return first + self.turns + last
+
+    def add(self, question: str, answer: str, thought: str = "") -> None:
+        reply = {"role": "assistant", "content": answer}
+        if thought:  # templates that know of thoughts look for them here
+            reply["reasoning_content"] = thought
+        self.turns += [{"role": "user", "content": question}, reply]
+
+    def drop_oldest(self) -> str:
+        """Forget the first question and its answer. Answers with the question."""
+        oldest, self.turns = self.turns[:2], self.turns[2:]
+        return oldest[0]["content"] if oldest else ""
+
+    def save(self, path: str) -> None:
+        text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2)
+        try:
+            write_whole(path, text + "\n")
+        except OSError as error:
+            raise ValueError(f"{shown(path)} cannot be written ({one_line(error)})") from None
+
+    @classmethod
+    def load(cls, path: str) -> Conversation:
+        """Refuses what is no conversation, in a line."""
+        try:
+            if os.path.getsize(path) > LARGEST:
+                raise ValueError(f"has more than {LARGEST:,} bytes")
+            messages = json.loads(Path(path).read_text(encoding="utf-8"))["messages"]
+            return cls.of(messages)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"{shown(path)} holds no conversation ({one_line(error)})") from None
+
+    @classmethod
+    def of(cls, messages: list[dict[str, str]]) -> Conversation:
+        found = cls()
+        if messages and messages[0]["role"] == "system":
+            found.system = messages[0]["content"]
+            messages = messages[1:]
+        roles = [message["role"] for message in messages]
+        if roles != ["user", "assistant"] * (len(roles) // 2):
+            raise ValueError("user and assistant must take turns, and the assistant has the last")
+        texts = [found.system, *(text for message in messages for text in message.values())]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("each message must be a text")
+        found.turns = [dict(message) for message in messages]
+        return found
+
+
+class Dialogue:
+    """`read` asks for a line, and raises EOFError at the end; `write` takes text as it comes."""
+
+    def __init__(
+        self,
+        engine: Any,
+        sampling: Any,
+        read: Callable[[str], str] = input,
+        write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+    ):
+        self.engine = engine
+        self.sampling = sampling
+        self.read = read
+        self.write = write
+        self.talk = Conversation()
+        self.waiting = ""  # a question for which there was no room
+
+    def run(self, questions: Sequence[str] = ()) -> int:
+        """These questions first, and then until the end of input."""
+        first = list(questions)
+        with self.engine.serving():
+            while True:
+                try:
+                    self.take(first.pop(0) if first else self.next_line())
+                except KeyboardInterrupt:
+                    self.say("\n(Ctrl-D ends)")
+                except EOFError:
+                    self.write("\n")
+                    return 0
+                except ValueError as error:
+                    self.say(f"nanobatch: {one_line(error)}")
+
+    def next_line(self) -> str:
+        line = self.read(">>> ")
+        if not line.startswith('"""'):
+            return line
+        lines = [line[3:]]
+        while not lines[-1].endswith('"""'):
+            lines.append(self.read("... "))
+        return "\n".join(lines)[:-3].strip("\n")
+
+    def take(self, line: str) -> None:
+        command, _, rest = line.strip().partition(" ")
+        if command.startswith("/"):
+            self.obey(command, rest.strip())
+        elif line.strip():
+            self.ask(line)
+
+    def obey(self, command: str, rest: str) -> None:
+        if command == "/new":
+            self.talk.turns = []
+            self.waiting = ""
+            self.say("a new conversation")
+        elif command == "/system":
+            self.talk.system = rest
+            self.say("from the next question on")
+        elif command == "/drop" and self.talk.turns:
+            self.say(f"forgotten: {shown(self.talk.drop_oldest())}")
+            if self.waiting:
+                self.ask(self.waiting)
+        elif command == "/save" and rest:
+            self.talk.save(rest)
+            self.say(f"{rest} is written")
+        elif command == "/load" and rest:
+            self.talk = Conversation.load(rest)
+            self.say(f"goes on after {len(self.talk.turns) // 2} questions")
+        elif command in ("/bye", "/exit", "/quit"):
+            raise EOFError
+        else:
+            self.say(HELP)
+
+    def ask(self, question: str) -> None:
+        ids = self.engine.text.encode_chat(self.talk.messages(question))
+        length = self.engine.sched.max_len
+        room = length - len(ids)
+        self.waiting = question if room < LEAST else ""
+        if self.waiting:
+            raise ValueError(
+                f"with this question the conversation has {len(ids):,} tokens, and a slot holds "
+                f"{length:,}, answer included: /drop forgets the oldest question and asks again, "
+                "/new forgets all of them"
+            )
+        most = min(self.sampling.max_tokens or room, room)
+        handle = self.engine.submit(ids, replace(self.sampling, max_tokens=most))
+        parts = []
+        try:
+            for part, text in spoken(handle, self.engine.text.speech):
+                parts.append(part)
+                self.write(text)
+        except KeyboardInterrupt:
+            handle.cancel()
+        result = handle.result()
+        if result.error:
+            raise ValueError(result.error)
+        thought = "".join(part.text for part in parts if part.kind == "thought")
+        answer = "".join(part.text for part in parts if part.kind != "thought")
+        self.talk.add(question, answer, thought)
+        self.say(f"\n    [{figures(result)}{self.room(result)}]")
+
+    def room(self, result: Any) -> str:
+        """How much of the slot is left, if it is little."""
+        left = self.engine.sched.max_len - result.metrics.prompt_tokens - len(result.tokens)
+        few = left < FEW * self.engine.sched.max_len
+        return f"; {left:,} tokens are left: /drop and /new make room" if few else ""
+
+    def say(self, line: str) -> None:
+        self.write(f"{line}\n")
+
+
+def spoken(handle: Any, speech: Speech) -> Iterator[tuple[Part, str]]:
+    """An answer's parts as they come, and what a terminal shows of each: thoughts are dim."""
+    parser = Parser(speech, is_thinking=handle.is_thinking)
+    before = ""
+    for parts in chain(map(parser.push, handle), [None]):
+        for part in parser.finish() if parts is None else parts:
+            text = printable(part.text)
+            if part.kind == "thought":
+                text = f"\x1b[2m{text}\x1b[22m"
+            elif before == "thought":
+                text = "\n" + text
+            yield part, text
+            before = part.kind
+
+
+def figures(result: Any) -> str:
+    m = result.metrics
+    read = f"read {m.prompt_tokens - m.cached_tokens:,}"
+    if m.cached_tokens:
+        read += f" of {m.prompt_tokens:,} tokens, {m.cached_tokens:,} were still in the slot"
+    else:
+        read += " tokens"
+    first = "" if m.ttft_s is None else f"; first token after {m.ttft_s * 1000:.0f} ms"
+    rate = "" if m.tokens_per_s is None else f", {m.tokens_per_s:.0f} a second"
+    ended = {"stop": "", "length": "; cut, as long as it may be", "cancelled": "; stopped"}
+    return f"{read}{first}; {m.output_tokens:,} tokens{rate}{ended.get(result.finish_reason, '')}"
+
+
+# --- the line that one types --------------------------------------------------------------------
+
+
+@contextmanager
+def history() -> Iterator[None]:
+    """Up and Down bring earlier questions back, also those of earlier days, which only the user may
+    read. NANOBATCH_HISTORY=off keeps none."""
+    try:
+        import readline
+    except ImportError:  # a Python without it: the terminal's own line
+        yield
+        return
+    place = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    file = place / "nanobatch" / "history"
+    keeps = os.environ.get("NANOBATCH_HISTORY") != "off"
+    with suppress(OSError):
+        if keeps:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+            readline.read_history_file(file)
+    readline.set_history_length(1000)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if keeps:
+                readline.write_history_file(file)
+
+
+def begin(engine: Any, sampling: Any, questions: Sequence[str]) -> int:
+    """Talk with the person at this terminal."""
+    if not engine.text.has_template:
+        raise ValueError("this model has no chat template, so it knows no turns: give a PROMPT")
+    print(f"nanobatch: {engine.summary}\nnanobatch: /help says more", file=sys.stderr)
+    with history():
+        return Dialogue(engine, sampling).run(questions)
