@@ -37,8 +37,8 @@ POLICIES["mine"] = Policy(
 """
 
 
-class Wish(NamedTuple):
-    """A prompt, and what became of it."""
+class Sent(NamedTuple):
+    """A prompt that was sent, and what became of it."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -47,7 +47,7 @@ class Wish(NamedTuple):
     client: str = ""
 
 
-def wishes_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Wish]:
+def sent_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Sent]:
     """The prompts of a recorded run."""
     out = []
     for i, packed in enumerate(run["requests"]):
@@ -58,21 +58,21 @@ def wishes_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Wis
         tokens = metrics["output_tokens"]
         most = run["asked"][i] or tokens
         client = request.get("client", "")
-        out.append(Wish(tuple(prompt), most, tokens, run["arrivals"][i], client))
+        out.append(Sent(tuple(prompt), most, tokens, run["arrivals"][i], client))
     return out
 
 
 def play(
-    limits: dict[str, Any], policy: Policy, wishes: Sequence[Wish], price: dict[str, float]
+    limits: dict[str, Any], policy: Policy, prompts: Sequence[Sent], price: dict[str, float]
 ) -> dict[str, list[Any]]:
     """Each step that a scheduler with these limits plans, and when it begins and ends.
 
     `price`: seconds of a step, a row, a token of a prompt.
     """
     guests = []
-    for number, wish in enumerate(wishes, start=1):
-        request = Request(number, wish.prompt, wish.max_tokens, wish.arrived, client=wish.client)
-        guests.append(Guest(request, wish.tokens, wish.arrived))
+    for number, sent in enumerate(prompts, start=1):
+        request = Request(number, sent.prompt, sent.max_tokens, sent.arrived, client=sent.client)
+        guests.append(Guest(request, sent.tokens, sent.arrived))
 
     def seconds(plan: Plan) -> float:
         tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
@@ -134,13 +134,13 @@ def line_of(error: BaseException) -> int | None:
     return next((f.lineno for f in reversed(frames) if f.filename == "<lines>"), None)
 
 
-def arrivals(wishes: Sequence[Wish], rate: float) -> list[Wish]:
+def arrivals(prompts: Sequence[Sent], rate: float) -> list[Sent]:
     """So many a second, at random moments, which are the same every time; 0: all at once."""
     dice = random.Random(1)
     now = 0.0
     out = []
-    for wish in wishes:
-        out.append(wish._replace(arrived=round(now, 6)))
+    for sent in prompts:
+        out.append(sent._replace(arrived=round(now, 6)))
         now += dice.expovariate(rate) if rate else 0.0
     return out
 
@@ -149,12 +149,12 @@ def answer(question: str) -> str:
     """What the page asks, and what it is told, as JSON."""
     asked = json.loads(question)
     try:
-        wishes = arrivals(wishes_of(asked["run"], asked["fields"]), asked["rate"])
+        prompts = arrivals(sent_of(asked["run"], asked["fields"]), asked["rate"])
         found = edited(asked["lines"])
         if asked["policy"] not in found:
             raise Stuck(f"these lines have no policy {asked['policy']!r}")
-        played = play(asked["limits"], found[asked["policy"]], wishes, asked["price"])
+        played = play(asked["limits"], found[asked["policy"]], prompts, asked["price"])
     except Exception as error:
         said = f"{type(error).__name__}: {error}" if not isinstance(error, Stuck) else str(error)
         return json.dumps({"error": said.partition(" (<lines>")[0], "line": line_of(error)})
-    return json.dumps(played | {"arrivals": [wish.arrived for wish in wishes]})
+    return json.dumps(played | {"arrivals": [sent.arrived for sent in prompts]})

@@ -186,12 +186,12 @@ def game_of(recording: dict) -> dict:
     names = recording["fields"]["RequestView"]
     at = names.index("prompt")
     hand = []
-    for number, wish in enumerate(simulate.wishes_of(run, recording["fields"])):
+    for number, sent in enumerate(simulate.sent_of(run, recording["fields"])):
         long = LETTER if number % 6 == 4 else 0
         # No two prompts of the hand begin alike
-        prompt = tuple([number + 1] * (len(wish.prompt) + long))
+        prompt = tuple([number + 1] * (len(sent.prompt) + long))
         client = "first" if number % 2 else ("second", "third")[number // 2 % 2]
-        hand.append(wish._replace(prompt=prompt, client=client))
+        hand.append(sent._replace(prompt=prompt, client=client))
     hand = simulate.arrivals(hand, RATE)
     price = price_of(recording)
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
@@ -201,14 +201,14 @@ def game_of(recording: dict) -> dict:
         played = simulate.play(limits, policy, hand, price)
         runs.append({"policy": name, **figures_of(played, hand)})
     wishes = []
-    for wish, packed in zip(hand, run["requests"], strict=True):
-        text = packed[at] if len(wish.prompt) < LETTER else f"(a long text) {packed[at]}"
-        sizes = {"prompt": len(wish.prompt), "tokens": wish.tokens, "arrived": wish.arrived}
+    for sent, packed in zip(hand, run["requests"], strict=True):
+        text = packed[at] if len(sent.prompt) < LETTER else f"(a long text) {packed[at]}"
+        sizes = {"prompt": len(sent.prompt), "tokens": sent.tokens, "arrived": sent.arrived}
         wishes.append({"text": text, **sizes})
     return {"wishes": wishes, "price": price, "slots": limits["slots"], "runs": runs}
 
 
-def figures_of(played: dict, hand: list[simulate.Wish]) -> dict[str, float]:
+def figures_of(played: dict, hand: list[simulate.Sent]) -> dict[str, float]:
     """The makespan, the first token of 95 %, and the share of slots × time that was of use."""
     firsts: dict[int, float] = {}
     useful = 0.0

@@ -115,7 +115,7 @@ def test_the_scheduler_plans_again_what_was_recorded(policy, hurry):
     recording = recorded(stage.finish())
     run = recording["runs"][0]
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
-    wishes = simulate.wishes_of(run, recording["fields"])
+    wishes = simulate.sent_of(run, recording["fields"])
     played = simulate.play(limits, POLICIES[policy], wishes, page.price_of(recording))
     plans = json.loads(json.dumps(played["steps"]))
     assert len(plans) > 100
@@ -148,7 +148,7 @@ def test_a_recording_of_fair_still_knows_who_is_who():
     recording = recorded(stage.finish())
     run = recording["runs"][0]
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
-    wishes = simulate.wishes_of(run, recording["fields"])
+    wishes = simulate.sent_of(run, recording["fields"])
     wishes = [wish._replace(prompt=(i,) * len(wish.prompt)) for i, wish in enumerate(wishes)]
     played = simulate.play(limits, POLICIES["fair"], wishes, PRICE)
     admitted = [r for step in played["steps"] for _, r in step["admitted"]]

@@ -29,7 +29,7 @@ def named(kind: str, values: list) -> dict:
 def test_the_scheduler_plans_each_step_of_the_page_again(run):
     """From the prompts alone, and from the ends of the answers."""
     limits = named("Limits", run["limits"])
-    wishes = simulate.wishes_of(run, FIELDS)
+    wishes = simulate.sent_of(run, FIELDS)
     played = simulate.play(limits, POLICIES[run["policy"]], wishes, page.price_of(RECORDING))
     assert len(played["steps"]) == len(run["steps"]) > 400
     for plan, packed in zip(played["steps"], run["steps"], strict=True):
