@@ -124,6 +124,21 @@ def test_nothing_empty_and_nothing_unnamed_lies_at_the_root():
     assert not [name for name in names if name not in README + FILES]
 
 
+def test_every_program_that_a_page_or_a_docstring_tells_to_run_is_there():
+    """Programs move to other rooms, and the texts that name them stay."""
+    rooms = ("demo", "docs", "exercises", "tests", *ROOMS)
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml"]
+    texts += [path for room in rooms for path in (ROOT / room).rglob("*.*")]
+    told = {}
+    for path in texts:
+        if path.suffix in (".md", ".py", ".js", ".toml") and path.name != "CHANGELOG.md":
+            for name in re.findall(r"python ((?:\w+/)+\w+\.py)", path.read_text()):
+                told[name] = path.relative_to(ROOT)
+    assert {"docs/make/page.py", "tests/long/soak.py", "docs/learn/2_cache.py"} <= told.keys()
+    gone = {name: path for name, path in told.items() if not (ROOT / name).is_file()}
+    assert not gone
+
+
 def test_a_command_that_writes_a_file_leaves_the_checkout_clean():
     """The pages print `--record run.json`, and an empty `run.json` was tracked."""
     ignored = re.findall(r"^/(\S+)$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
