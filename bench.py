@@ -95,7 +95,8 @@ from policies import DEFAULT, POLICIES
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = program.Parser("bench.py", description="Measure nanobatch, and others beside it.")
-    add, usual = parser.add_argument, "decode,closed,steps"
+    add = parser.add_argument
+    usual = "decode,closed,steps"
     add("--model", help="a model folder, a hub id such as owner/name, or 'demo' (the default)")
     add("--shape", choices=SHAPES, help="random weights of this shape instead")
     says = (

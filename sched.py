@@ -319,7 +319,8 @@ class Scheduler:
         Then the request waits, and is looked at again in the next step. So of eight prompts that
         arrive together and begin alike, the first writes the common part, and seven copy the rows.
         """
-        trail, rows = request.trail, start + self.chunk
+        trail = request.trail
+        rows = start + self.chunk
         return any(self.prefixes.begin_alike(trail, chunk.request.trail, rows) for chunk in chunks)
 
     def _note(self, request: Request, start: int, stop: int, source: int | None) -> None:

@@ -64,7 +64,8 @@ def decode_figures(answers: Sequence[Delivery], count: int) -> Figures:
 
 
 def open_figures(answers: Sequence[Delivery]) -> Figures:
-    began, ended = min(a.sent for a in answers), max(a.times[-1] for a in answers)
+    began = min(a.sent for a in answers)
+    ended = max(a.times[-1] for a in answers)
     ttft = [a.ttft_ms for a in answers]
     return {
         "total tokens/s": sum(len(a.times) for a in answers) / (ended - began),

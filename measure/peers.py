@@ -97,7 +97,8 @@ class LlamaCpp:
         import llama_cpp
         import numpy
 
-        self.c, self.numpy = llama_cpp, numpy
+        self.c = llama_cpp
+        self.numpy = numpy
         with tempfile.TemporaryDirectory(prefix="nanobatch-") as place:
             file = Path(folder, GGUF)
             if not file.exists():
@@ -108,11 +109,9 @@ class LlamaCpp:
         self.V = read_config(Path(folder), has_head=False).V
         self.size = max(self.BATCH, rows + length)
         options = self.c.llama_context_default_params()
-        options.n_seq_max, options.n_ctx, options.n_batch = (
-            rows,
-            rows * -(-length // 256) * 256,
-            self.size,
-        )
+        options.n_seq_max = rows
+        options.n_ctx = rows * -(-length // 256) * 256
+        options.n_batch = self.size
         options.type_k = options.type_v = self.c.GGML_TYPE_F32
         options.flash_attn_type = self.c.LLAMA_FLASH_ATTN_TYPE_DISABLED
         options.n_threads = options.n_threads_batch = cores()
@@ -122,7 +121,8 @@ class LlamaCpp:
         self.batch = self.c.llama_batch_init(self.size, 0, 1)
         self.waiting: deque[tuple[int, Asked]] = deque()
         self.running: list[Row] = []
-        self.free, self.count = list(range(rows)), 0
+        self.free = list(range(rows))
+        self.count = 0
 
     def submit(self, ask: Asked) -> int:
         self.count += 1
@@ -146,7 +146,8 @@ class LlamaCpp:
         logits = self.c.llama_get_logits(self.context)  # of each row's last token, in their order
         best = self.numpy.ctypeslib.as_array(logits, (len(self.running), self.V)).argmax(axis=1)
         for row, token in zip(self.running, best.tolist(), strict=True):
-            row.newest, row.left = token, row.left - 1
+            row.newest = token
+            row.left -= 1
             if not row.left:
                 self.c.llama_memory_seq_rm(
                     self.c.llama_get_memory(self.context), row.sequence, -1, -1
@@ -160,8 +161,11 @@ class LlamaCpp:
         """Tokens that go in with the next call. A token is chosen from the last of them."""
         batch = self.batch
         for at, id in enumerate(ids, batch.n_tokens):
-            batch.token[at], batch.pos[at], batch.logits[at] = id, row.length, False
-            batch.n_seq_id[at], batch.seq_id[at][0] = 1, row.sequence
+            batch.token[at] = id
+            batch.pos[at] = row.length
+            batch.logits[at] = False
+            batch.n_seq_id[at] = 1
+            batch.seq_id[at][0] = row.sequence
             row.length += 1
         batch.n_tokens += len(ids)
         batch.logits[batch.n_tokens - 1] = True
@@ -237,7 +241,8 @@ def make_gguf(folder: Path, place: Path) -> Path:
     itself, if it is packed here."""
     import llama_cpp
 
-    file, whole = place / GGUF, place / "whole.gguf"
+    file = place / GGUF
+    whole = place / "whole.gguf"
     bits = write_gguf(folder, whole)
     if bits == 32:
         return whole.rename(file)

@@ -63,7 +63,8 @@ SETTINGS["all of them"] = {
 # A peer does not say what its steps are made of
 PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
 ROWS = 8  # in the parts that do not vary it
-CROWD, LONGEST = 40, 256  # requests of `open`, and their longest answer; the shortest has 16 tokens
+CROWD = 40  # requests of `open`
+LONGEST = 256  # tokens of their longest answer; the shortest has 16
 # `open`: as shares of what static batching can do; inf has to come first
 LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2
 TURNS = 5  # of `chat`

@@ -181,7 +181,9 @@ class Handle:
 
     @property
     def metrics(self) -> Metrics:
-        r, times, gaps = self.request, self.times, self._gaps
+        r = self.request
+        times = self.times
+        gaps = self._gaps
         return Metrics(
             queued_s=None if r.admitted is None else r.admitted - r.arrived,
             ttft_s=times[0] - r.arrived if times else None,

@@ -81,7 +81,8 @@ class Ledger:
         self.steps = Log(4096)
         self.ended = Log(500, self.TEXTS, lambda view: view.size)
         self.faults = Log(100)
-        self.output_tokens, self.steps_s = 0, 0.0
+        self.output_tokens = 0
+        self.steps_s = 0.0
 
     def deliver(
         self,
@@ -133,7 +134,8 @@ class Ledger:
             came = list(islice(sched.waiting, self.QUEUE))
         else:
             came = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
-        steps, ended = self.steps.since(seen.steps), self.ended.since(seen.ended)
+        steps = self.steps.since(seen.steps)
+        ended = self.ended.since(seen.ended)
         newest = max(seen.request, next(reversed(sched.waiting), -1))
         return Snapshot(
             now=now,

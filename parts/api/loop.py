@@ -41,9 +41,11 @@ class Stopwatch:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
-        self._now, self._began = now, now()
+        self._now = now
+        self._began = now()
         # How long it stood still before; since when it does so now
-        self._lost, self._stopped = 0.0, None
+        self._lost = 0.0
+        self._stopped = None
         self._lock = threading.Lock()  # other threads read it while it is stopped and let go
 
     def __call__(self) -> float:
@@ -101,11 +103,14 @@ class Loop:
         self, engine: Stepped, between: Callable = lambda: None, watch: Stopwatch | None = None
     ):
         # `stepping`: steps still to be run by hand
-        self.engine, self.paused, self.stepping = engine, False, 0
+        self.engine = engine
+        self.paused = False
+        self.stepping = 0
         # Slow motion: steps a second; 0: as fast as it can. It needs a clock that can be stopped
         self.slow = 0.0
         self._next = 0.0  # when the next step of slow motion is due
-        self._between, self._watch = between, watch
+        self._between = between
+        self._watch = watch
         self._wishes: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -194,7 +199,8 @@ class Loop:
 
     def _go(self, paused: bool, stepping: int) -> None:
         with self.engine.changed:
-            self.paused, self.stepping = paused, stepping
+            self.paused = paused
+            self.stepping = stepping
             self.wish(lambda: None)  # the loop wakes up, and stops the clock or lets it go
 
     # --- the thread

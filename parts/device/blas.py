@@ -220,7 +220,9 @@ def offer(functions: Mapping[str, ctypes._CFuncPtr]) -> None:
         file header | what to load: all of it | where its tables are | symbols | their names | hash
         table | the tables
     """
-    names, symbols = b"\0", bytes(24)  # of both, the first entry is empty
+    # The first entry of both is empty
+    names = b"\0"
+    symbols = bytes(24)
     for name, function in functions.items():
         address = ctypes.cast(function, ctypes.c_void_p).value
         # Its name's place; a function (2) that all may use (1 << 4); absolute (0xFFF1), so it is
@@ -232,13 +234,16 @@ def offer(functions: Mapping[str, ctypes._CFuncPtr]) -> None:
     # comes the next.
     chain = [0, *range(2, count), 0]
     hashes = struct.pack(f"={3 + count}I", 1, count, 1, *chain)
-    place, body, tables = 64 + 2 * 56, b"", b""
+    place = 64 + 2 * 56
+    body = b""
+    tables = b""
     for tag, table in ((6, symbols), (5, names), (4, hashes)):
         tables += struct.pack("=QQ", tag, place + len(body))
         body += table + bytes(-len(table) % 8)
     # How long the names are, and each symbol; the end
     tables += struct.pack("=6Q", 10, len(names), 11, 24, 0, 0)
-    start, size = place + len(body), place + len(body) + len(tables)
+    start = place + len(body)
+    size = place + len(body) + len(tables)
     # This machine's kind of file begins as Python's own does
     with open("/proc/self/exe", "rb") as python:
         kind = python.read(16) + struct.pack("=H", 3) + python.read(4)[2:]

@@ -69,7 +69,9 @@ class Config:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the checkpoint must hold, with its shape before any quantization."""
-        D, q, kv = self.D, self.H * self.Dh, self.Hkv * self.Dh
+        D = self.D
+        q = self.H * self.Dh
+        kv = self.Hkv * self.Dh
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.V, D),
             "model.norm.weight": (D,),
@@ -257,7 +259,8 @@ def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
     }
     if kind == "default":
         return Rope(kind, theta, **common)
-    name, usual = "original_max_position_embeddings", 8192 if kind == "llama3" else max_positions
+    name = "original_max_position_embeddings"
+    usual = 8192 if kind == "llama3" else max_positions
     common["original_length"] = (fields if raw.get(name) is not None else inner).number(name, usual)
     if kind == "longrope":
         return _longrope(inner, theta, turned // 2, max_positions, common)

@@ -20,7 +20,8 @@ class Fields:
     of a KeyError."""
 
     def __init__(self, path: Path, values: dict):
-        self.path, self.values = path, values
+        self.path = path
+        self.values = values
 
     def number(self, key: str, default=None, check=whole, least=1):
         value = self.values.get(key)

@@ -37,7 +37,8 @@ def find(model: str) -> Path:
     `mlx-community/Llama-3.2-1B-Instruct-4bit`."""
     try:
         path = DEMO if model == "demo" else Path(model).expanduser()
-        is_folder, exists = path.is_dir(), path.exists()
+        is_folder = path.is_dir()
+        exists = path.exists()
     # A name that no file can have, or an unknown user's home
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(
@@ -69,7 +70,8 @@ def refuse_gguf(path: Path) -> None:
     is_one = path.suffix.lower() == ".gguf" or (not path.is_dir() and "gguf" in path.name.lower())
     if path.is_dir() and not (path / "config.json").exists():
         file = next(path.glob("*.gguf"), None)
-        is_one, path = file is not None, file or path
+        is_one = file is not None
+        path = file or path
     if is_one:
         name = re.sub(r"[-._](gguf|i?q\d\w*|b?f16|f32)\b.*$", "", path.name, flags=re.IGNORECASE)
         raise ModelError(
@@ -174,7 +176,11 @@ def listed() -> list[Listed]:
 
 
 def _listed(name: str, folder: Path) -> Listed:
-    raw, parameters, bits, memory, served = {}, 0, "-", "-", "yes"
+    raw = {}
+    parameters = 0
+    bits = "-"
+    memory = "-"
+    served = "yes"
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     try:
         refuse_gguf(folder)
@@ -210,7 +216,8 @@ def counted(raw: dict, weights: Weights) -> tuple[int, str]:
     packing = raw.get("quantization")
     bits = packing.get("bits") if isinstance(packing, dict) else None
     packed = isinstance(bits, int) and 1 <= bits <= 8 and bits
-    total, most = 0, {}
+    total = 0
+    most = {}
     for name, entry in weights.entries.items():
         count = math.prod(entry["shape"])
         if f"{name.rpartition('.')[0]}.scales" in weights.entries:
@@ -218,7 +225,8 @@ def counted(raw: dict, weights: Weights) -> tuple[int, str]:
         kind = (
             str(packed or "?") if entry["dtype"] == "U32" else str(8 * DTYPES[entry["dtype"]].size)
         )
-        total, most[kind] = total + count, most.get(kind, 0) + count
+        total += count
+        most[kind] = most.get(kind, 0) + count
     return total, max(most, key=most.get)
 
 

@@ -64,7 +64,8 @@ class ModelReader:
     def __init__(self, folder: Path, dtype: str = "auto", ranks: Ranks = ALONE):
         if dtype not in ("auto", "float32", "checkpoint"):
             raise ValueError(f"dtype = {checks.shown(dtype)}; choose auto, float32 or checkpoint")
-        self.folder, self.ranks = folder, ranks
+        self.folder = folder
+        self.ranks = ranks
         self.form = usual_form() if dtype == "auto" else dtype
         self.weights = Weights(folder)
         config = read_config(folder, self.weights.has_head)
@@ -121,7 +122,8 @@ class ModelReader:
     def layer(self, index: int, kind: int) -> Layer:
         if device.exiting.is_set():
             raise RuntimeError("the program is ending")
-        c, name = self.config, f"model.layers.{index}."
+        c = self.config
+        name = f"model.layers.{index}."
         # Of the norms that a family has around its two branches, each is before a branch or behind
         # it.
         norms = {place: self.norm(f"{name}{module}") for place, module in c.norms.items()}
@@ -176,7 +178,8 @@ class ModelReader:
     def take(self, name: str) -> mx.array:
         """A tensor as the files have it; of queries and keys, with each head's numbers in the order
         of `Rope.order`."""
-        array, order = self.weights.take(name), self.config.rope.order(self.config.Dh)
+        array = self.weights.take(name)
+        order = self.config.rope.order(self.config.Dh)
         if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm") or order == sorted(
             order
         ):
@@ -207,7 +210,9 @@ class ModelReader:
 
     def part(self, module: str) -> Dense | Packed:
         """A module as it is to be multiplied, by itself. A rank has its share."""
-        name, has, (rows, columns) = f"{module}.weight", self.weights.entries, (None, None)
+        name = f"{module}.weight"
+        has = self.weights.entries
+        rows = columns = None
         if self.ranks.size > 1:
             rows, columns = self.share.cut(module, self.config.Dh)
         bias = self.tensor(f"{module}.bias") if f"{module}.bias" in has else None
@@ -239,7 +244,8 @@ class ModelReader:
         bits, group = quantization(weight.shape, scales.shape, self.shapes[name][-1])
         is_cut = columns is not None and bool(columns.start % group or columns.stop % group)
         if self.form != "packed" or self.config.factor(name) != 1 or is_cut:
-            scales, offsets = self.times(scales, name), self.times(offsets, name)
+            scales = self.times(scales, name)
+            offsets = self.times(offsets, name)
         if self.form == "float32" or is_cut:
             weight = mx.dequantize(weight, scales, offsets, group_size=group, bits=bits)
             return Dense(cut_out(weight, rows, columns), bias)

@@ -58,7 +58,8 @@ class Share(NamedTuple):
             key = rank * c.Hkv // size
             sharers = [r for r in range(size) if r * c.Hkv // size == key]
             part = evenly(G, len(sharers))[sharers.index(rank)]
-            keys, queries = range(key, key + 1), range(key * G + part.start, key * G + part.stop)
+            keys = range(key, key + 1)
+            queries = range(key * G + part.start, key * G + part.stop)
         # Quantized numbers share scales in blocks
         block = 64 if c.hidden % 64 == 0 and c.hidden >= 64 * size else 1
         hidden = evenly(c.hidden // block, size)[rank]

@@ -155,7 +155,8 @@ class Weights:
                     raise ModelError(
                         f"{path}: {name} is {shown(entry.get('dtype'))}. Supported: {', '.join(DTYPES)}."
                     )
-                self.entries[name], self.files[name] = entry, path
+                self.entries[name] = entry
+                self.files[name] = path
         if not self.entries:
             raise ModelError(
                 f"{folder}: its weight files hold no tensors; download the model again."
@@ -194,7 +195,8 @@ class Weights:
     ) -> int:
         """Of one tensor, with its scales and offsets. `width`: of its rows, before they are shared
         among ranks. What cuts a group of numbers is unpacked."""
-        count, size = math.prod(shape), DTYPES[self.entries[name]["dtype"]].size
+        count = math.prod(shape)
+        size = DTYPES[self.entries[name]["dtype"]].size
         scales = self.entries.get(f"{name.removesuffix('.weight')}.scales")
         if form == "float32" or (form == "packed" and len(shape) == 1):
             return 4 * count
@@ -225,7 +227,9 @@ class Weights:
             heights = {
                 part: shapes.get(f"{place}.{part}.weight", (0,))[0] for part in FUSED.get(fused, ())
             }
-            entry, path, start = self.entries[name], self.files[name], 0
+            entry = self.entries[name]
+            path = self.files[name]
+            start = 0
             if not heights or not all(heights.values()):
                 continue  # whole as it is, or `check_against` finds no place for it
             if entry["shape"][:1] != [sum(heights.values())]:
@@ -235,10 +239,8 @@ class Weights:
                 )
             for part, height in heights.items():
                 own = f"{place}.{part}.{kind}"
-                self.entries[own], self.files[own] = (
-                    entry | {"shape": [height, *entry["shape"][1:]]},
-                    path,
-                )
+                self.entries[own] = entry | {"shape": [height, *entry["shape"][1:]]}
+                self.files[own] = path
                 self._cuts[own] = name, range(start, start := start + height)
             del self.entries[name]
 
@@ -249,22 +251,22 @@ class Weights:
         for name in list(self.entries):
             if "switch_mlp" in name:
                 own = name.replace("switch_mlp", "experts")
-                self.entries[own], self.files[own] = self.entries.pop(name), self.files[name]
+                self.entries[own] = self.entries.pop(name)
+                self.files[own] = self.files[name]
                 self._joined[own] = [name]
             elif match := re.fullmatch(r"(.+\.mlp\.experts\.)(\d{1,9})\.(\w+\.\w+)", name):
                 apart.setdefault(match[1] + match[3], {})[int(match[2])] = name
         for own, parts in apart.items():
-            names, shapes = list(parts.values()), {self.shape(name) for name in parts.values()}
+            names = list(parts.values())
+            shapes = {self.shape(name) for name in parts.values()}
             if sorted(parts) != list(range(config.experts)) or len(shapes) > 1:
                 has = f"{len(parts)} experts of {len(shapes)} shapes"
                 raise ModelError(
                     f"{self.files[names[0]]}: {own} has {has}, but config.json implies {config.experts}."
                 )
             self.entries[own] = self.entries[names[0]] | {"shape": [len(parts), *shapes.pop()]}
-            self.files[own], self._joined[own] = (
-                self.files[names[0]],
-                [parts[n] for n in range(len(parts))],
-            )
+            self.files[own] = self.files[names[0]]
+            self._joined[own] = [parts[n] for n in range(len(parts))]
             for name in names:
                 del self.entries[name]
 

@@ -226,7 +226,8 @@ def tie(
 def read_hosts() -> list[list[str]]:
     """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Names become
     addresses."""
-    path, rank = Path(os.environ["MLX_HOSTFILE"]), program.rank()
+    path = Path(os.environ["MLX_HOSTFILE"])
+    rank = program.rank()
     try:
         text = path.read_text()
         # `mlx.launch -n 1` leaves it empty

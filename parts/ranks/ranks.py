@@ -70,7 +70,9 @@ class Ranks:
     """This process among those that share a model. With one process, none of this does anything."""
 
     def __init__(self, rank: int = 0, size: int = 1, backend: str = ""):
-        self.rank, self.size, self.backend = rank, size, backend
+        self.rank = rank
+        self.size = size
+        self.backend = backend
         # The leader's: ends all requests with this error
         self.told: Callable[[str], None] | None = None
         self.view = RanksView()

@@ -145,7 +145,8 @@ class Text:
     def encode(self, text: str) -> list[int]:
         """A plain text, with BOS if the tokenizer adds it by itself, and with one BOS if the text
         has its own, too."""
-        ids, bos = self._ids(text, True), self._special_id("bos_token")
+        ids = self._ids(text, True)
+        bos = self._special_id("bos_token")
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -164,11 +165,14 @@ class Text:
             prompt = Chat(prompt)
         if isinstance(prompt, Chat):
             text = self.render(*prompt)
-            ids, shown = self._ids(text, False), str(prompt.messages[-1].get("content"))
+            ids = self._ids(text, False)
+            shown = str(prompt.messages[-1].get("content"))
         elif isinstance(prompt, str):
-            ids, shown = self.encode(prompt) if prompt else (), prompt
+            ids = self.encode(prompt) if prompt else ()
+            shown = prompt
         else:
-            ids, shown = prompt, "token ids"
+            ids = prompt
+            shown = "token ids"
         if (
             not isinstance(ids, Sequence)
             or isinstance(ids, (bytes, bytearray))
@@ -382,7 +386,8 @@ class TextStream:
         self._waiting.append(token)
         if self._falls_back and len(name) == 6 and name.startswith("<0x"):
             return ""
-        text, count = self._decode(self._context + self._waiting), len(self._waiting)
+        text = self._decode(self._context + self._waiting)
+        count = len(self._waiting)
         if text.endswith("\ufffd") and not self._falls_back:
             count = self._complete()
             if count == 0:
@@ -390,7 +395,8 @@ class TextStream:
             text = self._decode(self._context + self._waiting[:count])
         piece = text[len(self._behind) :]
         self._context += self._waiting[:count]
-        self._behind, self._waiting = text, self._waiting[count:]
+        self._behind = text
+        self._waiting = self._waiting[count:]
         # Not every time, because the text of a context that only grows is known
         if len(self._context) > 16:
             self._context = self._context[-1:] if self._falls_back else self._context[-4:]
@@ -427,7 +433,8 @@ class TextStream:
             complete = [s.text for s in self._stops if s.matched == len(s.text)]
             if complete:
                 self.stop = max(complete, key=len)
-                self.stopped, self._held = True, ""
+                self.stopped = True
+                self._held = ""
                 return text[: end - len(self.stop)]
         shown = len(text) - max(stop.matched for stop in self._stops)
         self._held = text[shown:]

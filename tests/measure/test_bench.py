@@ -65,6 +65,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+def decode(spec: Spec, rows: str, *more: str) -> subprocess.CompletedProcess:
+    """The part `decode`, tiny."""
+    small = "--parts decode --prompt 8 --output 4 --samples 1 --rows"
+    return run("--model", spec.folder, *small.split(), rows, *more)
+
+
 # --- figures ------------------------------------------------------------------------------------
 
 
@@ -428,19 +434,7 @@ def test_planning_is_measured_without_a_model():
 def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
     data = tmp_path / "run.json"
     picture = tmp_path / "run.svg"
-    small = (
-        "--model",
-        spec.folder,
-        "--rows",
-        "2",
-        "--prompt",
-        "8",
-        "--output",
-        "4",
-        "--samples",
-        "1",
-    )
-    measured = run(*small, "--parts", "decode", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
+    measured = decode(spec, "2", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
     assert measured.returncode == 0, measured.stderr
     shown = run("--from", str(data))
     assert (shown.returncode, shown.stdout) == (0, measured.stdout)
@@ -461,19 +455,7 @@ def test_a_run_against_the_peer_can_be_shown_and_drawn_again(spec, tmp_path):
 def test_whoever_reads_the_progress_from_a_pipe_has_a_line_before_each_sample(spec):
     """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as
     if it hung."""
-    small = (
-        "--model",
-        spec.folder,
-        "--rows",
-        "1,2",
-        "--prompt",
-        "8",
-        "--output",
-        "4",
-        "--samples",
-        "1",
-    )
-    done = run(*small, "--parts", "decode")
+    done = decode(spec, "1,2")
     assert done.returncode == 0
     first, second = done.stderr.splitlines()
     assert re.fullmatch(
@@ -586,18 +568,9 @@ def test_all_rows_of_long_prompts_decode_at_once_before_an_answer_ends(spec):
 def test_ctrl_c_ends_the_sample_too_also_in_a_background_job(spec, background_job):
     """The signal goes to the benchmark alone, as from another program: its child must not be left
     behind."""
-    command = [
-        sys.executable,
-        str(BENCH),
-        "--model",
-        spec.folder,
-        "--parts",
-        "decode",
-        "--output",
-        "100000",
-    ]
+    command = [sys.executable, str(BENCH), "--parts", "decode", "--output", "100000"]
     process = subprocess.Popen(
-        command,
+        [*command, "--model", spec.folder],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
