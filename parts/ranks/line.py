@@ -83,7 +83,7 @@ def answer(
 ) -> dict[str, socket.socket]:
     """The lines of these names, as soon as all have come. TimeoutError when the clock says `until`.
 
-    Whoever says anything else is hung up on, and who says nothing is not waited for.
+    A caller with a wrong proof is hung up on. A silent caller keeps nobody waiting.
     """
     found: dict[str, socket.socket] = {}
     callers: dict[socket.socket, Caller] = {}  # the oldest first
@@ -95,30 +95,43 @@ def answer(
         while names - found.keys():
             for line in ready([*servers, *callers], until):
                 if line in servers:
-                    with suppress(OSError):
-                        caller = line.accept()[0]
-                        callers[caller] = Caller(caller, key)
-                    if len(callers) > CALLERS:
-                        oldest = next(iter(callers))
-                        del callers[oldest]
-                        oldest.close()
-                elif line in callers:
-                    try:
-                        name = callers[line].hear(names)
-                    except OSError:
-                        del callers[line]
-                        line.close()
-                        continue
-                    if name:
-                        del callers[line]
-                        if name in found:  # it has given the first one up
-                            found[name].close()
-                        found[name] = line
+                    let_in(line, callers, key)
+                elif name := proven(line, callers, names):
+                    if name in found:  # the rank has given its first line up
+                        found[name].close()
+                    found[name] = line
     for line in found.values():
         line.settimeout(None)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(line)
     return found
+
+
+def let_in(server: socket.socket, callers: dict[socket.socket, Caller], key: bytes) -> None:
+    """Somebody calls. Of too many callers, the oldest is hung up on."""
+    with suppress(OSError):
+        line = server.accept()[0]
+        callers[line] = Caller(line, key)
+    if len(callers) > CALLERS:
+        oldest = next(iter(callers))
+        del callers[oldest]
+        oldest.close()
+
+
+def proven(line: socket.socket, callers: dict[socket.socket, Caller], names: set[str]) -> str:
+    """The name of a line, once its caller has proven it: then it is no caller's any more."""
+    caller = callers.get(line)
+    if caller is None:  # hung up on since
+        return ""
+    try:
+        name = caller.hear(names)
+    except OSError:
+        del callers[line]
+        line.close()
+        return ""
+    if name:
+        del callers[line]
+    return name
 
 
 def ready(lines: Sequence[socket.socket], until: float) -> list[socket.socket]:
