@@ -1,8 +1,8 @@
-"""Figures: all that is reported is computed here, from plain times.
+"""Every reported figure is computed here, from plain times.
 
-What this file keeps. A figure has its name and its unit in one text, as the tables have them.
+What this file keeps. A figure has its name and its unit in one text, as in the tables.
 
-Where next: `report.py`, which shows them.
+Where next: `report.py`, for the tables.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sched import Plan, Request, Scheduler
 
 @dataclass
 class Delivery:
-    """One request as its user saw it."""
+    """One request as a user saw it."""
 
     sent: float
-    times: list[float] = field(default_factory=list)  # of its tokens
+    times: list[float] = field(default_factory=list)  # of the tokens
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -36,17 +36,16 @@ class Delivery:
         return 1e3 * (self.times[0] - self.sent)
 
     def gaps_ms(self, since: float = -math.inf, until: float = math.inf) -> list[float]:
-        """Times between a token and the next, without gaps that lie wholly outside of the given
-        span."""
+        """Times between a token and the next, without gaps wholly outside of the given span."""
         return [1e3 * (b - a) for a, b in pairwise(self.times) if b > since and a < until]
 
 
-Figures = dict[str, float]  # by name and unit, as the tables have them
+Figures = dict[str, float]  # by name and unit, as in the tables
 
 
 def rank(values: Iterable[float], share: float) -> float:
-    """The smallest value that at least this share of all do not exceed: rank(range(1, 101), 0.95)
-    is 95."""
+    """The smallest value such that at least this share of all values are no larger:
+    rank(range(1, 101), 0.95) is 95."""
     ordered = sorted(values)
     return ordered[max(1, math.ceil(share * len(ordered))) - 1]
 
@@ -75,8 +74,8 @@ def open_figures(answers: Sequence[Delivery]) -> Figures:
 
 
 def closed_figures(answers: Sequence[Delivery], users: int) -> Figures:
-    """`decode` is the rate of all users together while their answers run; `total` also counts the
-    time they wait."""
+    """`decode` is the rate of all users together while answers run; `total` counts the waiting,
+    too."""
     gaps = [gap for a in answers for gap in a.gaps_ms()]
     return {
         "decode tokens/s": users
@@ -119,10 +118,10 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
 
 
 def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
-    """What planning takes where most is to be compared: all prompts are alike but for their last
+    """How long planning takes where most is to be compared: all prompts are alike but for the last
     thousand tokens.
 
-    A plan takes as long as the fastest of five: what other programs do to it is not ours.
+    Of five times for each plan the shortest counts, because other programs only make a plan slower.
     """
 
     class Timed(Scheduler):
@@ -146,11 +145,11 @@ def plan_figures(slots: int = 64, length: int = 16_000) -> Figures:
 
 
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
-    """What the machine would need at best for a step of so many rows, each `length` tokens long.
+    """How long the machine needs at best for a step of so many rows, each `length` tokens long.
 
-    A step reads each weight once and each row's keys and values, and multiplies what it has read.
-    The longer of the two times is the floor. Both rates are this machine's roof, measured here and
-    now.
+    A step reads each weight once and each row's keys and values, and multiplies all numbers that
+    were read. The longer of the two times is the floor. Both rates are this machine's roof, measured
+    here and now.
     """
     view = engine.model.view
     looks = rows * length * view.layers

@@ -1,16 +1,15 @@
-"""The peers of `bench.py`: other engines, each asked in its own way, and all of them giving the
-same kind of answer.
+"""The peers of `bench.py`: other engines, each asked in its own way, with answers of one kind.
 
-The problem. A benchmark is fair if the other engine is as fast as its own people would make it, and
-does the same work. But each engine has its own interface, its own file format and its own defaults.
-So each peer is a class here, and says what was chosen for it and why.
+The problem. A benchmark is fair if the other engine does the same work, and is as fast as its own
+people would make it. But each engine has its own interface, file format and defaults. So each peer is
+a class here, and its docstring says which settings were chosen and why.
 
 What this file keeps. A peer has the same weights as ours, is greedy, never stops early, and
-computes in float32 on a CPU. Only llama.cpp, where weights are packed, gets them in a form of its own
-that is as small (`GGUF_FORMS`). `python bench.py --vs llama.cpp --parts same` counts how many of its
-tokens are ours.
+computes in float32 on a CPU. Only where our weights are packed, llama.cpp has a form of its own, as
+small as ours (`GGUF_FORMS`). `python bench.py --vs llama.cpp --parts same` counts how many of llama.cpp's tokens are
+ours.
 
-Where next: `drive` in `sample.py`, the loop that measures all of them.
+Where next: `drive` in `sample.py`, the loop around all engines.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from parts.model.config import read_config
 from parts.model.load import ModelReader
 from parts.model.weights import DTYPES, quantization
 
-# What a request got in a step: its key, its tokens, whether it has ended
+# Of a request, after a step: the key, the new tokens, and whether the request has ended
 News = tuple[int, list[int], bool]
 
 
@@ -41,10 +40,10 @@ class Asked(Protocol):
 
 
 class MlxLm:
-    """mlx-lm's BatchGenerator. Its batch is as wide as we have slots. It prefills as many prompts
+    """mlx-lm's BatchGenerator. The batch is as wide as we have slots. As many prompts are prefilled
     together as fit, each in one piece; fewer at a time, or chunks, gave fewer tokens a second. On a
-    CPU it computes in float32, because everything else is slow there, and it multiplies with
-    OpenBLAS (`ENVIRONMENT`)."""
+    CPU the model computes in float32, because everything else is slow there, and OpenBLAS multiplies
+    (`ENVIRONMENT`)."""
 
     def __init__(self, folder: str, rows: int, length: int):
         from mlx_lm.generate import BatchGenerator
@@ -65,7 +64,7 @@ class MlxLm:
 
     def close(self) -> None:
         self.generator.close()
-        mx.synchronize()  # it runs ahead, and a process that exits while the device works may hang
+        mx.synchronize()  # mlx-lm runs ahead, and a process may hang if it exits meanwhile
 
 
 @dataclass
@@ -73,7 +72,7 @@ class Row:
     """A request that llama.cpp works on."""
 
     key: int
-    sequence: int  # of its cache
+    sequence: int  # of the cache
     left: int  # tokens still to come
     length: int = 0  # tokens that have gone in
     newest: int = 0
@@ -83,9 +82,9 @@ class LlamaCpp:
     """llama.cpp on the CPU, through the C functions that llama-cpp-python binds, with a thread for
     each core.
 
-    A step is one `llama_decode`, as in llama.cpp's own server: the newest token of each row, and
-    beside them as many prompts as fit the batch, each in one piece. numpy finds the best token,
-    which is quicker than llama.cpp's samplers.
+    A step is one `llama_decode`, as in llama.cpp's own server: the newest token of each row, and as
+    many prompts as fit the batch, each in one piece. numpy finds the best token, because numpy is
+    quicker than llama.cpp's samplers.
 
     The cache is float32, and attention the plain one: llama.cpp's own choice, flash attention,
     rounds more than float32 does, so that some answers differ.
@@ -158,7 +157,7 @@ class LlamaCpp:
         return came
 
     def put(self, row: Row, ids: Sequence[int]) -> None:
-        """Tokens that go in with the next call. A token is chosen from the last of them."""
+        """Tokens for the next call. The last one's logits choose a token."""
         batch = self.batch
         for at, id in enumerate(ids, batch.n_tokens):
             batch.token[at] = id
@@ -176,7 +175,7 @@ class LlamaCpp:
         self.c.llama_model_free(self.model)
 
 
-# By name: the peer, the packages that it needs, and how to get them.
+# By name: the peer, the packages, and how to get them.
 PEERS = {
     "mlx-lm": (MlxLm, ("mlx_lm",), "pip install mlx-lm"),
     "llama.cpp": (
@@ -187,8 +186,8 @@ PEERS = {
 }
 
 
-# The environment of a peer's processes. mlx-lm multiplies with the BLAS that lies under MLX. Its
-# users have no product of ours, so it gets the best that they can have.
+# The environment of a peer's processes. mlx-lm multiplies with the BLAS under MLX. mlx-lm's users
+# have no product of ours, so mlx-lm gets the best BLAS that a user can install.
 ENVIRONMENT = {
     "mlx-lm": {"NANOBATCH_BLAS": "openblas"},
     "llama.cpp": {},
@@ -196,7 +195,7 @@ ENVIRONMENT = {
 
 
 def obstacle(peer: str) -> str | None:
-    """Why it cannot be measured here, and what helps; None if it can."""
+    """Why a peer cannot be measured here, and what helps; None if the peer can be measured."""
     _, packages, remedy = PEERS[peer]
     if missing := [name for name in packages if not importlib.util.find_spec(name)]:
         return (
@@ -227,8 +226,8 @@ OF_A_LAYER = {  # our names of a layer's tensors, and GGUF's
 
 
 GGUF = "model.gguf"
-# The files of llama.cpp that take about as many bits a weight. (Q4_0 and Q8_0 have a scale for each
-# 32 weights, and llama.cpp rounds the activations to 8 bits beside them.)
+# The files of llama.cpp with about as many bits a weight. (Q4_0 and Q8_0 have a scale for each 32
+# weights, and llama.cpp rounds activations to 8 bits for such files.)
 GGUF_FORMS = {
     4: "LLAMA_FTYPE_MOSTLY_Q4_0",
     8: "LLAMA_FTYPE_MOSTLY_Q8_0",
@@ -237,8 +236,8 @@ GGUF_FORMS = {
 
 
 def make_gguf(folder: Path, place: Path) -> Path:
-    """The model in a folder as llama.cpp reads it, made in another one: quantized by llama.cpp
-    itself, if it is packed here."""
+    """A folder's model in llama.cpp's form, made in another folder. If the weights are packed here,
+    llama.cpp itself packs them there."""
     import llama_cpp
 
     file = place / GGUF
@@ -246,7 +245,7 @@ def make_gguf(folder: Path, place: Path) -> Path:
     bits = write_gguf(folder, whole)
     if bits == 32:
         return whole.rename(file)
-    llama_cpp.llama_log_set(errors_alone(), None)  # else it tells of each tensor
+    llama_cpp.llama_log_set(errors_alone(), None)  # else each tensor has a line
     options = llama_cpp.llama_model_quantize_default_params()
     options.nthread = cores()
     options.ftype = getattr(llama_cpp, GGUF_FORMS[bits])
@@ -258,7 +257,7 @@ def make_gguf(folder: Path, place: Path) -> Path:
 
 @functools.cache
 def errors_alone():
-    """What llama.cpp is to call instead of printing: errors are printed, and nothing else."""
+    """A function for llama.cpp to call instead of printing: prints errors, and nothing else."""
     import llama_cpp
 
     def say(level: int, text: bytes, _: object) -> None:
@@ -269,8 +268,8 @@ def errors_alone():
 
 
 def write_gguf(folder: Path, file: Path) -> int:
-    """A plain Llama in float32, without a tokenizer. Answers with how many bits its weights have in
-    the folder."""
+    """A plain Llama in float32, without a tokenizer. Answers with the bits of a weight in the
+    folder."""
     import numpy
     from gguf import GGUFWriter
 

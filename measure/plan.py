@@ -1,10 +1,10 @@
-"""What is measured: the parts, the lines of their tables, who is measured beside us, and models
-that need no download.
+"""The plan of a benchmark: the parts, the lines of the tables, the rivals beside us, and models
+without a download.
 
 What this file keeps. Every line of every table is known before the first sample is taken, and all
 columns of a line measure the same `Spec`.
 
-Where next: `sample.py`, which takes the samples of a plan.
+Where next: `sample.py`, for the samples of a plan.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SETTINGS["all of them"] = {
 }
 # A peer does not say what its steps are made of
 PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
-ROWS = 8  # in the parts that do not vary it
+ROWS = 8  # in the parts with one number of rows
 CROWD = 40  # requests of `open`
 LONGEST = 256  # tokens of their longest answer; the shortest has 16
 # `open`: as shares of what static batching can do; inf has to come first
@@ -84,7 +84,7 @@ class Ask:
 
 
 class Spec(NamedTuple):
-    """What one sample measures. It travels to its process as JSON."""
+    """The settings of one sample, sent to the sample's process as JSON."""
 
     part: str  # a method of `Sample`
     contestant: str  # the name of a peer, or "nanobatch" and a policy
@@ -100,9 +100,9 @@ class Spec(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """How much longer answers must be so that all of them run at once. Ours begin one after
-        another, because their prompts go in by chunks, one a step, and late in a long prompt a
-        chunk may be as narrow as 16 tokens."""
+        """How much longer answers must be, so that all of them run at once. Ours begin one after
+        another, because prompts go in by chunks, one a step, and late in a long prompt a chunk may
+        be as narrow as 16 tokens."""
         narrow = 64 if self.prompt <= 512 else 16
         return 0 if self.part in ("closed", "open") else self.rows * math.ceil(self.prompt / narrow)
 
@@ -115,12 +115,11 @@ def crowd_lengths(longest: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the tables: what is measured beside the other columns, and in which
-    surroundings."""
+    """A column of the tables: an engine, and the surroundings in which it is measured."""
 
     name: str
     engine: str  # as a sample's process knows it: a peer, or "nanobatch" and a policy
-    # Set in its processes, beside the user's own
+    # For the column's processes, beside the user's own
     environment: Mapping[str, str] = field(default_factory=dict)
     # Another version of nanobatch, whose bench.py takes the samples; None: this one
     checkout: Path | None = None
@@ -139,7 +138,7 @@ def our_column(policy: str) -> Column:
 
 
 def read_rivals(names: str, policy: str) -> list[Column]:
-    """What `--vs` means."""
+    """The columns of `--vs`."""
     rivals = {}
     for name in names.split(",") if names else ():
         rivals[name] = read_rival(name, policy)
@@ -147,7 +146,7 @@ def read_rivals(names: str, policy: str) -> list[Column]:
 
 
 def read_rival(name: str, policy: str) -> Column:
-    """What a name of `--vs` means: a peer, or a folder with another checkout. After an @ stands its
+    """One name of `--vs`: a peer, or a folder with another checkout. After an @ stands a
     NANOBATCH_BLAS."""
     if name == WIDENED:
         return Column(name, f"nanobatch {policy} float32")
@@ -166,9 +165,9 @@ def read_rival(name: str, policy: str) -> Column:
 
 
 class Setup(NamedTuple):
-    """A few lines of a table: what is measured there, and in which columns."""
+    """A few lines of a table, and the columns in which they are measured."""
 
-    part: str  # whose table it is
+    part: str  # of the table
     x: str  # a word and a number, such as "rows 8"
     spec: Spec  # complete but for the contestant
     columns: list[Column]
@@ -209,8 +208,7 @@ def columns_of(part: str, ours: Column, rivals: Sequence[Column]) -> list[Column
 
 
 def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
-    """The lines of a part's table: what each is called, and what its spec has that the usual one
-    has not."""
+    """The lines of a part's table: for each name the changes to the usual spec."""
     if part == "decode":
         return {f"rows {n}": {"rows": n} for n in rows}
     if part == "closed":

@@ -1,10 +1,9 @@
-"""What is shown of the samples: tables in a terminal, of what was measured now or earlier.
+"""Tables of the samples, in a terminal.
 
 What this file keeps. A table shows the median of the samples, and in brackets the lowest and the
 highest.
 
-Where next: `docs/speed.md`, whose tables are made of such figures; `docs/make/plot.py`, which draws
-some of them.
+Where next: `docs/speed.md`, with tables of such figures; `docs/make/plot.py`, for curves.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def summarise(records: Iterable[dict]) -> dict[Key, Summary]:
 
 
 def load_data(path: str) -> dict:
-    """What `bench.py --json` has written. If the file holds something else, one line says so."""
+    """Read a file of `bench.py --json`. If the file holds something else, one line says so."""
     try:
         data = json.loads(Path(path).read_text())
         summarise(data["records"])
@@ -59,8 +58,8 @@ def load_data(path: str) -> dict:
 
 
 def compared_with(key: Key, known: Iterable[Key]) -> Key:
-    """The figure that this one is divided by: of the first column, ours; in `growth` of the first
-    line of its kind."""
+    """The figure to divide this figure by: ours, in the first column; in `growth`, the figure of
+    the first line of the same kind."""
     part, x, *figure = key
 
     def is_like(other: Key) -> bool:
@@ -96,8 +95,7 @@ def number(value: float) -> str:
 
 
 def column_heads(records: Iterable[dict]) -> dict[str, str]:
-    """What stands above each contestant's column: its name, and the BLAS that its samples ran
-    on."""
+    """The head of each contestant's column: the name, and the BLAS of the samples."""
     heads = {}
     for record in records:
         name = record["contestant"]

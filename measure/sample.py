@@ -4,9 +4,9 @@ The problem. A sample must inherit no other sample's memory, caches or threads, 
 machine down must slow all columns down.
 
 What this file keeps. One loop (`drive`) talks to all engines in the same words. Each sample has a
-process of its own, which cannot outlive ours, and columns take turns.
+process of its own, and no such process outlives ours. Columns take turns.
 
-Where next: `figures.py`, what is computed from the times.
+Where next: `figures.py`, which makes figures of the times.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Nanobatch:
         return handle.id
 
     def step(self) -> Iterator[News]:
-        """For each request under way: its id, the tokens that it got, and whether it has ended."""
+        """For each request under way: the id, the new tokens, and whether the request has ended."""
         self.engine.step()
         for key, handle in list(self.handles.items()):
             if handle.finish_reason == "error":
@@ -105,8 +105,8 @@ def drive(
     """Send each ask when it is due, and step until all have ended. The answers are in the order of
     the asks.
 
-    In a closed loop with so many `users`, an ask is due when a user is idle. In an open loop, it is
-    due when its time has come.
+    In a closed loop with so many `users`, an ask is due when a user is idle. In an open loop, an ask
+    is due at the time that it names.
     """
     waiting = deque(asks)
     answers = []
@@ -140,7 +140,7 @@ def drive(
 
 
 class Sample:
-    """A contestant, warmed up, and prompts for it. They are random, so that no engine can reuse
+    """A contestant, warmed up, and prompts. The prompts are random, so that no engine can reuse
     computed prefixes."""
 
     def __init__(self, spec: Spec, slots: int | None = None):
@@ -159,7 +159,7 @@ class Sample:
             self.contestant.engine.follow()
             return
         drive(self.contestant, self.asks(spec.rows, output=min(spec.output, 16)))
-        mx.reset_peak_memory()  # what loading took does not count
+        mx.reset_peak_memory()  # loading does not count
 
     def asks(self, count: int, prompt: int | None = None, output: int | None = None) -> list[Ask]:
         """Asks with the spec's lengths, unless others are given."""
@@ -240,8 +240,8 @@ class Sample:
         return figures
 
     def chat(self) -> Figures:
-        """In turn: a conversation, and a prompt as long as its last one, whose earlier rows are in
-        the slab already."""
+        """In turn: a conversation, and a prompt as long as the conversation's last one, with all
+        earlier rows in the slab."""
         turns = []
         chunks = []
         for _ in range(3):
@@ -258,7 +258,7 @@ class Sample:
         }
 
     def last_turn(self) -> Metrics:
-        """Of a conversation: each prompt is all that was said before, and something new."""
+        """Of a conversation: each prompt is everything said before, and something new."""
         said = []
         for _ in range(TURNS):
             (ask,) = self.asks(1)
@@ -268,8 +268,8 @@ class Sample:
         return result.metrics
 
     def lone_chunk(self, length: int) -> Metrics:
-        """Of a prompt of about this length. All its rows are in the slab but for as many as a turn
-        has new tokens."""
+        """Of a prompt of about this length. All rows are in the slab, but for as many as a turn has
+        new tokens."""
         new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
         rows = (length - new) // CHUNK * CHUNK
         (ask,) = self.asks(1, prompt=rows + new)
@@ -364,7 +364,7 @@ def in_turn(*ways: Callable[[], list[float]]) -> list[float]:
 
 
 def beside_others(way: Callable[[], list[float]]) -> Callable[[], list[float]]:
-    """The same, while each core has a process that never rests."""
+    """The same, while each core has a restless process."""
 
     def beside() -> list[float]:
         with busy_cores():
@@ -375,7 +375,7 @@ def beside_others(way: Callable[[], list[float]]) -> Callable[[], list[float]]:
 
 @contextmanager
 def busy_cores() -> Iterator[None]:
-    """One process on each core that never rests. Each ends when this process does, too."""
+    """One restless process on each core. Each ends when this process does, too."""
     code = "import os; ours = os.getppid()\nwhile os.getppid() == ours: pass"
     others = []
     try:
@@ -389,7 +389,7 @@ def busy_cores() -> Iterator[None]:
 
 
 class Failure(RuntimeError):
-    """A sample could not be taken, and nothing is wrong with what was asked for."""
+    """A sample could not be taken, and the request was not to blame."""
 
 
 def take(spec: Spec) -> Figures:
@@ -406,14 +406,14 @@ def take(spec: Spec) -> Figures:
 
 
 def take_sample(text: str) -> int:
-    """Runs in the sample's process. Prints a line of JSON: the figures, or what is wrong with what
-    was asked for."""
+    """Runs in the sample's process. Prints a line of JSON: the figures, or what is wrong with the
+    request."""
     spec = Spec(**json.loads(text))
     # See `measure`
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
     try:
         answer = {"figures": take(spec)}
-        if spec.contestant != "llama.cpp":  # which has products of its own
+        if spec.contestant != "llama.cpp":  # llama.cpp has products of its own
             answer["blas"] = blas_name()
     except (ValueError, QueueFull) as error:
         answer = {"error": str(error)}
@@ -422,12 +422,12 @@ def take_sample(text: str) -> int:
 
 
 def measure(spec: Spec, column: Column) -> dict:
-    """One sample of a column, in a fresh process: its figures, and the BLAS that it ran on.
+    """One sample of a column, in a fresh process: the figures, and the BLAS under them.
 
-    The process cannot outlive this call, because it ends when its standard input does. Ranks stay
-    in their process: they have found each other, and over MPI another process could not join them.
+    The process cannot outlive this call: the process ends when the pipe to its input does. Ranks
+    stay in their processes. They have found each other, and over MPI no other process could join.
 
-    subtle: an interrupted `run` kills its process, but not if the interrupt comes while it starts
+    subtle: `subprocess.run` kills the process when it is interrupted, but not while it still starts
     the process.
     """
     spec = spec._replace(contestant=column.engine)
@@ -464,7 +464,7 @@ def measure(spec: Spec, column: Column) -> dict:
 
 
 def take_all(plan: Sequence[Setup], samples: int, report: Callable[[str], None]) -> Iterator[dict]:
-    """The record of each sample; `report` is told what will be measured next."""
+    """The record of each sample; `report` is told the next one before."""
     records = []
     for setup in plan:
         for number in range(samples):
@@ -485,7 +485,7 @@ def take_all(plan: Sequence[Setup], samples: int, report: Callable[[str], None])
 
 
 def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
-    """What the figures depend on."""
+    """Everything that the figures depend on."""
     installed = {each.name.lower(): each.version for each in importlib.metadata.distributions()}
     machine = {
         "processor": program.processor(),
@@ -506,7 +506,7 @@ def describe_machine(rivals: Sequence[Column]) -> dict[str, str]:
 
 
 def blas_name() -> str:
-    """What multiplies matrices in this process, short enough for the head of a column."""
+    """The BLAS of this process, short enough for the head of a column."""
     blas = device.blas
     return f"{blas.name} ({blas.kernels})" if blas.kernels else blas.name
 
