@@ -489,7 +489,7 @@ def test_every_program_says_its_version_on_standard_output_and_ends(here, asked)
     ("program", "module"),
     [
         *(("ask.py", name) for name in ("argparse", "dataclasses", "ctypes", "mlx", "tokenizers")),
-        *(("bench.py", name) for name in ("argparse", "timeit", "mlx", "tokenizers")),
+        *(("bench.py", name) for name in ("argparse", "statistics", "mlx", "tokenizers")),
         # The screen's loader imports MLX and what is beyond, while the first frame is shown.
         *(("tui.py", name) for name in ("argparse", "textual", "mlx", "tokenizers")),
     ],
