@@ -217,13 +217,14 @@ def spoken(handle: Any, speech: Speech) -> Iterator[tuple[Part, str]]:
     before = ""
     for parts in chain(map(parser.push, handle), [None]):
         for part in parser.finish() if parts is None else parts:
-            text = printable(part.text)
-            if part.kind == "thought":
-                text = f"\x1b[2m{text}\x1b[22m"
-            elif before == "thought":
-                text = "\n" + text
-            yield part, text
+            ends_thought = before == "thought" != part.kind
+            yield part, "\n" * ends_thought + on_terminal(part)
             before = part.kind
+
+
+def on_terminal(part: Part) -> str:
+    text = printable(part.text)
+    return f"\x1b[2m{text}\x1b[22m" if part.kind == "thought" else text
 
 
 def figures(result: Any) -> str:

@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "parts/ranks/*": "parts/api/views parts/device/*",
     "parts/model/*": "parts/api/views parts/ranks/* parts/device/*",
     "parts/checks": "",
+    "parts/dialogue": "parts/text/speech",
     "parts/files": "",
     "parts/price": "",
     "parts/program": "",
@@ -76,7 +77,7 @@ SCREEN = """
 SCREEN_MAY_IMPORT = (
     "parts/api/* parts/price parts/replay parts/text/speech door/journal door/wire sched policies"
 )
-WITHOUT_MLX = """sched policies prefix parts/api/* parts/checks parts/files parts/price parts/program parts/replay
+WITHOUT_MLX = """sched policies prefix parts/api/* parts/checks parts/dialogue parts/files parts/price parts/program parts/replay
     parts/text/* door/* screen/* serve tui"""
 STANDARD_LIBRARY = {
     "sched": "",

@@ -26,6 +26,7 @@ import bench
 import serve
 import tui
 from parts import program
+from parts.dialogue import on_terminal
 from parts.text.speech import Part
 
 ROOT = Path(__file__).parents[2]
@@ -765,5 +766,5 @@ def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, mon
 
 
 def test_on_a_terminal_a_thought_is_dim():
-    assert ask.shown(Part("thought", "Hm\x1b[31m.")) == "\x1b[2mHm[31m.\x1b[22m"
-    assert ask.shown(Part("answer", "Yes.")) == "Yes."
+    assert on_terminal(Part("thought", "Hm\x1b[31m.")) == "\x1b[2mHm[31m.\x1b[22m"
+    assert on_terminal(Part("answer", "Yes.")) == "Yes."
