@@ -12,19 +12,15 @@ it:
     room.py      owns the engine. It fulfils wishes between two steps, and shows what happens as a frozen `View`.
     remote.py    the same for an engine elsewhere: it reads a server's `/watch`.
     runs.py      races and replays on a clock that interruptions do not reach. trace.py is a trace for Perfetto.
-    why.py       a request's life in parts that add up, and what it would have been in another company.
-    company.py   a trial: the same prompt alone and hundreds of times among neighbours.
-    elephant.py  a trial: a long prompt among chats, their gaps, and what the budget trades.
-    breakage.py  a trial: something is broken on purpose. Who ends, who goes on?
+    life.py      a request's life in parts that add up, and what it would have been in another company.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
-    panes.py     pure functions: state, colours and a size in, lines of text out. So are steps.py, pages.py,
-                 contest.py, charts.py, waterfall.py, bill.py, clients.py and keys.py.
+    panes.py     pure functions: state, colours and a size in, lines of text out. So are steps.py and charts.py.
     places.py    where each pane goes, on a screen of any size.
     terminal.py  a terminal that may send anything, and go away.
     widgets.py   what Textual needs of a pane and of the prompt box.
     record.py    a run as a file, from which a page is made.
     session.py   what a user can say: commands, scripts, and the same run as a plain log.
-    scenes.py    the scenes of the tour, a table. tour.py plays them, and draws what it says.
+    pages/       a page that a key opens, in a file each: what it tries out, and how that is drawn.
 
 This file makes a screen of them: which function draws which pane (`PANES`), what each key does (the
 `action_...` methods of `Screen`), and the command line.
@@ -79,22 +75,11 @@ from parts.checks import one_line, read_whole, shown
 from parts.device import rows
 from parts.files import LineFile, check_writable, write_whole
 from parts.program import BROWSER, about, on_a_terminal
-from screen import (
-    bill,
-    breakage,
-    charts,
-    clients,
-    company,
-    contest,
-    elephant,
-    keys,
-    pages,
-    panes,
-    record,
-    steps,
-    waterfall,
-)
+from screen import charts, keys, panes, record, steps
 from screen.ink import DARK, Line, Palette, Pen, clean, count
+from screen.life import at_percent, place_of, ranked
+from screen.pages import bill, breakage, clients, elephant, race, requests, same, why
+from screen.pages.tour import Tour, draw_tour, refuse, run_plain_tour
 from screen.places import LOWER, STACKS, arrange, arrange_loading, arrange_tour, is_small, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, CHUNK, Ask, EngineRoom, Room, Settings
@@ -110,8 +95,6 @@ from screen.session import (
 )
 from screen.state import State, verdict
 from screen.terminal import HUNG_UP, Terminal
-from screen.tour import Tour, draw_tour, refuse, run_plain_tour
-from screen.why import at_percent, place_of, ranked
 from screen.widgets import NEWLINE, Commands, Pane, Prompt, thrifty
 
 PANES = {  # by name: what draws it
@@ -128,7 +111,7 @@ PANES = {  # by name: what draws it
     "waits": charts.draw_waits,
     "streams": panes.draw_streams,
     "step": steps.draw_step,
-    "request": pages.draw_request,
+    "request": requests.draw_request,
     "clients": clients.draw_clients,
     "mark": panes.draw_mark,
     "settings": panes.draw_settings,
@@ -137,15 +120,15 @@ PANES = {  # by name: what draws it
 }
 # What the wheel does there
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
-SHEETS = {"help": keys.draw_help, "requests": pages.draw_requests, "contest": contest.draw_contest}
+SHEETS = {"help": keys.draw_help, "requests": requests.draw_requests, "contest": race.draw_contest}
 SHEETS |= {
-    "errors": pages.draw_errors,
-    "totals": pages.draw_totals,
+    "errors": requests.draw_errors,
+    "totals": requests.draw_totals,
     "clients": partial(clients.draw_clients, whole=True),
 }
-SHEETS |= {"step": partial(steps.draw_step, whole=True), "why": waterfall.draw_why}
+SHEETS |= {"step": partial(steps.draw_step, whole=True), "why": why.draw_why}
 SHEETS |= {"bill": bill.draw_bill}
-SHEETS |= {"same": company.draw_same, "elephant": elephant.draw_elephant}
+SHEETS |= {"same": same.draw_same, "elephant": elephant.draw_elephant}
 SHEETS |= {"break": breakage.draw_break}
 # Commands whose page stays open when they are given once more
 STAYS = {"/why": "why", "/same": "same", "/elephant": "elephant", "/break": "break"}
@@ -254,7 +237,7 @@ class Sheet(ModalScreen):
         state = self.app.state
         order = ranked(state.ended)
         if self.name == "why" and order:
-            marks = [place_of(at_percent(mark, order), order) for mark in waterfall.MARKS]
+            marks = [place_of(at_percent(mark, order), order) for mark in why.MARKS]
             now = place_of(state.open, order)
             beyond = [place for place in marks if now is None or place > now]
             state.lead((beyond or marks)[0])
@@ -1163,7 +1146,7 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     for block in session.state.tracebacks[-5:]:
         print(f"nanobatch: {block}", file=sys.stderr)
     if session.state.periods and not (args.screenshot or BROWSER or code == HUNG_UP):
-        print("\n".join(pages.farewell(session.state, shutil.get_terminal_size().columns)))
+        print("\n".join(requests.farewell(session.state, shutil.get_terminal_size().columns)))
     return code or failed(session.state), app.picture
 
 

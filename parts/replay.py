@@ -10,7 +10,7 @@ is left of the run is how long it takes.
 What this file keeps. It decides nothing, and the standard library is enough. A run that is replayed
 under its own policy has the same steps.
 
-Where next: `screen/why.py` and `web/simulate.py`, which ask.
+Where next: `screen/life.py` and `web/simulate.py`, which ask.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ What this file keeps. As in `panes.py`, each function is pure: state, colours an
 out. Every chart has a zero line and an axis that can be read, and counts the steps and requests
 that `State` keeps.
 
-Where next: `waterfall.py`.
+Where next: `panes.py`, more of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rich.cells import cell_len
 from parts.api.views import RequestView
 from policies import POLICIES
 from screen.ink import HUES, Line, Palette, Pen, axis, heading, number, span, style, wrap
+from screen.periods import percentile
 from screen.state import State
-from screen.totals import percentile
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 # Characters: the numbers at the left. Charts of the same time then begin in the same column.

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from policies import POLICIES
-from screen.breakage import BREAKS
 from screen.ink import Line, Palette, Pen, entry, heading, wrap
+from screen.pages.breakage import BREAKS
 from screen.room import RIVALS
 from screen.state import State
 

@@ -7,8 +7,7 @@ What this file keeps. Each function takes (state, palette, width, height) and an
 that is cut is a lie. Nothing here remembers anything between two calls or knows a terminal, so a
 test compares text with text.
 
-Where next: `steps.py`, `pages.py`, `contest.py` and `charts.py`, more of them; `tui.py`, which places
-them all.
+Where next: `steps.py` and `charts.py`, more of them; `tui.py`, which places them all.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from screen.ink import (
     span,
     wrap,
 )
+from screen.periods import Period, words
 from screen.room import View
 from screen.state import State, client_of, prompt_of
 from screen.timeline import Column, useful_of
-from screen.totals import Period, words
 
 TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
 WAITING = 8  # so many lines that wait for the model are shown, the newest

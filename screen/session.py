@@ -26,11 +26,13 @@ from itertools import cycle, islice
 from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
 from policies import POLICIES, policy_of
-from screen import elephant
-from screen.bill import bill_line
-from screen.breakage import BREAKS, break_it
-from screen.company import RUNS, same
 from screen.ink import clean, count, number, shorten, span
+from screen.life import at_percent, ranked, sentence
+from screen.pages import elephant
+from screen.pages.bill import bill_line
+from screen.pages.breakage import BREAKS, break_it
+from screen.pages.same import RUNS, same
+from screen.periods import words
 from screen.room import (
     RIVALS,
     SCHEMA,
@@ -44,9 +46,7 @@ from screen.room import (
 )
 from screen.runs import FIGURES, Contest
 from screen.state import State, asked, client_of, compare, life_in, prompt_of, verdict
-from screen.totals import words
 from screen.trace import trace_events
-from screen.why import at_percent, ranked, sentence
 
 
 def read_name(name: str, text: str, least: int, most: int) -> str:

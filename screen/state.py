@@ -25,11 +25,11 @@ from door.journal import Call
 from parts.api.views import ExpertsView, Limits, RequestView, SlotView, Snapshot, StepView
 from policies import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
+from screen.life import Life, Outcome, company_of, life_of, outcomes, ranked, steps_of
+from screen.periods import Period, Price
 from screen.room import BURST, RIVALS, Ask, Fault, Finding, Settings, View, is_mute
 from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, renumbered, replay
 from screen.timeline import Column, column, gap, merge
-from screen.totals import Period, Price
-from screen.why import Life, Outcome, company_of, life_of, outcomes, ranked, steps_of
 
 ASKED = 100  # of so many steps it is known which experts they took
 

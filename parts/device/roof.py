@@ -14,7 +14,7 @@ only longer. And a try is short, so that some fall between two interruptions: th
 pieces, one after the other, and no cache has a piece when its turn comes again. All of it takes less
 than a second, and at most a quarter of the free memory.
 
-Where next: `screen/bill.py`, which holds a step against it.
+Where next: `screen/pages/bill.py`, which holds a step against it.
 """
 
 from __future__ import annotations

@@ -59,16 +59,16 @@ ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
 INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
-    tour
-    scenes
+    pages/tour
+    pages/scenes
     session record
-    bill elephant keys pages contest terminal widgets
-    panes breakage
-    steps charts clients waterfall company
+    pages/bill pages/elephant keys pages/requests pages/race terminal widgets
+    panes pages/breakage
+    steps charts pages/clients pages/why pages/same
     state
-    why
+    life
     runs
-    totals
+    periods
     remote trace
     timeline
     room
@@ -101,11 +101,8 @@ STANDARD_LIBRARY |= {"parts/device/blas": "", "parts/device/rows": "", "parts/de
 
 def names() -> list[str]:
     """All files but the demo's: "nanobatch", "parts/model/ops" and so on, without the ending."""
-    return [
-        name
-        for folder in (".", "parts", "parts/*", "door", "screen", "web", "measure")
-        for name in files_in(folder)
-    ]
+    folders = (".", "parts", "parts/*", "door", "screen", "screen/*", "web", "measure")
+    return [name for folder in folders for name in files_in(folder)]
 
 
 @cache

@@ -16,7 +16,7 @@ from parts.device.mlx import device_lock, device_stream, mx
 from parts.model.layers import Dense, Model, Packed, Stack
 from parts.model.load import ModelReader, read_model
 from parts.ranks.ranks import Ranks
-from screen.bill import Work, asked_of, bill_of, expected, parts_of
+from screen.pages.bill import Work, asked_of, bill_of, expected, parts_of
 from screen.timeline import column
 
 EXPERTS = {

@@ -10,8 +10,9 @@ from stage import Stage, at_every_size, like_golden, plain, show, turned_by_comp
 import kv
 import tui
 from nanobatch import Engine
-from screen import breakage, ink, session
-from screen.breakage import BREAKS, Breakage
+from screen import ink, session
+from screen.pages import breakage
+from screen.pages.breakage import BREAKS, Breakage
 
 
 def broken(stage: Stage, what: str) -> Breakage:
@@ -104,7 +105,7 @@ def test_its_traceback_stands_on_the_page_of_errors_under_the_name_planted():
         await it.press("1", turns=60)
         assert "ended by it" in it.text()
         await it.press("E")
-        await it.sees("screen.breakage.Planted: planted by /break step")
+        await it.sees("screen.pages.breakage.Planted: planted by /break step")
         assert "breakage.py" in it.text()
         assert not it.stage.state.faults, "what is meant needs no notices over the page"
 

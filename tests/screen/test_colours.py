@@ -7,7 +7,7 @@ from textual.theme import BUILTIN_THEMES
 
 from screen import ink
 from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL
-from screen.pages import parts_of
+from screen.pages.requests import parts_of
 
 
 def contrast(a: Color, b: Color) -> float:

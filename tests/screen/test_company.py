@@ -9,8 +9,9 @@ from stage import Stage, at_every_size, like_golden, plain, show, turned_by_comp
 import llama
 import tui
 from nanobatch import Engine
-from screen import company, ink, room, session
-from screen.company import Answer, Company
+from screen import ink, room, session
+from screen.pages import same
+from screen.pages.same import Answer, Company
 from screen.room import BURST
 
 SHORT = "Tell me a story about a fox."
@@ -30,7 +31,7 @@ def test_an_engine_whose_answers_do_not_depend_on_company_has_one_answer():
     assert found.stage == "over" and found.verdict == "30 runs, 1 answer"
     assert [kind.count for kind in found.kinds] == [30] and found.unlike == 0
     assert len({run.digest for run in found.runs} | {found.alone.digest}) == 1
-    assert found.alone.numbers == 2 * len(found.alone.tokens) == 2 * company.LONGEST
+    assert found.alone.numbers == 2 * len(found.alone.tokens) == 2 * same.LONGEST
 
 
 def test_the_runs_have_company_that_comes_goes_and_is_cancelled():
@@ -74,8 +75,8 @@ def test_a_runner_whose_bits_alone_depend_on_company_is_reported_with_one_answer
     turned = turned_by_company(stage, 4, "bits")
     found = gathered(stage)
     assert (found.texts, found.bits) == (1, 2) and found.unlike == len(turned) > 0
-    (unlike,) = company.unlike(found)
-    assert unlike.difference == company.Difference(5, 2**-20, None, ("", ""))
+    (unlike,) = same.unlike(found)
+    assert unlike.difference == same.Difference(5, 2**-20, None, ("", ""))
 
 
 def test_a_run_alone_that_is_unlike_all_others_is_told_so_too():
@@ -100,14 +101,14 @@ def answer(*words: str, by: float = 0.0) -> Answer:
 
 def test_a_difference_says_where_and_by_how_much_up_to_the_first_other_token():
     right = answer("a", "bb", "ccc", "dddd")
-    assert company.difference(right, right) is None
-    same = company.difference(right, answer("a", "bb", "ccc", "dddd", by=0.25))
-    assert same == company.Difference(1, 0.75, None, ("", ""))
-    other = company.difference(right, answer("a", "bb", "xxxxx", "dddd", by=0.25))
-    assert other == company.Difference(1, 0.25, 2, ("“ccc”", "“xxxxx”"))
-    shorter = company.difference(right, answer("a", "bb"))
-    assert shorter == company.Difference(2, 0.0, 2, ("“ccc”", "nothing more"))
-    assert company.difference(answer("a", "bb"), right).said == ("nothing more", "“ccc”")
+    assert same.difference(right, right) is None
+    alike = same.difference(right, answer("a", "bb", "ccc", "dddd", by=0.25))
+    assert alike == same.Difference(1, 0.75, None, ("", ""))
+    other = same.difference(right, answer("a", "bb", "xxxxx", "dddd", by=0.25))
+    assert other == same.Difference(1, 0.25, 2, ("“ccc”", "“xxxxx”"))
+    shorter = same.difference(right, answer("a", "bb"))
+    assert shorter == same.Difference(2, 0.0, 2, ("“ccc”", "nothing more"))
+    assert same.difference(answer("a", "bb"), right).said == ("nothing more", "“ccc”")
 
 
 # --- with a model -------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def test_a_reach_that_shows_is_reported(monkeypatch):
 
     monkeypatch.setattr(llama, "attention", a_reach_that_shows)
     found = gathered(demo_stage(), "/same 12 Tell me a story about a fox.")
-    assert found.unlike > 0 and max(kind.difference.by for kind in company.unlike(found)) > 1e-7
+    assert found.unlike > 0 and max(kind.difference.by for kind in same.unlike(found)) > 1e-7
 
 
 # --- beginning and ending -----------------------------------------------------------------------

@@ -14,8 +14,9 @@ from docs.make import film
 from nanobatch import Sampling
 from parts.price import Price
 from policies import POLICIES
-from screen import charts, contest, ink, keys, panes, runs, state, timeline
+from screen import charts, ink, keys, panes, runs, state, timeline
 from screen.ink import DECODE
+from screen.pages import race
 
 
 def test_a_comparison_counts_those_that_were_cancelled_as_far_as_they_came():
@@ -91,7 +92,7 @@ def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
     ) < timeline.useful_of(ran.columns)
     assert rival.ttft_mean > ran.ttft_mean
     assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in ran.columns) > 500
-    text = " ".join(" ".join(plain(contest.draw_contest(stage.state, ink.DARK, 100, 30))).split())
+    text = " ".join(" ".join(plain(race.draw_contest(stage.state, ink.DARK, 100, 30))).split())
     for part in (
         "static, simulated",
         "continuous, simulated",
@@ -353,7 +354,7 @@ def test_the_last_race_can_be_opened_again():
         it.stage.finish()
         await it.turns()
         await it.press("end", turns=0)
-        before = plain(contest.draw_contest(it.stage.state, ink.DARK, 120, 40))
+        before = plain(race.draw_contest(it.stage.state, ink.DARK, 120, 40))
         await it.press("escape", "b", turns=300)
         it.stage.state.KEPT = 60  # so it is long ago, as far as the timeline knows
         await it.turns(2)
@@ -364,7 +365,7 @@ def test_the_last_race_can_be_opened_again():
         await it.press("R", turns=0)
         assert it.stage.state.film is not None
         await it.press("end", turns=0)
-        assert plain(contest.draw_contest(it.stage.state, ink.DARK, 120, 40)) == before
+        assert plain(race.draw_contest(it.stage.state, ink.DARK, 120, 40)) == before
         assert "continuous takes" in it.text()
 
     show(scenario, size=(120, 40))
@@ -413,7 +414,7 @@ def test_both_legs_of_a_race_grow_at_the_same_time_on_one_clock(size):
     drawn = []
     for tenth in range(11):
         stage.state.film = tenth / 10 * longest
-        lines = plain(contest.draw_contest(stage.state, ink.DARK, *size))
+        lines = plain(race.draw_contest(stage.state, ink.DARK, *size))
         drawn.append(decoded(lines))
         if tenth == 4:
             like_golden(f"race-{size[0]}x{size[1]}", "\n".join(line.rstrip() for line in lines))
@@ -450,7 +451,7 @@ def test_while_the_first_leg_runs_nothing_is_blank(size):
     stage = Stage().load()
     stage.session.obey("/race 20")
     stage.turns(60)
-    lines = plain(contest.draw_contest(stage.state, ink.DARK, *size))
+    lines = plain(race.draw_contest(stage.state, ink.DARK, *size))
     like_golden(f"race-begins-{size[0]}x{size[1]}", "\n".join(line.rstrip() for line in lines))
     text = "\n".join(lines)
     assert "static, running …" in text and "continuous, runs next" in text

@@ -5,9 +5,10 @@ from rich.cells import cell_len
 from stage import Stage, at_every_size, like_golden, plain, show
 
 from parts.price import NARROWEST
-from screen import elephant, ink, pages
+from screen import ink
 from screen import state as state_
 from screen.ink import span
+from screen.pages import elephant, requests
 from screen.room import WIDEST, bounds
 from screen.session import PlainLog, orders_of
 
@@ -118,7 +119,7 @@ def test_the_totals_price_each_period_with_its_own_budget_and_one_that_was_turne
     stage = like_a_cpu(Stage().load())
 
     def makespans(count: int) -> list[str]:
-        title, *rows = plain(pages.draw_totals(stage.state, ink.DARK, 120, 40))[1 : count + 2]
+        title, *rows = plain(requests.draw_totals(stage.state, ink.DARK, 120, 40))[1 : count + 2]
         end = title.index("makespan") + len("makespan")
         return [row[end - 10 : end].strip() for row in reversed(rows)]
 

@@ -7,7 +7,8 @@ from stage import at_every_size, plain, show
 
 import tui
 from parts.api.faults import show_fault
-from screen import ink, pages, room
+from screen import ink, room
+from screen.pages import requests
 from screen.state import State
 
 
@@ -119,7 +120,9 @@ def test_a_traceback_of_any_width_fits_its_page(width):
         + "\n  "
         + "文" * 90
     )
-    lines = pages.draw_errors(State(tracebacks=[block, "another\nTraceback:"]), ink.DARK, width, 20)
+    lines = requests.draw_errors(
+        State(tracebacks=[block, "another\nTraceback:"]), ink.DARK, width, 20
+    )
     assert all(cell_len(line) <= width for line in plain(lines))
     text = "".join(plain(lines))
     assert (

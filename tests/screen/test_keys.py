@@ -9,8 +9,9 @@ from textual import events
 
 import tui
 from policies import POLICIES
-from screen import charts, contest, ink, keys, pages, panes, room, runs, state, steps
+from screen import charts, ink, keys, panes, room, runs, state, steps
 from screen.ink import BLOCKED, DECODE, HELD, PREFILL
+from screen.pages import race, requests
 from screen.room import Settings
 from screen.state import State
 
@@ -233,7 +234,7 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         newest = [column.view.seconds for column in state.history[then - 20 : then]]
         assert f"{tokens / (last - began):.0f} tok/s  {over} ended" in figures
         assert f"{1000 * sum(newest) / 20:.1f} ms/step" in figures and "10.0 ms/step" not in figures
-        opened = " ".join(plain(pages.draw_request(state, ink.DARK, 300, 12)))
+        opened = " ".join(plain(requests.draw_request(state, ink.DARK, 300, 12)))
         assert f"in all {ink.span(last)}" in opened and "1 to 31, in slot 0" in opened
         it.app.hush(state.said)  # it would go by itself after a while
         it.app.paint()
@@ -421,7 +422,7 @@ def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
     """It had titles of figures, and a scale of one second, with nothing above it."""
     stage = Stage().load()
     stage.state.contest = runs.Contest("Race", [], state.RACE_WAITS)
-    heading, *lines = plain(contest.draw_contest(stage.state, ink.DARK, 80, 24))
+    heading, *lines = plain(race.draw_contest(stage.state, ink.DARK, 80, 24))
     assert "Esc back" in heading and [line.strip() for line in lines] == [state.RACE_WAITS]
 
 
@@ -429,7 +430,7 @@ def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
     """The race before was shown until then; and where nothing ran, the new one was said to wait for
     what runs."""
     stage = Stage().load()
-    drawn = lambda: plain(contest.draw_contest(stage.state, ink.DARK, 80, 24))  # noqa: E731
+    drawn = lambda: plain(race.draw_contest(stage.state, ink.DARK, 80, 24))  # noqa: E731
     for _ in range(2):
         stage.session.obey("/race 4 serial continuous")
         assert (
@@ -810,7 +811,7 @@ def test_figures_have_commas_and_things_their_plural_everywhere():
     stage.finish()
     texts = [
         plain(draw(stage.state, ink.DARK, 100, 30))
-        for draw in (pages.draw_requests, panes.draw_slots)
+        for draw in (requests.draw_requests, panes.draw_slots)
     ]
     stage.state.look_at(1)
     texts += [

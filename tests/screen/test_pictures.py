@@ -13,7 +13,8 @@ from textual import events
 from textual.geometry import Region
 
 import tui
-from screen import contest, ink, pages, room
+from screen import ink, room
+from screen.pages import race, requests
 
 
 @pytest.mark.parametrize("size", [(60, 20), *SIZES], ids=lambda size: "x".join(map(str, size)))
@@ -174,14 +175,14 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
                     Region(0, 0, width, 10_000),
                 )
         check_lines(
-            "request", pages.draw_request(stage.state, ink.DARK, 74, 12), Region(0, 0, 74, 12)
+            "request", requests.draw_request(stage.state, ink.DARK, 74, 12), Region(0, 0, 74, 12)
         )
         drawn["request"] += 1  # with many slots it has no room of its own
         if sum(request.metrics.output_tokens > 0 for request in stage.state.requests.values()) < 2:
             continue  # with one slot, the first is still alone
         stage.session.obey("/compare")
         for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
-            lines = contest.draw_contest(stage.state, ink.DARK, width, height)
+            lines = race.draw_contest(stage.state, ink.DARK, width, height)
             check_lines("contest", lines, Region(0, 0, width, height))
     assert (
         drawn.keys() == tui.PANES.keys() - {"loading", "small", "tour"} and min(drawn.values()) >= 5

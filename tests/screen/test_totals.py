@@ -10,7 +10,8 @@ from stage import Stage, at_every_size, like_golden, plain, show
 
 from nanobatch import Sampling
 from parts.api.views import RanksView
-from screen import ink, pages, panes, steps, timeline, totals
+from screen import ink, panes, periods, steps, timeline
+from screen.pages import requests
 
 
 def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
@@ -37,7 +38,7 @@ def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
         )
         assert sorted(period.ttfts) == sorted(r.metrics.ttft_s for r in ended)
         gaps = sum(r.metrics.output_tokens - 1 for r in ended)
-        assert len(period.gaps) == gaps and 0.01 <= totals.percentile(period.gaps, 0.95) <= 0.03
+        assert len(period.gaps) == gaps and 0.01 <= periods.percentile(period.gaps, 0.95) <= 0.03
     split = next(
         i for i, column in enumerate(stage.state.history) if column.view.policy == "static"
     )
@@ -49,12 +50,12 @@ def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
 
 
 def test_a_percentile_is_a_value_that_was_there():
-    assert totals.percentile([], 0.5) is None and totals.percentile([7.0], 0.95) == 7.0
+    assert periods.percentile([], 0.5) is None and periods.percentile([7.0], 0.95) == 7.0
     values = [float(n) for n in range(1, 101)]
     assert (
-        totals.percentile(values, 0.5),
-        totals.percentile(values, 0.95),
-        totals.percentile(values, 1),
+        periods.percentile(values, 0.5),
+        periods.percentile(values, 0.95),
+        periods.percentile(values, 1),
     ) == (
         50,
         95,
@@ -99,7 +100,9 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
     random.seed(1)
     stage.session.obey("/race 10")
     stage.finish()
-    titles, *rows = (re.split("  +", line.strip()) for line in pages.farewell(stage.state, 120)[:3])
+    titles, *rows = (
+        re.split("  +", line.strip()) for line in requests.farewell(stage.state, 120)[:3]
+    )
     took, makespan = (
         [row[titles.index(name)] for row in rows[::-1]] for name in ("took", "makespan")
     )
@@ -112,8 +115,8 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
         > 2 * stage.state.raced.runs[1].makespan
     )
     said = (
-        pages.farewell(stage.state, 120),
-        plain(pages.draw_totals(stage.state, ink.DARK, 120, 9)),
+        requests.farewell(stage.state, 120),
+        plain(requests.draw_totals(stage.state, ink.DARK, 120, 9)),
     )
     assert took != makespan and all(
         "makespan: without interruptions, as in a race" in "".join(text) for text in said
@@ -154,13 +157,13 @@ def test_what_stays_in_the_terminal_says_how_many_requests_had_not_ended():
     left = stage.state.view.engine.submitted - stage.state.view.engine.finished
     assert 0 < left < 20
     for width in (60, 120):
-        said = " ".join(pages.farewell(stage.state, width))
+        said = " ".join(requests.farewell(stage.state, width))
         assert f"{left} requests not finished." in said and "On the engine's clock" in said
-        said = " ".join(plain(pages.draw_totals(stage.state, ink.DARK, width, 20)))
+        said = " ".join(plain(requests.draw_totals(stage.state, ink.DARK, width, 20)))
         assert ("Lost:" in said) == (" lost " in said) and ("Useful:" in said) == (
             " useful " in said
         ) == (width == 120)
-    assert "not finished" not in " ".join(pages.farewell(stage.finish().state, 60))
+    assert "not finished" not in " ".join(requests.farewell(stage.finish().state, 60))
 
 
 def test_requests_whose_ends_were_missed_are_forgotten():
@@ -193,7 +196,8 @@ def test_counts_go_on_beyond_what_is_remembered():
         and len(stage.state.ended) == 50
     )
     assert (
-        "1 of 600 that have ended" in plain(pages.draw_requests(stage.state, ink.DARK, 80, 20))[0]
+        "1 of 600 that have ended"
+        in plain(requests.draw_requests(stage.state, ink.DARK, 80, 20))[0]
     )
 
 
@@ -263,6 +267,6 @@ def test_what_stays_after_the_end_fits_a_terminal_of_any_width():
     stage.session.obey("/burst 12")
     stage.finish()
     for width in range(160):
-        lines = pages.farewell(stage.state, width)
+        lines = requests.farewell(stage.state, width)
         assert lines and all(len(line) <= max(2, width) for line in lines), width
-    assert len(pages.farewell(stage.state, 160)) > 2
+    assert len(requests.farewell(stage.state, 160)) > 2

@@ -18,10 +18,11 @@ from textual.geometry import Region
 
 import tui
 from nanobatch import Engine
-from screen import ink, scenes, tour
+from screen import ink
+from screen.pages import scenes, tour
+from screen.pages.scenes import SCENES
 from screen.places import LOWER, arrange_tour
 from screen.room import Settings
-from screen.scenes import SCENES
 from screen.state import State, Telling
 
 ROOT = Path(__file__).parents[2]

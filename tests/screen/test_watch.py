@@ -21,7 +21,8 @@ from door.door import Door
 from door.http import Options
 from door.journal import Call, DoorView
 from nanobatch import Sampling
-from screen import clients, ink, pages, panes, remote
+from screen import ink, panes, remote
+from screen.pages import clients, requests
 from screen.remote import RemoteRoom, base_of
 from screen.room import EngineRoom, View
 from screen.session import PlainLog, Session
@@ -123,7 +124,9 @@ def test_a_clients_request_is_seen_like_ones_own_with_where_it_came_from(watched
     assert (request.text, request.reason) == (answer.json["choices"][0]["text"], "length")
     assert call.status == 200 and call.tokens == 8 and call.id == answer.json["id"]
     watched.state.opened = number
-    text = " ".join("\n".join(plain(pages.draw_requests(watched.state, ink.DARK, 100, 20))).split())
+    text = " ".join(
+        "\n".join(plain(requests.draw_requests(watched.state, ink.DARK, 100, 20))).split()
+    )
     assert "from 127.0.0.1" in text and f"r{number}" in watched.drawn()
 
 

@@ -12,7 +12,8 @@ from nanobatch import Sampling
 from parts.api.handle import Handle
 from parts.price import Price
 from policies import POLICIES
-from screen import ink, waterfall, why
+from screen import ink, life
+from screen.pages import why
 from screen.session import PlainLog, orders_of
 from screen.state import State, life_in, prices
 
@@ -66,7 +67,7 @@ def random_run(seed: int, cancels: bool, shares: bool = False) -> Stage:
     return stage
 
 
-def lives(stage: Stage) -> dict[int, why.Life]:
+def lives(stage: Stage) -> dict[int, life.Life]:
     state = stage.state
     return {r.id: life_in(state, r) for r in state.requests.values()}
 
@@ -79,28 +80,28 @@ def test_the_parts_of_a_life_add_up_to_it_for_a_thousand_random_requests():
     seed = 0
     while seen < 1_000:
         stage = random_run(seed, cancels=True)
-        for id, life in lives(stage).items():
+        for id, lived in lives(stage).items():
             request = stage.state.requests[id]
-            pieces = life.pieces
+            pieces = lived.pieces
             assert pieces[0].began == request.arrived
             assert all(a.ended == b.began for a, b in pairwise(pieces))
             assert all(piece.seconds >= 0 for piece in pieces)
             last = [piece for piece in pieces if piece.part != "ghost"][-1]
             assert last.ended == request.ended
-            sums = life.parts()
-            assert sum(sums.values()) == pytest.approx(life.seconds)
+            sums = lived.parts()
+            assert sum(sums.values()) == pytest.approx(lived.seconds)
             if request.metrics.queued_s is not None:
                 assert sums.get("line", 0.0) == pytest.approx(request.metrics.queued_s)
             parts.update(dict.fromkeys(sums, 1))
             seen += 1
         seed += 1
-    assert {*why.PARTS} - {"unseen"} == {*parts}, parts
+    assert {*life.PARTS} - {"unseen"} == {*parts}, parts
     assert min(parts.values()) >= 10, parts
 
 
-def outcomes(state: State, id: int) -> list[why.Outcome]:
+def outcomes(state: State, id: int) -> list[life.Outcome]:
     requests, limits = state.requests, state.view.engine.limits
-    return why.outcomes(requests[id], requests.values(), state.history, limits, prices(state))
+    return life.outcomes(requests[id], requests.values(), state.history, limits, prices(state))
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["alone", "shared"])
@@ -154,7 +155,7 @@ def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
 
 def drawn(stage: Stage, which: str, width: int = 80) -> list[ink.Line]:
     stage.session.obey(f"/why {which}")
-    return waterfall.draw_why(stage.state, ink.DARK, width, 40)
+    return why.draw_why(stage.state, ink.DARK, width, 40)
 
 
 def test_under_static_it_says_how_long_a_free_slot_was_shut():
@@ -252,7 +253,7 @@ def test_the_waterfall_is_as_drawn(size):
         it.stage.session.obey("/burst 6")
         it.stage.finish()
         await it.press("w", "tab")
-        assert it.stage.state.open is why.at_percent(95, why.ranked(it.stage.state.ended))
+        assert it.stage.state.open is life.at_percent(95, life.ranked(it.stage.state.ended))
         like_golden(f"why-{size[0]}x{size[1]}", it.text())
 
     show(scenario, Stage(policy="short"), size)
@@ -271,14 +272,14 @@ def test_w_opens_the_selected_slots_request_and_the_arrows_lead_through_the_othe
         assert "Slots" in it.text()
         it.stage.finish()
         await it.turns()
-        order = why.ranked(it.stage.state.ended)
+        order = life.ranked(it.stage.state.ended)
         await it.press("f", "w")
         assert f"Why did r{it.stage.state.open.id} wait?" in it.text()
         seen = []
         for key in ("tab", "tab", "tab", "tab", "right", "left"):
             await it.press(key, turns=0)
             seen.append(it.stage.state.open.id)
-        marks = [why.at_percent(mark, order).id for mark in waterfall.MARKS]
+        marks = [life.at_percent(mark, order).id for mark in why.MARKS]
         first, second, third, again, after, before = seen
         assert {first, second, third} == {*marks} and again == first == before
         assert after == order[[r.id for r in order].index(first) + 1].id

@@ -3,7 +3,7 @@
 What this file keeps. A page has as many lines as it takes: the sheet that shows it can be scrolled
 (`tui.py`).
 
-Where next: `waterfall.py`, a request's life in parts.
+Where next: `why.py`, a request's life in parts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from parts.text.speech import marked
 from screen import ink
 from screen.ink import Line, Palette, Pen, clean, count, entry, heading, number, span, wrap
 from screen.panes import colour_of
+from screen.periods import CLOCK, explained, table
 from screen.state import State, client_of, price_in, prompt_of
-from screen.totals import CLOCK, explained, table
 
 # --- a request ----------------------------------------------------------------------------------
 

@@ -25,16 +25,16 @@ from functools import partial
 from typing import NamedTuple
 
 from parts.api.views import RequestView
-from screen.bill import of_rows, scaled
-from screen.breakage import FEWEST, Breakage
-from screen.company import Company
-from screen.elephant import Drop
 from screen.ink import clean, count, span
+from screen.life import outcomes
+from screen.pages.bill import of_rows, scaled
+from screen.pages.breakage import FEWEST, Breakage
+from screen.pages.elephant import Drop
+from screen.pages.same import Company
 from screen.room import BURST, EVENING, Finding, bounds
 from screen.runs import undisturbed
 from screen.state import State, life_in, prices
 from screen.timeline import Column
-from screen.why import outcomes
 
 HEROES = ("fox", "cat", "girl", "bear", "owl", "hen", "boy", "mouse")
 STORIES = tuple((f"Tell me a long story about a {hero}.", 320) for hero in HEROES)

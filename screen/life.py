@@ -13,7 +13,7 @@ one alone, and all of them under each policy.
 What this file keeps. The parts of a life add up to it. A replay under the policy that ran has the
 same steps, unless a step failed or the policy changed meanwhile.
 
-Where next: `waterfall.py`, which draws it.
+Where next: `pages/why.py`, which draws it.
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ from rich.cells import cell_len
 from parts.api.faults import describe, show_fault
 from screen import keys
 from screen.ink import Line, Palette, Pen, clean, heading, shorten, wrap
+from screen.pages.scenes import SCENES, Act, Scene, Seen, Until
 from screen.room import Settings
-from screen.scenes import SCENES, Act, Scene, Seen, Until
 from screen.session import Session
 from screen.state import State, Telling
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Seconds: what a scene runs goes on at full speed then, and is cut short then
 HURRY, LONGEST = 8.0, 14.0
 LEAST_SLOTS = 4  # with fewer there is nothing to see

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from parts.api.views import RequestView
 from screen.ink import Line, Palette, Pen, axis, entry, heading, shorten, span, style, wrap
+from screen.life import Life, Outcome, at_percent, blamed, is_noisy, named, place_of, ranked
 from screen.state import State, client_of, life_in, prices, prompt_of
-from screen.why import Life, Outcome, at_percent, blamed, is_noisy, named, place_of, ranked
 
 MARKS = (50, 95, 99)  # percent: where the slider's marks stand
 NAMES = 16  # characters of a part's name

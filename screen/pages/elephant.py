@@ -43,12 +43,12 @@ from screen.ink import (
     style,
     wrap,
 )
+from screen.life import work_ends
 from screen.panes import fit_slots, others_of
+from screen.periods import Figure, percentile
 from screen.room import Ask, EngineRoom
 from screen.state import State
 from screen.timeline import Column
-from screen.totals import Figure, percentile
-from screen.why import work_ends
 
 NAME = "elephant"
 ANSWER = 2  # tokens: an elephant is there to be read

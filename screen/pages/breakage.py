@@ -36,8 +36,8 @@ from parts.api.handle import Handle
 from parts.api.settings import Sampling
 from parts.api.views import StepView
 from sched import QueueFull
-from screen.company import LIKELIEST
 from screen.ink import Line, Palette, Pen, count, entry, heading, shorten, span
+from screen.pages.same import LIKELIEST
 from screen.room import BURST, Ask, EngineRoom
 from screen.state import State
 
