@@ -14,7 +14,8 @@ it:
     runs.py      races and replays on a clock that interruptions do not reach. trace.py is a trace for Perfetto.
     life.py      a request's life in parts that add up, and what it would have been in another company.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
-    panes.py     pure functions: state, colours and a size in, lines of text out. So are steps.py and charts.py.
+    paper.py     what panes and pages write their lines on.
+    panes.py     pure functions from the state to lines. So are steps.py and charts.py.
     places.py    where each pane goes, on a screen of any size.
     terminal.py  a terminal that may send anything, and go away.
     widgets.py   what Textual needs of a pane and of the prompt box.
@@ -76,10 +77,22 @@ from parts.device import rows
 from parts.files import LineFile, check_writable, write_whole
 from parts.program import BROWSER, about, on_a_terminal
 from screen import charts, keys, panes, record, steps
-from screen.ink import DARK, Line, Palette, Pen, clean, count
+from screen.ink import DARK, Palette, clean, count
 from screen.life import at_percent, place_of, ranked
-from screen.pages import bill, breakage, clients, elephant, race, requests, same, why
+from screen.pages import (
+    bill,
+    breakage,
+    clients,
+    elephant,
+    errors,
+    race,
+    requests,
+    same,
+    totals,
+    why,
+)
 from screen.pages.tour import Tour, draw_tour, refuse, run_plain_tour
+from screen.paper import Paper
 from screen.places import LOWER, STACKS, arrange, arrange_loading, arrange_tour, is_small, is_wide
 from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, CHUNK, Ask, EngineRoom, Room, Settings
@@ -110,7 +123,7 @@ PANES = {  # by name: what draws it
     "queue": charts.draw_queue,
     "waits": charts.draw_waits,
     "streams": panes.draw_streams,
-    "step": steps.draw_step,
+    "step": steps.draw_step_pane,
     "request": requests.draw_request,
     "clients": clients.draw_clients,
     "mark": panes.draw_mark,
@@ -120,16 +133,20 @@ PANES = {  # by name: what draws it
 }
 # What the wheel does there
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
-SHEETS = {"help": keys.draw_help, "requests": requests.draw_requests, "contest": race.draw_contest}
-SHEETS |= {
-    "errors": requests.draw_errors,
-    "totals": requests.draw_totals,
-    "clients": partial(clients.draw_clients, whole=True),
+SHEETS = {
+    "help": keys.draw_help,
+    "requests": requests.draw,
+    "contest": race.draw,
+    "errors": errors.draw,
+    "totals": totals.draw,
+    "clients": clients.draw,
+    "step": steps.draw_step,
+    "why": why.draw,
+    "bill": bill.draw,
+    "same": same.draw,
+    "elephant": elephant.draw,
+    "break": breakage.draw,
 }
-SHEETS |= {"step": partial(steps.draw_step, whole=True), "why": why.draw_why}
-SHEETS |= {"bill": bill.draw_bill}
-SHEETS |= {"same": same.draw_same, "elephant": elephant.draw_elephant}
-SHEETS |= {"break": breakage.draw_break}
 # Commands whose page stays open when they are given once more
 STAYS = {"/why": "why", "/same": "same", "/elephant": "elephant", "/break": "break"}
 # While something runs, they are painted less often
@@ -191,18 +208,19 @@ class Sheet(ModalScreen):
     def compose(self) -> Iterable[Widget]:
         yield Pane(self._window, "sheet", wheel="screen.scroll")
 
-    def _window(self, state: State, p: Palette, width: int, height: int) -> list[Line]:
+    def _window(self, state: State, on: Paper) -> None:
         """The lines in sight. The heading stays; what is under it can be scrolled."""
-        if is_small(width, height):
-            return panes.draw_small(state, p, width, height)
+        if is_small(on.width, on.height):
+            panes.draw_small(state, on)
+            return
         if state.view.engine is None and self.name not in WITHOUT_A_MODEL:
-            return panes.draw_loading(state, p, width, height)
-        title, *lines = SHEETS[self.name](state, p, width, height)
-        self.top = max(0, min(self.top, len(lines) - height + 1))
-        shown, below = lines[self.top : self.top + height - 1], len(lines) - self.top - height + 1
-        if below > 0:
-            shown[-1] = Pen().put(f" ↓ {count(below + 1, 'more line')}", p.accent).line
-        return [title, *shown]
+            panes.draw_loading(state, on)
+            return
+        SHEETS[self.name](state, on)
+        hidden = max(0, -on.room)
+        self.top = max(0, min(self.top, hidden))
+        del on.lines[1 : 1 + self.top]
+        on.cut("", "")
 
     def action_scroll(self, by: int) -> None:
         if self.name == "requests" and abs(by) == 1:
@@ -1146,7 +1164,7 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     for block in session.state.tracebacks[-5:]:
         print(f"nanobatch: {block}", file=sys.stderr)
     if session.state.periods and not (args.screenshot or BROWSER or code == HUNG_UP):
-        print("\n".join(requests.farewell(session.state, shutil.get_terminal_size().columns)))
+        print("\n".join(totals.farewell(session.state, shutil.get_terminal_size().columns)))
     return code or failed(session.state), app.picture
 
 

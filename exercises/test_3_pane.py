@@ -17,8 +17,8 @@ that step, as the others do. But what free slots remembered then is not known an
 must not lie. So there the last two lines are one: `free or remembered`. A pane may be given any
 width and height: what finds no room is left out, and no line is longer than the width.
 
-Read first: `draw_rate` in `screen/charts.py`, the smallest chart; `Pen` and `heading` in
-`screen/ink.py`; `State.slots` and `State.past` in `screen/state.py`.
+Read first: `draw_rate` in `screen/charts.py`, the smallest chart; `Paper` in `screen/paper.py`, on
+which it draws, and `Pen` in `screen/ink.py`; `State.slots` and `State.past` in `screen/state.py`.
 
 Where: a function `draw_memory` in `screen/charts.py`; in `tui.py` its name in `PANES`; in
 `screen/places.py` a stack of its own in `STACKS`, `"memory": ("memory",)`. Then `LOWER`, which is
@@ -36,10 +36,9 @@ import re
 import pytest
 from hints import not_done
 from rich.cells import cell_len
-from stage import Stage
+from stage import Stage, drawn
 
 import tui
-from screen import ink
 
 
 def check_there_is_a_pane() -> None:
@@ -49,7 +48,7 @@ def check_there_is_a_pane() -> None:
 
 def draw(state, width: int = 60, height: int = 8) -> list[str]:
     check_there_is_a_pane()
-    lines = tui.PANES["memory"](state, ink.DARK, width, height)
+    lines = drawn(tui.PANES["memory"], state, width, height)[:height]
     return ["".join(segment.text for segment in line) for line in lines]
 
 

@@ -4,9 +4,8 @@ row costs.
 The problem. A timeline shows what happened. It does not show how fast the engine was, nor how long
 requests waited.
 
-What this file keeps. As in `panes.py`, each function is pure: state, colours and a size in, lines
-out. Every chart has a zero line and an axis that can be read, and counts the steps and requests
-that `State` keeps.
+What this file keeps. As in `panes.py`, each function is pure. Every chart has a zero line and an axis
+that can be read, and counts the steps and requests that `State` keeps.
 
 Where next: `panes.py`, more of them.
 """
@@ -23,11 +22,11 @@ from rich.cells import cell_len
 
 from parts.api.views import RequestView
 from policies import POLICIES
-from screen.ink import HUES, Line, Palette, Pen, axis, heading, number, span, style, wrap
+from screen.ink import HUES, Pen, number, span, style, wrap
+from screen.paper import Paper
 from screen.periods import percentile
 from screen.state import State
 
-EIGHTHS = " ▁▂▃▄▅▆▇█"
 # Characters: the numbers at the left. Charts of the same time then begin in the same column.
 SCALE = 5
 
@@ -39,37 +38,26 @@ def nice(top: float) -> float:
 
 
 def draw_area(
-    p: Palette,
-    values: Sequence[float],
-    top: float,
-    width: int,
-    height: int,
-    hue: str,
-    ends: tuple[str, str],
-) -> list[Line]:
-    """Values as columns over a zero line. At the left is the scale; `ends` stand under the first
-    and last column."""
+    on: Paper, values: Sequence[float], top: float, hue: str, ends: tuple[str, str]
+) -> None:
+    """Values as columns over a zero line, as high as there is room. At the left is the scale;
+    `ends` stand under the first and last column."""
+    height = on.room - 1
     scale = {0: "0", height - 1: f"{top:,.0f}"}
     label = max(len(scale[height - 1]), SCALE)
-    values = values[-(width - label - 2) :]
-    solid = style(hue, hue)
-    lines = []
+    values = values[-(on.width - label - 2) :]
     for row in reversed(range(height)):
-        pen = draw_scale(p, scale.get(row, ""), label)
+        pen = draw_scale(on, scale.get(row, ""), label)
         for value in values:
-            eighths = round(8 * (value / top * height - row))
-            if value and row == 0:
-                eighths = max(eighths, 1)  # a small value is not drawn as zero
-            pen.put(EIGHTHS[max(0, min(8, eighths))], solid if eighths >= 8 else hue)
-        lines.append(pen.line)
+            pen.bar(value / top * height or None, row, hue)
     left, right = ends
     last = max(label + 2 + len(values) - len(right), label + 3 + len(left))
-    return [*lines, axis(p, (label + 2, left), (min(last, width - len(right)), right))]
+    on.axis((label + 2, left), (min(last, on.width - len(right)), right))
 
 
-def draw_scale(p: Palette, mark: str, width: int) -> Pen:
+def draw_scale(on: Paper, mark: str, width: int) -> Pen:
     """The left end of a chart's line: a number of its scale, or none."""
-    return Pen().put(f"{mark:>{width}} ", p.muted).put("┤" if mark else "│", p.faint)
+    return on.pen().put(f"{mark:>{width}} ", on.muted).put("┤" if mark else "│", on.faint)
 
 
 def stretch(state: State) -> tuple[float, float]:
@@ -87,23 +75,21 @@ def ends_of(began: float, last: float) -> tuple[str, str]:
     return (f"−{ago}", f"0 {ago.split()[1]}") if last else ("", "")
 
 
-def draw_rate(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_rate(state: State, on: Paper) -> None:
     """Tokens a second."""
-    bins = width - SCALE - 2
+    bins = on.width - SCALE - 2
     began, last = stretch(state)
     tick = max(last - began, 0.05) / bins
     totals = [state.delivered(began + i * tick) for i in range(bins + 1)]
     values = [(b - a) / tick for a, b in pairwise(totals)]
-    title = heading(p, width, state.titled("tokens/s"), f"peak {max(values):,.0f}")
-    top = nice(max(1.0, *values))
-    ends = ends_of(began, last)
-    return [title, *draw_area(p, values, top, width, height - 2, HUES[2], ends)]
+    on.heading(state.titled("tokens/s"), f"peak {max(values):,.0f}")
+    draw_area(on, values, nice(max(1.0, *values)), HUES[2], ends_of(began, last))
 
 
-def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_batch(state: State, on: Paper) -> None:
     """How many of the slots did useful work, over the same time as the tokens a second."""
     slots = len(state.view.engine.slots)
-    bins = width - SCALE - 2
+    bins = on.width - SCALE - 2
     began, last = stretch(state)
     tick = max(last - began, 0.05) / bins
     worked = [0.0] * bins  # slots x seconds
@@ -119,32 +105,32 @@ def draw_batch(state: State, p: Palette, width: int, height: int) -> list[Line]:
             worked[i] += max(0.0, stops - starts) * column.useful
     values = [work / tick for work in worked]
     mean = f"mean {sum(values) / bins:.1f} " if last else ""
-    title = heading(p, width, state.titled("batch size"), f"{mean}of {slots} slots")
-    ends = ends_of(began, last)
-    return [title, *draw_area(p, values, slots, width, height - 2, HUES[1], ends)]
+    on.heading(state.titled("batch size"), f"{mean}of {slots} slots")
+    draw_area(on, values, slots, HUES[1], ends_of(began, last))
 
 
-def draw_queue(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_queue(state: State, on: Paper) -> None:
     """How many requests were left in line: the most of each few steps of the latest busy period."""
     steps = state.history[state.first : state.at + 1]
-    bins = min(len(steps), width - SCALE - 2)
+    bins = min(len(steps), on.width - SCALE - 2)
     cuts = [i * len(steps) // max(1, bins) for i in range(bins + 1)]
     waiting = [max(column.view.waiting for column in steps[a:b]) for a, b in pairwise(cuts)]
     peak = max(waiting, default=0)
     ends = (f"step {steps[0].step:,}", f"{steps[-1].step:,}") if steps else ("step", "")
-    title = heading(p, width, state.titled("queue"), f"peak {peak:,}" if waiting else "")
-    top = nice(max(1, peak))
-    return [title, *draw_area(p, waiting, top, width, height - 2, HUES[0], ends)]
+    on.heading(state.titled("queue"), f"peak {peak:,}" if waiting else "")
+    draw_area(on, waiting, nice(max(1, peak)), HUES[0], ends)
 
 
-def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_waits(state: State, on: Paper) -> None:
     """The median and the 95th percentile of TTFT as they went: each column counts the last 50 first
     tokens."""
     moment = state.moment
     firsts = [first for first in state.firsts if first[0] <= moment]
     if not firsts:
-        return [heading(p, width, "TTFT"), Pen().put(" no first token yet", p.muted).line]
-    bins = max(1, width - 9)
+        on.heading("TTFT")
+        on.say("no first token yet", on.muted)
+        return
+    bins = max(1, on.width - 9)
     last = firsts[-1][0]
     began = max(state.periods[-1].began if state.periods else 0.0, firsts[0][0], last - 60)
     pairs = []  # by column: p50 and p95, in milliseconds
@@ -154,13 +140,12 @@ def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
         newest = [1000 * ttft for _, ttft in firsts[max(0, stop - 50) : stop]]
         pairs.append((percentile(newest, 0.5) or 0.0, percentile(newest, 0.95) or 0.0))
     half, most = pairs[-1]
-    note = f"█p50 {span(half / 1000)} ▒p95 {span(most / 1000)}"
-    lines = [heading(p, width, state.titled("TTFT"), note)]
-    rows = height - 2
+    on.heading(state.titled("TTFT"), f"█p50 {span(half / 1000)} ▒p95 {span(most / 1000)}")
+    rows = on.height - 2
     top = nice(max(high for _, high in pairs))
     marks = {0: "0 ms", rows - 1: f"{top:,.0f}"}
     for row in reversed(range(rows)):
-        pen = draw_scale(p, marks.get(row, ""), 6)
+        pen = draw_scale(on, marks.get(row, ""), 6)
         for low, high in pairs:
             glyph = " "
             if row < cells_of(low, top, rows):
@@ -168,9 +153,8 @@ def draw_waits(state: State, p: Palette, width: int, height: int) -> list[Line]:
             elif row < cells_of(high, top, rows):
                 glyph = "▒"
             pen.put(glyph, HUES[3])
-        lines.append(pen.line)
     left, right = ends_of(began, last)
-    return [*lines, axis(p, (8, left), (max(9 + len(left), width - 1 - len(right)), right))]
+    on.axis((8, left), (max(9 + len(left), on.width - 1 - len(right)), right))
 
 
 def cells_of(value: float, top: float, rows: int) -> int:
@@ -183,31 +167,31 @@ def cost_of(seconds: Iterable[float]) -> float:
     return percentile(seconds, 0.25)
 
 
-def draw_cost(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_cost(state: State, on: Paper) -> None:
     """Why batching pays: what a step takes and what it yields, by how many rows decode in it."""
     costs = {rows: cost_of(seconds) for rows, seconds in sorted(state.costs.items())}
-    title = heading(p, width, "Why batching pays", "steps that only decode")
-    said = wrap(lesson(costs, state.view.busy), width - 2)
-    room = height - 2 - len(said)
+    on.heading("Why batching pays", "steps that only decode")
+    words = lesson(costs, state.view.busy)
+    room = on.height - 2 - len(wrap(words, on.width - 2))
     if not costs or room < 1:
-        return [title, *(Pen().put(f" {part}", p.text).line for part in said)][:height]
+        on.say(words)
+        return
     rows = list(costs)
     if len(rows) > room:  # the ends, and some evenly between
         rows = sorted({rows[round(i * (len(rows) - 1) / max(1, room - 1))] for i in range(room)})
-    wide = (width - 6) // 2
+    wide = (on.width - 6) // 2
     slowest = max(costs.values())
     best = max(count / seconds for count, seconds in costs.items())
-    lines = [title, axis(p, (1, "rows"), (6, "ms a step"), (6 + wide, "tokens/s"))]
+    on.axis((1, "rows"), (6, "ms a step"), (6 + wide, "tokens/s"))
     for count in rows:
         seconds = costs[count]
         rate = count / seconds
-        pen = Pen().put(f" {count:>4} ", p.muted)
+        pen = on.pen().put(f" {count:>4} ", on.muted)
         pen.put("▒" * max(1, round(seconds / slowest * (wide - 8))), HUES[0])
-        pen.put(f" {number(1000 * seconds)}", p.text).to(6 + wide)
+        pen.put(f" {number(1000 * seconds)}").to(6 + wide)
         pen.put("█" * max(1, round(rate / best * (wide - 8))), HUES[2])
-        pen.put(f" {number(rate)}", p.text)
-        lines.append(pen.line)
-    return [*lines, *(Pen().put(f" {part}", p.text, True).line for part in said)]
+        pen.put(f" {number(rate)}")
+    on.say(words, bold=True)
 
 
 def lesson(costs: Mapping[int, float], runs: bool) -> str:
@@ -246,29 +230,29 @@ TEXTURES = (
 )
 
 
-def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_ttft(state: State, on: Paper) -> None:
     """How long requests waited for their first token: a histogram, with a texture for each
     policy."""
     requests, waiting = first_tokens(state)
     if not requests:
-        nothing = Pen().put(" time to first token: nothing yet", p.muted)
-        return [heading(p, width, "TTFT"), nothing.line]
+        on.heading("TTFT")
+        on.say("time to first token: nothing yet", on.muted)
+        return
     ran = {r.policy for r in requests}
     textures = {}
     for policy, texture in zip(POLICIES, cycle(TEXTURES)):
         if policy in ran:
             textures[policy] = texture
-    names = Pen()
-    for policy, texture in textures.items():
-        names.put(" ").put(*texture).put(f" {policy} ", p.muted)
     title = state.titled("TTFT")
-    note = mean_note(requests, waiting, width - cell_len(title) - 7)
-    lines = [heading(p, width, title, note), names.line]
-    if height < 3:
-        return lines[:height]
+    on.heading(title, mean_note(requests, waiting, on.width - cell_len(title) - 7))
+    names = on.pen()
+    for policy, texture in textures.items():
+        names.put(" ").put(*texture).put(f" {policy} ", on.muted)
+    if on.height < 3:
+        return
     bins = [bisect_left(EDGES, 1000 * r.metrics.ttft_s) for r in requests]
     # If room is short, the shortest waits are counted in one row
-    low = max(min(bins), max(bins) - height + 3)
+    low = max(min(bins), max(bins) - on.height + 3)
     rows = {b: Counter() for b in range(low, max(bins) + 1)}
     for b, r in zip(bins, requests, strict=True):
         rows[max(low, b)][r.policy] += 1
@@ -276,14 +260,13 @@ def draw_ttft(state: State, p: Palette, width: int, height: int) -> list[Line]:
     labels = {b: f"{EDGES[b - 1]:,}–{EDGES[b]:,} ms" for b in rows}
     labels[low] = f"≤ {EDGES[low]:,} ms"
     left = max(map(len, labels.values())) + 2
-    room = width - left - 5
+    room = on.width - left - 5
     for b, row in rows.items():
-        pen = Pen().put(f"{labels[b]:>{left - 1}} ", p.muted)
+        pen = on.pen().put(f"{labels[b]:>{left - 1}} ", on.muted)
         for policy, (glyph, ink) in textures.items():
             cells = math.ceil(row[policy] * room / most)
             pen.put(glyph * max(0, min(cells, left + room - pen.width)), ink)
-        lines.append(pen.put(f" {row.total()}" if row else "", p.text).line)
-    return lines
+        pen.put(f" {row.total()}" if row else "")
 
 
 def first_tokens(state: State) -> tuple[list[RequestView], int]:

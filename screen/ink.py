@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -173,19 +172,19 @@ def ink_on(fill: str) -> str:
 
 
 Line = list[Segment]
+EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 class Pen:
     """Writes a line from left to right, and counts the cells it has filled."""
 
-    def __init__(self) -> None:
+    def __init__(self, ink: str | None = None) -> None:
         self.line: Line = []
         self.width = 0
+        self._ink = ink  # where `put` names none
 
-    def put(
-        self, text: str, ink: str | Style | None = None, bold: bool = False, do: str = ""
-    ) -> Pen:
-        how = ink if isinstance(ink, Style) else style(ink, bold=bold, do=do)
+    def put(self, text: str, ink: str | Style = "", bold: bool = False, do: str = "") -> Pen:
+        how = ink if isinstance(ink, Style) else style(ink or self._ink, bold=bold, do=do)
         before = self.line.pop().text if self.line and self.line[-1].style is how else ""
         self.line.append(Segment(before + text, how))
         self.width += cell_len(text)
@@ -193,6 +192,13 @@ class Pen:
 
     def to(self, column: int) -> Pen:
         return self.put(" " * max(0, column - self.width))
+
+    def bar(self, height: float | None, row: int, hue: str) -> Pen:
+        """One cell of an upright bar, which is so many lines high; `row` counts the lines from
+        below. None draws nothing, and what is small is not drawn as nothing."""
+        least = int(row == 0 and height is not None)
+        eighths = max(least, min(8, round(8 * ((height or 0.0) - row))))
+        return self.put(EIGHTHS[max(0, eighths)], style(hue, hue) if eighths == 8 else hue)
 
 
 def number(value: float | None) -> str:
@@ -212,15 +218,6 @@ def span(seconds: float | None) -> str:
 def count(many: int, thing: str) -> str:
     """ "1 token", "2,048 tokens" """
     return f"{many:,} {thing}{'s' * (many != 1)}"
-
-
-def fitting(columns: Iterable, width: int) -> list:
-    """The columns of a table that there is room for. Each has a width and a rank; the highest ranks
-    go first."""
-    columns = list(columns)
-    while sum(column.width for column in columns) > width:
-        columns.remove(max(columns, key=lambda column: column.rank))
-    return columns
 
 
 def shorten(text: str, width: int) -> str:
@@ -257,49 +254,3 @@ def wrap(text: str, width: int) -> list[str]:
 NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "remembered", "unseen")
 PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED, UNSEEN = range(9)
 GLYPHS = "▒█┈╳▚·▓░?"
-Legend = Iterable[tuple[str, str | Style, str]]  # (glyph, ink, meaning)
-
-
-def legend(p: Palette, *kinds: int) -> Legend:
-    return [
-        (GLYPHS[kind], {BLOCKED: p.bad, EMPTY: p.muted}.get(kind, p.text), NAMES[kind])
-        for kind in kinds
-    ]
-
-
-def heading(
-    p: Palette, width: int, title: str, note: str = "", legend: Legend = (), do: str = ""
-) -> Line:
-    """A rule: at its left a title; at its right a note and the meaning of glyphs, each only if it
-    finds room."""
-    pen, right = (
-        Pen().put("── ", p.faint).put(shorten(title, width - 8), p.text, True).put(" "),
-        Pen(),
-    )
-    room = width - pen.width - 3
-    if note and cell_len(note) < room:
-        right.put(f" {note}", p.muted, do=do)
-    for glyph, ink, meaning in legend:
-        if right.width + cell_len(meaning) + 2 <= room:
-            right.put(f" {glyph}", ink).put(meaning, p.muted)
-    right.put(" " * bool(right.line)).put("──", p.faint)
-    return [*pen.put("─" * (width - pen.width - right.width), p.faint).line, *right.line]
-
-
-def entry(
-    p: Palette, width: int, name: str, text: str, ink: str = "", names: int = 9
-) -> list[Line]:
-    """A name, and beside it a text in as many lines as it needs. An empty text has no line."""
-    parts = enumerate(wrap(text, width - names - 2) if text else ())
-    return [
-        Pen().put(f" {'' if i else name:<{names}}", p.muted).put(part, ink or p.text).line
-        for i, part in parts
-    ]
-
-
-def axis(p: Palette, *labels: tuple[int, str]) -> Line:
-    """Labels under a picture, each at its column."""
-    pen = Pen()
-    for column, label in labels:
-        pen.to(column).put(label, p.muted)
-    return pen.line

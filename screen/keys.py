@@ -15,8 +15,9 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from policies import POLICIES
-from screen.ink import Line, Palette, Pen, entry, heading, wrap
+from screen.ink import wrap
 from screen.pages.breakage import BREAKS
+from screen.paper import Paper
 from screen.room import RIVALS
 from screen.state import State
 
@@ -466,7 +467,7 @@ def pressed(line: str) -> str:
     return by_line.get(f"command('{line}')", line)
 
 
-def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_keys(state: State, on: Paper) -> None:
     """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
     keys = [*TYPING, *KEYS[3:]] if state.typing else list(KEYS)
     if state.tour:
@@ -487,43 +488,41 @@ def draw_keys(state: State, p: Palette, width: int, height: int) -> list[Line]:
         if key.action in ways:
             label, rank = ways[key.action]
             keys[i] = key._replace(label=label, footer=rank)
-    shown, left = set(), width
+    shown = set()
+    left = on.width
     for key in sorted(filter(lambda key: key.footer, keys), key=lambda key: key.footer):
         if (need := cell_len(f"{key.show} {key.label} ")) <= left:
             shown.add(key)
             left -= need
-    pen = Pen().put(" ")
+    pen = on.pen().put(" ")
     for key in keys:
         if key in shown:
-            pen.put(key.show, p.accent, True, key.action).put(
-                f" {key.label}", p.text, do=key.action
-            ).put(" ")
-    return [pen.line]
+            pen.put(key.show, on.accent, True, key.action).put(f" {key.label}", do=key.action)
+            pen.put(" ")
 
 
-def draw_help(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_help(state: State, on: Paper) -> None:
     """Keys, then words, then policies: as many lines as it takes. The sheet that shows them can be
     scrolled."""
-    lines = [heading(p, width, "Help: keys", "↑↓ scroll  Esc back", do="screen.dismiss")]
-    keys, across = [key for key in KEYS if key.help], 2 if width >= 140 else 1
-    wide, tall = width // across, -(-len(keys) // across)
+    on.title("Help: keys", "↑↓ scroll  Esc back")
+    keys = [key for key in KEYS if key.help]
+    across = 2 if on.width >= 140 else 1
+    wide = on.width // across
+    tall = -(-len(keys) // across)
     for row in range(tall):
         beside = [(key, wrap(key.help, wide - 13)) for key in keys[row::tall]]
         for i in range(max(len(parts) for _, parts in beside)):
-            pen = Pen()
+            pen = on.pen()
             for column, (key, parts) in enumerate(beside):
-                pen.to(column * wide).put(
-                    f" {key.show if i == 0 else '':<10}", p.accent, True, key.action
-                )
-                pen.put("".join(parts[i : i + 1]), p.text, do=key.action)
-            lines.append(pen.line)
-    lines.append(heading(p, width, "Words"))
-    for name, text in (
-        *WORDS,
-        *((name, f"a policy: {policy.does}") for name, policy in POLICIES.items()),
-    ):
-        lines += entry(p, width, name, text, names=13)
-    return lines
+                show = "" if i else key.show
+                pen.to(column * wide).put(f" {show:<10}", on.accent, True, key.action)
+                pen.put("".join(parts[i : i + 1]), do=key.action)
+    on.heading("Words")
+    on.names = 13
+    for name, text in WORDS:
+        on.entry(name, text)
+    for name, policy in POLICIES.items():
+        on.entry(name, f"a policy: {policy.does}")
 
 
 def completions(line: str) -> list[str]:

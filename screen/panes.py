@@ -1,11 +1,11 @@
-"""The panes: pure functions from state, colours and a size to lines of text.
+"""The panes: pure functions from the state to lines of text.
 
 The problem. A screen is hard to test, and a terminal may have any size.
 
-What this file keeps. Each function takes (state, palette, width, height) and answers with at most
-`height` lines of at most `width` cells. What finds no room is left out as a whole, since a number
-that is cut is a lie. Nothing here remembers anything between two calls or knows a terminal, so a
-test compares text with text.
+What this file keeps. Each function writes what the state holds on a paper, and a pane shows as many
+lines as are in sight. What finds no room is left out as a whole, since a number that is cut is a lie.
+Nothing here remembers anything between two calls or knows a terminal, so a test compares text with
+text.
 
 Where next: `steps.py` and `charts.py`, more of them; `tui.py`, which places them all.
 """
@@ -24,19 +24,8 @@ from textual.strip import Strip
 from parts.api.views import RequestView, SlotView
 from parts.text.speech import marked
 from screen import ink
-from screen.ink import (
-    Line,
-    Palette,
-    Pen,
-    axis,
-    clean,
-    heading,
-    legend,
-    number,
-    shorten,
-    span,
-    wrap,
-)
+from screen.ink import Line, Palette, Pen, clean, number, shorten, span, wrap
+from screen.paper import Paper
 from screen.periods import Period, words
 from screen.room import View
 from screen.state import State, client_of, prompt_of
@@ -91,29 +80,28 @@ def others_of(view: View) -> str:
     return f"others: {view.others:.1f} of {view.cores} cores" if view.others else ""
 
 
-def draw_status(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_status(state: State, on: Paper) -> None:
     """As many of the parts as find room, the first ones first."""
-    pen = Pen().put(" ")
-    for text, *how in parts_of_status(state, p):
-        if text and pen.width + cell_len(text) + 1 <= width:
+    pen = on.pen().put(" ")
+    for text, *how in parts_of_status(state, on):
+        if text and pen.width + cell_len(text) + 1 <= on.width:
             pen.put(text, *how)
-            pen.put("  "[: width - pen.width])
-    return [pen.line]
+            pen.put("  "[: on.width - pen.width])
 
 
-def parts_of_status(state: State, p: Palette) -> Iterator[tuple[str, str, bool, str]]:
+def parts_of_status(state: State, on: Paper) -> Iterator[tuple[str, str, bool, str]]:
     """Each part: its text, its colour, whether it is bold, and what a click on it does."""
     view, engine, past = state.view, state.view.engine, state.past
     newest = state.history[-1].step if state.history else 0
-    yield "nanobatch", p.text, True, ""
+    yield "nanobatch", on.text, True, ""
     if past:
-        yield f"◀ back at step {state.cursor:,} of {newest:,}", p.accent, True, "follow"
-    yield shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), p.muted, False, ""
-    colour = p.muted
+        yield f"◀ back at step {state.cursor:,} of {newest:,}", on.accent, True, "follow"
+    yield shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), on.muted, False, ""
+    colour = on.muted
     if view.gone_s is not None:
-        colour = p.bad
+        colour = on.bad
     elif view.busy and not past:
-        colour = p.accent
+        colour = on.accent
     doing = what_is_done(view)
     yield f"now: {doing}" if past else doing, colour, True, "pause"
     policy = engine.policy
@@ -121,31 +109,31 @@ def parts_of_status(state: State, p: Palette) -> Iterator[tuple[str, str, bool, 
         policy = state.step.policy
     elif engine.draining_to:
         policy = ""
-    yield policy, p.text, True, "command('/policy')"
+    yield policy, on.text, True, "command('/policy')"
     if engine.ranks.memory:
-        yield f"{len(engine.ranks.memory)} ranks", p.text, False, ""
+        yield f"{len(engine.ranks.memory)} ranks", on.text, False, ""
     rate = number(state.tokens_per_s()) if view.busy or past else "–"
-    yield f"{rate:>5} tok/s", p.text, False, ""
+    yield f"{rate:>5} tok/s", on.text, False, ""
     if view.busy and not past:
-        yield others_of(view), p.bad, True, ""
-    yield f"{state.finished:,} ended", p.text, False, "open"
+        yield others_of(view), on.bad, True, ""
+    yield f"{state.finished:,} ended", on.text, False, "open"
     if view.door:
         clients = sum(bool(call.requests) for call in view.door.open)
         address = view.door.address.partition("//")[2]
-        yield f"{clients:,} asking at {address}", p.text, False, "sheet('clients')"
+        yield f"{clients:,} asking at {address}", on.text, False, "sheet('clients')"
     if not past:
-        yield f"step {newest:,}", p.muted, False, ""
-    yield f"{step_ms(state):>5} ms/step", p.muted, False, ""
+        yield f"step {newest:,}", on.muted, False, ""
+    yield f"{step_ms(state):>5} ms/step", on.muted, False, ""
     if view.load:
-        yield f"load {view.load:g}/s", p.text, False, "command('/load')"
+        yield f"load {view.load:g}/s", on.text, False, "command('/load')"
     if engine.limits != view.made_with:
-        yield f"budget {engine.limits.budget:,}", p.accent, False, "command('/budget off')"
+        yield f"budget {engine.limits.budget:,}", on.accent, False, "command('/budget off')"
     if state.tour:
         return  # it has the keys
     if view.paused:
-        yield "space: go on", p.accent, False, "pause"
+        yield "space: go on", on.accent, False, "pause"
     elif view.slow:
-        yield "0: full speed", p.accent, False, "command('/slow off')"
+        yield "0: full speed", on.accent, False, "command('/slow off')"
 
 
 def step_ms(state: State) -> str:
@@ -169,44 +157,41 @@ def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
     return "wait: the next step admits"
 
 
-def draw_slots(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_slots(state: State, on: Paper) -> None:
     """A line for each slot: the request that holds it, and what fills how many of its rows of the
     KV cache."""
     slots = state.slots()
-    rows = fit_slots(state, height - 3)
-    widths = (11, 9, 7) if width >= 70 else (11,)
+    rows = fit_slots(state, on.height - 3)
+    widths = (11, 9, 7) if on.width >= 70 else (11,)
     right = aligned(("used/rows", "TTFT ms", "tok/s"), widths)
-    bar = width - 18 - len(right)
+    bar = on.width - 18 - len(right)
     part = "" if len(rows) == len(slots) else f" {rows[0]}–{rows[-1]} of {len(slots)}"
-    kinds = legend(p, ink.REUSED, ink.PREFILL, ink.DECODE, ink.REMEMBERED)
-    labels = (
-        (2, "#"),
-        (4, "phase   req"),
-        (18, shorten("rows of the KV cache", bar)),
-        (18 + bar, right),
-    )
-    title = heading(p, width, state.titled(f"Slots{part}"), legend=kinds)
-    lines = [title, axis(p, *labels)]
-    lines += [draw_slot(state, p, slots[row], bar, widths) for row in rows]
+    kinds = on.legend(ink.REUSED, ink.PREFILL, ink.DECODE, ink.REMEMBERED)
+    on.heading(state.titled(f"Slots{part}"), legend=kinds)
+    cache = shorten("rows of the KV cache", bar)
+    on.axis((2, "#"), (4, "phase   req"), (18, cache), (18 + bar, right))
+    for row in rows:
+        draw_slot(state, on, slots[row], bar, widths)
     is_over = not state.view.busy and state.periods and state.periods[-1].over
     if is_over and not state.past:
-        return [*lines, last_line(state.periods[-1], p, width)]
-    return [*lines, queue_line(state, slots, p, width)]
+        last_line(state.periods[-1], on)
+    else:
+        queue_line(state, slots, on)
 
 
-def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, widths: Sequence[int]) -> Line:
+def draw_slot(state: State, on: Paper, slot: SlotView, bar: int, widths: Sequence[int]) -> None:
     request = state.requests.get(slot.request)
     request = request and state.then(request)
     max_len = state.view.engine.limits.max_len
-    colour = p.text if request else p.muted
+    hue = on.text if request else on.muted
     is_selected = slot.slot == state.selected
-    select = f"select({slot.slot})"
-    pen = Pen().put("▌" if is_selected else " ", p.accent)
-    pen.put(f"{slot.slot:>2} ", colour, is_selected, select)
+    how = (is_selected, f"select({slot.slot})")
     phase = state.phase(slot)
-    pen.put(f"{phase:<8}", p.bad if phase == "blocked" else colour, is_selected, select)
-    pen.put(f"r{request.id}" if request else "", colour, is_selected, select).to(18)
-    draw_rows(pen, p, slot, max_len, bar)
+    pen = on.pen().put("▌" if is_selected else " ", on.accent)
+    pen.put(f"{slot.slot:>2} ", hue, *how)
+    pen.put(f"{phase:<8}", on.bad if phase == "blocked" else hue, *how)
+    pen.put(f"r{request.id}" if request else "", hue, *how).to(18)
+    draw_rows(pen, on.p, slot, max_len, bar)
     right = ""
     if request:
         ttft = request.metrics.ttft_s
@@ -220,34 +205,33 @@ def draw_slot(state: State, p: Palette, slot: SlotView, bar: int, widths: Sequen
     elif slot.remembered:  # no request owns these rows: another may reuse them or write over them
         words = f"({slot.remembered:,} remembered)" if len(widths) > 1 else f"({slot.remembered:,})"
         right = f"{words:>{sum(widths)}}"
-    return pen.put(right, colour, is_selected, select).line
+    pen.put(right, hue, *how)
 
 
-def queue_line(state: State, slots: Sequence[SlotView], p: Palette, width: int) -> Line:
+def queue_line(state: State, slots: Sequence[SlotView], on: Paper) -> None:
     waiting, line = state.line()
     why = why_waiting(state, slots)
-    pen = Pen().put(f" queue {waiting:,}", p.text, True)
-    if waiting and pen.width + cell_len(why) + 14 <= width:
-        pen.put(f"  {why}", p.bad if "shut" in why else p.muted)
+    pen = on.pen().put(f" queue {waiting:,}", bold=True)
+    if waiting and pen.width + cell_len(why) + 14 <= on.width:
+        pen.put(f"  {why}", on.bad if "shut" in why else on.muted)
     left = waiting  # requests that have not been named yet
     for request, waited in line:
         text = f"  r{request} {span(waited)}"
-        if pen.width + len(text) + 12 > width and left > 1:
+        if pen.width + len(text) + 12 > on.width and left > 1:
             break
-        pen.put(text, p.text)
+        pen.put(text)
         left -= 1
-    return pen.put(f"  +{left:,} more" if left else "", p.muted).line
+    pen.put(f"  +{left:,} more" if left else "", on.muted)
 
 
-def last_line(period: Period, p: Palette, width: int) -> Line:
+def last_line(period: Period, on: Paper) -> None:
     """What the last busy period came to, in as many phrases as find room."""
-    pen = Pen().put(" last:", p.text, True, TOTALS)
+    pen = on.pen().put(" last:", bold=True, do=TOTALS)
     for i, phrase in enumerate(words(period)):
         text = f"{',' if i else ''} {phrase}"
-        if pen.width + cell_len(text) > width:
+        if pen.width + cell_len(text) > on.width:
             break
-        pen.put(text, p.text, do=TOTALS)
-    return pen.line
+        pen.put(text, do=TOTALS)
 
 
 def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) -> None:
@@ -294,154 +278,160 @@ def draw_cells(
         first += len(kinds)
 
 
-def draw_timeline(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_timeline(state: State, on: Paper) -> None:
     """Slots x steps: what each slot did in each step. This picture shows what batching is about."""
-    zoom, columns, cursor = state.window(width - 4)
+    zoom, columns, cursor = state.window(on.width - 4)
     rare = (ink.UNSEEN,) if any(column.unseen for column in columns) else ()
-    kinds = legend(p, *rare, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.GHOST, ink.EMPTY)
-    lines = [heading(p, width, "Timeline", f"useful {useful_of(columns):.0f} %", kinds)]
+    kinds = on.legend(*rare, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.GHOST, ink.EMPTY)
+    on.heading("Timeline", f"useful {useful_of(columns):.0f} %", kinds)
     hints = [OFFER, *FIRST] if state.offers_tour else FIRST
     if columns or state.tour:
         hints = []
-    hints = [f"{hint} " for hint in hints if cell_len(hint) < width - 5]
-    for slot in fit_slots(state, height - 2):
-        colour = p.text if slot == state.selected else p.muted
-        pen = Pen().put(f"{slot:>3} ", colour, do=f"select({slot})")
-        draw_cells(pen, p, columns, slot, cursor)
+    hints = [f"{hint} " for hint in hints if cell_len(hint) < on.width - 5]
+    for slot in fit_slots(state, on.height - 2):
+        hue = on.text if slot == state.selected else on.muted
+        pen = on.pen().put(f"{slot:>3} ", hue, do=f"select({slot})")
+        draw_cells(pen, on.p, columns, slot, cursor)
         if hints:
-            pen.put(hints.pop(0), p.text)
-        lines.append(pen.put(ink.GLYPHS[ink.EMPTY] * (width - pen.width), p.faint).line)
+            pen.put(hints.pop(0))
+        pen.put(ink.GLYPHS[ink.EMPTY] * (on.width - pen.width), on.faint)
     if cursor is None:
-        return [*lines, step_axis(p, width, columns, zoom)]
-    return [*lines, cursor_line(state, p, width, 4 + cursor)]
+        step_axis(on, columns, zoom)
+    else:
+        cursor_line(state, on, 4 + cursor)
 
 
-def cursor_line(state: State, p: Palette, width: int, at: int) -> Line:
+def cursor_line(state: State, on: Paper, at: int) -> None:
     """Under the timeline: which step the cursor is on."""
     label = f" step {state.cursor:,}  End: follow "
-    if at + 1 + len(label) <= width:
-        return Pen().to(at).put(f"▲{label}", p.accent, True).line
-    return Pen().to(max(0, at - len(label))).put(f"{label}▲", p.accent, True).line
+    if at + 1 + len(label) <= on.width:
+        on.pen().to(at).put(f"▲{label}", on.accent, True)
+    else:
+        on.pen().to(max(0, at - len(label))).put(f"{label}▲", on.accent, True)
 
 
-def step_axis(p: Palette, width: int, columns: Sequence[Column], zoom: int) -> Line:
+def step_axis(on: Paper, columns: Sequence[Column], zoom: int) -> None:
     """Under the timeline: the numbers of some steps."""
     unit = "step" if zoom == 1 else f"1 column = {zoom} steps"
     every = 20 if zoom == 1 else 16
-    last = min(len(columns), width - 3 - len(unit) - every)
+    last = min(len(columns), on.width - 3 - len(unit) - every)
     ticks = [(4 + i, f"╵{columns[i].step:,}") for i in range(0, last, every)]
-    return axis(p, *ticks, (width - len(unit) - 1, unit))
+    on.axis(*ticks, (on.width - len(unit) - 1, unit))
 
 
-def draw_stream(state: State, p: Palette, width: int, height: int, slot: int) -> list[Line]:
+def draw_stream(state: State, on: Paper, slot: int) -> None:
     """One slot's request: its prompt, and the end of its text, where the text grows."""
     request = state.owner(slot)
     is_selected = slot == state.selected
+    pen = on.pen()
     if request is None:
-        pen = Pen().put(f"slot {slot}  ", p.muted, is_selected)
-        return [pen.put("nothing yet", p.muted).line]
-    colour = p.text if is_selected else p.muted
-    pen = Pen().put(f"slot {slot} r{request.id}", colour, True, f"select({slot})")
-    pen.put(f" {request.reason}" if request.reason else "", p.muted)
-    pen.put(f" ← {client_of(request)}" if client_of(request) else "", p.muted)
-    pen.put(f"  {shorten(prompt_of(request), width - pen.width - 3)}", p.muted)
-    lines = []
+        pen.put(f"slot {slot}  ", on.muted, is_selected).put("nothing yet", on.muted)
+        return
+    hue = on.text if is_selected else on.muted
+    pen.put(f"slot {slot} r{request.id}", hue, True, f"select({slot})")
+    pen.put(f" {request.reason}" if request.reason else "", on.muted)
+    pen.put(f" ← {client_of(request)}" if client_of(request) else "", on.muted)
+    pen.put(f"  {shorten(prompt_of(request), on.width - pen.width - 3)}", on.muted)
     growing = "" if request.reason else "▏"
+    below = Paper(on.p, on.width, on.height)
     for kind, text in marked(clean(request.text) + growing, request.is_thinking):
-        colour = colour_of(p, kind)
-        lines += [Pen().put(line, colour).line for line in wrap(text, width - 1)]
+        for line in wrap(text, on.width - 1):
+            below.pen().put(line, hue_of(on, kind))
     # Of the newest token alone: back in time there is none
-    glass = draw_glass(request, p, width) if state.cursor is None and height > 2 else []
-    room = height - 1 - len(glass)
-    return [pen.line, *(lines[-room:] if room > 0 else []), *glass]
+    glass = []
+    if state.cursor is None and on.height > 2:
+        glass = draw_glass(request, on)
+    room = on.room - len(glass)
+    on.lines += below.lines[-room:] if room > 0 else []
+    on.lines += glass
 
 
-def draw_glass(request: RequestView, p: Palette, width: int) -> list[Line]:
+def draw_glass(request: RequestView, on: Paper) -> list[Line]:
     """JSON under glass: the likeliest tokens for the newest place, the forbidden struck through.
     A blank is drawn (␣), for a token may be nothing else."""
     pen = Pen()
     for text, probability, is_allowed in request.glass:
         said = clean(repr(text)[1:-1]).replace(" ", "␣")
         words = f"{'✓' if is_allowed else '✗'}{said} {probability:.0%}"
-        if pen.width + cell_len(words) + 2 > width:
+        if pen.width + cell_len(words) + 2 > on.width:
             break
-        how = p.accent if is_allowed else Style(color=p.muted, strike=True)
-        pen.put(words, how).put("  ")
+        pen.put(words, on.accent if is_allowed else Style(color=on.muted, strike=True)).put("  ")
     return [pen.line] if pen.line else []
 
 
-def colour_of(p: Palette, kind: str) -> str:
+def hue_of(on: Paper, kind: str) -> str:
     """Of a part of an answer: thoughts are dim, and calls of tools stand out."""
-    return {"thought": p.muted, "call": p.accent}.get(kind, p.text)
+    return {"thought": on.muted, "call": on.accent}.get(kind, on.text)
 
 
-def draw_streams(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_streams(state: State, on: Paper) -> None:
     """All slots' texts, if there are two lines for each of them; else only the selected slot's."""
     count = len(state.view.engine.slots)
-    across = max(1, min(count, (width + 2) // 30))
-    tall = (height - 1) // math.ceil(count / across)  # lines for each slot
+    across = max(1, min(count, (on.width + 2) // 30))
+    tall = (on.height - 1) // math.ceil(count / across)  # lines for each slot
     slots: Sequence[int] = range(count)
     if tall < 2:
         across = 1
-        tall = height - 1
+        tall = on.height - 1
         slots = [state.selected]
-    wide = width // across
-    lines = [heading(p, width, state.titled("Answers"), "y copies" if len(slots) == 1 else "")]
+    wide = on.width // across
+    on.heading(state.titled("Answers"), "y copies" if len(slots) == 1 else "")
     for first in range(0, len(slots), across):
-        beside = slots[first : first + across]
-        texts = [draw_stream(state, p, wide - 2, tall, slot) for slot in beside]
+        beside = []
+        for slot in slots[first : first + across]:
+            beside.append(Paper(on.p, wide - 2, tall))
+            draw_stream(state, beside[-1], slot)
         for row in range(tall):
             line: Line = []
-            for text in texts:
-                part = Strip(text[row] if row < len(text) else [])
+            for paper in beside:
+                part = Strip(paper.lines[row] if row < len(paper.lines) else [])
                 line += [Segment(" "), *part.adjust_cell_length(wide - 1)]
-            lines.append(line)
-    return lines
+            on.lines.append(line)
 
 
-def draw_loading(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_loading(state: State, on: Paper) -> None:
     """What is being done while the model loads; or what went wrong, and what helps."""
     view = state.view
-    indent = " " * max(2, (width - 70) // 2)
-    room = width - 2 * len(indent) - 2
-    text: list[Line] = []
+    indent = " " * max(2, (on.width - 70) // 2)
+    room = on.width - 2 * len(indent) - 2
 
-    def say(words: str, colour: str, first: str = "", bold: bool = False, do: str = "") -> None:
+    def say(words: str, hue: str, first: str = "", bold: bool = False, do: str = "") -> None:
         mark = first
         for part in wrap(words, room):
-            text.append(Pen().put(f"{indent}{mark}{part}", colour, bold, do).line)
+            on.pen().put(f"{indent}{mark}{part}", hue, bold, do)
             mark = " " * len(first)
 
-    say("nanobatch", p.text, bold=True)
-    say("watch an LLM serving engine work\n", p.muted)
+    say("nanobatch", on.text, bold=True)
+    say("watch an LLM serving engine work\n", on.muted)
     *before, last = view.done or ("starting",)
     for stage in before:
-        say(stage, p.muted, "✓ ")
-    say(last, p.text, "✗ " if view.stage == "failed" else "… ")
-    if state.waiting and not view.error:
-        say("", p.text)
-    for line in [] if view.error else state.waiting[-WAITING:]:
-        say(f"{shorten(line, room - 22)}  waits for the model", p.accent, "  ")
-    if state.printed and not view.error:
-        say(state.printed, p.muted, "  ")
-    if view.door and not view.error:
-        say(f"\n{view.door.address}/v1 is open, and answers 503 until then", p.muted)
+        say(stage, on.muted, "✓ ")
+    say(last, on.text, "✗ " if view.stage == "failed" else "… ")
     if view.error:
-        say(f"\n{view.error}", p.bad, bold=True)
-    say("\nq quits", p.muted, do="quit")
-    return [[]] * max(0, (height - len(text)) // 3) + text
+        say(f"\n{view.error}", on.bad, bold=True)
+    else:
+        if state.waiting:
+            say("", on.text)
+        for line in state.waiting[-WAITING:]:
+            say(f"{shorten(line, room - 22)}  waits for the model", on.accent, "  ")
+        if state.printed:
+            say(state.printed, on.muted, "  ")
+        if view.door:
+            say(f"\n{view.door.address}/v1 is open, and answers 503 until then", on.muted)
+    say("\nq quits", on.muted, do="quit")
+    on.lines[:0] = [[]] * max(0, on.room // 3)
 
 
-def draw_small(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    words = wrap("nanobatch needs 60×20 characters; q quits", width)
-    return [Pen().put(part, p.text).line for part in words[:height]]
+def draw_small(state: State, on: Paper) -> None:
+    for part in wrap("nanobatch needs 60×20 characters; q quits", on.width):
+        on.pen().put(part)
 
 
-def draw_mark(state: State, p: Palette, width: int, height: int) -> list[Line]:
-    return [Pen().put(" ❯", p.accent if state.typing else p.faint, state.typing).line]
+def draw_mark(state: State, on: Paper) -> None:
+    on.pen().put(" ❯", on.accent if state.typing else on.faint, state.typing)
 
 
-def draw_settings(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_settings(state: State, on: Paper) -> None:
     """How the next prompt is fired; before the first, which key leads into the box. For a while
     after a key, what the key has done."""
     settings = state.settings
@@ -449,16 +439,16 @@ def draw_settings(state: State, p: Palette, width: int, height: int) -> list[Lin
     seed = "–" if settings.seed is None else settings.seed
     parts = [f"temp {settings.temperature:g}", f"max {settings.max_tokens:,} tok", f"seed {seed}"]
     if state.said:
-        first, parts = shorten(state.said, width - 2), []
-    left = width - 2 - cell_len(first)
-    texts = []  # as many of them as find room
+        first = shorten(state.said, on.width - 2)
+        parts = []
+    left = on.width - 2 - cell_len(first)
+    words = ""  # as many of them as find room
     for part in parts:
-        blank = " · " if first or texts else ""
+        blank = " · " if first or words else ""
         left -= cell_len(blank + part)
         if left < 0:
             break
-        texts.append(blank + part)
-    words = "".join(texts)
-    pen = Pen().to(width - 1 - cell_len(first + words))
-    pen.put(first, p.accent, not state.said, "settings" if state.said else "prompt")
-    return [pen.put(words, p.muted, do="settings").line]
+        words += blank + part
+    pen = on.pen().to(on.width - 1 - cell_len(first + words))
+    pen.put(first, on.accent, not state.said, "settings" if state.said else "prompt")
+    pen.put(words, on.muted, do="settings")

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from parts.api.views import RequestView
-from screen.ink import fitting, number, shorten, span
+from screen.ink import number, span
 from screen.timeline import Column
 
-CLOCK = "On the engine's clock, first arrival to last token; makespan: without interruptions, as in a race."
+Price = Callable[[int, int], float]  # of a step with so many rows and so many chunks, undisturbed
 KEPT = 10_000  # so many waits and gaps of a period are kept for its percentiles
 
 
@@ -59,14 +58,11 @@ class Period:
         """A slot that decodes does so in every step: its tokens are as far apart as the ends of two
         steps."""
         if self.cells:
-            self.gaps.extend(
-                [step.ended - self.ended] * (len(step.view.decode) - len(step.view.ghosts))
-            )
-        self.ended, self.tokens, self.useful = (
-            step.ended,
-            self.tokens + step.tokens,
-            self.useful + step.useful,
-        )
+            tokens = len(step.view.decode) - len(step.view.ghosts)
+            self.gaps.extend([step.ended - self.ended] * tokens)
+        self.ended = step.ended
+        self.tokens += step.tokens
+        self.useful += step.useful
         self.first_step = self.first_step or step.step
         self.last_step = step.step
         self.cells += step.steps * len(step.cells)
@@ -80,94 +76,40 @@ class Period:
         if request.metrics.ttft_s is not None:
             self.ttfts.append(request.metrics.ttft_s)
 
-    def makespan(self, price: Callable[[int, int], float]) -> float:
+    def makespan(self, price: Price) -> float:
         """What its steps take undisturbed, if this is the price of one step of each kind."""
         return sum(many * price(*kind) for kind, many in self.kinds.items())
 
     @property
-    def figures(self) -> tuple[str, ...]:
-        """As texts, in the order of `FIGURES`, but for the makespan, which needs prices."""
+    def figures(self) -> dict[str, str]:
+        """As texts, all but the makespan, which needs prices."""
         took = self.ended - self.began
-        rate = number(self.tokens / took if took > 0 else None)
-        counts = (f"{count:,}" for count in (self.requests, self.lost, self.tokens))
-        waits = (
-            percentile(self.ttfts, 0.5),
-            percentile(self.ttfts, 0.95),
-            percentile(self.gaps, 0.95),
-        )
-        useful = f"{100 * self.useful / self.cells:.0f} %" if self.cells else "–"
-        return ", ".join(self.policies), *counts, span(took), rate, *map(span, waits), useful
-
-
-class Figure(NamedTuple):
-    title: str
-    width: int
-    rank: int  # if room is short, the figures of the highest ranks go
-    meaning: str = ""
-
-
-FIGURES = (
-    Figure("policy", 13, 0),
-    Figure("requests", 9, 0),
-    Figure("lost", 6, 9, " Lost: cancelled or failed."),
-    Figure("tokens", 9, 1),
-    Figure("took", 9, 0),
-    Figure("makespan", 10, 5),
-    Figure("tok/s", 8, 2),
-    Figure("TTFT p50", 10, 3),
-    Figure("TTFT p95", 10, 4),
-    Figure("gap p95", 9, 6, " Gap: from a token to the next of its answer."),
-    Figure("useful", 8, 7, " Useful: the share of slots × steps that did something for a request."),
-)
-
-
-Price = Callable[[int, int], float]  # of a step with so many rows and so many chunks, undisturbed
-
-
-def table(
-    periods: Sequence[Period], price_in: Callable[[Period], Price | None], width: int, most: int
-) -> list[str]:
-    """A line for each of the last periods, newest first, under a line of titles.
-
-    `price_in`: what steps cost in a period; None: that cannot be known.
-    """
-    shown = fitting(FIGURES, max(0, width - 1))
-    if not shown:
-        return []
-
-    def line(texts: Sequence[str]) -> str:
-        pairs = zip(FIGURES, texts, strict=True)
-        policy, *cells = [(text, figure.width) for figure, text in pairs if figure in shown]
-        return f" {shorten(policy[0], policy[1]):<{policy[1]}}" + "".join(
-            f"{text:>{width}}" for text, width in cells
-        )
-
-    lines = [line([figure.title for figure in FIGURES])]
-    for period in list(periods)[: -most - 1 : -1]:
-        *before, took, rate, p50, p95, gap, useful = period.figures
-        price = price_in(period)
-        makespan = span(period.makespan(price) if price else None)
-        lines.append(line([*before, took, makespan, rate, p50, p95, gap, useful]))
-    return lines
-
-
-def explained(width: int) -> str:
-    """What the table's figures mean, as far as there is room for them."""
-    return CLOCK + "".join(figure.meaning for figure in fitting(FIGURES, width - 1))
+        return {
+            "policy": ", ".join(self.policies),
+            "requests": f"{self.requests:,}",
+            "lost": f"{self.lost:,}",
+            "tokens": f"{self.tokens:,}",
+            "took": span(took),
+            "tok/s": number(self.tokens / took if took > 0 else None),
+            "TTFT p50": span(percentile(self.ttfts, 0.5)),
+            "TTFT p95": span(percentile(self.ttfts, 0.95)),
+            "gap p95": span(percentile(self.gaps, 0.95)),
+            "useful": f"{100 * self.useful / self.cells:.0f} %" if self.cells else "–",
+        }
 
 
 def words(period: Period) -> list[str]:
     """The same figures as phrases, the most important first."""
-    _, requests, lost, tokens, took, rate, p50, p95, gap, useful = period.figures
-    ended = f"{requests} requests" if period.requests != 1 else "1 request"
-    ended += f" ({lost} cut short)" if period.lost else ""
-    phrases = (
+    figures = period.figures
+    ended = f"{figures['requests']} request{'s' * (period.requests != 1)}"
+    ended += f" ({figures['lost']} cut short)" if period.lost else ""
+    return [
         ended,
-        f"{tokens} tokens",
-        took,
-        f"{rate} tok/s",
-        f"TTFT p50 {p50}",
-        f"p95 {p95}",
-        f"gap p95 {gap}",
-    )
-    return [*phrases, f"useful {useful}"]
+        f"{figures['tokens']} tokens",
+        figures["took"],
+        f"{figures['tok/s']} tok/s",
+        f"TTFT p50 {figures['TTFT p50']}",
+        f"p95 {figures['TTFT p95']}",
+        f"gap p95 {figures['gap p95']}",
+        f"useful {figures['useful']}",
+    ]

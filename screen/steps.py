@@ -13,31 +13,30 @@ from itertools import groupby
 
 from parts.api.views import RanksView, StepView
 from screen import ink
-from screen.ink import Line, Palette, Pen, count, entry, heading, wrap
+from screen.paper import Paper
 from screen.state import State
 
 
-def draw_step(state: State, p: Palette, width: int, height: int, whole: bool = False) -> list[Line]:
-    """The step under the cursor, or the newest. `whole`: all lines, however many there are."""
+def draw_step(state: State, on: Paper) -> None:
+    """The step under the cursor, or the newest: all lines, however many there are."""
     step = state.step
     if step is None:
-        nothing = Pen().put(" plan → run → commit: nothing has run yet", p.muted)
-        return [heading(p, width, "Step", which_step(state)), nothing.line]
-    lines = [heading(p, width, f"Step {step.step:,}", which_step(state))]
-    unseen = state.here.unseen
-    if unseen:
+        on.heading("Step", which_step(state))
+        on.say("plan → run → commit: nothing has run yet", on.muted)
+        return
+    on.heading(f"Step {step.step:,}", which_step(state))
+    if unseen := state.here.unseen:
         went = f"{unseen:,} steps up to this one went by before the screen looked"
-        said = f"{went}, and {step.tokens:,} tokens came."
-        lines += (Pen().put(f" {part}", p.muted).line for part in wrap(said, width - 2))
-        return lines[:height]
+        on.say(f"{went}, and {step.tokens:,} tokens came.", on.muted)
+        return
     for name, text in entries_of(state, step).items():
-        lines += entry(p, width, name, text)
-    lines += draw_time(step, p, width)
-    hidden = len(lines) - height
-    if whole or hidden <= 0:
-        return lines
-    more = Pen().put(f" ↓ {count(hidden + 1, 'more line')}", p.accent, do="sheet('step')")
-    return [*lines[: height - 1], more.line]
+        on.entry(name, text)
+    draw_time(step, on)
+
+
+def draw_step_pane(state: State, on: Paper) -> None:
+    draw_step(state, on)
+    on.cut("", "sheet('step')")
 
 
 def which_step(state: State) -> str:
@@ -94,7 +93,7 @@ def ranks_line(ranks: RanksView) -> str:
     return f"{len(ranks.memory)} by {ranks.backend}, of {memory} MiB"
 
 
-def draw_time(step: StepView, p: Palette, width: int) -> list[Line]:
+def draw_time(step: StepView, on: Paper) -> None:
     """Where a step's time went: sums in milliseconds, and a bar of the same.
 
     The parts are rounded before they are added up.
@@ -110,14 +109,13 @@ def draw_time(step: StepView, p: Palette, width: int) -> list[Line]:
         "wait": in_ms(step.wait_s),
     }
     total = sum(parts.values())
-    lines = entry(p, width, "time", f"{total:,.2f} ms = {' + '.join(named_ms(parts))}")
-    lines += entry(p, width, "Python", ", ".join(named_ms(python)))
-    bar = Pen().to(10)
+    on.entry("time", f"{total:,.2f} ms = {' + '.join(named_ms(parts))}")
+    on.entry("Python", ", ".join(named_ms(python)))
+    bar = on.pen().to(10)
     for (name, spent), hue in zip(parts.items(), ink.HUES, strict=False):
-        cells = max(1, round(spent / (total or 1) * (width - 14)))
+        cells = max(1, round(spent / (total or 1) * (on.width - 14)))
         label = name if cells > len(name) else name[0]
         bar.put(f"{label:─^{cells}}", ink.style(ink.ink_on(hue), hue))
-    return [*lines, bar.line]
 
 
 def in_ms(seconds: float) -> float:

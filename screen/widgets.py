@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from rich.style import Style
 from textual import events
 from textual.binding import Binding
 from textual.command import CommandPalette
@@ -26,7 +27,8 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from parts.api.faults import describe, show_fault
-from screen.ink import Line, Palette, Pen, clean, shorten
+from screen.ink import Line, clean, shorten
+from screen.paper import Paper
 from screen.state import State
 
 SHARE, LONGEST = 0.1, 0.5  # of a core; seconds
@@ -58,11 +60,12 @@ class Pane(Widget):
     `wheel` is the action of the mouse wheel. It is called with -1 or 1.
     """
 
-    def __init__(
-        self, draw: Callable[[State, Palette, int, int], list[Line]], id: str, wheel: str = ""
-    ):
+    def __init__(self, draw: Callable[[State, Paper], None], id: str, wheel: str = ""):
         super().__init__(id=id)
-        self._draw, self._wheel, self._drawn, self._strips = draw, wheel, [], []
+        self._draw = draw
+        self._wheel = wheel
+        self._drawn: list[tuple[Line, Style]] = []
+        self._strips: list[Strip] = []
         self._fault = ""  # what the function raised when it was called last
 
     def paint(self) -> None:
@@ -84,16 +87,18 @@ class Pane(Widget):
     def _lines(self, width: int, height: int) -> list[Line]:
         """What the function draws. If it raises, its error stands in its place, and all other panes
         go on."""
+        on = Paper(self.app.palette, width, height)
         try:
-            lines = self._draw(self.app.state, self.app.palette, width, height)
+            self._draw(self.app.state, on)
             self._fault = ""
-            return lines
         except Exception as error:
             if self._fault != describe(error):  # it is drawn ten times a second, and shown once
                 self._fault = describe(error)
                 show_fault(f"the pane {self.id!r} cannot be drawn", error)
+            on.lines.clear()
             words = shorten(f" ✗ {self.id}: {clean(self._fault)}; E shows where", width)
-            return [Pen().put(words, self.app.palette.bad).line]
+            on.pen().put(words, on.bad)
+        return on.lines
 
     def render_line(self, y: int) -> Strip:
         return (

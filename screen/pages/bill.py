@@ -32,21 +32,8 @@ from typing import NamedTuple
 
 from parts.api.views import ModelView, Roof, StepView
 from screen.charts import cost_of
-from screen.ink import (
-    HUES,
-    Line,
-    Palette,
-    Pen,
-    axis,
-    count,
-    entry,
-    fitting,
-    heading,
-    number,
-    shorten,
-    span,
-    wrap,
-)
+from screen.ink import HUES, count, number, shorten, span
+from screen.paper import Figure, Paper, fitting
 from screen.state import State
 from screen.timeline import Column
 
@@ -285,38 +272,36 @@ def first_count(is_so: Callable[[Bill], bool], model: ModelView, length: int) ->
 # --- the page -----------------------------------------------------------------------------------
 
 
-def draw_bill(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw(state: State, on: Paper) -> None:
     """The bill of the step under the cursor, or of the newest one; then of steps of so many
     rows."""
+    on.names = NAMES
     column = state.here
     model = state.view.engine.model
     length = usual_length(state)
-    title = "The bill of a step"
-    lines: list[Line] = []
-    if column is None:
-        lines.append(Pen().put(" Nothing has run yet. b fires a burst.", p.muted).line)
-    elif column.unseen:
-        lines.append(Pen().put(" Steps went by before the screen looked.", p.muted).line)
-    else:
-        title = f"The bill of step {column.step:,}"
-        lines += draw_entries(state, p, width, column)
-    lines += entry(p, width, "roof", roof_of(state), names=NAMES)
-    if column and not column.unseen:
-        lines += draw_floors(state, p, width, column)
+    is_seen = column is not None and not column.unseen
     keys = "←→ steps  Esc"
-    if width >= 100:
+    if on.width >= 100:
         step = "" if state.view.watches else "  s takes one"
         keys = f"←→ other steps{step}  Esc back"
-    return [
-        heading(p, width, title, keys, do="screen.dismiss"),
-        *lines,
-        *draw_counts(state, p, width, MORE_COUNTS if height >= 34 else COUNTS, length),
-        *draw_lesson(p, width, model, state.view.engine.roof, length),
-        *draw_experts(state, p, width, column),
-    ]
+    on.title(f"The bill of step {column.step:,}" if is_seen else "The bill of a step", keys)
+    if column is None:
+        on.say("Nothing has run yet. b fires a burst.", on.muted)
+    elif is_seen:
+        draw_entries(state, on, column)
+    else:
+        on.say("Steps went by before the screen looked.", on.muted)
+    on.entry("roof", roof_of(state))
+    if is_seen:
+        draw_floors(state, on, column)
+    draw_counts(state, on, MORE_COUNTS if on.height >= 34 else COUNTS, length)
+    roof = state.view.engine.roof
+    on.say(f"{what_is_shared(model, length)} {where_it_ends(model, roof, length)}")
+    if is_seen:
+        draw_experts(state, on, column)
 
 
-def draw_entries(state: State, p: Palette, width: int, column: Column) -> list[Line]:
+def draw_entries(state: State, on: Paper, column: Column) -> None:
     """What was read and multiplied."""
     engine = state.view.engine
     model = engine.model
@@ -326,18 +311,13 @@ def draw_entries(state: State, p: Palette, width: int, column: Column) -> list[L
         shared += f" for all {bill.tokens:,} tokens: {scaled(bill.weights / bill.tokens, 'B')} each"
     if engine.ranks.memory:
         shared += f" (the share of rank 0, of {len(engine.ranks.memory)})"
-    whose = named(parts_of(column), width - NAMES - 12)
-    entries = {
-        "weights": f"{scaled(bill.weights, 'B')} of {model.form}, {shared}",
-        "keys, values": f"{scaled(bill.keys, 'B')}, {whose}",
-        "arithmetic": f"{scaled(bill.products, 'FLOP')} in products, {scaled(bill.attention, 'FLOP')} in attention",
-        "experts": experts_of(state, column, bill),
-        "window": windows_of(model, column),
-    }
-    lines: list[Line] = []
-    for name, text in entries.items():
-        lines += entry(p, width, name, text, names=NAMES)
-    return lines
+    whose = named(parts_of(column), on.width - NAMES - 12)
+    products = f"{scaled(bill.products, 'FLOP')} in products"
+    on.entry("weights", f"{scaled(bill.weights, 'B')} of {model.form}, {shared}")
+    on.entry("keys, values", f"{scaled(bill.keys, 'B')}, {whose}")
+    on.entry("arithmetic", f"{products}, {scaled(bill.attention, 'FLOP')} in attention")
+    on.entry("experts", experts_of(state, column, bill))
+    on.entry("window", windows_of(model, column))
 
 
 def named(parts: Sequence[Part], width: int) -> str:
@@ -394,32 +374,24 @@ def roof_of(state: State) -> str:
     return words
 
 
-def draw_floors(state: State, p: Palette, width: int, column: Column) -> list[Line]:
+def draw_floors(state: State, on: Paper, column: Column) -> None:
     """What the step takes at least, by each of the three, over what it took."""
     step = column.view
     roof = state.view.engine.roof
     bill = this_bill(state, column)
     floors = floors_of(bill, roof)
-    if floors is None:
-        bars = [("Python", step.python_s, HUES[0], "░")]
-    else:
-        bars = [
-            ("reading", floors.reading, HUES[1], "▒"),
-            ("arithmetic", floors.multiplying, HUES[2], "▓"),
-            ("Python", step.python_s, HUES[0], "░"),
-        ]
-    longest = max(step.seconds, *(seconds for _, seconds, *_ in bars)) or 1.0
-    room = width - NAMES - 2 - 18
-    lines = []
-    for name, seconds, hue, glyph in [*bars, ("measured", step.seconds, p.text, "█")]:
-        pen = Pen().put(f" {name:<{NAMES}}", p.muted).put(f"{span(seconds):>8}", p.text)
+    bars = [("Python", step.python_s, HUES[0], "░"), ("measured", step.seconds, on.text, "█")]
+    if floors:
+        reading = ("reading", floors.reading, HUES[1], "▒")
+        bars = [reading, ("arithmetic", floors.multiplying, HUES[2], "▓"), *bars]
+    longest = max(seconds for _, seconds, *_ in bars) or 1.0
+    room = on.width - NAMES - 2 - 18
+    for name, seconds, hue, glyph in bars:
         share = percent(seconds, step.seconds) if step.seconds else "–"
-        pen.put(f"{share:>7}  ", p.muted)
+        pen = on.pen().put(f" {name:<{NAMES}}", on.muted).put(f"{span(seconds):>8}")
+        pen.put(f"{share:>7}  ", on.muted)
         pen.put(glyph * max(1, round(seconds / longest * room)), hue)
-        lines.append(pen.line)
-    words = what_bounds(bill, step, roof) + how_usual(state, step)
-    said = wrap(words, width - 2) if words else ()
-    return [*lines, *(Pen().put(f" {part}", p.text, True).line for part in said)]
+    on.say(what_bounds(bill, step, roof) + how_usual(state, step), bold=True)
 
 
 def how_usual(state: State, step: StepView) -> str:
@@ -430,58 +402,34 @@ def how_usual(state: State, step: StepView) -> str:
     return f" Other steps of so many rows took {span(usual)}."
 
 
-class Figure(NamedTuple):
-    """A column of the table."""
-
-    title: str
-    width: int
-    rank: int  # the highest ranks go first
-
-
 FIGURES = (
     Figure("rows", 5, 0),
     Figure("bytes", 9, 3),
     Figure("arithmetic", 12, 4),
     Figure("roof", 9, 1),
     Figure("measured", 10, 0),
-    Figure("weights", 12, 0),
+    Figure("weights", 12, 0, bar=True),
     Figure("keys", 9, 0),
     Figure("time", 9, 0),
 )
 
 
-def draw_counts(
-    state: State, p: Palette, width: int, counts: Sequence[int], length: int
-) -> list[Line]:
+def draw_counts(state: State, on: Paper, counts: Sequence[int], length: int) -> None:
     """Steps of so many rows side by side, and what each comes to for a token."""
     model = state.view.engine.model
-    columns = fitting(FIGURES, width - 1)
-    used = sum(column.width for column in columns)
+    room = on.width - 3 - sum(figure.width for figure in fitting(FIGURES, on.width - 1))
+    has_room = room > 17
     title = f"A step of so many rows, each {length:,} long │ and what a token pays"
-    lines = [heading(p, width, title, "▒weights █keys and values" if width > used + 20 else "")]
-    lines.append(axis(p, (0, in_columns(columns, {each.title: each.title for each in columns}))))
+    on.heading(title, "▒weights █keys and values" if has_room else "")
+    columns = on.columns(FIGURES)
     most = of_rows(model, 1, length).nbytes
     now = len(state.step.decode) if state.step and not state.step.prefill else 0
     for rows in counts:
-        figures = figures_of(state, rows, length)
-        pen = Pen().put(in_columns(columns, figures), p.text, rows == now)
-        if width > used + 20:
+        pen = on.row(columns, figures_of(state, rows, length), bold=rows == now)
+        if has_room:
             bill = of_rows(model, rows, length)
-            room = width - used - 3
-            cells = round(bill.weights / rows / most * room)
-            pen.put("  ").put("▒" * cells, HUES[1])
+            pen.put("  ").put("▒" * round(bill.weights / rows / most * room), HUES[1])
             pen.put("█" * max(1, round(bill.keys / rows / most * room)), HUES[3])
-        lines.append(pen.line)
-    return lines
-
-
-def in_columns(columns: Sequence[Figure], texts: Mapping[str, str]) -> str:
-    """A line of the table. Behind the bar stands what a token pays."""
-    cells = []
-    for title, width, _ in columns:
-        cell = f"{texts[title]:>{width}}"
-        cells.append(f" │{cell[2:]}" if title == "weights" else cell)
-    return "".join(cells)
 
 
 def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
@@ -502,23 +450,16 @@ def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
     }
 
 
-def draw_lesson(p: Palette, width: int, model: ModelView, roof: Roof, length: int) -> list[Line]:
-    words = f"{what_is_shared(model, length)} {where_it_ends(model, roof, length)}"
-    return [Pen().put(f" {part}", p.text).line for part in wrap(words, width - 2)]
-
-
-def draw_experts(state: State, p: Palette, width: int, column: Column | None) -> list[Line]:
+def draw_experts(state: State, on: Paper, column: Column) -> None:
     """Of each layer: which experts were read, and by how many tokens."""
-    model = state.view.engine.model
-    seen = seen_experts(state, column) if column and not column.unseen else ()
-    if not seen:
-        return []
-    lines = [heading(p, width, "Experts: by how many tokens each was read")]
+    many = state.view.engine.model.experts
+    seen = seen_experts(state, column)
+    if seen:
+        on.heading("Experts: by how many tokens each was read")
     for i, layer in enumerate(seen):
         whose = ", ".join(f"{expert} ×{tokens}" for expert, tokens in layer.items())
-        words = f"{len(layer):,} of {model.experts:,}: {whose}" if layer else "no token is asked"
-        lines += entry(p, width, f"layer {i}", shorten(words, width - NAMES - 2), names=NAMES)
-    return lines
+        words = f"{len(layer):,} of {many:,}: {whose}" if layer else "no token is asked"
+        on.entry(f"layer {i}", shorten(words, on.width - NAMES - 2))
 
 
 def bill_line(state: State) -> str:

@@ -36,8 +36,9 @@ from parts.api.handle import Handle
 from parts.api.settings import Sampling
 from parts.api.views import StepView
 from sched import QueueFull
-from screen.ink import Line, Palette, Pen, count, entry, heading, shorten, span
+from screen.ink import count, shorten, span
 from screen.pages.same import LIKELIEST
+from screen.paper import Figure, Paper
 from screen.room import BURST, Ask, EngineRoom
 from screen.state import State
 
@@ -55,8 +56,12 @@ A_LOOK = 300  # so many of it are cancelled between two looks: 500 ends are kept
 CALM = 20  # steps before the flood, for their time
 STEPS = 60  # and with the whole flood in line
 LONG_ANSWERS = [prompt for prompt, most in BURST if most >= 64]
-NAMES = 9  # characters of a name on the page
-COLUMNS = (9, 19, 11, 8)  # characters of the table's columns: request, then, end, tokens
+COLUMNS = (
+    Figure("request", 9, is_text=True),
+    Figure("in that moment", 19, is_text=True),
+    Figure("end", 11, is_text=True),
+    Figure("tokens", 8, is_text=True),
+)
 
 
 class Planted(Exception):
@@ -449,63 +454,60 @@ def ids(witnesses: Sequence[Witness]) -> str:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def draw_break(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw(state: State, on: Paper) -> None:
     """The four ways; and of the last that was tried, who ended, who went on, and what changed."""
     found = state.found.get("break")
-    note = "X ends it  Esc back" if state.view.trying else "1 to 4 break it  Esc back"
-    lines = [heading(p, width, "Break it", note, do="screen.dismiss")]
+    on.title(
+        "Break it", "X ends it  Esc back" if state.view.trying else "1 to 4 break it  Esc back"
+    )
     for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):
         here = found is not None and found.what == what
-        pen = Pen().put("▸" if here else " ", p.accent)
         do = f"command('/break {what}')"
-        pen.put(f"{number}  ", p.accent, True, do).put(title, p.text, here, do)
-        room = width - pen.width - 3
-        lines.append(pen.put(shorten(f": {how}", room), p.muted, do=do).line)
+        pen = on.pen().put("▸" if here else " ", on.accent)
+        pen.put(f"{number}  ", on.accent, True, do).put(title, "", here, do)
+        pen.put(shorten(f": {how}", on.width - pen.width - 3), on.muted, do=do)
     if found is None:
+        on.lines.append([])
         words = "Requests come, something is broken, and then each is run once more, alone."
-        return [*lines, [], Pen().put(f" {words}", p.muted).line]
-    lines.append(heading(p, width, f"What came of it: {BREAKS[found.what][0]}"))
+        on.say(words, on.muted)
+        return
+    on.heading(f"What came of it: {BREAKS[found.what][0]}")
     changed = any(each.alike is False for each in found.witnesses)
     words = found.verdict
     if found.stage != "over" and not state.view.trying:
         words += ", and then it was ended"
-    name = "result" if found.stage == "over" else "so far"
-    lines += entry(p, width, name, words, p.accent)
-    lines += entry(p, width, "done", found.did)
+    on.entry("result" if found.stage == "over" else "so far", words, on.accent)
+    on.entry("done", found.did)
     for how, some in by_end(found.ended):
-        lines += entry(p, width, "ended", f"{ids(some)}: {how}", p.bad)
+        on.entry("ended", f"{ids(some)}: {how}", on.bad)
     if any(each.alike is not None for each in found.witnesses):
-        lines += entry(p, width, "compared", found.compared, p.muted)
+        on.entry("compared", found.compared, on.muted)
     if changed and not found.exact:
-        lines += entry(p, width, "but", UNPROMISED, p.muted)
+        on.entry("but", UNPROMISED, on.muted)
     if found.what == "step" and found.ended:
-        lines += entry(p, width, "errors", "E shows its traceback: Planted", p.muted)
+        on.entry("errors", "E shows its traceback: Planted", on.muted)
     for figure in found.figures:
-        lines += entry(p, width, *figure.split(": ", 1))
+        on.entry(*figure.split(": ", 1))
     if found.figures and state.view.others:
         words = f"other programs take {state.view.others:.1f} of {state.view.cores} cores"
-        lines += entry(p, width, "others", words, p.bad)
-    return [*lines, *draw_witnesses(p, width, found)]
+        on.entry("others", words, on.bad)
+    if found.witnesses:
+        draw_witnesses(on, found)
 
 
-def draw_witnesses(p: Palette, width: int, found: Breakage) -> list[Line]:
+def draw_witnesses(on: Paper, found: Breakage) -> None:
     """A line for each request that was open when something was broken."""
-    if not found.witnesses:
-        return []
-    names = ("request", "in that moment", "end", "tokens")
-    pen = Pen().put(" ")
-    for name, wide in zip(names, COLUMNS, strict=True):
-        pen.put(f"{name:<{wide}}", p.muted)
-    lines = [pen.put("as alone?", p.muted).line]
+    titles = {column.title: column.title for column in COLUMNS}
+    on.row(COLUMNS, titles, on.muted).put("as alone?", on.muted)
     for each in found.witnesses:
-        ink = p.text if each.went_on or each.reason is None else p.bad
-        figures = (f"r{each.id}", each.where, each.reason or "runs", f"{each.tokens:,}")
-        pen = Pen().put(" ")
-        for figure, wide in zip(figures, COLUMNS, strict=True):
-            pen.put(f"{shorten(figure, wide - 1):<{wide}}", ink)
-        words = verdict_of(each)
-        lines.append(pen.put(words, p.bad if each.alike is False else p.text).line)
-    return lines
+        texts = {
+            "request": f"r{each.id}",
+            "in that moment": each.where,
+            "end": each.reason or "runs",
+            "tokens": f"{each.tokens:,}",
+        }
+        pen = on.row(COLUMNS, texts, "" if each.went_on or each.reason is None else on.bad)
+        pen.put(verdict_of(each), on.bad if each.alike is False else "")
 
 
 def verdict_of(each: Witness) -> str:

@@ -3,48 +3,41 @@
 The problem. A request that is refused never reaches the engine, so no slot tells of it; and a
 client that hangs up looks like any other end.
 
-What this file keeps. As in `panes.py`, the functions are pure: state, colours and a size in, lines
-out. A column that finds no room is left out as a whole.
+What this file keeps. A column that finds no room is left out as a whole. The page has as many lines
+as it takes, and messages in full; the pane has those that find room.
 
-Where next: `keys.py`.
+Where next: `door/journal.py`, which notes the calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from rich.cells import cell_len
 
 from door.journal import Call
-from screen.ink import Line, Palette, Pen, clean, entry, fitting, heading, number, shorten
+from screen.ink import clean, number, shorten
+from screen.paper import BACK, Figure, Paper, fitting
 from screen.state import State
 
 CLIENTS = "sheet('clients')"  # the action that opens the whole list
 REASON = 10  # so many cells at least are left for how a call ended
 
 
-class Column(NamedTuple):
-    title: str
-    width: int
-    rank: int  # if room is short, the columns of the highest ranks go
-    is_text: bool = False
-
-
 COLUMNS = (
-    Column("req", 6, 0, True),
-    Column("id", 20, 9, True),
-    Column("client", 16, 1, True),
-    Column("route", 18, 6, True),
-    Column("how", 7, 5, True),
-    Column("http", 5, 0, True),
-    Column("in", 8, 2),
-    Column("reused", 8, 4),
-    Column("out", 8, 2),
-    Column("TTFT ms", 9, 3),
-    Column("tok/s", 7, 7),
-    Column("took s", 8, 8),
+    Figure("req", 6, 0, is_text=True),
+    Figure("id", 20, 9, is_text=True),
+    Figure("client", 16, 1, is_text=True),
+    Figure("route", 18, 6, is_text=True),
+    Figure("how", 7, 5, is_text=True),
+    Figure("http", 5, 0, is_text=True),
+    Figure("in", 8, 2),
+    Figure("reused", 8, 4),
+    Figure("out", 8, 2),
+    Figure("TTFT ms", 9, 3),
+    Figure("tok/s", 7, 7),
+    Figure("took s", 8, 8),
 )
 
 
@@ -54,17 +47,14 @@ def so_far(state: State, call: Call) -> Call:
     views = [state.requests[request] for request in call.requests if request in state.requests]
     if call.latency_s is not None or not views:
         return call
-    first, metrics = views[0].metrics, [view.metrics for view in views]
-    read = {
-        "prompt_tokens": first.prompt_tokens,
-        "cached_tokens": first.cached_tokens,
-        "ttft_s": first.ttft_s,
-    }
+    first = views[0].metrics
     return replace(
         call,
-        tokens=sum(m.output_tokens for m in metrics),
+        tokens=sum(view.metrics.output_tokens for view in views),
         generation_tps=first.tokens_per_s,
-        **read,
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        ttft_s=first.ttft_s,
     )
 
 
@@ -83,59 +73,57 @@ def values(call: Call) -> Iterable[str]:
     yield "" if call.latency_s is None else number(call.latency_s)
 
 
-def draw_call(p: Palette, call: Call, columns: Sequence[Column], width: int, message: str) -> Line:
+def draw_call(on: Paper, call: Call, columns: Sequence[Figure], message: str) -> None:
     """One call in one line. What a refusal says takes the place of the figures, of which it has
     none."""
-    colour = (
-        p.bad if call.is_refused else p.text if call.latency_s is None or call.hung_up else p.muted
-    )
-    pen, cells = (
-        Pen().put("╳" if call.hung_up else " ", p.bad, True),
-        dict(zip(COLUMNS, values(call), strict=True)),
-    )
+    hue = on.muted
+    if call.is_refused:
+        hue = on.bad
+    elif call.latency_s is None or call.hung_up:
+        hue = on.text
+    pen = on.pen().put("╳" if call.hung_up else " ", on.bad, True)
+    texts = dict(zip(COLUMNS, values(call), strict=True))
     for column in columns:
-        if column.is_text:
-            pen.put(f"{shorten(clean(cells[column]), column.width - 1):<{column.width}}", colour)
-        elif call.requests:
-            pen.put(f"{cells[column]:>{column.width}}", colour)
+        if column.is_text or call.requests:
+            pen.put(column.cell(clean(texts[column])), hue)
     reason = "hung up" if call.hung_up else call.reason or ("" if call.latency_s else "open")
     said = f"{reason}: {message}" if message else reason
     gap = "  " if call.requests else ""
-    return pen.put(gap + shorten(clean(said), width - pen.width - len(gap) - 1), colour).line
+    pen.put(gap + shorten(clean(said), on.width - pen.width - len(gap) - 1), hue)
 
 
-def draw_clients(
-    state: State, p: Palette, width: int, height: int, whole: bool = False
-) -> list[Line]:
+def draw(state: State, on: Paper, whole: bool = True) -> None:
     """The calls at the door, open ones first, then the newest. `whole`: as many lines as it takes,
     messages in full."""
-    door, columns = state.view.door, fitting(COLUMNS, width - REASON - 3)
+    door = state.view.door
     if door is None:
+        on.title("Clients")
         words = "The door is shut. --serve 8000 opens it: then programs that speak OpenAI's protocol can ask."
-        return [
-            heading(p, width, "Clients", "Esc back", do="screen.dismiss"),
-            *entry(p, width, "", words, p.muted),
-        ]
-    opened, ended = door.open[::-1], state.calls[::-1]
+        on.entry("", words, on.muted)
+        return
+    opened = door.open[::-1]
+    ended = state.calls[::-1]
     # A screen that watches asks for nothing
     asking = sum("/watch" not in call.route for call in opened)
     counts = {"open": asking, "ended": door.seen, "refused": state.refused, "hung up ╳": state.gone}
     note = " · ".join(f"{count:,} {what}" for what, count in counts.items())
-    pen = Pen().put(" ")
-    for title, wide, _, is_text in columns:
-        pen.put(f"{title:<{wide}}" if is_text else f"{title:>{wide}}", p.muted)
     title = f"Clients of {door.address.removeprefix('http://')}"
-    title = title if len(title) + cell_len(note) + 12 <= width else "Clients"
-    note, do = (f"{note}  Esc back", "screen.dismiss") if whole else (note, CLIENTS)
-    lines = [heading(p, width, title, note, do=do), pen.put("  end", p.muted).line]
+    title = title if len(title) + cell_len(note) + 12 <= on.width else "Clients"
+    on.heading(title, f"{note}  Esc back" if whole else note, do=BACK if whole else CLIENTS)
+    columns = fitting(COLUMNS, on.width - REASON - 3)
+    on.row(columns, {each.title: each.title for each in columns}, on.muted).put("  end", on.muted)
     if not whole:  # a crowd of open ones leaves room for the others
-        opened = opened[: max(2 * height // 3, height - 2 - len(ended))]
+        opened = opened[: max(2 * on.height // 3, on.height - 2 - len(ended))]
     for call in (*opened, *ended):
         message = call.message if call.is_refused else ""
-        lines.append(draw_call(p, so_far(state, call), columns, width, "" if whole else message))
-        lines += entry(p, width, "", clean(message) if whole else "", p.bad, names=5)
-        if len(lines) >= height and not whole:
+        draw_call(on, so_far(state, call), columns, "" if whole else message)
+        on.entry("", clean(message) if whole else "", on.bad, names=5)
+        if on.room <= 0 and not whole:
             break
-    if len(lines) == 2:
-        lines += entry(p, width, "", "Nothing has been asked yet.", p.muted)
-    return lines if whole else lines[:height]
+    if len(on.lines) == 2:
+        on.entry("", "Nothing has been asked yet.", on.muted)
+
+
+def draw_clients(state: State, on: Paper) -> None:
+    draw(state, on, whole=False)
+    del on.lines[on.height :]

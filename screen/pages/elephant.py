@@ -28,24 +28,12 @@ from typing import NamedTuple
 from parts.api.handle import Handle
 from parts.api.views import StepView
 from sched import Request, Scheduler
-from screen.charts import EIGHTHS, nice
-from screen.ink import (
-    GLYPHS,
-    PREFILL,
-    Line,
-    Palette,
-    Pen,
-    axis,
-    fitting,
-    heading,
-    shorten,
-    span,
-    style,
-    wrap,
-)
+from screen.charts import nice
+from screen.ink import GLYPHS, PREFILL, shorten, span
 from screen.life import work_ends
 from screen.panes import fit_slots, others_of
-from screen.periods import Figure, percentile
+from screen.paper import Figure, Paper
+from screen.periods import percentile
 from screen.room import Ask, EngineRoom
 from screen.state import State
 from screen.timeline import Column
@@ -429,23 +417,22 @@ def scope_of(state: State, found: Found | None, width: int) -> Scope:
     return Scope(columns, zoom, elephant, (reads[0] - start) // zoom)
 
 
-def draw_elephant(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw(state: State, on: Paper) -> None:
     """A trace for each chat, a line for each elephant, and what the budget trades."""
     found = state.found.get(NAME)
     runs = found is not None and state.view.trying and state.view.trial.name == NAME
     keys = "L another  [ ] budget  Esc ends it" if runs else "L drops one  Esc back"
-    title = "The elephant: gaps between two tokens"
-    lines = [heading(p, width, title, keys, do="screen.dismiss")]
-    lines.append(Pen().put(f" {shorten(doing(state, found, runs), width - 2)}", p.text).line)
+    on.title("The elephant: gaps between two tokens", keys)
+    on.pen().put(f" {shorten(doing(state, found, runs), on.width - 2)}")
     drops = found.drops if found else ()
-    words = [] if not drops else wrap(sentence(drops), width - 2)
-    below = [Pen().put(f" {line}", p.text, True).line for line in words]
-    below += [Pen().put(f" {line}", p.muted).line for line in wrap(truth(drops), width - 2)]
-    room = height - len(lines) - len(below) - 1
+    below = Paper(on.p, on.width, on.height)
+    below.say(sentence(drops) if drops else "", bold=True)
+    below.say(truth(drops), on.muted)
+    room = on.room - len(below.lines) - 1
     rows = min(len(drops), max(2, room - len(state.view.engine.slots) - 1))
-    lines += draw_traces(state, p, width, room - rows, scope_of(state, found, width - LEFT - RIGHT))
-    lines += draw_drops(p, width, drops[-rows:] if rows else ())
-    return [*lines, *below]
+    draw_traces(state, on, room - rows, scope_of(state, found, on.width - LEFT - RIGHT))
+    draw_drops(on, drops[-rows:] if rows else ())
+    on.lines += below.lines
 
 
 def doing(state: State, found: Found | None, runs: bool) -> str:
@@ -476,9 +463,9 @@ def truth(drops: Sequence[Drop]) -> str:
     return f"{words}Leaving this page turns the budget back."
 
 
-def draw_traces(state: State, p: Palette, width: int, height: int, scope: Scope) -> list[Line]:
+def draw_traces(state: State, on: Paper, height: int, scope: Scope) -> None:
     """A trace for each slot, on one scale, and under all of them the axis."""
-    cells = width - LEFT - RIGHT
+    cells = on.width - LEFT - RIGHT
     views = [column.view for column in scope.columns]
     first = {view.step: i for i, view in enumerate(views)}
     grid: dict[tuple[int, int], Gap] = {}  # (slot, cell): the longest gap there
@@ -490,27 +477,26 @@ def draw_traces(state: State, p: Palette, width: int, height: int, scope: Scope)
     tall = max(1, min(TALLEST, (height - 2) // max(1, len(slots) - 1)))
     top = top_of(grid.values())
     own = {at for view in views for at, id, *_ in view.prefill if id == scope.elephant}
-    lines: list[Line] = []
     for slot in slots:
         cell = next((c.cells[slot] for c in reversed(scope.columns) if c.cells[slot].request), None)
         chat = cell.request if cell else None
         if slot in own:
             busy = {x for (_, x), gap in grid.items() if gap.tokens}
-            lines.append(draw_chunks(p, slot, scope.elephant, busy, cells))
+            draw_chunks(on, slot, scope.elephant, busy, cells)
         else:
-            trace = [grid.get((slot, x)) for x in range(cells)]
-            lines += draw_trace(p, slot, chat, trace, top, tall)
+            draw_trace(on, slot, chat, [grid.get((slot, x)) for x in range(cells)], top, tall)
     label = ""
     if scope.elephant is not None:
-        label = (
-            f"▲ r{scope.elephant} comes in step {scope.columns[scope.before * scope.zoom].step:,}"
-        )
+        comes = scope.columns[scope.before * scope.zoom].step
+        label = f"▲ r{scope.elephant} comes in step {comes:,}"
     unit = "1 cell = 1 step" if scope.zoom == 1 else f"1 cell = {scope.zoom} steps, the longest gap"
     is_cut = any(1000 * gap.seconds > 1.01 * top for gap in grid.values())
     scale = f"0–{top:g} ms{f', {BEYOND} more' if is_cut else ''}"
-    end = max(LEFT + scope.before + len(label) + 2, width - 1 - len(unit))
-    labels = ((1, scale), (max(len(scale) + 2, LEFT + scope.before), label))
-    return [*lines, axis(p, *labels, *([(end, unit)] if end + len(unit) < width else []))]
+    labels = [(1, scale), (max(len(scale) + 2, LEFT + scope.before), label)]
+    end = max(LEFT + scope.before + len(label) + 2, on.width - 1 - len(unit))
+    if end + len(unit) < on.width:
+        labels.append((end, unit))
+    on.axis(*labels)
 
 
 def top_of(gaps: Collection[Gap]) -> float:
@@ -522,59 +508,51 @@ def top_of(gaps: Collection[Gap]) -> float:
 
 
 def draw_trace(
-    p: Palette, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
-) -> list[Line]:
+    on: Paper, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
+) -> None:
     """One chat's gaps as columns. Those in which the elephant was read have another colour."""
     newest = next((gap for gap in reversed(trace) if gap), None)
-    lines = []
     for row in reversed(range(tall)):
         is_last = row == 0
         name = f"{slot:>3} {'' if chat is None else f'r{chat}'}"
-        pen = Pen().put(name if is_last else "", p.text).to(LEFT)
+        pen = on.pen().put(name if is_last else "").to(LEFT)
         for gap in trace:
-            part = 0.0 if gap is None else 1000 * gap.seconds / top * tall - row
-            eighths = max(0, min(8, round(8 * part)))
-            if gap and is_last:
-                eighths = max(1, eighths)
-            hue = p.bad if gap and gap.tokens else p.fill(chat)
+            height = 1000 * gap.seconds / top * tall if gap else None
             if gap and row == tall - 1 and 1000 * gap.seconds > 1.01 * top:
-                pen.put(BEYOND, p.text)
+                pen.put(BEYOND)
             else:
-                pen.put(EIGHTHS[eighths], style(hue, hue) if eighths == 8 else hue)
+                pen.bar(height, row, on.bad if gap and gap.tokens else on.p.fill(chat))
         figure = span(newest.seconds) if newest and is_last else ""
-        lines.append(pen.put(f"{figure:>{RIGHT - 1}}", p.text).line)
-    return lines
+        pen.put(f"{figure:>{RIGHT - 1}}")
 
 
-def draw_chunks(p: Palette, slot: int, elephant: int, busy: Collection[int], cells: int) -> Line:
+def draw_chunks(on: Paper, slot: int, elephant: int, busy: Collection[int], cells: int) -> None:
     """The elephant's own line: the cells in which a chunk of it was computed."""
-    pen = Pen().put(f"{slot:>3} r{elephant}", p.text, True).to(LEFT)
+    pen = on.pen().put(f"{slot:>3} r{elephant}", bold=True).to(LEFT)
     for x in range(cells):
         if x in busy:
-            pen.put(GLYPHS[PREFILL], p.cell(PREFILL, elephant))
+            pen.put(GLYPHS[PREFILL], on.p.cell(PREFILL, elephant))
         else:
             pen.put(" ")
-    return pen.put(f"{NAME:>{RIGHT - 1}}", p.text).line
+    pen.put(f"{NAME:>{RIGHT - 1}}")
 
 
-def draw_drops(p: Palette, width: int, drops: Sequence[Drop]) -> list[Line]:
+def draw_drops(on: Paper, drops: Sequence[Drop]) -> None:
     """A line for each elephant, the newest last."""
-    shown = fitting(FIGURES, width - 1)
-    titles = "".join(f"{figure.title:>{figure.width}}" for figure in shown)
-    lines = [Pen().put(titles if drops else "", p.muted).line]
-    for i, drop in enumerate(drops):
-        texts = (
-            f"r{drop.request}",
-            drop.budget,
-            f"{drop.widest:,}",
-            f"{drop.steps:,}",
-            span(drop.gap),
-            span(drop.longest),
-            span(drop.quiet_gap),
-            span(drop.quiet_longest),
-            span(drop.ttft),
-        )
-        pairs = zip(FIGURES, texts, strict=True)
-        row = "".join(f"{text:>{figure.width}}" for figure, text in pairs if figure in shown)
-        lines.append(Pen().put(row, p.text, i == len(drops) - 1).line)
-    return lines
+    if not drops:
+        on.lines.append([])
+        return
+    shown = on.columns(FIGURES)
+    for drop in drops:
+        texts = {
+            "elephant": f"r{drop.request}",
+            "budget": drop.budget,
+            "tokens/step": f"{drop.widest:,}",
+            "steps": f"{drop.steps:,}",
+            "gap p50": span(drop.gap),
+            "longest": span(drop.longest),
+            "without": span(drop.quiet_gap),
+            "its longest": span(drop.quiet_longest),
+            "first token": span(drop.ttft),
+        }
+        on.row(shown, texts, bold=drop is drops[-1])

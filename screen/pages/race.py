@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from screen import ink
-from screen.ink import Line, Palette, Pen, axis, clean, heading, legend, wrap
+from screen.ink import clean, wrap
 from screen.panes import aligned, draw_cells, fit_slots
+from screen.paper import Paper
 from screen.runs import FIGURES, Contest, Run, answer_in, in_time, until
 from screen.state import NEXT, State, race, verdict
 
@@ -23,7 +24,7 @@ WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then its figures
 NARROW = (12, 7, 11, 11, 0, 9, 0)
 
 
-def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw(state: State, on: Paper) -> None:
     """Each run under its figures, and a sentence that says which policy won."""
     contest = contest_of(state)
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
@@ -34,28 +35,30 @@ def draw_contest(state: State, p: Palette, width: int, height: int) -> list[Line
         seconds = f"{state.film:.2f} of {longest:.2f} s"
         shown = f"Both legs on one clock: {seconds}. End leads to the result."
         contest = contest._replace(runs=runs, note=shown)
-    words = [Pen().put(f" {line}", p.text, True).line for line in wrap(result, width - 2) if line]
-    words += [Pen().put(f" {line}", p.muted).line for line in wrap(contest.note, width - 2) if line]
-    kinds = legend(p, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.EMPTY)
-    title = heading(p, width, contest.title, "Esc back", kinds, do="screen.dismiss")
+    below = Paper(on.p, on.width, on.height)
+    below.say(result, bold=True)
+    below.say(contest.note, on.muted)
+    kinds = on.legend(ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.EMPTY)
+    on.title(contest.title, legend=kinds)
     if not contest.runs:
-        return [title, *words]
-    room = (height - 7 - len(words)) // 2  # lines for each run
+        on.lines += below.lines
+        return
+    room = (on.height - 7 - len(below.lines)) // 2  # lines for each run
     count = len(state.view.engine.slots)
     slots = fit_slots(state, max(1, room + 1))
     part = f"slots {slots[0]}–{slots[-1]}" if len(slots) < count else ""
-    figures = aligned(("", *FIGURES), WIDE if width >= 80 else NARROW)
+    figures = aligned(("", *FIGURES), WIDE if on.width >= 80 else NARROW)
     indent = len(figures) - len(figures.lstrip())
-    lines = [title, axis(p, (1, part), (indent, figures.lstrip()))]
+    on.axis((1, part), (indent, figures.lstrip()))
     for run in contest.runs:
-        lines += draw_run(run, p, width, slots, longest)
+        draw_run(run, on, slots, longest)
         if room > count:
-            lines.append([])
+            on.lines.append([])
     half, whole = f"{longest / 2:.2f} s", f"{longest:.2f} s"
-    middle = 4 + (width - 5) // 2 - len(half) // 2
-    lines.append(axis(p, (4, "0 s"), (middle, half), (width - 1 - len(whole), whole)))
-    lines += words
-    return [*lines, *draw_answers(state, p, width, height - len(lines), contest.runs)]
+    middle = 4 + (on.width - 5) // 2 - len(half) // 2
+    on.axis((4, "0 s"), (middle, half), (on.width - 1 - len(whole), whole))
+    on.lines += below.lines
+    draw_answers(state, on, contest.runs)
 
 
 def contest_of(state: State) -> Contest:
@@ -67,42 +70,35 @@ def contest_of(state: State) -> Contest:
     return race(state)
 
 
-def draw_run(run: Run, p: Palette, width: int, slots: Sequence[int], longest: float) -> list[Line]:
+def draw_run(run: Run, on: Paper, slots: Sequence[int], longest: float) -> None:
     """One run: its figures, then a timeline on which `longest` seconds fill the width."""
-    widths = WIDE if width >= 80 else NARROW
-    name = f" {run.policy}, {run.how}" if width >= 80 else f" {run.policy}"
-    pen = Pen().put(name, p.text, True).to(widths[0])
-    lines = [pen.put(aligned(run.figures, widths[1:]), p.text).line]
-    columns = in_time(run, width - 5, longest)
+    widths = WIDE if on.width >= 80 else NARROW
+    name = f" {run.policy}, {run.how}" if on.width >= 80 else f" {run.policy}"
+    on.pen().put(name, bold=True).to(widths[0]).put(aligned(run.figures, widths[1:]))
+    columns = in_time(run, on.width - 5, longest)
     for slot in slots:
-        pen = Pen().put(f"{slot:>3} ", p.muted)
-        draw_cells(pen, p, columns, slot)
+        pen = on.pen().put(f"{slot:>3} ", on.muted)
+        draw_cells(pen, on.p, columns, slot)
         if run.how == NEXT:
-            pen.put(ink.GLYPHS[ink.EMPTY] * (width - 5), p.faint)
-        lines.append(pen.line)
-    return lines
+            pen.put(ink.GLYPHS[ink.EMPTY] * (on.width - 5), on.faint)
 
 
-def draw_answers(
-    state: State, p: Palette, width: int, height: int, runs: Sequence[Run]
-) -> list[Line]:
+def draw_answers(state: State, on: Paper, runs: Sequence[Run]) -> None:
     """The runs of a race side by side: what each slot's request has answered so far, its end in
     sight."""
     runs = [run for run in runs if run.requests]
-    if height < 2 or not runs:
-        return []
-    wide = width // len(runs)
-    titles = [(i * wide + 1, f"answers, {run.policy}") for i, run in enumerate(runs)]
-    lines = [axis(p, *titles)]
-    for slot in fit_slots(state, height - 1):
-        pen = Pen()
+    if on.room < 2 or not runs:
+        return
+    wide = on.width // len(runs)
+    slots = fit_slots(state, on.room - 1)
+    on.axis(*((i * wide + 1, f"answers, {run.policy}") for i, run in enumerate(runs)))
+    for slot in slots:
+        pen = on.pen()
         for i, run in enumerate(runs):
-            pen.to(i * wide).put(f"{slot:>3} ", p.muted)
+            pen.to(i * wide).put(f"{slot:>3} ", on.muted)
             found = answer_in(run, slot)
             if found:
                 number, text = found
-                pen.put(f"r{number:<3}", p.text, True)
+                pen.put(f"r{number:<3}", bold=True)
                 room = (i + 1) * wide - pen.width - 2
-                pen.put((wrap(clean(text), room) or [""])[-1], p.text)
-        lines.append(pen.line)
-    return lines
+                pen.put((wrap(clean(text), room) or [""])[-1])

@@ -27,7 +27,8 @@ from itertools import product
 from typing import NamedTuple
 
 from parts.api.handle import Handle
-from screen.ink import Line, Palette, Pen, count, entry, heading, number, shorten, style
+from screen.ink import count, number, shorten
+from screen.paper import Paper
 from screen.room import BURST, Ask, EngineRoom
 from screen.state import State
 
@@ -37,9 +38,7 @@ WAVE = 20  # steps: then it is decided anew how many there are at a time
 LIKELIEST = 5  # so many of the likeliest tokens are compared at each place
 CANCELLED = 0.25  # of the neighbours
 WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # what neighbours say
-EIGHTHS = " ▁▂▃▄▅▆▇█"
 TALLEST = 6  # lines of the picture of the company
-NAMES = 9  # characters of a name on the page
 TEXT_ROWS = 3  # lines of the answer's text
 BEFORE = {  # by stage: what is said before the first run in company has ended
     "waits": "It begins when all that runs has ended.",
@@ -427,32 +426,28 @@ def unlike(found: Company) -> list[Kind]:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def draw_same(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw(state: State, on: Paper) -> None:
     """How many answers there are, in what company, and where they differ."""
     found = state.found.get("same")
     note = "X ends it  Esc back" if state.view.trying else "a runs it anew  Esc back"
-    title = heading(p, width, "The same answer in company", note, do="screen.dismiss")
+    on.title("The same answer in company", note)
     if found is None:
-        words = "a runs a prompt alone, and then 200 times among random neighbours."
-        return [title, Pen().put(f" {words}", p.muted).line]
-    lines = [title, draw_counter(state, p, width, found)]
+        on.say("a runs a prompt alone, and then 200 times among random neighbours.", on.muted)
+        return
+    draw_counter(state, on, found)
     settings = f"temperature {found.ask.temperature:g}, {found.ask.max_tokens} tokens at most"
-    lines += entry(p, width, "prompt", shorten(found.ask.prompt, width - NAMES - 2))
-    lines += entry(p, width, "settings", settings, p.muted)
-    lines += entry(p, width, "product", product_of(found), p.muted)
+    on.entry("prompt", shorten(found.ask.prompt, on.width - on.names - 2))
+    on.entry("settings", settings, on.muted)
+    on.entry("product", product_of(found), on.muted)
     if not found.runs:
-        return lines
-    lines.append(heading(p, width, "Answers: hash, runs, where it differs"))
-    lines += draw_kinds(p, width, height, found)
-    for name, text in (
-        ("hash of", found.covers),
-        ("company", found.company),
-        ("rows", found.beginnings),
-    ):
-        lines += entry(p, width, name, text, p.muted)
-    text = shorten(found.alone.text, TEXT_ROWS * (width - NAMES - 4))
-    lines += entry(p, width, "text", text)
-    return [*lines, *draw_strip(p, width, height - len(lines), found, state)]
+        return
+    on.heading("Answers: hash, runs, where it differs")
+    draw_kinds(on, found)
+    on.entry("hash of", found.covers, on.muted)
+    on.entry("company", found.company, on.muted)
+    on.entry("rows", found.beginnings, on.muted)
+    on.entry("text", shorten(found.alone.text, TEXT_ROWS * (on.width - on.names - 4)))
+    draw_strip(state, on, found)
 
 
 def product_of(found: Company) -> str:
@@ -461,59 +456,49 @@ def product_of(found: Company) -> str:
     return f"{found.product}; engine.exact is False: bits may depend on the company"
 
 
-def draw_counter(state: State, p: Palette, width: int, found: Company) -> Line:
+def draw_counter(state: State, on: Paper, found: Company) -> None:
     """How many runs there are so far, and how many answers."""
     words = found.verdict
     if not state.view.trying and found.stage != "over":
         words += ", and then it was ended"
-    ink = p.bad if found.unlike else p.accent if found.runs else p.muted
-    return Pen().put(" " + shorten(words, width - 2), ink, True).line
+    hue = on.bad if found.unlike else on.accent if found.runs else on.muted
+    on.pen().put(" " + shorten(words, on.width - 2), hue, True)
 
 
-def draw_kinds(p: Palette, width: int, height: int, found: Company) -> list[Line]:
+def draw_kinds(on: Paper, found: Company) -> None:
     """A line for each answer: its hash, its runs, and where it differs."""
-    bar = width // 14
+    bar = on.width // 14
     most = max(kind.count for kind in found.kinds)
-    shown = [found.kinds[0], *unlike(found)]
-    room = max(3, (height - 12) // 4)
-    lines = []
-    for i, kind in enumerate(shown[:room]):
-        ink = p.fill(i + 1)
-        pen = Pen().put(f" {kind.answer.digest} ", p.text, True).put(f"{kind.count:>6,} ", p.text)
+    kinds = [found.kinds[0], *unlike(found)]
+    room = max(3, (on.height - 12) // 4)
+    for i, kind in enumerate(kinds[:room]):
+        pen = on.pen().put(f" {kind.answer.digest} ", bold=True).put(f"{kind.count:>6,} ")
         cells = -(-kind.count * bar // most) if most else 0
-        pen.put("█▒"[i > 0] * cells, ink).to(18 + bar)
+        pen.put("█▒"[i > 0] * cells, on.p.fill(i + 1)).to(18 + bar)
         words = kind.difference.words if kind.difference else "as it is alone"
-        pen.put(shorten(words, width - pen.width - 1), p.bad if kind.difference else p.text)
-        lines.append(pen.line)
-    rest = shown[room:]
+        pen.put(shorten(words, on.width - pen.width - 1), on.bad if kind.difference else "")
+    rest = kinds[room:]
     if rest:
-        runs = sum(kind.count for kind in rest)
-        words = f"and {count(len(rest), 'answer')} more, of {count(runs, 'run')}"
-        lines.append(Pen().to(10).put(words, p.muted).line)
-    return lines
+        runs = count(sum(kind.count for kind in rest), "run")
+        on.pen().to(10).put(f"and {count(len(rest), 'answer')} more, of {runs}", on.muted)
 
 
-def draw_strip(p: Palette, width: int, height: int, found: Company, state: State) -> list[Line]:
+def draw_strip(state: State, on: Paper, found: Company) -> None:
     """A column for each run, in the order of their ends: as high as it had company. Under those
     that are not like the run alone stands a cross."""
     most = state.view.engine.limits.slots - 1
-    legend = [(EIGHTHS[-1], p.text, f"{most} others"), ("✗", p.bad, "not as alone")]
-    lines = [heading(p, width, "Each run: how many ran beside it", legend=legend)]
-    right = found.alone.digest
-    across = width - NAMES - 2
+    left = on.names + 1
+    across = on.width - left - 1
     strips = -(-found.wanted // across)
-    tall = max(1, min(TALLEST, (height - 1) // strips - 1))
-    hue = p.fill(1)
+    tall = max(1, min(TALLEST, (on.room - 1) // strips - 1))
+    legend = [("█", on.text, f"{most} others"), ("✗", on.bad, "not as alone")]
+    on.heading("Each run: how many ran beside it", legend=legend)
     for first in range(0, len(found.runs), across):
         runs = found.runs[first : first + across]
         for row in reversed(range(tall)):
-            pen = Pen().put("" if row else f" {first + 1:,}", p.muted).to(NAMES + 1)
+            pen = on.pen().put("" if row else f" {first + 1:,}", on.muted).to(left)
             for run in runs:
-                eighths = round(8 * (run.beside / most * tall - row))
-                eighths = max(int(row == 0), min(8, eighths))
-                pen.put(EIGHTHS[eighths], style(hue, hue) if eighths == 8 else hue)
-            lines.append(pen.line)
-        if any(run.digest != right for run in runs):
-            marks = "".join(" ✗"[run.digest != right] for run in runs)
-            lines.append(Pen().to(NAMES + 1).put(marks, p.bad).line)
-    return lines
+                pen.bar(run.beside / most * tall, row, on.p.fill(1))
+        marks = "".join(" ✗"[run.digest != found.alone.digest] for run in runs)
+        if marks.strip():
+            on.pen().to(left).put(marks, on.bad)

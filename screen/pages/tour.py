@@ -35,8 +35,9 @@ from rich.cells import cell_len
 
 from parts.api.faults import describe, show_fault
 from screen import keys
-from screen.ink import Line, Palette, Pen, clean, heading, shorten, wrap
+from screen.ink import clean, shorten
 from screen.pages.scenes import SCENES, Act, Scene, Seen, Until
+from screen.paper import Paper
 from screen.room import Settings
 from screen.session import Session
 from screen.state import State, Telling
@@ -359,49 +360,40 @@ def line_of(file: str, name: str) -> str:
 # --- the strip ----------------------------------------------------------------------------------
 
 
-def draw_tour(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw_tour(state: State, on: Paper) -> None:
     """What the tour says now: a heading, a text, and as many of the rest as find room."""
     told = state.tour
     if told is None:
-        return []
+        return
     title = f"Tour {told.scene} of {told.scenes}: {told.title}"
-    lines = [heading(p, width, title, "esc leaves, and puts all back", do="leave_tour")]
-    lines += [Pen().put(f" {part}", p.text).line for part in wrap(told.text, width - 2)]
-    lines += draw_answers(told, p, width)
-    lines += [Pen().put(f" {part}", p.accent, True).line for part in cut(told.verdict, width - 2)]
-    where = Pen().put(" ")
-    if told.place:
-        where.put(told.place, p.text, True)
+    on.heading(title, "esc leaves, and puts all back", do="leave_tour")
+    on.say(told.text)
+    draw_answers(told, on)
+    on.say(told.verdict, on.accent, True)
+    if told.place or told.pressed:
+        where = on.pen().put(" ").put(told.place, bold=True)
     if told.pressed:
         where.to(where.width + 3 if told.place else 1)
         words = f"by hand: {', '.join(told.pressed)}"
-        where.put(shorten(words, width - where.width - 1), p.muted)
-    if told.place or told.pressed:
-        lines.append(where.line)
-    hint = shorten(state.said or told.hint, width - 2)
-    last = Pen().put(f" {hint}", p.accent if state.said else p.muted, do="go_on").line
-    return [*lines[: height - 1], last]
+        where.put(shorten(words, on.width - where.width - 1), on.muted)
+    del on.lines[on.height - 1 :]
+    hint = shorten(state.said or told.hint, on.width - 2)
+    on.pen().put(f" {hint}", on.accent if state.said else on.muted, do="go_on")
 
 
-def cut(text: str, width: int) -> list[str]:
-    return wrap(text, width) if text else []
-
-
-def draw_answers(told: Telling, p: Palette, width: int) -> list[Line]:
+def draw_answers(told: Telling, on: Paper) -> None:
     """As many answers in a line as find room. Each can be clicked."""
-    lines: list[Line] = []
-    pen = Pen()
+    pen = None
     for number, answer in enumerate(told.answers, 1):
-        text = shorten(f"{number} {answer}", width - 4)
-        if pen.width and pen.width + cell_len(text) + 3 > width:
-            lines.append(pen.line)
-            pen = Pen()
-        pen.put("   " if pen.width else " ")
+        text = shorten(f"{number} {answer}", on.width - 4)
+        if pen is None or pen.width + cell_len(text) + 3 > on.width:
+            pen = on.pen().put(" ")
+        else:
+            pen.put("   ")
         is_guess = told.guess == number
-        pen.put("▸" if is_guess else " ", p.accent)
-        colour = p.accent if is_guess or told.asks else p.muted
-        pen.put(text, colour, is_guess, f"guess({number})")
-    return [*lines, pen.line] if pen.width else lines
+        pen.put("▸" if is_guess else " ", on.accent)
+        hue = on.accent if is_guess or told.asks else on.muted
+        pen.put(text, hue, is_guess, f"guess({number})")
 
 
 # --- without a screen ---------------------------------------------------------------------------

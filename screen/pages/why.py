@@ -2,10 +2,10 @@
 
 The problem. "TTFT 1.2 s" says that somebody waited, and not for what.
 
-What this file keeps. As in `panes.py`, the function is pure: state, colours and a size in, lines
-out. The parts are rounded before they are added up, so a reader who adds them up gets the same sum.
+What this file keeps. The parts are rounded before they are added up, so a reader who adds them up
+gets the same sum.
 
-Where next: `keys.py`.
+Where next: `screen/life.py`, which finds the parts, and replays.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from parts.api.views import RequestView
-from screen.ink import Line, Palette, Pen, axis, entry, heading, shorten, span, style, wrap
+from screen.ink import Palette, shorten, span, style
 from screen.life import Life, Outcome, at_percent, blamed, is_noisy, named, place_of, ranked
+from screen.panes import aligned
+from screen.paper import Paper
 from screen.state import State, client_of, life_in, prices, prompt_of
 
 MARKS = (50, 95, 99)  # percent: where the slider's marks stand
@@ -28,82 +30,77 @@ TELLS = "▸ ran. Steps: in line + to its first token + to its last."
 SOON, LATE = "█▒"  # until the first token, and after it
 
 
-def draw_why(state: State, p: Palette, width: int, height: int) -> list[Line]:
+def draw(state: State, on: Paper) -> None:
     """One request: the parts of its life, whom it waited for, and the replays."""
+    on.names = NAMES - 1
     r = state.open
-    keys = (
-        "←→ faster, slower  tab p50, p95, p99  Esc back" if width >= 100 else "←→ tab others  Esc"
-    )
     if r is None:
-        title = heading(p, width, "Why did I wait?", "Esc back", do="screen.dismiss")
-        return [title, Pen().put(" Nothing has ended yet. b fires a burst.", p.muted).line]
-    title = f"Why did r{r.id} wait? {r.reason or 'open'}{', ' if r.policy else ''}{r.policy}"
+        on.title("Why did I wait?")
+        on.say("Nothing has ended yet. b fires a burst.", on.muted)
+        return
+    keys = "←→ tab others  Esc"
+    if on.width >= 100:
+        keys = "←→ faster, slower  tab p50, p95, p99  Esc back"
+    on.title(
+        f"Why did r{r.id} wait? {r.reason or 'open'}{', ' if r.policy else ''}{r.policy}", keys
+    )
     life = life_in(state, r)
-    return [
-        heading(p, width, title, keys, do="screen.dismiss"),
-        *draw_slider(state, p, width, r),
-        *draw_parts(p, width, r, life),
-        *draw_others(state, p, width, height, r, life),
-        *draw_outcomes(state, p, width, r),
-    ]
+    draw_slider(state, on, r)
+    draw_parts(on, r, life)
+    draw_others(state, on, r, life)
+    draw_outcomes(state, on, r)
 
 
-def draw_slider(state: State, p: Palette, width: int, r: RequestView) -> list[Line]:
+def draw_slider(state: State, on: Paper, r: RequestView) -> None:
     """Where its first token stands among those of all that have ended. Each percentile leads to the
     request that stands there."""
     order = ranked(state.ended)
     place = place_of(r, order)
-    cells = ["─"] * (width - 8)
+    cells = ["─"] * (on.width - 8)
     for mark in MARKS:
         cells[at_cell(mark / 100, len(cells))] = "┼"
-    track = Pen().put(" TTFT ", p.muted)
+    track = on.pen().put(" TTFT ", on.muted)
     if place is None:
-        track.put(f"├{''.join(cells)}┤", p.muted)
+        track.put(f"├{''.join(cells)}┤", on.muted)
         words = f"{span(r.metrics.ttft_s)}, and not over" if r.reason is None else "no first token"
     else:
         knob = at_cell((place + 1) / len(order), len(cells))
-        track.put(f"├{''.join(cells[:knob])}", p.muted).put("●", p.accent, True)
-        track.put(f"{''.join(cells[knob + 1 :])}┤", p.muted)
+        track.put(f"├{''.join(cells[:knob])}", on.muted).put("●", on.accent, True)
+        track.put(f"{''.join(cells[knob + 1 :])}┤", on.muted)
         words = f"{span(r.metrics.ttft_s)}: {place:,} of {len(order):,} were sooner"
     marks = MARKS if order else ()
     labels = [(mark, f"p{mark} {span(at_percent(mark, order).metrics.ttft_s)}") for mark in marks]
-    pen = Pen().put(f" {words}", p.text, True)
-    pen.to(width - 1 - sum(len(label) + 2 for _, label in labels))
+    pen = on.pen().put(f" {words}", bold=True)
+    pen.to(on.width - 1 - sum(len(label) + 2 for _, label in labels))
     for mark, label in labels:
-        pen.put("  ").put(label, p.accent, do=f"percentile({mark})")
-    return [track.line, pen.line]
+        pen.put("  ").put(label, on.accent, do=f"percentile({mark})")
 
 
 def at_cell(part: float, cells: int) -> int:
     return max(0, min(cells - 1, round(part * cells) - 1))
 
 
-def draw_parts(p: Palette, width: int, r: RequestView, life: Life) -> list[Line]:
+def draw_parts(on: Paper, r: RequestView, life: Life) -> None:
     """The waterfall: each part begins where the one above it ends."""
     first = math.inf if r.metrics.ttft_s is None else r.arrived + r.metrics.ttft_s
     parts = {part: in_ms(seconds) for part, seconds in life.parts().items()}
     parts = {part: spent for part, spent in parts.items() if spent}
     early = life.parts(first)
     whole = sum(parts.values())
-    room = width - NAMES - sum(FIGURES) - 2
-    lines = []
+    room = on.width - NAMES - sum(FIGURES) - 2
     started = 0.0
     for part, spent in parts.items():
-        pen = Pen().put(f" {part:<{NAMES - 1}}", p.text)
-        pen.put(f"{spent:>{FIGURES[0] - 3},.1f} ms", p.text)
-        pen.put(f"{100 * spent / (whole or 1):>{FIGURES[1] - 2}.0f} %  ", p.muted)
+        pen = on.pen().put(f" {part:<{NAMES - 1}}").put(f"{spent:>{FIGURES[0] - 3},.1f} ms")
+        pen.put(f"{100 * spent / (whole or 1):>{FIGURES[1] - 2}.0f} %  ", on.muted)
         cells = [round(moment / (whole or 1) * room) for moment in (started, started + spent)]
         wide = max(1, cells[1] - cells[0])
         before = round(wide * min(1.0, 1000 * early.get(part, 0.0) / (spent or 1)))
         pen.to(pen.width + min(cells[0], room - 1))
-        ink = ink_of(p, part, r.id)
+        ink = ink_of(on.p, part, r.id)
         pen.put(SOON * before, style(ink, ink)).put(LATE * (wide - before), ink)
-        lines.append(pen.line)
         started += spent
-    pen = Pen().put(f" {'life':<{NAMES - 1}}", p.text, True)
-    pen.put(f"{whole:>{FIGURES[0] - 3},.1f} ms", p.text, True)
-    pen.put(f"  {SOON} until its first token  {LATE} after it", p.muted)
-    return [*lines, pen.line]
+    pen = on.pen().put(f" {'life':<{NAMES - 1}}{whole:>{FIGURES[0] - 3},.1f} ms", bold=True)
+    pen.put(f"  {SOON} until its first token  {LATE} after it", on.muted)
 
 
 def in_ms(seconds: float) -> float:
@@ -117,25 +114,23 @@ def ink_of(p: Palette, part: str, request: int) -> str:
     return p.bad if part in ("line", "slot") else p.muted
 
 
-def draw_others(
-    state: State, p: Palette, width: int, height: int, r: RequestView, life: Life
-) -> list[Line]:
+def draw_others(state: State, on: Paper, r: RequestView, life: Life) -> None:
     """Who waited for whom."""
     clients = shares_of_clients(state, life)
-    most = 3 if width < 100 else 7
-    entries = {
-        "behind": life.ahead and f"{blamed(life.ahead, most)}, in the slots",
-        "clients": clients and f"{clients} of these seconds",
-        "blocked": life.shut and f"{span(life.shut)} in line while a slot was free, but shut",
-        "overtaken": life.overtakers and f"by {named(life.overtakers, most)}, which came later",
-        "beside": life.chunks and f"chunks of {blamed(life.chunks, most)}",
-        "slot": slot_of(r, life),
-        "prompt": height >= 30 and shorten(prompt_of(r), width - NAMES - 1),
-    }
-    lines: list[Line] = []
-    for name, text in entries.items():
-        lines += entry(p, width, name, text or "", names=NAMES - 1)
-    return lines
+    most = 3 if on.width < 100 else 7
+    if life.ahead:
+        on.entry("behind", f"{blamed(life.ahead, most)}, in the slots")
+    if clients:
+        on.entry("clients", f"{clients} of these seconds")
+    if life.shut:
+        on.entry("blocked", f"{span(life.shut)} in line while a slot was free, but shut")
+    if life.overtakers:
+        on.entry("overtaken", f"by {named(life.overtakers, most)}, which came later")
+    if life.chunks:
+        on.entry("beside", f"chunks of {blamed(life.chunks, most)}")
+    on.entry("slot", slot_of(r, life))
+    if on.height >= 30:
+        on.entry("prompt", shorten(prompt_of(r), on.width - NAMES - 1))
 
 
 def shares_of_clients(state: State, life: Life) -> str:
@@ -162,35 +157,35 @@ def slot_of(r: RequestView, life: Life) -> str:
     return ", ".join(words)
 
 
-def draw_outcomes(state: State, p: Palette, width: int, r: RequestView) -> list[Line]:
+def draw_outcomes(state: State, on: Paper, r: RequestView) -> None:
     """The same requests once more, without the model."""
-    legend = ((LINE, p.bad, "in line"), (SOON, p.text, "first token"), (LATE, p.text, "the rest"))
-    title = heading(p, width, "Once more, without the model", legend=legend)
+    legend = (
+        (LINE, on.bad, "in line"),
+        (SOON, on.text, "first token"),
+        (LATE, on.text, "the rest"),
+    )
+    on.heading("Once more, without the model", legend=legend)
     id, found = state.replayed or (r.id, "w replays it")
     if id != r.id:
         found = "w replays it"
     if isinstance(found, str):
-        return [title, Pen().put(f" {shorten(found, width - 2)}", p.muted).line]
-    names = ("TTFT", "life", "steps in all")
-    head = "".join(f"{name:>{wide}}" for name, wide in zip(names, TABLE, strict=True))
-    lines = [title, axis(p, (NAMES, head))]
-    room = width - NAMES - sum(TABLE) - 4
+        on.pen().put(f" {shorten(found, on.width - 2)}", on.muted)
+        return
+    on.axis((NAMES, aligned(("TTFT", "life", "steps in all"), TABLE)))
+    room = on.width - NAMES - sum(TABLE) - 4
     longest = max(each.life for each in found) or 1.0
     for each in found:
         ran = each.name == r.policy
-        pen = Pen().put(f"{'▸' if ran else ' '}{each.name:<{NAMES - 1}}", p.text, ran)
         line, reading, answering = each.steps
         figures = (span(each.ttft), span(each.life), f"{line:,}+{reading:,}+{answering:,}")
-        for figure, wide in zip(figures, TABLE, strict=True):
-            pen.put(f"{figure:>{wide}}", p.text, ran)
-        pen.put("  ")
+        pen = on.pen().put(f"{'▸' if ran else ' '}{each.name:<{NAMES - 1}}", bold=ran)
+        pen.put(f"{aligned(figures, TABLE)}  ", bold=ran)
         stops = [round(stop / longest * room) for stop in (each.line, each.ttft, each.life)]
-        pen.put(LINE * stops[0], p.bad)
-        pen.put(SOON * (stops[1] - stops[0]), style(p.fill(r.id), p.fill(r.id)))
-        pen.put(LATE * (stops[2] - stops[1]), p.fill(r.id))
-        lines.append(pen.line)
-    words = f"{TELLS}{disturbed(state, r, found)}"
-    return [*lines, *(Pen().put(f" {part}", p.muted).line for part in wrap(words, width - 2))]
+        hue = on.p.fill(r.id)
+        pen.put(LINE * stops[0], on.bad)
+        pen.put(SOON * (stops[1] - stops[0]), style(hue, hue))
+        pen.put(LATE * (stops[2] - stops[1]), hue)
+    on.say(f"{TELLS}{disturbed(state, r, found)}", on.muted)
 
 
 def disturbed(state: State, r: RequestView, found: Sequence[Outcome]) -> str:

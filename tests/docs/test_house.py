@@ -62,16 +62,16 @@ SCREEN = """
     pages/tour
     pages/scenes
     session record
-    pages/bill pages/elephant keys pages/requests pages/race terminal widgets
-    panes pages/breakage
-    steps charts pages/clients pages/why pages/same
+    keys pages/bill pages/elephant pages/requests pages/race pages/why terminal widgets
+    panes pages/breakage pages/totals pages/errors
+    steps charts pages/clients pages/same
     state
     life
     runs
     periods
     remote trace
     timeline
-    room
+    room paper
     ink places machine
 """
 SCREEN_MAY_IMPORT = (

@@ -13,6 +13,7 @@ from words import Clock, word_engine
 from nanobatch import Engine
 from parts.api.loop import Stopwatch
 from screen import ink, room, state
+from screen.paper import Paper
 from screen.room import EngineRoom, Settings
 from screen.session import Session
 from screen.state import State
@@ -124,6 +125,13 @@ def show(
 
     asyncio.run(main())
     return stage
+
+
+def drawn(draw, state: State, width: int, height: int) -> list[ink.Line]:
+    """What a function draws on a paper of this size: all its lines, also those that find no room."""
+    on = Paper(ink.DARK, width, height)
+    draw(state, on)
+    return on.lines
 
 
 def plain(lines: list[ink.Line]) -> list[str]:

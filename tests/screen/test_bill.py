@@ -4,11 +4,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from stage import Stage, at_every_size, like_golden, plain, show
+from stage import Stage, at_every_size, drawn, like_golden, plain, show
 from words import VIEW
 
 from parts.api.views import ExpertsView, ModelView, RanksView, Roof
-from screen import ink
 from screen.pages import bill
 from screen.pages.bill import Floors, Part, Work, bill_of, floors_of, of_rows
 from screen.remote import RemoteRoom
@@ -38,8 +37,8 @@ def ready(**options) -> Stage:
     return stage
 
 
-def drawn(stage: Stage, width: int = 120, height: int = 40) -> str:
-    return "\n".join(plain(bill.draw_bill(stage.state, ink.DARK, width, height)))
+def page(stage: Stage, width: int = 120, height: int = 40) -> str:
+    return "\n".join(plain(drawn(bill.draw, stage.state, width, height)))
 
 
 # --- the sum
@@ -183,7 +182,7 @@ def test_the_page_tells_what_was_seen_and_nothing_else():
     stage.session.obey("/bill")
     stage.turns()
     stage.state.move(-3)
-    text = drawn(stage)
+    text = page(stage)
     (one,) = re.findall(r"^ +1 .*", text, re.M)
     assert "10.0 ms" in one, "a step of one row takes 10 ms"
     for rows in (2, 4, 8, 16):
@@ -214,7 +213,7 @@ def test_a_step_that_took_longer_than_others_like_it_says_so():
     stage.finish()
     while stage.state.step.prefill or stage.state.step.seconds < 0.02:
         stage.state.move(-1)
-    assert "Other steps of so many rows took 10.0 ms." in drawn(stage)
+    assert "Other steps of so many rows took 10.0 ms." in page(stage)
 
 
 def test_with_more_sequences_than_find_room_the_rest_is_counted():
@@ -285,14 +284,14 @@ def test_a_roof_that_was_measured_beside_other_programs_says_so_and_nothing_of_c
     stage.session.obey("/bill")
     stage.finish()
     stage.state.move(-3)
-    text = drawn(stage)
+    text = page(stage)
     roof = "arithmetic 100 GFLOP/s; the weights once more 10.0 GB/s; other programs took 1.4 cores"
     assert f"{roof} then: /bill again" in " ".join(text.split())
     assert "cache" not in text and "Reading bounds it" in text
     stage.room.others.look = lambda: 0.0
     stage.session.obey("/bill again")
     stage.turns()
-    text = drawn(stage)
+    text = page(stage)
     assert "; the model fits a cache, which yields 10.0 GB/s" in text
     assert "more than memory yields: the weights lie in a cache" in " ".join(text.split())
 
@@ -304,10 +303,10 @@ def test_a_share_of_a_model_and_a_window_are_named_where_they_matter():
     stage.engine.ranks = SimpleNamespace(view=RanksView("ring", (3, 4)), size=1, leave=lambda: None)
     stage.session.obey("a" * 20)
     stage.turns(5)
-    text = drawn(stage)
+    text = page(stage)
     assert "read once (the share of rank 0, of 2)" in text and "window" not in text
     stage.turns(20)
-    assert "3 of 4 layers see 30 rows; older ones are read, and hidden" in drawn(stage)
+    assert "3 of 4 layers see 30 rows; older ones are read, and hidden" in page(stage)
 
 
 def test_of_steps_that_the_screen_has_missed_there_is_no_bill():
@@ -316,7 +315,7 @@ def test_of_steps_that_the_screen_has_missed_there_is_no_bill():
     stage.turns(20)
     here = stage.state.history[-1]
     stage.state.history[-1] = gap(9, 9, here.view, stage.state.history[-2])
-    text = drawn(stage)
+    text = page(stage)
     assert "Steps went by before the screen looked." in text and "roof" in text
     assert "in products" not in text and "measured  " not in text.replace("measured │", "")
     assert bill.bill_line(stage.state).startswith(
@@ -326,7 +325,7 @@ def test_of_steps_that_the_screen_has_missed_there_is_no_bill():
 
 def test_before_anything_has_run_the_table_is_there():
     stage = ready()
-    text = drawn(stage, 80, 24)
+    text = page(stage, 80, 24)
     assert "Nothing has run yet" in text and len(re.findall(r"^ +\d+ +[\d.]+ MB", text, re.M)) == 5
 
 
@@ -420,7 +419,7 @@ def test_experts_of_a_pass_that_was_not_the_steps_only_one_are_not_taken_for_all
     layers = stage.state.experts[step].layers
     stage.state.experts[step] = ExpertsView(step, (layers[0][:1], *layers[1:]))
     assert not bill.seen_experts(stage.state, stage.state.here)
-    assert "expected: " in drawn(stage)
+    assert "expected: " in page(stage)
 
 
 def test_only_the_newest_hundred_answers_are_kept():
@@ -444,7 +443,7 @@ def test_where_only_watched_the_roof_is_not_measured_and_a_line_says_so():
     stage.session.room = RemoteRoom("127.0.0.1:1")
     stage.session.obey("/bill")
     stage.state.view = stage.state.view._replace(watches=True)
-    text = drawn(stage)
+    text = page(stage)
     assert "not measured there" in text and "bounds" not in text
     assert "expected: 3.50 a layer (only its own screen knows which)" in text
     assert re.search(r"Python +1.00 ms", text) and "reading  " not in text

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
-from stage import Stage, at_every_size, like_golden, plain, show, turned_by_company
+from stage import Stage, at_every_size, drawn, like_golden, plain, show, turned_by_company
 
 import kv
 import tui
@@ -229,7 +229,7 @@ def test_what_cannot_be_broken_is_refused_in_a_line(orders, words):
 
 
 def draw(stage: Stage, width: int, height: int) -> list[ink.Line]:
-    return tui.SHEETS["break"](stage.state, ink.DARK, width, height)
+    return drawn(tui.SHEETS["break"], stage.state, width, height)
 
 
 @at_every_size

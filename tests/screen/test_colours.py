@@ -7,7 +7,8 @@ from textual.theme import BUILTIN_THEMES
 
 from screen import ink
 from screen.ink import BLOCKED, DECODE, EMPTY, HELD, PREFILL
-from screen.pages.requests import parts_of
+from screen.pages.requests import draw_parts
+from screen.paper import Paper
 
 
 def contrast(a: Color, b: Color) -> float:
@@ -41,7 +42,9 @@ def test_words_can_be_read_in_every_theme(name):
 def test_thoughts_are_dim_and_calls_stand_out():
     p = ink.Palette.of(BUILTIN_THEMES["textual-dark"])
     text = "<think>Hm.</think>\nYes.\n<tool_call>{}</tool_call>"
-    lines = parts_of(p, 80, text, False)
+    on = Paper(p, 80, 24)
+    draw_parts(on, text, False)
+    lines = on.lines
     ends = [line[-1].text.split()[-1] for line in lines]
     assert ends == ["<think>Hm.</think>", "Yes.", "<tool_call>{}</tool_call>"]
     colours = [line[-1].style.color.name.lower() for line in lines]
@@ -52,7 +55,9 @@ def test_a_thought_that_the_prompt_has_opened_is_dim_from_its_first_word():
     """It became dim at its end, when the mark came."""
     p = ink.Palette.of(BUILTIN_THEMES["textual-dark"])
     for is_thinking, colour in ((True, p.muted), (False, p.text)):
-        (line,) = parts_of(p, 80, "Hm, let me", is_thinking)
+        on = Paper(p, 80, 24)
+        draw_parts(on, "Hm, let me", is_thinking)
+        (line,) = on.lines
         assert line[-1].style.color.name.lower() == Color.parse(colour).hex.lower()
 
 

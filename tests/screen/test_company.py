@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 from rich.cells import cell_len
-from stage import Stage, at_every_size, like_golden, plain, show, turned_by_company
+from stage import Stage, at_every_size, drawn, like_golden, plain, show, turned_by_company
 
 import llama
 import tui
@@ -321,7 +321,7 @@ def test_a_opens_the_page_comes_back_to_it_and_X_ends_the_trial_there():
 
 
 def page(stage: Stage, width: int, height: int) -> list[ink.Line]:
-    return tui.SHEETS["same"](stage.state, ink.DARK, width, height)
+    return drawn(tui.SHEETS["same"], stage.state, width, height)
 
 
 @pytest.mark.parametrize("width", [60, 80, 97, 200])

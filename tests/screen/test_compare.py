@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from stage import Stage, at_every_size, disturb, like_golden, plain, show
+from stage import Stage, at_every_size, disturb, drawn, like_golden, plain, show
 
 import ask
 import tui
@@ -92,7 +92,7 @@ def test_comparing_shows_that_static_takes_longer_and_measures_like_by_like():
     ) < timeline.useful_of(ran.columns)
     assert rival.ttft_mean > ran.ttft_mean
     assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in ran.columns) > 500
-    text = " ".join(" ".join(plain(race.draw_contest(stage.state, ink.DARK, 100, 30))).split())
+    text = " ".join(" ".join(plain(drawn(race.draw, stage.state, 100, 30))).split())
     for part in (
         "static, simulated",
         "continuous, simulated",
@@ -233,10 +233,10 @@ def test_a_race_ends_a_pause_even_while_the_slots_are_drained():
     for order in ("/pause", "/policy static"):
         stage.session.obey(order)
         stage.turns()
-    status = plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
+    status = plain(drawn(panes.draw_status, stage.state, 80, 1))[0]
     assert "▮▮ paused, draining → static" in status
-    assert "space: go on" in plain(panes.draw_status(stage.state, ink.DARK, 120, 1))[0]
-    assert "space Go on s Step" in plain(keys.draw_keys(stage.state, ink.DARK, 80, 1))[0]
+    assert "space: go on" in plain(drawn(panes.draw_status, stage.state, 120, 1))[0]
+    assert "space Go on s Step" in plain(drawn(keys.draw_keys, stage.state, 80, 1))[0]
     stage.session.obey("/race 12")
     stage.finish()
     assert [leg.policy for leg in stage.state.view.legs] == ["static", "continuous"]
@@ -354,7 +354,7 @@ def test_the_last_race_can_be_opened_again():
         it.stage.finish()
         await it.turns()
         await it.press("end", turns=0)
-        before = plain(race.draw_contest(it.stage.state, ink.DARK, 120, 40))
+        before = plain(drawn(race.draw, it.stage.state, 120, 40))
         await it.press("escape", "b", turns=300)
         it.stage.state.KEPT = 60  # so it is long ago, as far as the timeline knows
         await it.turns(2)
@@ -365,7 +365,7 @@ def test_the_last_race_can_be_opened_again():
         await it.press("R", turns=0)
         assert it.stage.state.film is not None
         await it.press("end", turns=0)
-        assert plain(race.draw_contest(it.stage.state, ink.DARK, 120, 40)) == before
+        assert plain(drawn(race.draw, it.stage.state, 120, 40)) == before
         assert "continuous takes" in it.text()
 
     show(scenario, size=(120, 40))
@@ -381,17 +381,17 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
     for _ in range(len(POLICIES) - 1):
         stage.session.obey("/policy")  # the next one, again and again
         stage.turns()
-    assert "shy" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
+    assert "shy" in plain(drawn(panes.draw_status, stage.state, 80, 1))[0]
     stage.session.obey("/burst 20")
     stage.turns(4)
-    slots = plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))
+    slots = plain(drawn(panes.draw_slots, stage.state, 80, 11))
     assert any("blocked" in line for line in slots) and "(shy)" in slots[-1]
-    assert "╳" in "".join(plain(panes.draw_timeline(stage.state, ink.DARK, 73, 10))[1:-1])
+    assert "╳" in "".join(plain(drawn(panes.draw_timeline, stage.state, 73, 10))[1:-1])
     stage.finish()
-    assert "shy" in plain(charts.draw_ttft(stage.state, ink.DARK, 40, 9))[1]
+    assert "shy" in plain(drawn(charts.draw_ttft, stage.state, 40, 9))[1]
     stage.session.obey("/compare")
     assert stage.state.contest.title == "Compare: shy and continuous, 20 requests"
-    assert "one newcomer a step." in "".join(plain(keys.draw_help(stage.state, ink.DARK, 120, 90)))
+    assert "one newcomer a step." in "".join(plain(drawn(keys.draw_help, stage.state, 120, 90)))
     for program in (tui, ask):
         with pytest.raises(SystemExit):
             program.parse_arguments(["--help"])
@@ -411,15 +411,15 @@ def test_both_legs_of_a_race_grow_at_the_same_time_on_one_clock(size):
     stage = raced()
     stage.state.contest = stage.state.raced
     longest = max(run.makespan for run in stage.state.raced.runs)
-    drawn = []
+    seen = []
     for tenth in range(11):
         stage.state.film = tenth / 10 * longest
-        lines = plain(race.draw_contest(stage.state, ink.DARK, *size))
-        drawn.append(decoded(lines))
+        lines = plain(drawn(race.draw, stage.state, *size))
+        seen.append(decoded(lines))
         if tenth == 4:
             like_golden(f"race-{size[0]}x{size[1]}", "\n".join(line.rstrip() for line in lines))
-    assert drawn[0] == [0, 0] and drawn[1][0] > 0 and drawn[1][1] > 0
-    static, continuous = zip(*drawn, strict=True)
+    assert seen[0] == [0, 0] and seen[1][0] > 0 and seen[1][1] > 0
+    static, continuous = zip(*seen, strict=True)
     assert sorted(static) == list(static) and sorted(continuous) == list(continuous)
     assert static[10] > static[9] and continuous[10] == continuous[9], "continuous ends first"
 
@@ -451,7 +451,7 @@ def test_while_the_first_leg_runs_nothing_is_blank(size):
     stage = Stage().load()
     stage.session.obey("/race 20")
     stage.turns(60)
-    lines = plain(race.draw_contest(stage.state, ink.DARK, *size))
+    lines = plain(drawn(race.draw, stage.state, *size))
     like_golden(f"race-begins-{size[0]}x{size[1]}", "\n".join(line.rstrip() for line in lines))
     text = "\n".join(lines)
     assert "static, running …" in text and "continuous, runs next" in text

@@ -2,13 +2,12 @@
 
 import pytest
 from rich.cells import cell_len
-from stage import Stage, at_every_size, like_golden, plain, show
+from stage import Stage, at_every_size, drawn, like_golden, plain, show
 
 from parts.price import NARROWEST
-from screen import ink
 from screen import state as state_
 from screen.ink import span
-from screen.pages import elephant, requests
+from screen.pages import elephant, totals
 from screen.room import WIDEST, bounds
 from screen.session import PlainLog, orders_of
 
@@ -119,7 +118,7 @@ def test_the_totals_price_each_period_with_its_own_budget_and_one_that_was_turne
     stage = like_a_cpu(Stage().load())
 
     def makespans(count: int) -> list[str]:
-        title, *rows = plain(requests.draw_totals(stage.state, ink.DARK, 120, 40))[1 : count + 2]
+        title, *rows = plain(drawn(totals.draw, stage.state, 120, 40))[1 : count + 2]
         end = title.index("makespan") + len("makespan")
         return [row[end - 10 : end].strip() for row in reversed(rows)]
 
@@ -256,7 +255,7 @@ def test_where_no_slot_is_free_it_says_so_and_waits():
 
 
 def page(stage: Stage, width: int = 120, height: int = 40) -> str:
-    lines = elephant.draw_elephant(stage.state, ink.DARK, width, height)
+    lines = drawn(elephant.draw, stage.state, width, height)
     assert len(lines) <= height
     assert all(cell_len(line) <= width for line in plain(lines))
     return "\n".join(plain(lines))

@@ -3,12 +3,12 @@ place."""
 
 import pytest
 from rich.cells import cell_len
-from stage import at_every_size, plain, show
+from stage import at_every_size, drawn, plain, show
 
 import tui
 from parts.api.faults import show_fault
-from screen import ink, room
-from screen.pages import requests
+from screen import room
+from screen.pages import errors
 from screen.state import State
 
 
@@ -79,8 +79,8 @@ def test_without_a_failure_the_page_of_tracebacks_says_so():
 
 @at_every_size
 def test_a_pane_that_raises_says_so_in_its_place_and_the_others_go_on(size, monkeypatch, caplog):
-    def broken(state, palette, width, height):
-        return [palette.no_such_colour]
+    def broken(state, on):
+        on.pen().put("?", on.no_such_colour)
 
     monkeypatch.setitem(tui.PANES, "slots", broken)
 
@@ -120,9 +120,8 @@ def test_a_traceback_of_any_width_fits_its_page(width):
         + "\n  "
         + "文" * 90
     )
-    lines = requests.draw_errors(
-        State(tracebacks=[block, "another\nTraceback:"]), ink.DARK, width, 20
-    )
+    state = State(tracebacks=[block, "another\nTraceback:"])
+    lines = drawn(errors.draw, state, width, 20)
     assert all(cell_len(line) <= width for line in plain(lines))
     text = "".join(plain(lines))
     assert (

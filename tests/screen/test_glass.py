@@ -9,6 +9,7 @@ from stage import plain
 from nanobatch import Engine, Sampling
 from parts.api.views import Metrics, RequestView
 from screen import ink, panes
+from screen.paper import Paper
 from screen.room import SCHEMA, SEEN
 
 METRICS = Metrics(None, None, None, None, None, None, 3, 0, 2)
@@ -17,7 +18,7 @@ METRICS = Metrics(None, None, None, None, None, None, 3, 0, 2)
 def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
     seen = (('"', 1.0, True), (" go", 0.79, False), ("\n", 0.06, True), ("best", 0.05, False))
     request = RequestView(1, "p", "", None, "", 0, 0.0, METRICS, glass=seen)
-    (line,) = panes.draw_glass(request, ink.DARK, 32)
+    (line,) = panes.draw_glass(request, Paper(ink.DARK, 32, 1))
     assert plain([line]) == ['✓" 100%  ✗␣go 79%  ✓\\n 6%  ']
     struck = [
         segment.text
@@ -25,7 +26,7 @@ def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
         if isinstance(segment.style, Style) and segment.style.strike
     ]
     assert struck == ["✗␣go 79%"]
-    assert panes.draw_glass(request, ink.DARK, 5) == []
+    assert panes.draw_glass(request, Paper(ink.DARK, 5, 1)) == []
 
 
 def test_the_demo_answers_in_json_and_its_view_says_what_it_would_have_said():

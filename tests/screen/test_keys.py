@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from stage import Stage, at_every_size, like_golden, plain, show
+from stage import Stage, at_every_size, drawn, like_golden, plain, show
 from textual import events
 
 import tui
@@ -216,17 +216,17 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
                 assert owner.text == before.text
         began, last = charts.stretch(state)
         assert (began, last) == (state.history[0].began, state.past.ended)
-        ttfts = plain(charts.draw_ttft(state, ink.DARK, 60, 9))
+        ttfts = plain(drawn(charts.draw_ttft, state, 60, 9))
         ended = sum(r.arrived + r.metrics.ttft_s <= last for r in state.requests.values())
         assert f" of {ended}, {12 - ended} still wait" in ttfts[0] and 0 < ended < 12
-        firsts = re.findall(r"█p50 (\S+ \S+)", plain(charts.draw_waits(state, ink.DARK, 60, 9))[0])
+        firsts = re.findall(r"█p50 (\S+ \S+)", plain(drawn(charts.draw_waits, state, 60, 9))[0])
         assert firsts == [
             ink.span(sorted(ttft for at, ttft in state.firsts if at <= last)[(ended - 1) // 2])
         ]
-        queue = plain(charts.draw_queue(state, ink.DARK, 60, 9))
+        queue = plain(drawn(charts.draw_queue, state, 60, 9))
         assert "queue at step 31" in queue[0] and queue[-1].split()[-1] == "31"
         # They stayed at now, beside "back at step"
-        (figures,) = plain(panes.draw_status(state, ink.DARK, 200, 1))
+        (figures,) = plain(drawn(panes.draw_status, state, 200, 1))
         assert "  now: ■ idle  " in figures, (
             "beside a step in which 8 slots worked stood that the engine is idle"
         )
@@ -234,7 +234,7 @@ def test_with_the_cursor_in_the_past_slots_queue_answers_and_charts_are_those_of
         newest = [column.view.seconds for column in state.history[then - 20 : then]]
         assert f"{tokens / (last - began):.0f} tok/s  {over} ended" in figures
         assert f"{1000 * sum(newest) / 20:.1f} ms/step" in figures and "10.0 ms/step" not in figures
-        opened = " ".join(plain(requests.draw_request(state, ink.DARK, 300, 12)))
+        opened = " ".join(plain(drawn(requests.draw_request, state, 300, 12)))
         assert f"in all {ink.span(last)}" in opened and "1 to 31, in slot 0" in opened
         it.app.hush(state.said)  # it would go by itself after a while
         it.app.paint()
@@ -313,7 +313,7 @@ def test_the_charts_cover_the_same_time():
     stage.session.obey("/burst 20")
     stage.finish()
     rate, batch = (
-        plain(draw(stage.state, ink.DARK, 44, 8)) for draw in (charts.draw_rate, charts.draw_batch)
+        plain(drawn(draw, stage.state, 44, 8)) for draw in (charts.draw_rate, charts.draw_batch)
     )
     assert rate[-1] == batch[-1] and rate[-1].split() == ["−4.33", "s", "0", "s"]
     assert len({line.find("┤") for line in (rate[1], batch[1])}) == 1, (
@@ -329,7 +329,7 @@ def test_the_mean_of_first_tokens_says_how_many_still_wait():
     stage.session.obey("/burst 12")
     stage.turns(20)
     titles = {
-        width: plain(charts.draw_ttft(stage.state, ink.DARK, width, 8))[0] for width in (60, 34, 25)
+        width: plain(drawn(charts.draw_ttft, stage.state, width, 8))[0] for width in (60, 34, 25)
     }
     assert "mean 15.0 ms of 1, 11 still wait" in titles[60]
     assert "15.0 ms, 11 wait" in titles[34] and "11 wait" in titles[25]
@@ -374,9 +374,9 @@ def test_a_step_pane_that_is_cut_says_so_and_can_be_opened():
     stage = Stage().load()
     stage.session.obey("/burst 20")
     stage.turns(3)
-    tall = plain(steps.draw_step(stage.state, ink.DARK, 60, 30))
+    tall = plain(drawn(steps.draw_step_pane, stage.state, 60, 30))
     for height in range(3, len(tall)):
-        lines = plain(steps.draw_step(stage.state, ink.DARK, 60, height))
+        lines = plain(drawn(steps.draw_step_pane, stage.state, 60, height))
         assert (
             len(lines) == height and lines[-1].strip() == f"↓ {len(tall) - height + 1} more lines"
         )
@@ -422,7 +422,7 @@ def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
     """It had titles of figures, and a scale of one second, with nothing above it."""
     stage = Stage().load()
     stage.state.contest = runs.Contest("Race", [], state.RACE_WAITS)
-    heading, *lines = plain(race.draw_contest(stage.state, ink.DARK, 80, 24))
+    heading, *lines = plain(drawn(race.draw, stage.state, 80, 24))
     assert "Esc back" in heading and [line.strip() for line in lines] == [state.RACE_WAITS]
 
 
@@ -430,23 +430,23 @@ def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
     """The race before was shown until then; and where nothing ran, the new one was said to wait for
     what runs."""
     stage = Stage().load()
-    drawn = lambda: plain(race.draw_contest(stage.state, ink.DARK, 80, 24))  # noqa: E731
+    seen = lambda: plain(drawn(race.draw, stage.state, 80, 24))  # noqa: E731
     for _ in range(2):
         stage.session.obey("/race 4 serial continuous")
         assert (
-            drawn()[0].startswith("── Race: serial and continuous ")
-            and drawn()[1].strip() == state.RACE_BEGINS
+            seen()[0].startswith("── Race: serial and continuous ")
+            and seen()[1].strip() == state.RACE_BEGINS
         )
         stage.turns(5)
-        assert "running …" in "".join(drawn())
+        assert "running …" in "".join(seen())
         stage.finish()
-        assert "continuous takes" in "".join(drawn())
+        assert "continuous takes" in "".join(seen())
     stage.session.obey("one")
     stage.turns(3)
     stage.session.obey("/race 4")
-    assert state.RACE_WAITS in "".join(drawn())
+    assert state.RACE_WAITS in "".join(seen())
     stage.turns(3)
-    assert state.RACE_WAITS in "".join(drawn())
+    assert state.RACE_WAITS in "".join(seen())
 
 
 def test_a_number_and_its_unit_stand_in_one_line():
@@ -469,13 +469,13 @@ def test_the_parts_of_a_steps_time_add_up_as_they_are_printed():
     stage.finish()
     parts = {"plan_s": 4e-6, "build_s": 4e-6, "commit_s": 4e-6, "device_s": 14.4e-6, "wait_s": 1.0}
     step = replace(stage.state.step, **parts)
-    assert plain(steps.draw_time(step, ink.DARK, 70))[:2] == [
+    assert plain(drawn(steps.draw_time, step, 70, 9))[:2] == [
         " time     1,000.01 ms = Python 0.00 + device 0.01 + wait 1,000.00",
         " Python   plan 0.00, build 0.00, commit 0.00",
     ]
     parts["plan_s"] = 0.0149
     for width in range(30, 90):
-        lines = plain(steps.draw_time(replace(step, **parts), ink.DARK, width))
+        lines = plain(drawn(steps.draw_time, replace(step, **parts), width, 9))
         text = " ".join(" ".join(lines[:-1]).split())
         total, *sums = [
             float(number.replace(",", "")) for number in re.findall(r"[\d,]+\.\d\d", text)
@@ -494,7 +494,7 @@ def test_a_part_of_a_steps_time_has_its_name_or_its_first_letter():
     stage.turns(30)
     seen = set()
     for width in range(30, 90):
-        bar = plain(steps.draw_step(stage.state, ink.DARK, width, 40))[-1]
+        bar = plain(drawn(steps.draw_step, stage.state, width, 40))[-1]
         seen |= set(re.findall(r"[A-Za-z]+", bar))
     assert {"P", "device", "w"} <= seen <= {"P", "Python", "device", "w"}
 
@@ -809,15 +809,12 @@ def test_figures_have_commas_and_things_their_plural_everywhere():
     stage.session.obey("/set max=1500")
     stage.session.obey("x" * 2000)
     stage.finish()
-    texts = [
-        plain(draw(stage.state, ink.DARK, 100, 30))
-        for draw in (requests.draw_requests, panes.draw_slots)
-    ]
+    texts = [plain(drawn(draw, stage.state, 100, 30)) for draw in (requests.draw, panes.draw_slots)]
     stage.state.look_at(1)
     texts += [
-        plain(draw(stage.state, ink.DARK, 100, 30)) for draw in (panes.draw_slots, steps.draw_step)
+        plain(drawn(draw, stage.state, 100, 30)) for draw in (panes.draw_slots, steps.draw_step)
     ]
-    texts += [plain(panes.draw_settings(stage.state, ink.DARK, 60, 1))]
+    texts += [plain(drawn(panes.draw_settings, stage.state, 60, 1))]
     said = "\n".join(line for lines in texts for line in lines)
     assert {"2,000 prompt tokens", "1,500 new tokens", "max 1,500 tok"} <= set(
         re.findall(r"[\d,]+ \w+ ?\w+|max.*tok", said)

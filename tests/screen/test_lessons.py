@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from stage import Stage, plain, show
+from stage import Stage, drawn, plain, show
 from words import Clock, WordRunner
 
 from nanobatch import Sampling
@@ -34,7 +34,7 @@ def test_a_timeline_tells_prefill_held_decode_and_where_each_request_begins():
         stage.session.obey(letter * length)
     stage.turns(20)
     assert [stage.cells(slot)[:7] for slot in range(3)] == ["▒▒▒▒███", "▒▒▒████", "┈┈┈▒███"]
-    lines = plain(panes.draw_timeline(stage.state, ink.DARK, 73, 5))
+    lines = plain(drawn(panes.draw_timeline, stage.state, 73, 5))
     assert [line[:11] for line in lines[1:4]] == ["  0 ▒1▒▒███", "  1 ▒2▒████", "  2 ┈3┈▒███"]
     assert lines[0].endswith("useful 95 % ▒prefill █decode ╳blocked ┈held ▚ghost ·empty ──"), lines
 
@@ -46,7 +46,7 @@ def test_a_requests_number_hides_no_prefill_and_touches_no_neighbours():
         stage.session.obey("/set max=3")
         stage.session.obey("x")
     stage.finish()
-    line = plain(panes.draw_timeline(stage.state, ink.DARK, 160, 3))[1]
+    line = plain(drawn(panes.draw_timeline, stage.state, 160, 3))[1]
     assert "▒18▒19▒20" in line.replace("█", "").replace("·", ""), line
     assert not re.search(r"\d{3}", line[4:]), line
 
@@ -70,13 +70,13 @@ def test_why_requests_wait_is_told():
     stage = Stage(policy="static").load()
     stage.session.obey("/burst 20")
     stage.turns(2)
-    assert "every slot is taken" in plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))[-1]
+    assert "every slot is taken" in plain(drawn(panes.draw_slots, stage.state, 80, 11))[-1]
     stage.session.obey("/pause")
     stage.turns()
-    assert "paused" in plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))[-1]
+    assert "paused" in plain(drawn(panes.draw_slots, stage.state, 80, 11))[-1]
     stage.session.obey("/resume")
     stage.turns(60)
-    lines = plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))
+    lines = plain(drawn(panes.draw_slots, stage.state, 80, 11))
     assert "free slots are shut (static)" in lines[-1] and any("blocked" in line for line in lines)
 
 
@@ -87,11 +87,11 @@ def test_a_slots_bar_tells_reused_prefill_decode_and_remembered_rows():
     stage.finish()
     # And 59 of the answer: its last token has no row
     for width, words in ((80, "(123 remembered)"), (60, "(123)")):
-        (line,) = plain(panes.draw_slots(stage.state, ink.DARK, width, 4))[2:3]
+        (line,) = plain(drawn(panes.draw_slots, stage.state, width, 4))[2:3]
         assert "░░░" in line and "free" in line and words in line and "/256" not in line
     stage.session.obey("a" * 64 + "b" * 60)
     stage.turns(20)
-    (line,) = plain(panes.draw_slots(stage.state, ink.DARK, 80, 4))[2:3]
+    (line,) = plain(drawn(panes.draw_slots, stage.state, 80, 4))[2:3]
     bar = re.sub(r"(.)\1*", r"\1", re.search("[▓▒█░·]+", line)[0])
     assert bar == "▓▒█·", line
     assert stage.state.owner(0).metrics.cached_tokens == 64
@@ -104,7 +104,7 @@ def test_the_ttft_histogram_counts_every_request_once_and_tells_the_policies_apa
     stage.session.obey("/policy static")
     stage.session.obey("/burst 20")
     stage.finish()
-    lines = plain(charts.draw_ttft(stage.state, ink.DARK, 40, 9))
+    lines = plain(drawn(charts.draw_ttft, stage.state, 40, 9))
     assert sum(int(line.split()[-1]) for line in lines[2:]) == 40
     assert all(" ms " in line for line in lines[2:])
     assert "█" in "".join(lines[2:]) and "▒" in "".join(lines[2:])
@@ -114,7 +114,7 @@ def test_the_ttft_histogram_counts_every_request_once_and_tells_the_policies_apa
 def test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words():
     """Nothing showed why batching pays: that a step of 8 rows costs hardly more than one of 1."""
     stage = Stage(slots=4).load()
-    lines = plain(charts.draw_cost(stage.state, ink.DARK, 60, 12))
+    lines = plain(drawn(charts.draw_cost, stage.state, 60, 12))
     assert "No step has only decoded so far" in " ".join(lines)
     cost = WordRunner.begin
 
@@ -127,19 +127,19 @@ def test_the_lesson_of_batching_is_measured_by_rows_and_told_in_words():
     stage.session.obey("alone")
     stage.finish()
     assert "All steps had 1 row so far" in " ".join(
-        plain(charts.draw_cost(stage.state, ink.DARK, 120, 12))
+        plain(drawn(charts.draw_cost, stage.state, 120, 12))
     )
     stage.session.obey("/burst 12")
     stage.finish()
     for seconds in stage.state.costs.values():
         seconds.extend([9.0] * (len(seconds) // 2))  # interruptions
-    lines = plain(charts.draw_cost(stage.state, ink.DARK, 70, 12))
+    lines = plain(drawn(charts.draw_cost, stage.state, 70, 12))
     rows = [re.findall(r"[\d.]+", line) for line in lines[2:6]]
     assert [[float(value) for value in row] for row in rows] == [
         pytest.approx([n, 10 + 2 * n, n / (0.010 + 0.002 * n)], rel=0.01) for n in (1, 2, 3, 4)
     ]
     assert lines[6].strip() == "4 rows cost 1.50 × as much as 1 row, and yield 2.67 × the tokens."
-    assert len(plain(charts.draw_cost(stage.state, ink.DARK, 70, 5))) <= 5
+    assert len(plain(drawn(charts.draw_cost, stage.state, 70, 5))) <= 5
 
 
 def test_what_cannot_be_true_is_not_said():
@@ -168,7 +168,7 @@ def test_waits_and_queue_are_drawn_over_the_whole_busy_period():
     stage = Stage().load()
     stage.session.obey("/burst 60")
     stage.finish()
-    lines = plain(charts.draw_queue(stage.state, ink.DARK, 60, 8))
+    lines = plain(drawn(charts.draw_queue, stage.state, 60, 8))
     assert (
         "peak 52" in lines[0]
         and "step 1" in lines[-1]
@@ -177,7 +177,7 @@ def test_waits_and_queue_are_drawn_over_the_whole_busy_period():
     columns = ["".join(line[x] for line in lines[1:-1]).strip() for x in range(8, 50)]
     heights = [len(column.replace("┤", "").replace("│", "")) for column in columns]
     assert heights == sorted(heights, reverse=True) and heights[0] >= 5 > heights[-1]
-    lines = plain(charts.draw_waits(stage.state, ink.DARK, 60, 12))
+    lines = plain(drawn(charts.draw_waits, stage.state, 60, 12))
     assert "█p50" in lines[0] and "▒p95" in lines[0]
     for x in range(8, 58):
         column = "".join(line[x] for line in lines[1:-1])
@@ -240,11 +240,11 @@ def test_steps_that_were_missed_are_drawn_as_a_gap_and_their_tokens_are_counted(
     assert stage.state.delivered() == stage.state.view.engine.output_tokens == 9 + 4500
     stage.state.cursor = stage.state.edge = gap.step
     stage.state.zoom = 1
-    lines = plain(panes.draw_timeline(stage.state, ink.DARK, 80, 4))
+    lines = plain(drawn(panes.draw_timeline, stage.state, 80, 4))
     assert "?" in lines[1] and "?" in lines[2] and "unseen" in lines[0]
     assert (
         f"{missed:,} steps up to this one went by"
-        in plain(steps.draw_step(stage.state, ink.DARK, 80, 9))[1]
+        in plain(drawn(steps.draw_step, stage.state, 80, 9))[1]
     )
     for zoom in (2, 4, 8):
         merged = stage.state.columns(zoom)

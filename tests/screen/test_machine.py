@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from stage import Stage, at_every_size, like_golden, plain
+from stage import Stage, at_every_size, drawn, like_golden, plain
 
-from screen import ink, panes
+from screen import panes
 from screen.machine import IDLE, LEAST, Others, Worked, counted, my_cores
 
 STAT = """cpu  1000 0 0 9999 0 0 0 0 0 0
@@ -84,10 +84,10 @@ def test_the_header_says_that_other_programs_take_the_cores(size):
     stage = Stage().load()
     stage.session.obey("/burst 20")
     stage.turns(70)
-    before = plain(panes.draw_status(stage.state, ink.DARK, size[0], 1))
+    before = plain(drawn(panes.draw_status, stage.state, size[0], 1))
     stage.state.view = stage.state.view._replace(others=1.58, cores=2)
-    (line,) = plain(panes.draw_status(stage.state, ink.DARK, size[0], 1))
+    (line,) = plain(drawn(panes.draw_status, stage.state, size[0], 1))
     assert "others: 1.6 of 2 cores" in line and "others" not in before[0]
     like_golden(f"others-{size[0]}x{size[1]}", line)
     stage.finish()
-    assert "others" not in plain(panes.draw_status(stage.state, ink.DARK, 200, 1))[0]
+    assert "others" not in plain(drawn(panes.draw_status, stage.state, 200, 1))[0]

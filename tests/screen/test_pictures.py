@@ -8,7 +8,7 @@ from itertools import chain, product
 
 import pytest
 from rich.cells import cell_len
-from stage import SIZES, Stage, at_every_size, like_golden, plain, show
+from stage import SIZES, Stage, at_every_size, drawn, like_golden, plain, show
 from textual import events
 from textual.geometry import Region
 
@@ -154,7 +154,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     stage.session.obey(
         '"日本語のテキスト 👩‍👩‍👧 [/foo] and_a_very_long_word_that_has_no_blank_in_it_at_all_and_goes_on_for_ever"'
     )
-    drawn = Counter()
+    seen = Counter()
     for _ in range(5):
         stage.turns(40)
         for lower, (width, height) in product(
@@ -164,28 +164,28 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
                 if name != "prompt":
                     check_lines(
                         name,
-                        tui.PANES[name](stage.state, ink.DARK, region.width, region.height),
+                        drawn(tui.PANES[name], stage.state, region.width, region.height),
                         region,
                     )
-                    drawn[name] += 1
+                    seen[name] += 1
             for name in ("help", "requests"):  # they can be scrolled
                 check_lines(
                     name,
-                    tui.SHEETS[name](stage.state, ink.DARK, width, height),
+                    drawn(tui.SHEETS[name], stage.state, width, height),
                     Region(0, 0, width, 10_000),
                 )
         check_lines(
-            "request", requests.draw_request(stage.state, ink.DARK, 74, 12), Region(0, 0, 74, 12)
+            "request", drawn(requests.draw_request, stage.state, 74, 12), Region(0, 0, 74, 12)
         )
-        drawn["request"] += 1  # with many slots it has no room of its own
+        seen["request"] += 1  # with many slots it has no room of its own
         if sum(request.metrics.output_tokens > 0 for request in stage.state.requests.values()) < 2:
             continue  # with one slot, the first is still alone
         stage.session.obey("/compare")
         for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
-            lines = race.draw_contest(stage.state, ink.DARK, width, height)
+            lines = drawn(race.draw, stage.state, width, height)
             check_lines("contest", lines, Region(0, 0, width, height))
     assert (
-        drawn.keys() == tui.PANES.keys() - {"loading", "small", "tour"} and min(drawn.values()) >= 5
+        seen.keys() == tui.PANES.keys() - {"loading", "small", "tour"} and min(seen.values()) >= 5
     )
 
 

@@ -7,11 +7,11 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
-from stage import Stage, at_every_size, plain, show
+from stage import Stage, at_every_size, drawn, plain, show
 from textual import events
 
 import tui
-from screen import ink, keys, panes, room, session
+from screen import keys, panes, room, session
 
 
 def test_a_switch_of_policy_drains_the_slots_first():
@@ -96,7 +96,7 @@ def test_while_paused_slots_timeline_and_step_agree_and_steps_by_hand_show_each_
             slot: "decode" for slot, _ in step.decode
         }
         did |= {slot: "held" for slot, _ in step.held}
-        lines = plain(panes.draw_slots(stage.state, ink.DARK, 80, 11))[2:-1]
+        lines = plain(drawn(panes.draw_slots, stage.state, 80, 11))[2:-1]
         for slot, line in zip(slots, lines, strict=True):
             if slot.request is not None:
                 assert line[4:12].strip() == did[slot.slot], (line, step)
@@ -220,7 +220,7 @@ def test_in_slow_motion_the_footer_of_a_small_screen_keeps_what_is_wanted_then()
     stage = Stage().load()
     stage.session.obey("/slow 16")
     stage.turns()
-    (footer,) = plain(keys.draw_keys(stage.state, ink.DARK, 80, 1))
+    (footer,) = plain(drawn(keys.draw_keys, stage.state, 80, 1))
     for key in ("space Pause", "- Slower", "0 Full speed", "v View", "b Burst", "? Help", "q Quit"):
         assert key in footer
 

@@ -6,12 +6,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from stage import Stage, at_every_size, like_golden, plain, show
+from stage import Stage, at_every_size, drawn, like_golden, plain, show
 
 from nanobatch import Sampling
 from parts.api.views import RanksView
-from screen import ink, panes, periods, steps, timeline
-from screen.pages import requests
+from screen import panes, periods, steps, timeline
+from screen.pages import requests, totals
 
 
 def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
@@ -43,7 +43,7 @@ def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
         i for i, column in enumerate(stage.state.history) if column.view.policy == "static"
     )
     parts = stage.state.history[:split], stage.state.history[split:]
-    assert [p.figures[-1] for p in (first, second)] == [
+    assert [p.figures["useful"] for p in (first, second)] == [
         f"{timeline.useful_of(part):.0f} %" for part in parts
     ]
     assert second.ended - second.began < 20, "the pause is no part of it"
@@ -101,7 +101,7 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
     stage.session.obey("/race 10")
     stage.finish()
     titles, *rows = (
-        re.split("  +", line.strip()) for line in requests.farewell(stage.state, 120)[:3]
+        re.split("  +", line.strip()) for line in totals.farewell(stage.state, 120)[:3]
     )
     took, makespan = (
         [row[titles.index(name)] for row in rows[::-1]] for name in ("took", "makespan")
@@ -115,8 +115,8 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
         > 2 * stage.state.raced.runs[1].makespan
     )
     said = (
-        requests.farewell(stage.state, 120),
-        plain(requests.draw_totals(stage.state, ink.DARK, 120, 9)),
+        totals.farewell(stage.state, 120),
+        plain(drawn(totals.draw, stage.state, 120, 9)),
     )
     assert took != makespan and all(
         "makespan: without interruptions, as in a race" in "".join(text) for text in said
@@ -157,13 +157,13 @@ def test_what_stays_in_the_terminal_says_how_many_requests_had_not_ended():
     left = stage.state.view.engine.submitted - stage.state.view.engine.finished
     assert 0 < left < 20
     for width in (60, 120):
-        said = " ".join(requests.farewell(stage.state, width))
+        said = " ".join(totals.farewell(stage.state, width))
         assert f"{left} requests not finished." in said and "On the engine's clock" in said
-        said = " ".join(plain(requests.draw_totals(stage.state, ink.DARK, width, 20)))
+        said = " ".join(plain(drawn(totals.draw, stage.state, width, 20)))
         assert ("Lost:" in said) == (" lost " in said) and ("Useful:" in said) == (
             " useful " in said
         ) == (width == 120)
-    assert "not finished" not in " ".join(requests.farewell(stage.finish().state, 60))
+    assert "not finished" not in " ".join(totals.farewell(stage.finish().state, 60))
 
 
 def test_requests_whose_ends_were_missed_are_forgotten():
@@ -190,15 +190,12 @@ def test_counts_go_on_beyond_what_is_remembered():
         for _ in range(100):
             stage.engine.submit([1], Sampling(max_tokens=1, ignore_eos=True))
         stage.finish()
-    assert "600 ended" in plain(panes.draw_status(stage.state, ink.DARK, 80, 1))[0]
+    assert "600 ended" in plain(drawn(panes.draw_status, stage.state, 80, 1))[0]
     assert (
         sum(period.requests for period in stage.state.periods) == 600
         and len(stage.state.ended) == 50
     )
-    assert (
-        "1 of 600 that have ended"
-        in plain(requests.draw_requests(stage.state, ink.DARK, 80, 20))[0]
-    )
+    assert "1 of 600 that have ended" in plain(drawn(requests.draw, stage.state, 80, 20))[0]
 
 
 def test_of_requests_with_long_texts_fewer_can_be_opened():
@@ -223,7 +220,7 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 5)):
         stage.session.obey(letter * length)
     stage.turns(2)
-    text = "\n".join(plain(steps.draw_step(stage.state, ink.DARK, 70, 14)))
+    text = "\n".join(plain(drawn(steps.draw_step, stage.state, 70, 14)))
     admitted = (
         "r1 → slot 0, r2 → slot 1, r3 → slot 2: unused for longest; r4 → slot 3: the only free slot"
     )
@@ -233,7 +230,7 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     assert re.search(r"budget +cost 32 \+ 0 of 32$", text, re.MULTILINE)
     assert "held     r4: over the budget, or what they share is being written" in text
     stage.turns()  # now the device works on the step before, while Python stands
-    lines = plain(steps.draw_step(stage.state, ink.DARK, 70, 14))
+    lines = plain(drawn(steps.draw_step, stage.state, 70, 14))
     assert lines[-3:-1] == [
         " time     15.00 ms = Python 1.00 + device 14.00 + wait 0.00",
         " Python   plan 0.00, build 1.00, commit 0.00",
@@ -242,7 +239,7 @@ def test_the_step_inspector_tells_the_plan_and_where_the_time_went():
     stage.session.obey("/cancel all")
     stage.session.obey("d")
     stage.turns(4)
-    text = " ".join(plain(steps.draw_step(stage.state, ink.DARK, 70, 14)))
+    text = " ".join(plain(drawn(steps.draw_step, stage.state, 70, 14)))
     assert re.search(r"decode +slot \d ", text), "one slot was called slots"
 
 
@@ -251,14 +248,14 @@ def test_the_screen_tells_of_the_ranks_that_share_the_model():
     stage = Stage(slots=3).load()
     stage.session.obey("a" * 20)
     stage.turns(2)
-    assert "rank" not in "\n".join(plain(steps.draw_step(stage.state, ink.DARK, 90, 14)))
+    assert "rank" not in "\n".join(plain(drawn(steps.draw_step, stage.state, 90, 14)))
     ranks = RanksView("ring", (300 * 2**20, 200 * 2**20))
     stage.state.view = stage.state.view._replace(
         engine=replace(stage.state.view.engine, ranks=ranks)
     )
-    text = "\n".join(plain(steps.draw_step(stage.state, ink.DARK, 90, 14)))
+    text = "\n".join(plain(drawn(steps.draw_step, stage.state, 90, 14)))
     assert "ranks    2 by ring, of 300, 200 MiB" in text
-    assert "2 ranks" in plain(panes.draw_status(stage.state, ink.DARK, 120, 1))[0]
+    assert "2 ranks" in plain(drawn(panes.draw_status, stage.state, 120, 1))[0]
 
 
 def test_what_stays_after_the_end_fits_a_terminal_of_any_width():
@@ -267,6 +264,6 @@ def test_what_stays_after_the_end_fits_a_terminal_of_any_width():
     stage.session.obey("/burst 12")
     stage.finish()
     for width in range(160):
-        lines = requests.farewell(stage.state, width)
+        lines = totals.farewell(stage.state, width)
         assert lines and all(len(line) <= max(2, width) for line in lines), width
-    assert len(requests.farewell(stage.state, 160)) > 2
+    assert len(totals.farewell(stage.state, 160)) > 2

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
-from stage import SIZES, Stage, like_golden, plain, show
+from stage import SIZES, Stage, drawn, like_golden, plain, show
 from textual.geometry import Region
 
 import tui
@@ -585,10 +585,10 @@ def test_no_line_of_the_strip_is_too_long_and_the_keys_stand_last(width):
     told = told._replace(verdict="You said. " * 5, pressed=("b", "/slow 8") * 9, hint="enter")
     told = told._replace(place="sched.py:123  Scheduler._room")
     for each in (told, told._replace(text="short?"), Telling(1, 8, "t" * 90, "x", hint="h")):
-        lines = plain(tour.draw_tour(State(tour=each), ink.DARK, width, 7))
+        lines = plain(drawn(tour.draw_tour, State(tour=each), width, 7))
         assert len(lines) <= 7 and lines[-1].strip() == each.hint
         assert all(cell_len(line) <= width for line in lines), lines
-    assert tour.draw_tour(State(), ink.DARK, width, 7) == []
+    assert drawn(tour.draw_tour, State(), width, 7) == []
 
 
 # --- as a program -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 from doors import CHAT, COMPLETIONS, ROOT, Line, Server, free_ports
 from rich.cells import cell_len
-from stage import SIZES, Show, Stage, like_golden, plain, show
+from stage import SIZES, Show, Stage, drawn, like_golden, plain, show
 
 import tui
 from door import wire
@@ -56,7 +56,7 @@ class Watched(Server):
         return next((request.text for request in self.state.ended if request.prompt == prompt), "")
 
     def drawn(self, width: int = 120) -> str:
-        return "\n".join(plain(clients.draw_clients(self.state, ink.DARK, width, 30)))
+        return "\n".join(plain(drawn(clients.draw_clients, self.state, width, 30)))
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def test_a_refusal_is_seen_although_it_never_reaches_the_engine(watched):
     calls = watched.sees(lambda state: len(state.calls) == seen + 2 and state.calls[seen:])
     assert [call.status for call in calls] == [400, 404] and "n = 0" in calls[0].message
     assert re.search(r"127.0.0.1 +/completions +400 +\w+: n = 0", watched.drawn())
-    lines = clients.draw_clients(watched.state, ink.DARK, 120, 30)
+    lines = drawn(clients.draw_clients, watched.state, 120, 30)
     assert {segment.style.color.name for segment in lines[-1] if segment.text.strip()} == {
         ink.DARK.bad
     }
@@ -124,9 +124,7 @@ def test_a_clients_request_is_seen_like_ones_own_with_where_it_came_from(watched
     assert (request.text, request.reason) == (answer.json["choices"][0]["text"], "length")
     assert call.status == 200 and call.tokens == 8 and call.id == answer.json["id"]
     watched.state.opened = number
-    text = " ".join(
-        "\n".join(plain(requests.draw_requests(watched.state, ink.DARK, 100, 20))).split()
-    )
+    text = " ".join("\n".join(plain(drawn(requests.draw, watched.state, 100, 20))).split())
     assert "from 127.0.0.1" in text and f"r{number}" in watched.drawn()
 
 
@@ -194,7 +192,7 @@ def test_while_the_model_is_loaded_the_screen_says_what_clients_get():
         room = EngineRoom(lambda report, clock: None, door)
         state = State()
         state.absorb(room.look())
-        text = "\n".join(plain(panes.draw_loading(state, ink.DARK, 100, 30)))
+        text = "\n".join(plain(drawn(panes.draw_loading, state, 100, 30)))
         assert f"{door.address}/v1 is open, and answers 503 until then" in text
         it = Watched(room, door.address)
         it.complete()
@@ -343,9 +341,7 @@ def test_when_the_other_end_goes_the_screen_says_since_when_and_begins_anew_with
         it.sees(lambda state: state.ended and state.history)
         first.process.kill()
         it.sees(lambda state: (state.view.gone_s or 0) > 1)
-        assert re.search(
-            r"✗ gone for \d+ s", plain(panes.draw_status(it.state, ink.DARK, 80, 1))[0]
-        )
+        assert re.search(r"✗ gone for \d+ s", plain(drawn(panes.draw_status, it.state, 80, 1))[0])
         assert (
             "is gone" in it.state.faults[-1].message
             and len(it.state.faults) == 1
@@ -505,9 +501,9 @@ def test_the_clients_pane_is_as_drawn(size):
 def test_no_line_of_the_clients_is_longer_than_its_pane(width):
     state = State(view=View(door=canned_door()[0]), calls=canned_door()[1] * 9)
     for height in (1, 2, 5, 12):
-        lines = plain(clients.draw_clients(state, ink.DARK, width, height))
+        lines = plain(drawn(clients.draw_clients, state, width, height))
         assert len(lines) <= height and all(cell_len(line) <= width for line in lines)
-    lines = plain(clients.draw_clients(state, ink.DARK, width, 3, whole=True))
+    lines = plain(drawn(clients.draw, state, width, 3))
     assert len(lines) > 15 and all(cell_len(line) <= width for line in lines)
 
 
@@ -517,7 +513,7 @@ def test_a_screen_that_watches_is_not_counted_as_a_call_that_is_open():
     watch = Call(9, 0.0, "127.0.0.1", "GET /watch", status=200)
     state = State()
     state.absorb(View(door=replace(door, open=(*door.open, watch))))
-    lines = plain(clients.draw_clients(state, ink.DARK, 120, 30))
+    lines = plain(drawn(clients.draw_clients, state, 120, 30))
     assert f"{len(door.open)} open" in lines[0] and "/watch" in "".join(lines)
 
 
@@ -547,12 +543,11 @@ def test_clients_are_counted_beyond_those_that_are_kept():
     for number in range(1, 1001):
         state.absorb(View(door=replace(door, seen=3 * number)))
     assert len(state.calls) == State.REMEMBERED
-    heading = plain(clients.draw_clients(state, ink.DARK, 120, 12))[0]
+    heading = plain(drawn(clients.draw_clients, state, 120, 12))[0]
     assert "2 open · 3,000 ended · 1,000 refused · 1,000 hung up" in heading
     state.absorb(View(door=replace(door, ended=(), seen=0), life=1))  # another process
     assert (
-        "0 ended · 0 refused · 0 hung up"
-        in plain(clients.draw_clients(state, ink.DARK, 120, 12))[0]
+        "0 ended · 0 refused · 0 hung up" in plain(drawn(clients.draw_clients, state, 120, 12))[0]
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from stage import Stage, at_every_size, like_golden, plain, show
+from stage import Stage, at_every_size, drawn, like_golden, plain, show
 
 from nanobatch import Sampling
 from parts.api.handle import Handle
@@ -148,14 +148,14 @@ def test_with_two_clients_it_says_who_passed_whom_and_who_had_the_slots():
         assert slot
         if life[request.id].after is not None:
             assert life[life[request.id].after].before == request.id
-    text = " ".join(" ".join(plain(drawn(stage, "9", 120))).split())
+    text = " ".join(" ".join(plain(page(stage, "9", 120))).split())
     assert "overtaken by r10, which came later" in text
     assert "clients many " in text and " %, one " in text
 
 
-def drawn(stage: Stage, which: str, width: int = 80) -> list[ink.Line]:
+def page(stage: Stage, which: str, width: int = 80) -> list[ink.Line]:
     stage.session.obey(f"/why {which}")
-    return why.draw_why(stage.state, ink.DARK, width, 40)
+    return drawn(why.draw, stage.state, width, 40)
 
 
 def test_under_static_it_says_how_long_a_free_slot_was_shut():
@@ -165,7 +165,7 @@ def test_under_static_it_says_how_long_a_free_slot_was_shut():
     stage.finish()
     life = lives(stage)[3]
     assert life.shut == pytest.approx(0.27, abs=0.03)
-    assert "blocked " in "\n".join(plain(drawn(stage, "3")))
+    assert "blocked " in "\n".join(plain(page(stage, "3")))
 
 
 def test_chunks_of_a_neighbour_are_counted_where_they_made_a_step_longer():
@@ -198,11 +198,11 @@ def test_what_cannot_be_replayed_says_why():
     for _ in range(2):
         stage.engine.submit([97] * 5, Sampling(max_tokens=9))
     stage.turns(4)
-    assert "it has no token yet" in "\n".join(plain(drawn(stage, "2")))
+    assert "it has no token yet" in "\n".join(plain(page(stage, "2")))
     stage.finish()
-    assert "measured" in "\n".join(plain(drawn(stage, "2")))
+    assert "measured" in "\n".join(plain(page(stage, "2")))
     del stage.state.history[:3]
-    assert "not all steps of that time are remembered" in "\n".join(plain(drawn(stage, "2")))
+    assert "not all steps of that time are remembered" in "\n".join(plain(page(stage, "2")))
 
 
 def test_an_answer_that_a_token_ends_where_its_slot_is_full_is_replayed():

@@ -1,0 +1,22 @@
+"""What has failed in this process, with file and line: the tracebacks, the newest first.
+
+Where next: `parts/api/faults.py`, which tells of them.
+"""
+
+from __future__ import annotations
+
+from screen.paper import Paper
+from screen.state import State
+
+
+def draw(state: State, on: Paper) -> None:
+    on.title("Errors: what has failed, the newest first", "↑↓ scroll  Esc back")
+    if not state.tracebacks:
+        on.say("Nothing has failed.", on.muted)
+    for block in reversed(state.tracebacks):
+        what, *rest = block.split("\n")
+        on.say(what, on.bad, True)
+        for line in rest:
+            text = line.lstrip(" ")
+            on.say(text, indent=1 + min(len(line) - len(text), on.width // 2))
+        on.lines.append([])

@@ -1,0 +1,147 @@
+"""Paper: what a pane and a page write their lines on, from the top to the bottom.
+
+The problem. Every line needs the theme's colours and the width of its place. Handed to every
+function, the two take more room in the code than what is drawn.
+
+What this file keeps. A paper knows colours and size, and each method adds whole lines. A line is
+never wider than the paper. What finds no room is left out, or goes on in the next line.
+
+Where next: `panes.py`, which writes on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rich.cells import cell_len
+
+from screen import ink
+from screen.ink import GLYPHS, NAMES, Line, Palette, Pen, count, shorten, wrap
+
+BACK = "screen.dismiss"  # the action that leaves a page
+Legend = Iterable[tuple[str, str, str]]  # (glyph, ink, meaning)
+
+
+class Figure(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    width: int
+    rank: int = 0  # if room is short, the columns of the highest ranks go
+    meaning: str = ""
+    is_text: bool = False  # stands at the left of its column, and may be shortened
+    bar: bool = False  # a rule stands before it
+
+    def cell(self, text: str) -> str:
+        if self.is_text:
+            return f"{shorten(text, self.width - 1):<{self.width}}"
+        cell = f"{text:>{self.width}}"
+        return f" │{cell[2:]}" if self.bar else cell
+
+
+def fitting(figures: Iterable[Figure], width: int) -> list[Figure]:
+    """The columns that there is room for. The highest ranks go first."""
+    shown = list(figures)
+    while shown and sum(figure.width for figure in shown) > width:
+        shown.remove(max(shown, key=lambda figure: figure.rank))
+    return shown
+
+
+class Paper:
+    """Lines of one width, in the colours of a theme."""
+
+    def __init__(self, p: Palette, width: int, height: int):
+        self.p = p
+        self.width = width
+        self.height = height
+        self.lines: list[Line] = []
+        self.names = 9  # characters of an entry's name
+        self.text = p.text
+        self.muted = p.muted
+        self.faint = p.faint
+        self.accent = p.accent
+        self.bad = p.bad
+
+    @property
+    def room(self) -> int:
+        """How many lines are left."""
+        return self.height - len(self.lines)
+
+    def pen(self) -> Pen:
+        """It writes one more line, in the colour of text."""
+        pen = Pen(self.text)
+        self.lines.append(pen.line)
+        return pen
+
+    def heading(self, title: str, note: str = "", legend: Legend = (), do: str = "") -> None:
+        """A rule: at its left a title; at its right a note and the meaning of glyphs, each only if
+        there is room for it."""
+        pen = self.pen().put("── ", self.faint)
+        pen.put(shorten(title, self.width - 8), bold=True).put(" ")
+        right = Pen()
+        room = self.width - pen.width - 3
+        if note and cell_len(note) < room:
+            right.put(f" {note}", self.muted, do=do)
+        for glyph, hue, meaning in legend:
+            if right.width + cell_len(meaning) + 2 <= room:
+                right.put(f" {glyph}", hue).put(meaning, self.muted)
+        right.put(" " * bool(right.line)).put("──", self.faint)
+        pen.put("─" * (self.width - pen.width - right.width), self.faint)
+        pen.line += right.line
+
+    def title(self, title: str, note: str = "Esc back", legend: Legend = ()) -> None:
+        """The first line of a page. A click on its note leaves the page."""
+        self.heading(title, note, legend, BACK)
+
+    def legend(self, *kinds: int) -> Legend:
+        hues = {ink.BLOCKED: self.bad, ink.EMPTY: self.muted}
+        return [(GLYPHS[kind], hues.get(kind, self.text), NAMES[kind]) for kind in kinds]
+
+    def say(self, words: str, hue: str = "", bold: bool = False, indent: int = 1) -> None:
+        """Words in as many lines as they need; without words there is no line."""
+        for part in wrap(words, self.width - indent - 1) if words else ():
+            self.pen().to(indent).put(part, hue, bold)
+
+    def entry(self, name: str, words: str, hue: str = "", names: int = 0) -> None:
+        """A name, and beside it words in as many lines as they need."""
+        names = names or self.names
+        for i, part in enumerate(wrap(words, self.width - names - 2) if words else ()):
+            self.pen().put(f" {'' if i else name:<{names}}", self.muted).put(part, hue)
+
+    def axis(self, *labels: tuple[int, str]) -> None:
+        """Labels under a picture, each at its column."""
+        pen = self.pen()
+        for column, label in labels:
+            pen.to(column).put(label, self.muted)
+
+    def cut(self, note: str, do: str) -> None:
+        """Where the lines find no room, the last says how many are left, and `do` shows them."""
+        hidden = -self.room
+        if hidden > 0:
+            del self.lines[self.height - 1 :]
+            more = f" ↓ {count(hidden + 1, 'more line')}{note}"
+            self.pen().put(more, self.accent, do=do)
+
+    # --- tables
+
+    def columns(self, figures: Sequence[Figure], room: int = 1) -> list[Figure]:
+        """The columns of a table that find room beside `room` cells. Their titles are written."""
+        shown = fitting(figures, self.width - room)
+        self.row(shown, {each.title: each.title for each in shown}, self.muted)
+        return shown
+
+    def row(
+        self,
+        shown: Sequence[Figure],
+        texts: Mapping[str, str],
+        hue: str = "",
+        bold: bool = False,
+        mark: str = " ",
+    ) -> Pen:
+        """A line of a table: its texts by the titles of their columns. Where the first is a text,
+        a mark stands before it."""
+        pen = self.pen()
+        if shown and shown[0].is_text:
+            pen.put(mark, self.accent)
+        return pen.put("".join(each.cell(texts[each.title]) for each in shown), hue, bold)
