@@ -20,7 +20,7 @@ width and height: what finds no room is left out, and no line is longer than the
 Read first: `draw_rate` in `screen/charts.py`, the smallest chart; `Paper` in `screen/paper.py`, on
 which it draws, and `Pen` in `screen/ink.py`; `State.slots` and `State.past` in `screen/state.py`.
 
-Where: a function `draw_memory` in `screen/charts.py`; in `tui.py` its name in `PANES`; in
+Where: a function `draw_memory` in `screen/charts.py`; in `screen/app.py` its name in `PANES`; in
 `screen/places.py` a stack of its own in `STACKS`, `"memory": ("memory",)`. Then `LOWER`, which is
 made of the stacks, has it too, and `v` leads there.
 
@@ -38,17 +38,17 @@ from hints import not_done
 from rich.cells import cell_len
 from stage import Stage, drawn
 
-import tui
+from screen import app, places
 
 
 def check_there_is_a_pane() -> None:
-    if "memory" not in tui.PANES:
-        not_done("tui.py: PANES has no 'memory'")
+    if "memory" not in app.PANES:
+        not_done("screen/app.py: PANES has no 'memory'")
 
 
 def draw(state, width: int = 60, height: int = 8) -> list[str]:
     check_there_is_a_pane()
-    lines = drawn(tui.PANES["memory"], state, width, height)[:height]
+    lines = drawn(app.PANES["memory"], state, width, height)[:height]
     return ["".join(segment.text for segment in line) for line in lines]
 
 
@@ -114,12 +114,12 @@ def test_the_pane_is_empty_handed_before_anything_ran():
 
 def test_v_leads_to_the_pane():
     check_there_is_a_pane()
-    if tui.STACKS.get("memory") != ("memory",):
+    if places.STACKS.get("memory") != ("memory",):
         not_done("""screen/places.py: STACKS has no entry "memory": ("memory",)""")
-    if "memory" not in tui.LOWER:
+    if "memory" not in places.LOWER:
         not_done(
             "screen/places.py: STACKS has 'memory', but LOWER, made of its names, has not: v does not lead there"
         )
-    assert "memory" in tui.arrange(80, 24, 4, "memory") and "memory" in tui.arrange(
+    assert "memory" in places.arrange(80, 24, 4, "memory") and "memory" in places.arrange(
         160, 50, 4, "memory"
     )

@@ -2,35 +2,40 @@
 
 The problem. Footer, help, command palette and keyboard must not disagree.
 
-What this file keeps. All four are made from one table, `KEYS`. `WORDS` explains the words on the
-screen; what a policy does, it takes from `policies.POLICIES`.
+What this file keeps. All four are made from one table, `TABLE`, of keys and of pages. A page stands
+where its key is to be shown. `WORDS` explains the words on the screen; what a policy does, it takes
+from `policies.POLICIES`.
 
 Where next: `session.py`, which obeys.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from rich.cells import cell_len
 
 from policies import POLICIES
+from screen import steps
 from screen.ink import wrap
-from screen.pages.breakage import BREAKS
+from screen.page import Key, Page
+from screen.pages import (
+    bill,
+    breakage,
+    clients,
+    elephant,
+    errors,
+    race,
+    requests,
+    same,
+    totals,
+    why,
+)
 from screen.paper import Paper
-from screen.room import RIVALS
 from screen.state import State
 
-# Every command, with what may stand behind it
-COMMANDS = {
+# Commands that are no page's, with what may stand behind each
+OTHERS = {
     "burst": "8",
     "json": "Tell me about a fox.",
-    "race": "12 static serial",
-    "compare": "fair",
-    "why": "p95",
-    "bill": "again",
-    "same": "200",
-    "break": "nan",
     "policy": "static",
     "load": "2",
     "cancel": "7",
@@ -39,307 +44,24 @@ COMMANDS = {
     "step": "10",
     "slow": "8",
     "budget": "64",
-    "elephant": "40 104",
     "set": "temperature=0.8 max=64",
-    "help": "",
     "quit": "",
 }
 ARGUMENTS = {
     "policy": POLICIES,
-    "compare": POLICIES,
-    "race": (*POLICIES, "last"),
     "cancel": ("all",),
     "slow": ("off",),
     "load": ("off",),
     "budget": ("off",),
-    "why": ("p50", "p95", "p99"),
-    "bill": ("again",),
-    "same": ("last",),
-    "break": BREAKS,
     "set": ("temperature=", "max=", "seed=", "burst=", "rate=", "client="),
 }
-
-
-class Key(NamedTuple):
-    keys: str  # as Textual names them
-    show: str
-    action: str
-    label: str
-    help: str  # of a pair of keys, the first explains both
-    # The keys of the lowest ranks are shown first, while there is room; 0: never in the footer
-    footer: int = 0
-
-
-KEYS = (
-    Key("i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, Esc leaves the box", 3),
-    Key(
-        "slash",
-        "/",
-        "prompt('/')",
-        "Command",
-        "type a command; tab completes, and the end of this page names them all",
-    ),
-    Key("enter", "enter", "fire", "Fire", "fire the prompt that is in the box, or type one", 10),
-    Key(
-        "b",
-        "b",
-        "command('/burst')",
-        "Burst",
-        "fire a burst: prompts of different lengths, all at once",
-        1,
-    ),
-    Key(
-        "j",
-        "j",
-        "command('/json')",
-        "JSON",
-        "ask for JSON of a schema; paused, s shows token by token what is forbidden (✗)",
-    ),
-    Key("space", "space", "pause", "Pause", "stop the engine between two steps; again: go on", 7),
-    Key("s", "s", "command('/step')", "Step", "run one step, then pause", 9),
-    Key(
-        "minus",
-        "-",
-        "command('/slow -')",
-        "Slower",
-        "slow motion: half as many steps a second (/slow 8: eight)",
-        9,
-    ),
-    Key(
-        "plus,equals_sign",
-        "+",
-        "command('/slow +')",
-        "Faster",
-        "twice as many, and at last full speed",
-        16,
-    ),
-    Key("0", "0", "command('/slow off')", "Full speed", "leave slow motion"),
-    Key(
-        "p", "p", "command('/policy')", "Policy", "the next policy: drain the slots, then switch", 6
-    ),
-    Key(
-        "c",
-        "c",
-        "command('/compare')",
-        "Compare",
-        "the last run simulated under two policies (/compare serial)",
-        4,
-    ),
-    Key(
-        "r",
-        "r",
-        "command('/race')",
-        "Race",
-        f"the same burst under {RIVALS[0]}, then {RIVALS[1]} (measured)",
-        5,
-    ),
-    Key(
-        "R",
-        "R",
-        "command('/race last')",
-        "Last race",
-        "the last race once more: its timelines and its figures",
-    ),
-    Key("x", "x", "command('/cancel')", "Cancel", "cancel the selected slot's request", 9),
-    Key(
-        "X",
-        "X",
-        "command('/cancel all')",
-        "Cancel all",
-        "cancel all requests, waiting ones too",
-        14,
-    ),
-    Key(
-        "l",
-        "l",
-        "command('/load')",
-        "Load",
-        "a steady load of random prompts: on, off (/load 8: 8 a second)",
-        11,
-    ),
-    Key(
-        "L",
-        "L",
-        "command('/elephant')",
-        "Elephant",
-        "drop a prompt as long as a slot into the chats: their gaps, and what the budget trades",
-        12,
-    ),
-    Key(
-        "left_square_bracket",
-        "[ ]",
-        "command('/budget -')",
-        "Less budget",
-        "a step's budget: half as much of a prompt in a step, or twice (/budget 300, /budget off)",
-    ),
-    Key("right_square_bracket", "]", "command('/budget +')", "More budget", ""),
-    Key("e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12),
-    Key("up", "↑ ↓", "choose(-1)", "Slot above", "select a slot"),
-    Key("down", "↓", "choose(1)", "Slot below", ""),
-    Key(
-        "left",
-        "← →",
-        "move(-1)",
-        "Earlier",
-        "go back in time by a column of the timeline, and forth",
-    ),
-    Key("right", "→", "move(1)", "Later", ""),
-    Key(
-        "shift+left,comma",
-        ", .",
-        "nudge(-1)",
-        "A step earlier",
-        "a single step back, or on (shift and an arrow, too)",
-    ),
-    Key("shift+right,full_stop", ".", "nudge(1)", "A step later", ""),
-    Key("pageup", "PgUp PgDn", "move(-40)", "Much earlier", "forty columns back, or on"),
-    Key("pagedown", "PgDn", "move(40)", "Much later", ""),
-    Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
-    Key("end,escape", "End", "follow", "Newest", "follow the newest step again"),
-    Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
-    Key(
-        "v",
-        "v",
-        "view",
-        "View",
-        "other charts: why batching pays, waits; on a small screen other panes, too",
-        8,
-    ),
-    Key(
-        "f",
-        "f",
-        "open",
-        "Finished",
-        "finished requests, the newest first: figures, steps, prompt, text; y copies",
-        10,
-    ),
-    Key(
-        "w",
-        "w",
-        "why",
-        "Why",
-        "why a request waited: its life in parts, and by replay under each policy",
-        10,
-    ),
-    Key(
-        "B",
-        "B",
-        "command('/bill')",
-        "Bill",
-        "the bill of a step: bytes, arithmetic and Python, under this machine's roof",
-    ),
-    Key(
-        "a",
-        "a",
-        "command('/same')",
-        "Same answer",
-        "one prompt alone, then 200 times among random neighbours: how many answers? (/same 50)",
-        17,
-    ),
-    Key(
-        "K",
-        "K",
-        "sheet('break')",
-        "Break it",
-        "an exception, NaN, a client that vanishes, 10,000 requests: who ends, who goes on?",
-        18,
-    ),
-    Key(
-        "t",
-        "t",
-        "sheet('totals')",
-        "Totals",
-        "what each busy period came to: compare bursts and policies",
-        10,
-    ),
-    Key(
-        "g",
-        "g",
-        "go",
-        "Go",
-        "from the step to the selected slot's request; there, from a request to its steps",
-    ),
-    Key(
-        "h",
-        "h",
-        "sheet('clients')",
-        "Clients",
-        "what asks over HTTP (--serve, --watch), and what was refused",
-        13,
-    ),
-    Key(
-        "E",
-        "E",
-        "sheet('errors')",
-        "Errors",
-        "what has failed in here, with file and line: the tracebacks",
-    ),
-    Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
-    Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
-    Key(
-        "ctrl+z",
-        "Ctrl-Z",
-        "suspend_process",
-        "Suspend",
-        "give the terminal back to the shell; fg goes on",
-    ),
-    Key(
-        "T",
-        "T",
-        "tour",
-        "Tour",
-        "scenes of a minute: each asks what will happen next, lets it happen, and explains it",
-    ),
-    Key("question_mark", "?", "sheet('help')", "Help", "this page", 1),
-    Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
-)
-# Keys that work on a page, too: they open another one, lead to the prompt box, or say what they
-# have done.
-ON_A_SHEET = ("theme", "copy", "pause", "go", "suspend_process", "settings", "open", "why")
-ON_A_SHEET += tuple(key.action for key in KEYS if key.action.startswith("sheet("))
-ON_A_SHEET += (
-    "command('/bill')",
-    "command('/same')",
-    "command('/cancel all')",
-    "command('/step')",
-    "command('/compare')",
-    "command('/race')",
-    "command('/race last')",
-    "command('/slow -')",
-    "command('/slow +')",
-    "command('/slow off')",
-    "command('/elephant')",
-    "command('/budget -')",
-    "command('/budget +')",
-)
-OF_THE_ENGINE = (
-    "pause",
-    *(
-        f"command('/{name}')"
-        for name in (
-            "step",
-            "policy",
-            "race",
-            "same",
-            "break",
-            "load",
-            "slow -",
-            "slow +",
-            "slow off",
-            "budget -",
-            "budget +",
-            "elephant",
-        )
-    ),
-)
 # While the tour has the keyboard: what it asks for, and what only looks
 TOURING = (
-    Key("", "1-4", "", "Guess", "", 1),
     Key("", "enter", "go_on", "Go on", "", 1),
     Key("", "esc", "leave_tour", "Leave the tour", "", 1),
 )
 LOOKS = ("quit", "theme", "suspend_process", "choose", "move", "nudge", "follow", "zoom", "view")
-LOOKS += ("copy", "open", "why", "go", "sheet")
+LOOKS += ("copy", "go")
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
 WORDS = (
     (
@@ -445,16 +167,19 @@ WORDS = (
         "demo",
         "the model in the repository. It adds up to 99; what is larger comes out wrong, and nothing is broken.",
     ),
-    (
-        "commands",
-        f"in the prompt box: {'  '.join(f'/{name} {rest}'.strip() for name, rest in COMMANDS.items())}",
-    ),
 )
 
 
 def only_looks(action: str) -> bool:
     """Does it leave the engine alone?"""
-    return action.partition("(")[0] in LOOKS
+    page = page_of(action)
+    return (not page.obey or page.has_request) if page else action.partition("(")[0] in LOOKS
+
+
+def page_of(action: str) -> Page | None:
+    """The page that an action opens."""
+    name, _, rest = action.partition("('")
+    return PAGES.get(rest.removesuffix("')")) if name == "page" else None
 
 
 def pressed(line: str) -> str:
@@ -463,8 +188,8 @@ def pressed(line: str) -> str:
         return "i and a prompt" if len(line) > 1 else line
     if line in ("/pause", "/resume"):
         return "space"
-    by_line = {key.action: key.show for key in KEYS}
-    return by_line.get(f"command('{line}')", line)
+    shows = {key.action: key.show for key in KEYS}
+    return shows.get(f"command('{line}')") or shows.get(f"page('{line[1:]}')", line)
 
 
 def draw_keys(state: State, on: Paper) -> None:
@@ -472,6 +197,8 @@ def draw_keys(state: State, on: Paper) -> None:
     keys = [*TYPING, *KEYS[3:]] if state.typing else list(KEYS)
     if state.tour:
         keys = [*TOURING, *(key for key in KEYS if only_looks(key.action))]
+        if state.tour.asks:
+            keys.insert(0, Key("", f"1-{len(state.tour.answers)}", "", "Guess", "", 1))
     if state.view.watches:
         keys = [key for key in keys if key.action not in OF_THE_ENGINE]
     ways = {}  # the keys that lead out of where the engine is come first
@@ -521,6 +248,8 @@ def draw_help(state: State, on: Paper) -> None:
     on.names = 13
     for name, text in WORDS:
         on.entry(name, text)
+    commands = "  ".join(f"/{name} {rest}".strip() for name, rest in COMMANDS.items())
+    on.entry("commands", f"in the prompt box: {commands}")
     for name, policy in POLICIES.items():
         on.entry(name, f"a policy: {policy.does}")
 
@@ -537,3 +266,182 @@ def completions(line: str) -> list[str]:
     words = [word for word in ARGUMENTS.get(name, ()) if word.startswith(last)]
     start = f"/{name} {before} " if before else f"/{name} "
     return [start + word for word in words]
+
+
+HELP = Page(
+    "help",
+    "question_mark",
+    "Help",
+    "this page",
+    draw_help,
+    footer=1,
+    tell=lambda state: [" ".join(f"/{name}" for name in sorted(COMMANDS))],
+    is_early=True,
+)
+# Whoever looks into a step that the pane has cut
+STEP = Page("plan", "", "Step", "", steps.draw_step)
+# All keys, in the order of footer and help. A new page is a line in here.
+TABLE = (
+    Key("i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, Esc leaves the box", 3),
+    Key(
+        "slash",
+        "/",
+        "prompt('/')",
+        "Command",
+        "type a command; tab completes, and the end of this page names them all",
+    ),
+    Key("enter", "enter", "fire", "Fire", "fire the prompt that is in the box, or type one", 10),
+    Key(
+        "b",
+        "b",
+        "command('/burst')",
+        "Burst",
+        "fire a burst: prompts of different lengths, all at once",
+        1,
+    ),
+    Key(
+        "j",
+        "j",
+        "command('/json')",
+        "JSON",
+        "ask for JSON of a schema; paused, s shows token by token what is forbidden (✗)",
+    ),
+    Key("space", "space", "pause", "Pause", "stop the engine between two steps; again: go on", 7),
+    Key("s", "s", "command('/step')", "Step", "run one step, then pause", 9),
+    Key(
+        "minus",
+        "-",
+        "command('/slow -')",
+        "Slower",
+        "slow motion: half as many steps a second (/slow 8: eight)",
+        9,
+    ),
+    Key(
+        "plus,equals_sign",
+        "+",
+        "command('/slow +')",
+        "Faster",
+        "twice as many, and at last full speed",
+        16,
+    ),
+    Key("0", "0", "command('/slow off')", "Full speed", "leave slow motion"),
+    Key(
+        "p", "p", "command('/policy')", "Policy", "the next policy: drain the slots, then switch", 6
+    ),
+    race.COMPARE,
+    race.PAGE,
+    Key(
+        "R",
+        "R",
+        "command('/race last')",
+        "Last race",
+        "the last race once more: its timelines and its figures",
+    ),
+    Key("x", "x", "command('/cancel')", "Cancel", "cancel the selected slot's request", 9),
+    Key(
+        "X",
+        "X",
+        "command('/cancel all')",
+        "Cancel all",
+        "cancel all requests, waiting ones too",
+        14,
+    ),
+    Key(
+        "l",
+        "l",
+        "command('/load')",
+        "Load",
+        "a steady load of random prompts: on, off (/load 8: 8 a second)",
+        11,
+    ),
+    elephant.PAGE,
+    Key(
+        "left_square_bracket",
+        "[ ]",
+        "command('/budget -')",
+        "Less budget",
+        "a step's budget: half as much of a prompt in a step, or twice (/budget 300, /budget off)",
+    ),
+    Key("right_square_bracket", "]", "command('/budget +')", "More budget", ""),
+    Key("e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12),
+    Key("up", "↑ ↓", "choose(-1)", "Slot above", "select a slot"),
+    Key("down", "↓", "choose(1)", "Slot below", ""),
+    Key(
+        "left",
+        "← →",
+        "move(-1)",
+        "Earlier",
+        "go back in time by a column of the timeline, and forth",
+    ),
+    Key("right", "→", "move(1)", "Later", ""),
+    Key(
+        "shift+left,comma",
+        ", .",
+        "nudge(-1)",
+        "A step earlier",
+        "a single step back, or on (shift and an arrow, too)",
+    ),
+    Key("shift+right,full_stop", ".", "nudge(1)", "A step later", ""),
+    Key("pageup", "PgUp PgDn", "move(-40)", "Much earlier", "forty columns back, or on"),
+    Key("pagedown", "PgDn", "move(40)", "Much later", ""),
+    Key("home", "Home", "move(-100000)", "Oldest", "the oldest step that is remembered"),
+    Key("end,escape", "End", "follow", "Newest", "follow the newest step again"),
+    Key("z", "z", "zoom", "Zoom", "steps in a column of the timeline: 1, 2, 4, 8, to fit"),
+    Key(
+        "v",
+        "v",
+        "view",
+        "View",
+        "other charts: why batching pays, waits; on a small screen other panes, too",
+        8,
+    ),
+    requests.PAGE,
+    why.PAGE,
+    bill.PAGE,
+    same.PAGE,
+    breakage.PAGE,
+    totals.PAGE,
+    Key(
+        "g",
+        "g",
+        "go",
+        "Go",
+        "from the step to the selected slot's request; there, from a request to its steps",
+    ),
+    clients.PAGE,
+    errors.PAGE,
+    Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
+    Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
+    Key(
+        "ctrl+z",
+        "Ctrl-Z",
+        "suspend_process",
+        "Suspend",
+        "give the terminal back to the shell; fg goes on",
+    ),
+    Key(
+        "T",
+        "T",
+        "tour",
+        "Tour",
+        "scenes of a minute: each asks what will happen next, lets it happen, and explains it",
+    ),
+    HELP,
+    Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
+)
+PAGES = {page.name: page for page in (*TABLE, STEP) if isinstance(page, Page)}
+KEYS = [entry.shortcut if isinstance(entry, Page) else entry for entry in TABLE]
+COMMANDS = OTHERS | {page.name: page.example for page in PAGES.values()}
+ARGUMENTS |= {page.name: page.words for page in PAGES.values()}
+# Keys of what is seen on the main screen alone: a page has others in their place
+OF_PANES = ("fire", "choose", "move", "nudge", "follow", "zoom", "view", "tour", "quit")
+ON_A_PAGE = [key for key in KEYS if key.action.partition("(")[0] not in OF_PANES]
+LINES = [
+    f"command('/{name}')" for name in ("step", "policy", "load", "slow -", "slow +", "slow off")
+]
+LINES += [f"command('/budget {by}')" for by in "-+"]
+OF_THE_ENGINE = [
+    "pause",
+    *LINES,
+    *(f"page('{page.name}')" for page in PAGES.values() if page.disturbs),
+]

@@ -31,7 +31,7 @@ from screen.room import View
 from screen.state import State, client_of, prompt_of
 from screen.timeline import Column, useful_of
 
-TOTALS = "sheet('totals')"  # the action that opens the table of busy periods
+TOTALS = "page('totals')"  # the action that opens the table of busy periods
 WAITING = 8  # so many lines that wait for the model are shown, the newest
 OFFER = "T takes a tour of eight scenes; Esc: do not offer it again."
 FIRST = (  # what stands in the timeline before the first step
@@ -120,7 +120,7 @@ def parts_of_status(state: State, on: Paper) -> Iterator[tuple[str, str, bool, s
     if view.door:
         clients = sum(bool(call.requests) for call in view.door.open)
         address = view.door.address.partition("//")[2]
-        yield f"{clients:,} asking at {address}", on.text, False, "sheet('clients')"
+        yield f"{clients:,} asking at {address}", on.text, False, "page('clients')"
     if not past:
         yield f"step {newest:,}", on.muted, False, ""
     yield f"{step_ms(state):>5} ms/step", on.muted, False, ""

@@ -22,30 +22,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import Any
 
 from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
 from policies import POLICIES, policy_of
 from screen.ink import clean, count, number, shorten, span
-from screen.life import at_percent, ranked, sentence
-from screen.pages import elephant
-from screen.pages.bill import bill_line
-from screen.pages.breakage import BREAKS, break_it
-from screen.pages.same import RUNS, same
+from screen.keys import COMMANDS, PAGES
+from screen.page import Page
 from screen.periods import words
-from screen.room import (
-    RIVALS,
-    SCHEMA,
-    Ask,
-    EngineRoom,
-    Finding,
-    View,
-    is_mute,
-    turned,
-    with_budget,
-)
-from screen.runs import FIGURES, Contest
-from screen.state import State, asked, client_of, compare, life_in, prompt_of, verdict
+from screen.room import SCHEMA, Ask, EngineRoom, Finding, View, is_mute, turned
+from screen.runs import Contest
+from screen.state import State, client_of, lines_of, prompt_of
 from screen.trace import trace_events
 
 
@@ -65,33 +53,13 @@ SETTABLE = {  # what /set takes: the field, and its limits
 }
 
 
-def read_which(name: str, text: str, least: int, most: int) -> int | str:
-    """A request's number, or a percentile such as p95."""
-    if text.startswith("p"):
-        read_real(name, text[1:], 0, 100)
-        return text
-    return read_whole(name, text.removeprefix("r"), least, most)
-
-
-def read_break(name: str, text: str, least: int, most: int) -> str:
-    """One of the ways in which an engine can be broken."""
-    if text not in BREAKS:
-        raise ValueError(f"{name} = {shown(text)}; choose one of {', '.join(BREAKS)}")
-    return text
-
-
 NUMBERS = {  # the commands that take a number, and its limits
     "burst": (read_whole, 1, 1000),
-    "race": (read_whole, 1, 1000),
     "cancel": (read_whole, 0, 2**31),
     "step": (read_whole, 1, 100_000),
     "load": (read_real, 0, 1000),
     "slow": (read_real, 0.1, 1000),
-    "why": (read_which, 0, 2**31),
     "budget": (read_whole, 1, 2**31),
-    "same": (read_whole, 1, 1000),
-    "elephant": (read_whole, 1, 2**31),
-    "break": (read_break, 0, 0),
 }
 
 SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
@@ -109,10 +77,9 @@ class Session:
         self.room, self.state, self.eases = room, state, eases
         self._seen = 0
         self._coming: dict[str, object] = {}  # what wishes will change in the view
-        self._asked = 0  # the newest step whose experts were asked for
         self._limits: Limits | None = None  # what the last wish for a budget will lead to
         self.stays = False
-        self._elephant: elephant.Trial | None = None
+        self.kept: dict[str, Any] = {}  # by page: what it remembers of this session
 
     @property
     def heard(self) -> bool:
@@ -130,7 +97,7 @@ class Session:
         views, and while the model loads there is none."""
         return self.state.view if self.heard else self.state.view._replace(**self._coming)
 
-    def _expect(self, **changes: object) -> None:
+    def expect(self, **changes: object) -> None:
         """To be called before the wish that leads to these."""
         self._coming = changes if self.heard else self._coming | changes
 
@@ -157,15 +124,14 @@ class Session:
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
             return "the demo adds up to 99 only" if is_beyond else ""
         name, _, rest = line.removeprefix("/").partition(" ")
+        page = PAGES.get(name)
+        if page:
+            return (page.obey and page.obey(self, rest.strip())) or ""
         command = getattr(self, f"_do_{name}", None)
         if command is None:
-            raise ValueError(f"/{name} is no command; there are {self._do_help()}")
+            there = " ".join(f"/{command}" for command in sorted(COMMANDS))
+            raise ValueError(f"/{name} is no command; there are {there}")
         return command(rest.strip()) or ""
-
-    def _do_help(self, rest: str = "") -> str:
-        return " ".join(
-            [*(f"/{method[4:]}" for method in dir(self) if method.startswith("_do_")), "/quit"]
-        )
 
     def _do_burst(self, rest: str) -> str:
         many = number_for("burst", rest or str(self.state.settings.burst))
@@ -173,7 +139,7 @@ class Session:
         self.room.fire(self.asks(many))
         if not eases:
             return f"{count(many, 'prompt')} fired"
-        self._expect(slow=SLOW)
+        self.expect(slow=SLOW)
         self.room.slow(SLOW, True)
         return "slowly: + faster, 0 full speed"
 
@@ -183,151 +149,26 @@ class Session:
         self.room.fire([ask._replace(schema=SCHEMA)])
         return "JSON is asked for: space, s show how"
 
-    def _do_race(self, rest: str) -> None:
-        """A burst of this size under the policies that are named: /race 12 static serial. /race
-        last shows the last."""
-        if rest == "last":
-            if not self.state.raced:
-                raise ValueError("no race has been run yet; r runs one")
-            self.state.contest = self.state.raced
-            return
-        if self.state.view.door:
-            raise ValueError(
-                "no race while the door is open, since clients would wait for it; /compare needs none"
-            )
-        words = rest.split()
-        policies = [known(word) for word in words if not word[:1].isdigit()] or RIVALS
-        size = next((word for word in words if word[:1].isdigit()), str(self.state.settings.burst))
-        asks = self.asks(number_for("race", size))
-        # The same seeds in each leg, so that all legs sample alike
-        seed = self.state.settings.seed or 0
-        self.state.contest = None if self.state.view.racing else asked(self.state, policies)
-        self._expect(paused=False)  # a race ends a pause
-        self.room.race([ask._replace(seed=seed + i) for i, ask in enumerate(asks)], policies)
-
-    def _try_out(self, what: str, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None:
+    def try_out(self, what: str, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None:
         """Begin a trial, unless others would suffer from it. It ends a pause."""
-        self._check_alone(what)
-        self._expect(paused=False)
+        self.check_alone(what)
+        self.expect(paused=False)
         self.room.try_out(trial)
 
-    def _check_alone(self, what: str) -> None:
+    def check_alone(self, what: str) -> None:
         if self.state.view.door or self.state.view.watches:
             whose = "while the door is open" if self.state.view.door else "on a watched engine"
             raise ValueError(
                 f"no {what} {whose}, since its clients would suffer; start a python tui.py for it"
             )
 
-    def _do_same(self, rest: str) -> str:
-        """A prompt alone, then so many times in company: /same 200. The prompt is the one that
-        stands behind the number (/same 50 What is 3 + 4?), the one that a user has typed and the
-        selected slot has answered, or one of ours. /same last shows the last."""
-        if rest == "last" or (not rest and self._is_trying("same")):
-            return ""
-        word, _, prompt = rest.partition(" ")
-        if not word[:1].isdigit():
-            word, prompt = str(RUNS), rest
-        runs = number_for("same", word)
-        self._check_load("the prompt has to run alone first")
-        ask = self.state.settings.ask(prompt.strip() or self._own_prompt())
-        self._try_out("trial in company", same(ask, runs))
-        return ""
-
-    def _do_break(self, rest: str) -> str:
-        """Break the engine on purpose: /break step, nan, client or flood. Alone it tells which."""
-        if not rest:
-            return f"what shall break? /break {', '.join(BREAKS)}"
-        what = number_for("break", rest)
-        self._check_load("each request has to run alone at last")
-        self._try_out("breakage", break_it(what))
-        return ""
-
-    def _check_load(self, why: str) -> None:
+    def check_load(self, why: str) -> None:
         if self.state.view.load:
             raise ValueError(f"a steady load runs, and {why}; l ends it")
 
-    def _is_trying(self, name: str) -> bool:
+    def is_trying(self, name: str) -> bool:
         view = self.state.view
         return view.trying and view.trial is not None and view.trial.name == name
-
-    def _own_prompt(self) -> str:
-        """What a user has asked last in the selected slot; else the longest of ours, which has a
-        beginning to share."""
-        owner = self.state.owner(self.state.selected)
-        ours = [prompt for prompt, _ in self.state.prompts]
-        is_asked = owner and isinstance(owner.origin, Ask) and not owner.origin.mute
-        if is_asked and owner.origin.prompt not in ours:
-            return owner.origin.prompt
-        return max(ours, key=len)
-
-    def _do_elephant(self, rest: str) -> None:
-        """Drop a prompt as long as a slot into the chats that run; with numbers, one with each of
-        these budgets."""
-        budgets = [number_for("budget", word) for word in rest.split()]
-        for budget in budgets if self.state.view.engine else ():  # else the room refuses it
-            with_budget(self.state.view.made_with, budget)
-        trial = self._elephant
-        begins = not self._has_elephant
-        if begins:
-            found = self.state.found.get(elephant.NAME)
-            trial = elephant.Trial(found.drops if found else (), self.stays)
-        for budget in budgets or (None,):
-            trial.drop(budget)
-        if begins:
-            self._try_out("elephant", trial.run)
-            self._elephant = trial
-
-    @property
-    def _has_elephant(self) -> bool:
-        """Does the trial run, or has the engine yet to hear of it?"""
-        if self._elephant is None or self._elephant.is_over:
-            return False
-        view = self.state.view
-        is_other = view.trial is not None and view.trial.name != elephant.NAME
-        return not self.heard or (view.trying and not is_other)
-
-    def leave(self, page: str) -> None:
-        """A page has been left: its trial ends, and puts back what it has changed."""
-        if page == elephant.NAME and self._has_elephant:
-            self.room.end_trial()
-            self._elephant = None  # the next one is another trial, though the engine may not know
-
-    def _do_compare(self, rest: str) -> None:
-        self.state.contest = compare(self.state, known(rest) if rest else "")
-
-    def _do_why(self, rest: str) -> None:
-        """Look into the request that is open; into the one that is named (/why 7); or into the one
-        whose first token came as late as that of so many percent (/why p95)."""
-        state = self.state
-        which = number_for("why", rest) if rest else None
-        request = state.open
-        if isinstance(which, str):
-            order = ranked(state.ended)
-            request = at_percent(float(which[1:]), order) if order else None
-        elif which is not None:
-            request = state.requests.get(which)
-        if request is None:
-            words = f"{rest} is not known here" if rest else "no request has ended yet"
-            raise ValueError(f"{words}; b fires a burst, and /why p95 looks into a slow one")
-        state.look_into(request)
-
-    def _do_bill(self, rest: str) -> None:
-        """Of the step under the cursor. The roof is measured when it is asked for first, and once
-        more with "again"."""
-        if rest not in ("", "again"):
-            raise ValueError(
-                f"/bill {shown(rest)}: only again may stand there; it measures the roof"
-            )
-        engine = self.state.view.engine
-        if rest or not engine or not engine.roof.reading:
-            self.room.measure_roof()
-
-    def ask_experts(self) -> None:
-        """Which experts the newest step takes: one question at a time, and one for each step."""
-        engine = self.state.view.engine
-        if engine and engine.model.experts and self.heard and engine.planned != self._asked:
-            self._asked = engine.planned
-            self.room.ask_experts()
 
     def _do_policy(self, rest: str) -> None:
         """Change to the policy that is named, or to the next."""
@@ -337,7 +178,7 @@ class Session:
         """A steady load of this many requests a second. Without a number, turn it on or off."""
         off = rest == "off" or (not rest and self.coming.load)
         rate = 0.0 if off else number_for("load", rest or str(self.state.settings.rate))
-        self._expect(load=rate)
+        self.expect(load=rate)
         self.room.set_load(rate, self.asks(len(self.state.prompts)))
 
     def _do_cancel(self, rest: str) -> str:
@@ -361,18 +202,18 @@ class Session:
         return f"all {whose} are cancelled" if owner is None else f"r{owner} is cancelled"
 
     def _do_pause(self, rest: str) -> None:
-        self._expect(paused=True)
+        self.expect(paused=True)
         self.room.pause(True)
 
     def _do_resume(self, rest: str) -> None:
         self.state.cursor = None
-        self._expect(paused=False)
+        self.expect(paused=False)
         self.room.pause(False)
 
     def _do_step(self, rest: str) -> None:
         steps = number_for("step", rest or "1")
         self.state.cursor = None
-        self._expect(paused=True)
+        self.expect(paused=True)
         self.room.step(steps)
 
     def _do_slow(self, rest: str) -> str:
@@ -388,7 +229,7 @@ class Session:
         else:
             rate = number_for("slow", rest or str(SLOW))
         self.eases = False
-        self._expect(slow=rate)
+        self.expect(slow=rate)
         self.room.slow(rate)
         return f"slow motion: {rate:g} steps/s" if rate else "full speed"
 
@@ -402,7 +243,7 @@ class Session:
         now = self._limits or own
         if not rest:
             return said_of(now) if now else "the budget is known when the model is there"
-        self._check_alone("other budget")
+        self.check_alone("other budget")
         budget: int | str | None = rest
         if rest not in ("-", "+"):
             budget = None if rest == "off" else number_for("budget", rest)
@@ -444,19 +285,21 @@ def known(policy: str) -> str:
 
 
 def number_for(command: str, text: str) -> float:
+    if command in PAGES:
+        return PAGES[command].read(text)
     read, least, most = NUMBERS[command]
     return read(command, text, least, most)
 
 
 # What a script may say besides the commands, and the action of the screen that this runs.
-SCRIPTED = {"help": "sheet('help')", "requests": "open", "view": "view", "zoom": "zoom"}
+SCRIPTED = {"view": "view", "zoom": "zoom"}
 SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
 # The plain log obeys a word when all before it has ended. So the others mean something on a screen
 # only.
-LOGGED = ("policy", "burst", "race", "compare", "wait", "why", "bill", "budget", "same", "elephant")
-LOGGED += ("break",)
+LOGGED = ("policy", "burst", "wait", "budget", *PAGES)
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
+NUMBERED = (*NUMBERS, *(page.name for page in PAGES.values() if page.read))
 SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
 on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""
 
@@ -469,9 +312,9 @@ def orders_of(script: str, logged: bool = False) -> list[tuple[str, str]]:
     words, orders = (*POLICIES, *LOGGED, *(() if logged else ON_A_SCREEN)), []
     for word in script.lower().split():
         name, rest = re.fullmatch("([a-z_]*)[=:]?(.*)", word).groups()
-        if name not in words or (rest and name not in NUMBERS):
+        if name not in words or (rest and name not in NUMBERED):
             where = " without a screen" if logged else ""
-            there = " ".join(f"{word}N" if word in NUMBERS else word for word in words)
+            there = " ".join(f"{word}N" if word in NUMBERED else word for word in words)
             raise ValueError(
                 f"{shown(word)} is no command{where}; there are {there} (N: a number, or nothing)"
             )
@@ -501,7 +344,7 @@ class PlainLog:
         self._late: list[tuple[float, str]] = []
         self._told_to = 0.0  # the end of the last busy period that has been written
         self._policy, self._life = "", 0
-        self._billed = False  # a bill was asked for, and not told yet
+        self._asked: list[Page] = []  # pages that were asked for, and not told yet
 
     def look(self) -> None:
         if not self.session.look():
@@ -555,8 +398,8 @@ class PlainLog:
         self.flush(began if view.busy and engine.planned > step else math.inf)
         if state.raced is not self._raced:
             self._raced = state.raced
-            self.tell(self._raced)
-        self._tell_bill()
+            self.tell(lines_of(self._raced))
+        self._tell_pages()
 
     def flush(self, until: float = math.inf) -> None:
         """Write what is known up to a moment, in its order. A step that is in flight is told of
@@ -610,35 +453,21 @@ class PlainLog:
             answer = self.session.obey(line)
         except ValueError as error:
             answer = str(error)
+        page = PAGES.get(line[1:].partition(" ")[0]) if line.startswith("/") else None
         if answer:
             self.write(answer)
-        elif line.startswith("/compare"):
-            self.tell(self.session.state.contest)
-        elif line.startswith("/why"):
-            self.write(why_of(self.session.state))
-        elif line.startswith("/bill"):
-            self._billed = True
-            self._tell_bill()
+        elif page and not page.disturbs:  # what a trial finds is told as it comes
+            self._asked.append(page)
+            self._tell_pages()
 
-    def _tell_bill(self) -> None:
-        """When the roof has been measured."""
-        if self._billed and self.session.heard:
-            self._billed = False
-            self.write(bill_line(self.session.state))
+    def _tell_pages(self) -> None:
+        """When the engine has heard what they wish for."""
+        while self._asked and self.session.heard:
+            self.tell(self._asked.pop(0).told(self.session.state))
 
-    def tell(self, contest: Contest) -> None:
-        for run in contest.runs:
-            figures = (
-                f"{name} {figure}" for name, figure in zip(FIGURES, run.figures, strict=True)
-            )
-            self.write(f"{run.policy}, {run.how}: {', '.join(figures)}")
-        for line in filter(None, (verdict(contest.runs), contest.note)):
+    def tell(self, lines: Iterable[str]) -> None:
+        for line in lines:
             self.write(line)
-
-
-def why_of(state: State) -> str:
-    """The life of the request that is open, in a line."""
-    return sentence(state.open, life_in(state, state.open), state.replayed[1])
 
 
 NO_WORK = "standard input has no prompt; write one a line there, or give --prompts FILE or --script burst8"

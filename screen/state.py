@@ -19,16 +19,27 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from door.journal import Call
 from parts.api.views import ExpertsView, Limits, RequestView, SlotView, Snapshot, StepView
 from policies import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
-from screen.life import Life, Outcome, company_of, life_of, outcomes, ranked, steps_of
+from screen.life import Life, life_of
 from screen.periods import Period, Price
-from screen.room import BURST, RIVALS, Ask, Fault, Finding, Settings, View, is_mute
-from screen.runs import KNOWN, LEAST, Contest, Prices, Run, measured, on_clock, renumbered, replay
+from screen.room import BURST, RIVALS, Ask, Fault, Settings, View, is_mute
+from screen.runs import (
+    FIGURES,
+    KNOWN,
+    LEAST,
+    Contest,
+    Prices,
+    Run,
+    measured,
+    on_clock,
+    renumbered,
+    replay,
+)
 from screen.timeline import Column, column, gap, merge
 
 ASKED = 100  # of so many steps it is known which experts they took
@@ -83,9 +94,7 @@ class State:
     raced: Contest | None = None  # the last race that has ended
     # How far a race's two legs are shown, in seconds of their clock; None: to the end
     film: float | None = None
-    # A request, and what came of it by replay; or why there is no replay
-    replayed: tuple[int, list[Outcome] | str] | None = None
-    found: dict[str, Finding] = field(default_factory=dict)  # by trial: what it has found last
+    found: dict[str, Any] = field(default_factory=dict)  # by page: what it has found last
     typing: bool = False  # the prompt box has the keyboard
     has_typed: bool = False  # it has had the keyboard
     # What was asked for while the model loads: prompts, and commands that need the engine
@@ -155,11 +164,10 @@ class State:
 
     def _forget(self) -> None:
         kept = (self.history, self.requests, self.ended, self.calls, self.owners, self._merged)
-        for each in (*kept, self.periods, self.firsts, self.costs, self.experts):
+        for each in (*kept, self.periods, self.firsts, self.costs, self.experts, self.found):
             each.clear()
         self.cursor = None
         self.opened = None
-        self.replayed = None
         self.contest = None
         self.film = None
         self.selected = 0
@@ -460,34 +468,6 @@ class State:
         """The request that the user has opened; else the newest that has ended."""
         return self.requests.get(self.opened) or (self.ended[-1] if self.ended else None)
 
-    def browse(self, by: int) -> None:
-        """Open an earlier or a later one of those that have ended."""
-        ids = [request.id for request in reversed(self.ended)]
-        at = ids.index(self.opened) + by if self.opened in ids else 0
-        self.opened = ids[max(0, min(at, len(ids) - 1))] if ids else None
-
-    def look_into(self, request: RequestView) -> None:
-        """Open a request, and replay what ran around it."""
-        self.opened = request.id
-        requests = self.requests.values()
-        limits = self.view.made_with
-        step = None
-        try:
-            if self.view.turns:
-                columns = steps_of(company_of(request, requests), self.history)
-                limits = self.limits_of(columns[0].step, columns[-1].step)
-                step = columns[0].step
-            found = outcomes(request, requests, self.history, limits, prices(self, step=step))
-        except ValueError as error:
-            found = str(error)
-        self.replayed = (request.id, found)
-
-    def lead(self, place: int) -> None:
-        """Look into the request whose first token came at this place among all that have ended."""
-        order = ranked(self.ended)
-        if order:
-            self.look_into(order[max(0, min(place, len(order) - 1))])
-
     def steps_of(self, request: RequestView) -> list[int]:
         """The places in the history of the steps in which a request was in its slot."""
         if request.slot is None or request.metrics.queued_s is None:
@@ -667,3 +647,13 @@ def verdict(runs: Sequence[Run]) -> str:
     if slow.ttft_mean and fast.ttft_mean:
         words += f"; the first token comes after {span(fast.ttft_mean)} instead of {span(slow.ttft_mean)} on average"
     return words + "."
+
+
+def lines_of(contest: Contest) -> list[str]:
+    """The same for a log."""
+    lines = []
+    for run in contest.runs:
+        figures = zip(FIGURES, run.figures, strict=True)
+        told = ", ".join(f"{name} {figure}" for name, figure in figures)
+        lines.append(f"{run.policy}, {run.how}: {told}")
+    return [line for line in (*lines, verdict(contest.runs), contest.note) if line]

@@ -36,7 +36,7 @@ def draw_step(state: State, on: Paper) -> None:
 
 def draw_step_pane(state: State, on: Paper) -> None:
     draw_step(state, on)
-    on.cut("", "sheet('step')")
+    on.cut("", "page('plan')")
 
 
 def which_step(state: State) -> str:

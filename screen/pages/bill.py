@@ -31,8 +31,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from parts.api.views import ModelView, Roof, StepView
+from parts.checks import shown
 from screen.charts import cost_of
 from screen.ink import HUES, count, number, shorten, span
+from screen.page import Desk, Page
 from screen.paper import Figure, Paper, fitting
 from screen.state import State
 from screen.timeline import Column
@@ -486,3 +488,41 @@ def bill_line(state: State) -> str:
             f"at least {span(floors.reading)} to read, {span(floors.multiplying)} to multiply"
         )
     return f"{'; '.join(words)}. {what_bounds(bill, step, engine.roof)}".rstrip()
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def obey(desk: Desk, rest: str) -> None:
+    """Of the step under the cursor. The roof is measured when it is asked for first, and once more
+    with "again"."""
+    if rest not in ("", "again"):
+        raise ValueError(f"/bill {shown(rest)}: only again may stand there; it measures the roof")
+    engine = desk.state.view.engine
+    if rest or not engine or not engine.roof.reading:
+        desk.room.measure_roof()
+
+
+def look(desk: Desk) -> None:
+    """Which experts the newest step takes: one question at a time, and one for each step."""
+    engine = desk.state.view.engine
+    newest = engine.planned if engine and engine.model.experts else None
+    if newest and desk.heard and newest != desk.kept.get("bill"):
+        desk.kept["bill"] = newest
+        desk.room.ask_experts()
+
+
+PAGE = Page(
+    "bill",
+    "B",
+    "Bill",
+    "the bill of a step: bytes, arithmetic and Python, under this machine's roof",
+    draw,
+    obey=obey,
+    example="again",
+    words=("again",),
+    tell=lambda state: [bill_line(state)],
+    own={"left": lambda state: state.move(-1), "right": lambda state: state.move(1)},
+    look=look,
+    is_live=True,
+)

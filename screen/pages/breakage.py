@@ -35,9 +35,10 @@ from typing import Any, NamedTuple
 from parts.api.handle import Handle
 from parts.api.settings import Sampling
 from parts.api.views import StepView
+from parts.checks import shown
 from sched import QueueFull
 from screen.ink import count, shorten, span
-from screen.pages.same import LIKELIEST
+from screen.page import Desk, Page
 from screen.paper import Figure, Paper
 from screen.room import BURST, Ask, EngineRoom
 from screen.state import State
@@ -48,6 +49,7 @@ BREAKS = {  # by name: the title, and how it is done
     "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
     "flood": ("10,000 requests", "all at once; later they are cancelled"),
 }
+LIKELIEST = 5  # so many of the likeliest tokens are compared at each place
 LONGEST = 48  # tokens of a witness that is fired from here
 FEWEST = 4  # open requests: if there are fewer, witnesses are fired
 FLOOD = 10_000
@@ -518,3 +520,40 @@ def verdict_of(each: Witness) -> str:
     if not each.went_on:
         return "✓ until then"
     return "✓ all bits" if each.covers else "✓ all tokens"
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def known(text: str) -> str:
+    """One of the ways in which an engine can be broken."""
+    if text not in BREAKS:
+        raise ValueError(f"break = {shown(text)}; choose one of {', '.join(BREAKS)}")
+    return text
+
+
+def obey(desk: Desk, rest: str) -> str:
+    """Break the engine on purpose: /break step, nan, client or flood. Alone it tells which."""
+    if not rest:
+        return f"what shall break? /break {', '.join(BREAKS)}"
+    what = known(rest)
+    desk.check_load("each request has to run alone at last")
+    desk.try_out("breakage", break_it(what))
+    return ""
+
+
+PAGE = Page(
+    "break",
+    "K",
+    "Break it",
+    "an exception, NaN, a client that vanishes, 10,000 requests: who ends, who goes on?",
+    draw,
+    footer=18,
+    obey=obey,
+    example="nan",
+    words=[*BREAKS],
+    read=known,
+    own={str(number): f"/break {what}" for number, what in enumerate(BREAKS, 1)},
+    is_live=True,
+    disturbs=True,
+)

@@ -18,10 +18,11 @@ from rich.cells import cell_len
 
 from door.journal import Call
 from screen.ink import clean, number, shorten
+from screen.page import Page
 from screen.paper import BACK, Figure, Paper, fitting
 from screen.state import State
 
-CLIENTS = "sheet('clients')"  # the action that opens the whole list
+CLIENTS = "page('clients')"  # the action that opens the whole list
 REASON = 10  # so many cells at least are left for how a call ended
 
 
@@ -127,3 +128,13 @@ def draw(state: State, on: Paper, whole: bool = True) -> None:
 def draw_clients(state: State, on: Paper) -> None:
     draw(state, on, whole=False)
     del on.lines[on.height :]
+
+
+PAGE = Page(
+    "clients",
+    "h",
+    "Clients",
+    "what asks over HTTP (--serve, --watch), and what was refused",
+    draw,
+    footer=13,
+)

@@ -27,14 +27,16 @@ from typing import NamedTuple
 
 from parts.api.handle import Handle
 from parts.api.views import StepView
+from parts.checks import read_whole
 from sched import Request, Scheduler
 from screen.charts import nice
 from screen.ink import GLYPHS, PREFILL, shorten, span
 from screen.life import work_ends
+from screen.page import Desk, Page
 from screen.panes import fit_slots, others_of
 from screen.paper import Figure, Paper
 from screen.periods import percentile
-from screen.room import Ask, EngineRoom
+from screen.room import Ask, EngineRoom, with_budget
 from screen.state import State
 from screen.timeline import Column
 
@@ -556,3 +558,63 @@ def draw_drops(on: Paper, drops: Sequence[Drop]) -> None:
             "first token": span(drop.ttft),
         }
         on.row(shown, texts, bold=drop is drops[-1])
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def as_budget(text: str) -> int:
+    return read_whole("budget", text, 1, 2**31)
+
+
+def obey(desk: Desk, rest: str) -> None:
+    """Drop a prompt as long as a slot into the chats that run; with numbers, one with each of these
+    budgets."""
+    state = desk.state
+    budgets = [as_budget(word) for word in rest.split()]
+    for budget in budgets if state.view.engine else ():  # else the room refuses it
+        with_budget(state.view.made_with, budget)
+    trial = desk.kept.get(NAME)
+    begins = not is_running(desk)
+    if begins:
+        found = state.found.get(NAME)
+        trial = Trial(found.drops if found else (), desk.stays)
+    for budget in budgets or (None,):
+        trial.drop(budget)
+    if begins:
+        desk.try_out("elephant", trial.run)
+        desk.kept[NAME] = trial
+
+
+def is_running(desk: Desk) -> bool:
+    """Does the trial run, or has the engine yet to hear of it?"""
+    trial = desk.kept.get(NAME)
+    if trial is None or trial.is_over:
+        return False
+    view = desk.state.view
+    is_other = view.trial is not None and view.trial.name != NAME
+    return not desk.heard or (view.trying and not is_other)
+
+
+def leave(desk: Desk) -> None:
+    """The trial ends, and puts back what it has changed."""
+    if is_running(desk):
+        desk.room.end_trial()
+        del desk.kept[NAME]  # the next one is another trial, though the engine may not know
+
+
+PAGE = Page(
+    NAME,
+    "L",
+    "Elephant",
+    "drop a prompt as long as a slot into the chats: their gaps, and what the budget trades",
+    draw,
+    footer=12,
+    obey=obey,
+    example="40 104",
+    read=as_budget,
+    leave=leave,
+    repeats=True,
+    is_live=True,
+    disturbs=True,
+)

@@ -5,6 +5,7 @@ Where next: `parts/api/faults.py`, which tells of them.
 
 from __future__ import annotations
 
+from screen.page import Page
 from screen.paper import Paper
 from screen.state import State
 
@@ -20,3 +21,13 @@ def draw(state: State, on: Paper) -> None:
             text = line.lstrip(" ")
             on.say(text, indent=1 + min(len(line) - len(text), on.width // 2))
         on.lines.append([])
+
+
+PAGE = Page(
+    "errors",
+    "E",
+    "Errors",
+    "what has failed in here, with file and line: the tracebacks",
+    draw,
+    is_early=True,
+)

@@ -11,15 +11,21 @@ Where next: `runs.py`, the clock and the replay; `state.py`, which races and com
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
+from parts.checks import read_whole
+from policies import POLICIES, policy_of
 from screen import ink
 from screen.ink import clean, wrap
+from screen.page import Desk, Page
 from screen.panes import aligned, draw_cells, fit_slots
 from screen.paper import Paper
+from screen.room import RIVALS
 from screen.runs import FIGURES, Contest, Run, answer_in, in_time, until
-from screen.state import NEXT, State, race, verdict
+from screen.state import NEXT, State, asked, compare, lines_of, race, verdict
 
+FILM = (4.0, 10.0)  # seconds for which the two legs of a race are shown, at least and at most
 WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then its figures
 NARROW = (12, 7, 11, 11, 0, 9, 0)
 
@@ -102,3 +108,107 @@ def draw_answers(state: State, on: Paper, runs: Sequence[Run]) -> None:
                 pen.put(f"r{number:<3}", bold=True)
                 room = (i + 1) * wide - pen.width - 2
                 pen.put((wrap(clean(text), room) or [""])[-1])
+
+
+# --- the commands -------------------------------------------------------------------------------
+
+
+def how_many(text: str) -> int:
+    return read_whole("race", text, 1, 1000)
+
+
+def obey_race(desk: Desk, rest: str) -> None:
+    """A burst of this size under the policies that are named: /race 12 static serial. /race last
+    shows the last."""
+    state = desk.state
+    if rest == "last":
+        if not state.raced:
+            raise ValueError("no race has been run yet; r runs one")
+        show_again(state)
+        return
+    if state.view.door:
+        raise ValueError(
+            "no race while the door is open, since clients would wait for it; /compare needs none"
+        )
+    words = rest.split()
+    policies = [policy_of(word).name for word in words if not word[:1].isdigit()] or RIVALS
+    size = next((word for word in words if word[:1].isdigit()), str(state.settings.burst))
+    asks = desk.asks(how_many(size))
+    # The same seeds in each leg, so that all legs sample alike
+    seed = state.settings.seed or 0
+    state.contest = None if state.view.racing else asked(state, policies)
+    desk.kept["race"] = (state.raced, time.monotonic())
+    desk.expect(paused=False)  # a race ends a pause
+    desk.room.race([ask._replace(seed=seed + i) for i, ask in enumerate(asks)], policies)
+
+
+def obey_compare(desk: Desk, rest: str) -> None:
+    desk.state.contest = compare(desk.state, policy_of(rest).name if rest else "")
+
+
+def show_again(state: State) -> None:
+    """The last race, and both of its legs on one clock, if there are two."""
+    state.contest = state.raced
+    state.film = 0.0 if verdict(state.raced.runs) else None
+
+
+def look(desk: Desk) -> None:
+    """A race that has ended is shown once more: both legs side by side, on one clock."""
+    state = desk.state
+    now = time.monotonic()
+    raced = state.raced
+    shown, before = desk.kept.get("race", (None, now))
+    # Not if a comparison has been asked for meanwhile
+    if raced is not shown and raced and state.contest is None and verdict(raced.runs):
+        show_again(state)
+    elif state.film is not None:
+        longest = max(run.makespan for run in raced.runs)
+        least, most = FILM
+        state.film += longest / min(max(longest, least), most) * (now - before)
+        if state.film >= longest:
+            state.film = None
+    desk.kept["race"] = (raced, now)
+
+
+def leave(desk: Desk) -> None:
+    desk.state.film = None
+
+
+def to_the_end(state: State) -> None:
+    state.film = None
+
+
+def tell(state: State) -> list[str]:
+    return lines_of(state.contest)
+
+
+PAGE = Page(
+    "race",
+    "r",
+    "Race",
+    f"the same burst under {RIVALS[0]}, then {RIVALS[1]} (measured)",
+    draw,
+    footer=5,
+    obey=obey_race,
+    example="12 static serial",
+    words=(*POLICIES, "last"),
+    read=how_many,
+    own={"end": to_the_end},
+    look=look,
+    leave=leave,
+    repeats=True,
+    disturbs=True,
+)
+COMPARE = Page(
+    "compare",
+    "c",
+    "Compare",
+    "the last run simulated under two policies (/compare serial)",
+    draw,
+    footer=4,
+    obey=obey_compare,
+    example="fair",
+    words=[*POLICIES],
+    tell=tell,
+    repeats=True,
+)

@@ -17,6 +17,7 @@ from parts.api.views import RequestView
 from parts.text.speech import marked
 from screen import ink
 from screen.ink import clean, count, number, span
+from screen.page import Desk, Page
 from screen.panes import hue_of
 from screen.paper import Paper
 from screen.state import State, client_of, prompt_of
@@ -98,3 +99,28 @@ def draw_parts(on: Paper, text: str, is_thinking: bool) -> None:
     """An answer, its thoughts and its calls."""
     for kind, part in marked(text, is_thinking):
         on.entry("text" if kind == "answer" else kind, part, hue_of(on, kind))
+
+
+def obey(desk: Desk, rest: str) -> None:
+    """The newest that has ended."""
+    desk.state.opened = desk.state.ended[-1].id if desk.state.ended else None
+
+
+def browse(state: State, by: int) -> None:
+    """Open an earlier or a later one of those that have ended."""
+    ids = [request.id for request in reversed(state.ended)]
+    at = ids.index(state.opened) + by if state.opened in ids else 0
+    state.opened = ids[max(0, min(at, len(ids) - 1))] if ids else None
+
+
+PAGE = Page(
+    "requests",
+    "f",
+    "Finished",
+    "finished requests, the newest first: figures, steps, prompt, text; y copies",
+    draw,
+    footer=10,
+    obey=obey,
+    own={"up": lambda state: browse(state, -1), "down": lambda state: browse(state, 1)},
+    has_request=True,
+)

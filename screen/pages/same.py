@@ -27,7 +27,9 @@ from itertools import product
 from typing import NamedTuple
 
 from parts.api.handle import Handle
+from parts.checks import read_whole
 from screen.ink import count, number, shorten
+from screen.page import Desk, Page
 from screen.paper import Paper
 from screen.room import BURST, Ask, EngineRoom
 from screen.state import State
@@ -502,3 +504,52 @@ def draw_strip(state: State, on: Paper, found: Company) -> None:
         marks = "".join(" ✗"[run.digest != found.alone.digest] for run in runs)
         if marks.strip():
             on.pen().to(left).put(marks, on.bad)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def how_many(text: str) -> int:
+    return read_whole("same", text, 1, 1000)
+
+
+def obey(desk: Desk, rest: str) -> None:
+    """A prompt alone, then so many times in company: /same 200. The prompt is the one that stands
+    behind the number (/same 50 What is 3 + 4?), the one that a user has typed and the selected slot
+    has answered, or one of ours. /same last shows the last."""
+    if rest == "last" or (not rest and desk.is_trying("same")):
+        return
+    word, _, prompt = rest.partition(" ")
+    if not word[:1].isdigit():
+        word, prompt = str(RUNS), rest
+    runs = how_many(word)
+    desk.check_load("the prompt has to run alone first")
+    ask = desk.state.settings.ask(prompt.strip() or own_prompt(desk.state))
+    desk.try_out("trial in company", same(ask, runs))
+
+
+def own_prompt(state: State) -> str:
+    """What a user has asked last in the selected slot; else the longest of ours, which has a
+    beginning to share."""
+    owner = state.owner(state.selected)
+    ours = [prompt for prompt, _ in state.prompts]
+    is_asked = owner and isinstance(owner.origin, Ask) and not owner.origin.mute
+    if is_asked and owner.origin.prompt not in ours:
+        return owner.origin.prompt
+    return max(ours, key=len)
+
+
+PAGE = Page(
+    "same",
+    "a",
+    "Same answer",
+    "one prompt alone, then 200 times among random neighbours: how many answers? (/same 50)",
+    draw,
+    footer=17,
+    obey=obey,
+    example="200",
+    words=("last",),
+    read=how_many,
+    repeats=True,
+    disturbs=True,
+)

@@ -6,6 +6,7 @@ Where next: `screen/periods.py`, which adds up.
 from __future__ import annotations
 
 from screen.ink import DARK, count, span
+from screen.page import Page
 from screen.paper import Figure, Paper, fitting
 from screen.state import State, price_in
 
@@ -57,3 +58,13 @@ def farewell(state: State, width: int) -> list[str]:
     lost = f"{count(left, 'request')} not finished.\n" if left and not is_elsewhere else ""
     on.say(lost + CLOCK)
     return ["".join(segment.text for segment in line) for line in on.lines]
+
+
+PAGE = Page(
+    "totals",
+    "t",
+    "Totals",
+    "what each busy period came to: compare bursts and policies",
+    draw,
+    footer=10,
+)

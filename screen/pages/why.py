@@ -15,8 +15,23 @@ from collections import Counter
 from collections.abc import Sequence
 
 from parts.api.views import RequestView
+from parts.checks import read_real, read_whole
 from screen.ink import Palette, shorten, span, style
-from screen.life import Life, Outcome, at_percent, blamed, is_noisy, named, place_of, ranked
+from screen.life import (
+    Life,
+    Outcome,
+    at_percent,
+    blamed,
+    company_of,
+    is_noisy,
+    named,
+    outcomes,
+    place_of,
+    ranked,
+    sentence,
+    steps_of,
+)
+from screen.page import Desk, Page
 from screen.panes import aligned
 from screen.paper import Paper
 from screen.state import State, client_of, life_in, prices, prompt_of
@@ -73,7 +88,7 @@ def draw_slider(state: State, on: Paper, r: RequestView) -> None:
     pen = on.pen().put(f" {words}", bold=True)
     pen.to(on.width - 1 - sum(len(label) + 2 for _, label in labels))
     for mark, label in labels:
-        pen.put("  ").put(label, on.accent, do=f"percentile({mark})")
+        pen.put("  ").put(label, on.accent, do=f"command('/why p{mark}')")
 
 
 def at_cell(part: float, cells: int) -> int:
@@ -165,7 +180,7 @@ def draw_outcomes(state: State, on: Paper, r: RequestView) -> None:
         (LATE, on.text, "the rest"),
     )
     on.heading("Once more, without the model", legend=legend)
-    id, found = state.replayed or (r.id, "w replays it")
+    id, found = state.found.get("why", (r.id, "w replays it"))
     if id != r.id:
         found = "w replays it"
     if isinstance(found, str):
@@ -198,3 +213,93 @@ def disturbed(state: State, r: RequestView, found: Sequence[Outcome]) -> str:
     if is_noisy(prices(state)):
         words += " Too noisy to say what a chunk takes: it counts as a step of one row."
     return words
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def which(text: str) -> int | str:
+    """A request's number, or a percentile such as p95."""
+    if text.startswith("p"):
+        read_real("why", text[1:], 0, 100)
+        return text
+    return read_whole("why", text.removeprefix("r"), 0, 2**31)
+
+
+def obey(desk: Desk, rest: str) -> None:
+    """Look into the request that is open; into the one that is named (/why 7); or into the one
+    whose first token came as late as that of so many percent (/why p95)."""
+    state = desk.state
+    chosen = which(rest) if rest else None
+    request = state.open
+    if isinstance(chosen, str):
+        order = ranked(state.ended)
+        request = at_percent(float(chosen[1:]), order) if order else None
+    elif chosen is not None:
+        request = state.requests.get(chosen)
+    if request is None:
+        words = f"{rest} is not known here" if rest else "no request has ended yet"
+        raise ValueError(f"{words}; b fires a burst, and /why p95 looks into a slow one")
+    look_into(state, request)
+
+
+def look_into(state: State, request: RequestView) -> None:
+    """Open a request, and replay what ran around it."""
+    state.opened = request.id
+    requests = state.requests.values()
+    limits = state.view.made_with
+    step = None
+    try:
+        if state.view.turns:
+            columns = steps_of(company_of(request, requests), state.history)
+            limits = state.limits_of(columns[0].step, columns[-1].step)
+            step = columns[0].step
+        found = outcomes(request, requests, state.history, limits, prices(state, step=step))
+    except ValueError as error:
+        found = str(error)
+    state.found["why"] = (request.id, found)
+
+
+def lead(state: State, by: int) -> None:
+    """To the request whose first token came next sooner, or next later."""
+    order = ranked(state.ended)
+    if order and state.open:
+        place = place_of(state.open, order)
+        place = 0 if place is None else place + by
+        look_into(state, order[max(0, min(place, len(order) - 1))])
+
+
+def to_mark(state: State) -> None:
+    """To the first of the percentiles that is beyond the request; then from the start."""
+    order = ranked(state.ended)
+    if not order:
+        return
+    marks = [at_percent(mark, order) for mark in MARKS]
+    now = place_of(state.open, order)
+    beyond = [mark for mark in marks if now is None or place_of(mark, order) > now]
+    look_into(state, (beyond or marks)[0])
+
+
+def tell(state: State) -> list[str]:
+    return [sentence(state.open, life_in(state, state.open), state.found["why"][1])]
+
+
+PAGE = Page(
+    "why",
+    "w",
+    "Why",
+    "why a request waited: its life in parts, and by replay under each policy",
+    draw,
+    footer=10,
+    obey=obey,
+    example="p95",
+    words=[f"p{mark}" for mark in MARKS],
+    read=which,
+    tell=tell,
+    own={
+        "left": lambda state: lead(state, -1),
+        "right": lambda state: lead(state, 1),
+        "tab": to_mark,
+    },
+    has_request=True,
+)

@@ -21,8 +21,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-import tui
 from door.journal import Call, Figures
+from screen import app, places
 
 ROOT = Path(__file__).parents[2]
 EXERCISES = [path.stem.split("_")[2] for path in sorted((ROOT / "exercises").glob("test_*.py"))]
@@ -149,15 +149,15 @@ def exercise_of(name: str, monkeypatch) -> dict:
 def test_a_pane_that_is_half_done_is_told_what_is_missing_and_not_what_is_there(monkeypatch):
     """With a right stack and no name in LOWER, it was told that it had no stack."""
     test = exercise_of("pane", monkeypatch)["test_v_leads_to_the_pane"]
-    monkeypatch.setitem(tui.PANES, "memory", None)
+    monkeypatch.setitem(app.PANES, "memory", None)
     for stack in ((), ("cost",)):
-        monkeypatch.setitem(tui.STACKS, "memory", stack)
+        monkeypatch.setitem(places.STACKS, "memory", stack)
         with pytest.raises(pytest.fail.Exception, match="STACKS has no entry"):
             test()
-    monkeypatch.setitem(tui.STACKS, "memory", ("memory",))
+    monkeypatch.setitem(places.STACKS, "memory", ("memory",))
     with pytest.raises(pytest.fail.Exception, match="LOWER"):
         test()
-    monkeypatch.setattr(tui, "LOWER", (*tui.LOWER, "memory"))
+    monkeypatch.setattr(places, "LOWER", (*places.LOWER, "memory"))
     test()
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ MAY_IMPORT = {
     "demo/*": "nanobatch",
     "ask": "nanobatch parts/*",
     "serve": "door/* parts/* policies",
-    "tui": "screen/* door/* serve parts/*",
+    "tui": "screen/* door/* serve parts/* policies",
     "bench": "measure/* parts/* policies",
 }
 ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
@@ -59,12 +60,14 @@ ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
 INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
 # Each file of the screen may import those of the lines below it, and these.
 SCREEN = """
+    app
     pages/tour
     pages/scenes
     session record
-    keys pages/bill pages/elephant pages/requests pages/race pages/why terminal widgets
-    panes pages/breakage pages/totals pages/errors
-    steps charts pages/clients pages/same
+    keys terminal widgets
+    pages/*
+    page panes
+    steps charts
     state
     life
     runs
@@ -185,15 +188,10 @@ def fitting(pattern: str) -> list[str]:
 
 def allowed(name: str) -> str | None:
     """What a file may import of ours; None if the plan does not know it."""
-    rows = [line.split() for line in SCREEN.split("\n")]
+    rows = [[f"screen/{other}" for other in line.split()] for line in SCREEN.split("\n")]
     for i, row in enumerate(rows):
-        if name in [f"screen/{other}" for other in row]:
-            return " ".join(
-                [
-                    SCREEN_MAY_IMPORT,
-                    *(f"screen/{other}" for below in rows[i + 1 :] for other in below),
-                ]
-            )
+        if matches(name, " ".join(row)):
+            return " ".join([SCREEN_MAY_IMPORT, *chain(*rows[i + 1 :])])
     for pattern, files in MAY_IMPORT.items():
         if fnmatch(name, pattern):
             return f"{files} {pattern}" if pattern.endswith("/*") else files

@@ -8,9 +8,8 @@ from rich.cells import cell_len
 from stage import Stage, at_every_size, drawn, like_golden, plain, show, turned_by_company
 
 import kv
-import tui
 from nanobatch import Engine
-from screen import ink, session
+from screen import ink, keys, session
 from screen.pages import breakage
 from screen.pages.breakage import BREAKS, Breakage
 
@@ -229,7 +228,7 @@ def test_what_cannot_be_broken_is_refused_in_a_line(orders, words):
 
 
 def draw(stage: Stage, width: int, height: int) -> list[ink.Line]:
-    return drawn(tui.SHEETS["break"], stage.state, width, height)
+    return drawn(keys.PAGES["break"].draw, stage.state, width, height)
 
 
 @at_every_size

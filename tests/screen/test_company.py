@@ -7,9 +7,8 @@ from rich.cells import cell_len
 from stage import Stage, at_every_size, drawn, like_golden, plain, show, turned_by_company
 
 import llama
-import tui
 from nanobatch import Engine
-from screen import ink, room, session
+from screen import ink, keys, room, session
 from screen.pages import same
 from screen.pages.same import Answer, Company
 from screen.room import BURST
@@ -321,7 +320,7 @@ def test_a_opens_the_page_comes_back_to_it_and_X_ends_the_trial_there():
 
 
 def page(stage: Stage, width: int, height: int) -> list[ink.Line]:
-    return drawn(tui.SHEETS["same"], stage.state, width, height)
+    return drawn(keys.PAGES["same"].draw, stage.state, width, height)
 
 
 @pytest.mark.parametrize("width", [60, 80, 97, 200])

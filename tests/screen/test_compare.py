@@ -466,7 +466,9 @@ def test_a_comparison_that_is_asked_for_right_behind_a_race_stays():
         await it.press("r", turns=30)
         it.stage.finish()
         await it.pilot.press("escape", "c")
-        assert it.app._raced is not it.stage.state.raced, "the screen has not looked yet"
+        assert it.stage.session.kept["race"][0] is not it.stage.state.raced, (
+            "the screen has not looked yet"
+        )
         await it.turns(2)
         assert "Compare" in it.text() and it.stage.state.film is None
 
@@ -483,3 +485,16 @@ def test_a_race_that_was_cut_short_has_no_film():
         assert it.stage.state.film is None and "cut short" in it.text()
 
     show(scenario)
+
+
+def test_a_picture_of_a_race_is_taken_when_both_legs_have_been_shown():
+    """It was the middle of the film, with half a leg and without a verdict."""
+
+    async def scenario(it):
+        await it.press("r", turns=30)
+        it.stage.finish()
+        await it.app.take_picture()
+        picture = it.app.picture.replace("\u00a0", " ")
+        assert "times as fast" in picture and "End leads to the result" not in picture
+
+    show(scenario, size=(120, 40))

@@ -7,7 +7,7 @@ from stage import Stage, at_every_size, drawn, like_golden, plain, show
 from parts.price import NARROWEST
 from screen import state as state_
 from screen.ink import span
-from screen.pages import elephant, totals
+from screen.pages import elephant, totals, why
 from screen.room import WIDEST, bounds
 from screen.session import PlainLog, orders_of
 
@@ -89,7 +89,7 @@ def test_a_run_in_which_the_budget_was_turned_is_not_replayed_and_says_so():
     with pytest.raises(ValueError, match=words):
         stage.session.obey("/compare")
     stage.session.obey("/why p95")
-    assert stage.state.replayed[1] == words
+    assert stage.state.found["why"][1] == words
 
 
 def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_now():
@@ -102,8 +102,8 @@ def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_n
             stage.turns()
             compared = 0
             for request in stage.state.ended[::4]:
-                stage.state.look_into(request)
-                found = {each.name: each.steps for each in stage.state.replayed[1]}
+                why.look_into(stage.state, request)
+                found = {each.name: each.steps for each in stage.state.found["why"][1]}
                 assert found["measured"] == found["continuous"]
                 compared += 1
             assert compared == 5
@@ -275,7 +275,7 @@ def test_what_was_turned_meanwhile_is_turned_back_at_its_end_and_its_chats_end_t
     if end == "cancel":
         stage.session.obey("/cancel all")
     if end == "page":
-        stage.session.leave(elephant.NAME)
+        elephant.leave(stage.session)
     finish(stage)
     assert stage.engine.sched.budget == 60 and not stage.engine.sched.running
     stage.session.obey("/budget off")
@@ -375,7 +375,7 @@ def test_a_page_that_is_left_and_opened_again_at_once_drops_another():
     stage.session.stays = True
     stage.session.obey("/elephant")
     stage.turns(80)
-    stage.session.leave(elephant.NAME)
+    elephant.leave(stage.session)
     stage.session.obey("/elephant")
     stage.turns(80)
     assert len(drops(stage)) == 2 and stage.state.view.trying

@@ -5,9 +5,8 @@ import pytest
 from rich.cells import cell_len
 from stage import at_every_size, drawn, plain, show
 
-import tui
 from parts.api.faults import show_fault
-from screen import room
+from screen import app, room
 from screen.pages import errors
 from screen.state import State
 
@@ -43,7 +42,7 @@ def test_ten_thousand_faults_are_a_few_warnings_and_the_newest_is_among_them():
         it.stage.state.faults += [room.Fault(f"r{i} failed") for i in range(10_000)]
         await it.turns()
         await it.sees("other faults)")
-        assert 1 <= len(it.app._notifications) <= tui.WARNINGS
+        assert 1 <= len(it.app._notifications) <= app.WARNINGS
         await it.press("question_mark")
         assert it.app.screen.name == "help"
 
@@ -54,7 +53,7 @@ def test_of_many_tracebacks_the_newest_are_kept_and_each_is_told():
     """All were kept, for as long as the screen was open."""
 
     async def scenario(it):
-        for number in range(tui.TRACEBACKS + 20):
+        for number in range(app.TRACEBACKS + 20):
             show_fault(f"fault {number} came", ValueError("x"))
             if number % 30 == 0:
                 await it.turns()
@@ -62,7 +61,7 @@ def test_of_many_tracebacks_the_newest_are_kept_and_each_is_told():
         await it.press("E")
         await it.sees(f"fault {number} came")
         kept = it.stage.state.tracebacks
-        assert len(kept) == tui.TRACEBACKS and f"fault {number} came" in kept[-1]
+        assert len(kept) == app.TRACEBACKS and f"fault {number} came" in kept[-1]
         assert it.app._told == number + 1
 
     show(scenario, size=(120, 40))
@@ -82,7 +81,7 @@ def test_a_pane_that_raises_says_so_in_its_place_and_the_others_go_on(size, monk
     def broken(state, on):
         on.pen().put("?", on.no_such_colour)
 
-    monkeypatch.setitem(tui.PANES, "slots", broken)
+    monkeypatch.setitem(app.PANES, "slots", broken)
 
     async def scenario(it):
         it.stage.session.obey("one")

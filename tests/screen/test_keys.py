@@ -9,7 +9,7 @@ from textual import events
 
 import tui
 from policies import POLICIES
-from screen import charts, ink, keys, panes, room, runs, state, steps
+from screen import app, charts, ink, keys, panes, places, room, runs, state, steps
 from screen.ink import BLOCKED, DECODE, HELD, PREFILL
 from screen.pages import race, requests
 from screen.room import Settings
@@ -39,7 +39,7 @@ def test_enter_fires_the_example_or_opens_the_prompt_and_a_draft_is_kept():
         await it.press("i", *"draft", "escape", "b", turns=2)
         assert (
             it.stage.engine.sched.submitted == 2 + 12
-            and it.app.query_one(tui.Prompt).value == "draft"
+            and it.app.query_one(app.Prompt).value == "draft"
         )
 
     show(scenario)
@@ -65,7 +65,7 @@ def test_commands_are_obeyed_and_a_wrong_one_comes_back_with_a_message():
         assert "temp 0.5 · max 7 tok · seed 3" in it.text()
         await it.press("slash", *"burst", "space", "0", "enter")
         await it.sees("from 1 to 1,000")
-        assert it.app.query_one(tui.Prompt).value == "/burst 0"
+        assert it.app.query_one(app.Prompt).value == "/burst 0"
         await it.press("ctrl+u", *"/nonsense", "enter")
         await it.sees("no command")
         await it.press("escape", "c", "i")  # a key that asks for what cannot be is told so, too
@@ -384,7 +384,7 @@ def test_a_step_pane_that_is_cut_says_so_and_can_be_opened():
     async def scenario(it):
         it.stage.session.obey("/burst 20")
         await it.turns(3)
-        await it.press(*"v" * tui.LOWER.index("step"))
+        await it.press(*"v" * places.LOWER.index("step"))
         await it.sees("more line")
         row = next(i for i, line in enumerate(it.text().splitlines()) if "more line" in line)
         await it.pilot.click(offset=(4, row))
@@ -569,7 +569,7 @@ def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes
             ("t", "totals"),
             ("f", "requests"),
             ("question_mark", "help"),
-            ("c", "contest"),
+            ("c", "compare"),
             ("h", "clients"),
         ):
             await it.press(key, turns=0)
@@ -578,12 +578,10 @@ def test_on_a_page_the_key_of_another_page_opens_that_one_and_its_own_key_closes
         assert len(it.app.screen_stack) == 1
         await it.press("question_mark", "r", turns=20)
         assert (
-            it.app.screen.name == "contest"
-            and it.stage.state.view.racing
-            and "running …" in it.text()
+            it.app.screen.name == "race" and it.stage.state.view.racing and "running …" in it.text()
         )
         await it.press("c", turns=0)
-        assert it.app.screen.name == "contest" and "simulated" in it.text()
+        assert it.app.screen.name == "compare" and "simulated" in it.text()
 
     show(scenario)
 
@@ -721,10 +719,10 @@ def test_a_paste_of_several_lines_is_one_prompt_of_several_lines():
         await it.press("!", "enter", turns=2)
         assert it.stage.state.requests[1].origin.prompt == "first line\n  second\nthird!"
         await it.press("i", turns=0)
-        it.app.query_one(tui.Prompt).value = "x" * 600 + "\ny"
+        it.app.query_one(app.Prompt).value = "x" * 600 + "\ny"
         await it.press("enter", turns=2)
         # It did not fit, and comes back whole
-        assert it.app.query_one(tui.Prompt).value == "x" * 600 + "␊y"
+        assert it.app.query_one(app.Prompt).value == "x" * 600 + "␊y"
 
     show(scenario, size=(120, 40))
 
@@ -793,11 +791,11 @@ def test_escape_takes_a_command_out_of_the_box_and_leaves_a_prompt_there():
 
     async def scenario(it):
         await it.press("e", turns=0)
-        assert it.app.query_one(tui.Prompt).value.startswith("/set temperature=0")
+        assert it.app.query_one(app.Prompt).value.startswith("/set temperature=0")
         await it.press("escape", turns=0)
-        assert it.app.query_one(tui.Prompt).value == "" and it.app.focused is None
+        assert it.app.query_one(app.Prompt).value == "" and it.app.focused is None
         await it.press("i", *"draft", "escape", turns=0)
-        assert it.app.query_one(tui.Prompt).value == "draft"
+        assert it.app.query_one(app.Prompt).value == "draft"
 
     show(scenario)
 
@@ -885,7 +883,7 @@ def test_tab_completes_commands_and_what_may_stand_behind_them():
 def test_the_help_names_every_command():
     stage = Stage().load()
     obeyed = {name.removeprefix("_do_") for name in dir(stage.session) if name.startswith("_do_")}
-    assert obeyed | {"quit"} == set(keys.COMMANDS)
+    assert obeyed | {"quit", *keys.PAGES} == set(keys.COMMANDS)
     assert set(keys.ARGUMENTS) < set(keys.COMMANDS)
     for name, rest in keys.COMMANDS.items():
         if name not in ("help", "quit", "compare", "why", "cancel"):

@@ -13,7 +13,7 @@ from stage import Stage, disturb, show
 import tui
 from door.journal import Call, DoorView
 from policies import POLICIES
-from screen import session, trace
+from screen import app, session, trace
 from screen.ink import clean
 
 
@@ -77,7 +77,7 @@ def test_a_script_of_wrong_words_is_refused_before_anything_is_loaded(script, wo
 
 
 @pytest.mark.parametrize(
-    "script", ["pause burst2", "static burst24 step60", "load5", "help", "slow4", "view", "cancel"]
+    "script", ["pause burst2", "static burst24 step60", "load5", "slow4", "view", "cancel"]
 )
 def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
     """`pause burst2` hung in silence, and a step or a load was left out."""
@@ -346,7 +346,7 @@ def test_only_what_has_changed_is_painted():
     async def scenario(it):
         await it.press("b", turns=30)
         painted = []
-        for pane in it.app.query(tui.Pane):
+        for pane in it.app.query(app.Pane):
             refresh = pane.refresh
             pane.refresh = lambda *a, pane=pane, refresh=refresh, **k: (
                 painted.append((pane.id, len(a))),

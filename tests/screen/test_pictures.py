@@ -12,8 +12,7 @@ from stage import SIZES, Stage, at_every_size, drawn, like_golden, plain, show
 from textual import events
 from textual.geometry import Region
 
-import tui
-from screen import ink, room
+from screen import app, ink, keys, places, room
 from screen.pages import race, requests
 
 
@@ -62,7 +61,7 @@ def test_the_other_charts_are_as_drawn(lower, size):
 
 
 @pytest.mark.parametrize(
-    "lower", [name for name in tui.LOWER[:-1] if name not in ("lesson", "waits")]
+    "lower", [name for name in places.LOWER[:-1] if name not in ("lesson", "waits")]
 )
 def test_each_pane_of_a_small_screen_is_as_drawn(lower):
     async def scenario(it):
@@ -95,7 +94,7 @@ def test_loading_tells_its_stages_and_what_a_library_prints():
         it.app.look()
         await it.pilot.pause()
         assert "Slots" in it.text() and "finding" not in it.text()
-        assert it.app.query_one(tui.Prompt).value == room.BURST[0][0]
+        assert it.app.query_one(app.Prompt).value == room.BURST[0][0]
 
     show(scenario, load=False)
 
@@ -123,24 +122,24 @@ def test_an_engine_that_does_not_start_says_why_and_the_screen_can_be_left():
 def test_panes_never_overlap_nor_leave_the_screen(width, slots):
     seen = 0
     for height in range(20, 70, 3):
-        for lower, door in product(tui.LOWER, (False, True)):
-            places = tui.arrange(width, height, slots, lower, door)
-            assert {"status", "slots", "prompt", "keys"} <= places.keys()
-            drawn = tui.STACKS.get(lower, (lower,))
-            assert drawn[0] in places or lower in ("streams", "timeline") or width >= 110, (
+        for lower, door in product(places.LOWER, (False, True)):
+            found = places.arrange(width, height, slots, lower, door)
+            assert {"status", "slots", "prompt", "keys"} <= found.keys()
+            drawn = places.STACKS.get(lower, (lower,))
+            assert drawn[0] in found or lower in ("streams", "timeline") or width >= 110, (
                 lower,
-                places,
+                found,
             )
             charted = [
-                places[name].height for name in chain(*tui.STACKS.values()) if name in places
+                found[name].height for name in chain(*places.STACKS.values()) if name in found
             ]
             assert min(charted, default=4) >= 4, (
                 "a chart of two lines was a title and an axis, with nothing in between"
             )
-            for name, region in places.items():
+            for name, region in found.items():
                 assert Region(0, 0, width, height).contains_region(region), (name, region)
                 assert region.width > 1 and region.height > 0, (name, region)
-                for other, its in places.items():
+                for other, its in found.items():
                     assert other == name or not region.overlaps(its), (name, other)
                 seen += 1
     assert seen > 500
@@ -158,20 +157,20 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     for _ in range(5):
         stage.turns(40)
         for lower, (width, height) in product(
-            tui.LOWER, ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50))
+            places.LOWER, ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50))
         ):
-            for name, region in tui.arrange(width, height, slots, lower, True).items():
+            for name, region in places.arrange(width, height, slots, lower, True).items():
                 if name != "prompt":
                     check_lines(
                         name,
-                        drawn(tui.PANES[name], stage.state, region.width, region.height),
+                        drawn(app.PANES[name], stage.state, region.width, region.height),
                         region,
                     )
                     seen[name] += 1
             for name in ("help", "requests"):  # they can be scrolled
                 check_lines(
                     name,
-                    drawn(tui.SHEETS[name], stage.state, width, height),
+                    drawn(keys.PAGES[name].draw, stage.state, width, height),
                     Region(0, 0, width, 10_000),
                 )
         check_lines(
@@ -185,7 +184,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
             lines = drawn(race.draw, stage.state, width, height)
             check_lines("contest", lines, Region(0, 0, width, height))
     assert (
-        seen.keys() == tui.PANES.keys() - {"loading", "small", "tour"} and min(seen.values()) >= 5
+        seen.keys() == app.PANES.keys() - {"loading", "small", "tour"} and min(seen.values()) >= 5
     )
 
 

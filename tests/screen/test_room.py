@@ -10,8 +10,7 @@ import pytest
 from stage import Stage, at_every_size, drawn, plain, show
 from textual import events
 
-import tui
-from screen import keys, panes, room, session
+from screen import app, keys, panes, room, session
 
 
 def test_a_switch_of_policy_drains_the_slots_first():
@@ -258,16 +257,16 @@ def test_a_failing_step_is_told_and_the_next_request_is_served():
 def test_what_cannot_be_fired_comes_back_into_the_prompt_box():
     async def scenario(it):
         await it.press("i", *"xyz", turns=0)
-        it.app.query_one(tui.Prompt).value = "x" * 2600
+        it.app.query_one(app.Prompt).value = "x" * 2600
         await it.press("enter", turns=2)
-        assert it.app.query_one(tui.Prompt).value == "x" * 2600
+        assert it.app.query_one(app.Prompt).value == "x" * 2600
         await it.sees("not fired: the prompt has 2,600")
         said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
         # It told of a max_tokens that no user had set
         assert it.stage.state.faults[-1].message.startswith(said)
         # The cursor stood at the beginning, so this took nothing away
         await it.press("i", "ctrl+u", turns=0)
-        assert it.app.query_one(tui.Prompt).value == ""
+        assert it.app.query_one(app.Prompt).value == ""
 
     show(scenario, size=(120, 40))
 
@@ -314,7 +313,7 @@ def test_a_trial_is_asked_for_its_next_finding_between_two_steps_until_it_has_no
             yield Seen(sum(handle.finish_reason is not None for handle in handles))
         yield Seen(len(handles))
 
-    stage.session._try_out("trial", trial)
+    stage.session.try_out("trial", trial)
     found = []
     for _ in range(300):
         stage.turns()
@@ -343,7 +342,7 @@ def test_a_trial_that_is_cut_short_puts_back_what_it_has_changed(end, caplog):
         finally:
             engine_room.engine.sched.budget = budget
 
-    stage.session._try_out("trial", trial)
+    stage.session.try_out("trial", trial)
     stage.turns(2)
     if end == "cancel":
         assert stage.engine.sched.budget == 1 and stage.state.view.trying
@@ -365,15 +364,15 @@ def test_a_trial_is_refused_while_another_runs_or_clients_would_suffer():
         while True:
             yield Seen(0)
 
-    stage.session._try_out("trial", trial)
+    stage.session.try_out("trial", trial)
     stage.turns(2)
-    stage.session._try_out("trial", trial)
+    stage.session.try_out("trial", trial)
     stage.turns(2)
     assert "a trial runs already" in stage.state.faults[-1].message
     for view in (stage.state.view._replace(watches=True), stage.state.view._replace(door=object())):
         stage.state.view = view
         with pytest.raises(ValueError, match="its clients would suffer"):
-            stage.session._try_out("trial", trial)
+            stage.session.try_out("trial", trial)
 
 
 def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requests():
@@ -390,7 +389,7 @@ def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requ
 
     for _ in range(2):
         log.obey("something of a user's")
-        stage.session._try_out("trial", trial)
+        stage.session.try_out("trial", trial)
         while not stage.session.settled:
             stage.room.loop.turn()
             log.look()

@@ -179,7 +179,8 @@ terminal.Terminal.process_message = lambda self, event: (
 )""",
     "in a paint": """
 def spoil(self):
-    tui.Pane.render_line = lambda *_: 1 / 0
+    import screen.widgets
+    screen.widgets.Pane.render_line = lambda *_: 1 / 0
     self.screen.query_one("#slots").refresh()
 tui.Screen.action_zoom = spoil""",
     "without a word": "tui.Screen.action_zoom = lambda self: self.panic()",

@@ -18,7 +18,7 @@ from textual.geometry import Region
 
 import tui
 from nanobatch import Engine
-from screen import ink
+from screen import ink, keys
 from screen.pages import scenes, tour
 from screen.pages.scenes import SCENES
 from screen.places import LOWER, arrange_tour
@@ -406,7 +406,7 @@ def test_each_line_of_code_that_the_tour_names_is_there():
 
 
 def test_what_the_scenes_press_is_named_by_its_key():
-    pressed = tui.keys.pressed
+    pressed = keys.pressed
     assert [pressed(line) for line in ("/pause", "/burst", "/slow 10", "a prompt", "←")] == [
         *("space", "b", "/slow 10", "i and a prompt", "←"),
     ]

@@ -8,9 +8,8 @@ import pytest
 from stage import show
 from textual import events
 
-import tui
 from policies import POLICIES
-from screen import room
+from screen import app, room
 
 # Pieces of what people type: a key by its name, or several letters that belong together.
 LETTERS = [*"abcdefgijlqx XK./019", "é", "文", "hello ", "there", "What is 3 + 4?"]
@@ -101,7 +100,7 @@ def test_random_keys_do_the_same_while_the_model_loads_and_later_at_once_and_one
     """While the model loaded, `i`, "Hellp", Backspace, "o there" and Enter fired "Hellpo ther".
     And with the model there, a letter overtook the key before it if they came at once."""
     # Letters that follow within a second belong to the same words, on a busy machine as well
-    monkeypatch.setattr(tui, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda: 0.0))
     typists = int(os.environ.get("NANOBATCH_TYPISTS", 4))
     fired = wishes = 0
     for seed in range(typists):
@@ -208,14 +207,14 @@ def test_a_page_that_is_opened_while_the_model_loads_shows_how_far_it_is(page):
     async def scenario(it):
         it.app._misread = -1e9
         await it.pilot.press("b", page)
-        assert isinstance(it.app.screen, tui.Sheet)
+        assert isinstance(it.app.screen, app.Sheet)
         assert "✗ sheet" not in it.text() and (
             "starting" in it.text() or page in ("question_mark", "E")
         )
         it.stage.room.load()
         it.app.look()
         await it.turns(2)
-        assert isinstance(it.app.screen, tui.Sheet) and "starting" not in it.text()
+        assert isinstance(it.app.screen, app.Sheet) and "starting" not in it.text()
 
     stage = show(scenario, load=False)
     assert not stage.state.tracebacks

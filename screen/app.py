@@ -1,0 +1,772 @@
+"""The screen: it places the panes, looks for news up to ten times a second, and turns keys into
+wishes.
+
+The problem. Keys come from a keyboard, a mouse, a palette and a script, pages lie over panes, and all
+the while an engine runs that must not wait.
+
+What this file keeps. The picture depends only on `State` and on the size. Whatever a key does goes
+through `Session.obey`, or through an `action_...` method here. No page is known by its name: what a
+page is, its record says (`page.py`).
+
+Where next: `tui.py`, the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import chain, takewhile
+from pathlib import Path
+
+from textual import events
+from textual.app import App, SystemCommand
+from textual.binding import Binding
+from textual.command import CommandPalette
+from textual.geometry import Region, Size
+from textual.screen import ModalScreen
+from textual.widget import Widget
+
+from parts.api import faults
+from parts.api.views import RequestView
+from parts.files import write_whole
+from parts.program import BROWSER
+from screen import charts, keys, panes, steps
+from screen.ink import DARK, Palette, clean, count
+from screen.page import Page
+from screen.pages.clients import draw_clients
+from screen.pages.requests import draw_request
+from screen.pages.tour import Tour, draw_tour, refuse
+from screen.paper import Paper
+from screen.places import LOWER, STACKS, arrange, arrange_loading, arrange_tour, is_small, is_wide
+from screen.session import SCRIPTED, Session, as_command, orders_of
+from screen.state import State
+from screen.terminal import Terminal
+from screen.widgets import NEWLINE, Commands, Pane, Prompt, thrifty
+
+PANES = {  # by name: what draws it
+    "loading": panes.draw_loading,
+    "small": panes.draw_small,
+    "status": panes.draw_status,
+    "slots": panes.draw_slots,
+    "timeline": panes.draw_timeline,
+    "rate": charts.draw_rate,
+    "batch": charts.draw_batch,
+    "ttft": charts.draw_ttft,
+    "cost": charts.draw_cost,
+    "queue": charts.draw_queue,
+    "waits": charts.draw_waits,
+    "streams": panes.draw_streams,
+    "step": steps.draw_step_pane,
+    "request": draw_request,
+    "clients": draw_clients,
+    "mark": panes.draw_mark,
+    "settings": panes.draw_settings,
+    "keys": keys.draw_keys,
+    "tour": draw_tour,
+}
+# What the wheel does there
+WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
+# While something runs, they are painted less often
+SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
+# On a small screen, the pane in which is seen what a command does; a prompt's is its answer
+BRINGS = {"/pause": "step", "/step": "step", "/resume": "timeline", "/burst": "timeline"}
+# Keys of the tour, while it speaks; and the actions that would take the engine out of its hands
+TOUR_KEYS = {str(number): f"guess({number})" for number in range(1, 5)}
+TOUR_KEYS |= {"enter": "go_on", "space": "go_on", "escape": "leave_tour"}
+OF_A_USER = ("command", "prompt", "fire", "pause", "settings", "tour")
+WARNINGS = 4  # so many are shown at a time
+TRACEBACKS = 100  # so many are kept, the newest
+
+
+# --- the screen ---------------------------------------------------------------------------------
+
+
+class Tracebacks(logging.Handler):
+    """Where tracebacks go while the screen has the terminal: to the page that `E` opens."""
+
+    def __init__(self, state: State):
+        super().__init__()
+        self.count = 0  # of all so far
+        self._state = state
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._state.tracebacks.append(clean(self.format(record)).removeprefix("nanobatch: "))
+        del self._state.tracebacks[:-TRACEBACKS]
+        self.count += 1
+
+
+class Sheet(ModalScreen):
+    """A page, over all the panes. A key of another page opens that one; `i`, `/` and `e` lead to
+    the prompt box."""
+
+    SCROLLS = (("up", -1), ("down", 1))
+    LEAVES = (("pageup", -1), ("pagedown", 1), ("home", -1000), ("end", 1000))
+    BINDINGS = (
+        Binding("escape,enter", "dismiss", show=False),
+        Binding("q,ctrl+c,ctrl+q", "app.quit", show=False, priority=True),
+        *(Binding(key.keys, f"app.{key.action}", show=False) for key in keys.ON_A_PAGE),
+        *(Binding(key, f"scroll({by})", show=False) for key, by in SCROLLS),
+        *(Binding(key, f"leaf({by})", show=False) for key, by in LEAVES),
+    )
+
+    def __init__(self, page: Page):
+        super().__init__(name=page.name)
+        self.page = page
+        self.top = 0  # the first line in sight
+
+    def compose(self) -> Iterable[Widget]:
+        yield Pane(self._window, "sheet", wheel="screen.scroll")
+
+    def _window(self, state: State, on: Paper) -> None:
+        """The lines in sight. The heading stays; what is under it can be scrolled."""
+        if is_small(on.width, on.height):
+            panes.draw_small(state, on)
+        elif state.view.engine is None and not self.page.is_early:
+            panes.draw_loading(state, on)
+        else:
+            self.page.draw(state, on)
+            self.top = max(0, min(self.top, -on.room))
+            del on.lines[1 : 1 + self.top]
+            on.cut("", "")
+
+    def press(self, key: str) -> bool:
+        """Do what a key does on this page alone, if it does anything."""
+        do = self.page.own.get(key)
+        if isinstance(do, str):
+            self.app.action_command(do)
+        elif do:
+            self.top = 0
+            do(self.app.state)
+            self.app.paint()
+        return do is not None
+
+    def action_scroll(self, by: int) -> None:
+        self.top += by
+
+    def action_leaf(self, by: int) -> None:
+        """By as many lines as are in sight; the last of them is then the first."""
+        self.top += by * max(1, self.size.height - 3)
+
+
+class Screen(App):
+    """The whole screen. It places the panes, looks for news up to ten times a second, and turns
+    keys into wishes."""
+
+    TITLE = "nanobatch"
+    CSS = """
+    Screen { layers: panes; }
+    Pane, Prompt { position: absolute; }
+    Sheet { background: $background; }
+    Sheet Pane { width: 100%; height: 100%; }
+    #status, #keys { background: $foreground 10%; }
+    #tour { background: $foreground 5%; }
+    #prompt, #mark, #settings { background: $surface; color: $foreground; }
+    #prompt { border: none; height: 1; padding: 0; color: $foreground 60%; }
+    #prompt:focus { border: none; background-tint: $foreground 0%; color: $foreground; }
+    ToastRack { margin-bottom: 2; }
+    Toast { width: 46; }
+    """
+    BINDINGS = (
+        # `i` and `/` have priority, so the letters that are typed right behind them already go to
+        # the prompt.
+        *(
+            Binding(k.keys, k.action, k.label, show=False, priority=k.action.startswith("prompt"))
+            for k in keys.KEYS
+        ),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+    )
+    AUTO_FOCUS = None  # letters are keys until the user wants to type
+    LOOKS = 0.1  # seconds between two looks at the engine room
+
+    def __init__(
+        self,
+        session: Session,
+        script: str = "",
+        screenshot: bool = False,
+        tours: bool = False,
+        note: Path | None = None,
+    ):
+        """`screenshot`: when the script is done, take a picture and leave. `tours`: the tour begins
+        when the model is there. `note`: a file that says, once it is there, that the tour need not
+        be offered any more."""
+        super().__init__(driver_class=None if BROWSER else Terminal)
+        self.tour: Tour | None = None
+        self._tours, self._note = tours, note
+        session.state.offers_tour = bool(note and not tours and not note.exists())
+        self.session, self.state = session, session.state
+        self._script, self._screenshot = script, screenshot
+        self.picture = ""
+        self._looks = self._faults = self._told = 0
+        self._warned: list[float] = []  # when the warnings came that are still shown
+        self._untold: list[str] = []  # warnings that have not found room yet
+        self._tracebacks = Tracebacks(self.state)
+        self._misread = -math.inf  # when a letter was pressed last that was meant as text
+        self.palette, self.prompt = DARK, Prompt()
+
+    @property
+    def page(self) -> Page | None:
+        """The page that is open."""
+        return self.screen.page if isinstance(self.screen, Sheet) else None
+
+    # --- panes
+
+    def compose(self) -> Iterable[Widget]:
+        yield from (Pane(draw, name, WHEEL.get(name, "")) for name, draw in PANES.items())
+        yield self.prompt
+
+    def on_mount(self) -> None:
+        faults.LOG.addHandler(self._tracebacks)
+        self.begin_capture_print(self)  # a download's progress, or advice about a BLAS
+        self.watch_theme()
+        self.watch(self.screen, "focused", self.note_focus)
+        self.prompt.put(self.state.prompts[0][0])  # an example to fire
+        self.place(self.size)
+        self.set_interval(self.LOOKS, thrifty(self.look))
+        # After Ctrl-Z and fg
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
+        if threading.current_thread() is threading.main_thread():
+            for signal_, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 0)):
+                asyncio.get_running_loop().add_signal_handler(
+                    signal_, lambda code=code: self.exit(return_code=code)
+                )
+        self.run_worker(self.play(self._script))
+
+    def on_unmount(self) -> None:
+        faults.LOG.removeHandler(self._tracebacks)
+
+    def on_print(self, event: events.Print) -> None:
+        if said := re.split(r"[\r\n]", clean(event.text.strip("\r\n")))[-1].strip():
+            self.state.printed = said
+            self.paint()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.place(event.size)
+
+    def place(self, size: Size) -> None:
+        """Give each pane its place, or hide it."""
+        view = self.state.view
+        places = {"loading": Region(0, 0, *size)}
+        if view.stage == "loading":
+            places = arrange_loading(*size)
+        elif view.stage == "ready":
+            slots = len(view.engine.slots)
+            places = arrange(*size, slots, self.state.lower, bool(view.door))
+            if self.state.tour:
+                places = arrange_tour(*size, slots, self.state.lower)
+        for pane in self.screen_stack[0].query("Pane, Prompt"):
+            pane.display = pane.id in places
+            if region := places.get(pane.id):
+                pane.styles.offset = region.offset
+                pane.styles.width, pane.styles.height = region.size
+        self.call_after_refresh(self.paint)
+
+    def look(self) -> None:
+        """Without news nothing is painted; charts and the step are painted less often than the
+        rest."""
+        before = self.state.view
+        news = self._tracebacks.count - self._told
+        self._told += news
+        blocks = self.state.tracebacks[-news:] if news else []
+        self.warn([f"{block.partition(chr(10))[0]}; E shows where" for block in blocks])
+        if self.screen_stack and self.page and self.page.look:
+            self.page.look(self.session)
+        has_news = self.session.look()
+        self.look_at_tour()
+        if not has_news:
+            return
+        view = self.state.view
+        self._looks += 1
+        if (before.stage, before.life) != (view.stage, view.life):
+            self.place(self.size)
+        if view.stage == "ready" and self._tours:
+            self.action_tour()
+        if view.stage == "failed":  # the reason stands on the main screen, and q leaves it
+            self.action_main()
+            self.screen.set_focus(None)
+        faults = self.state.faults[self._faults :]
+        self._faults += len(faults)
+        self.warn([fault.message for fault in faults])
+        for fault in faults:
+            if fault.prompt and not self.prompt.value:
+                self.prompt.put(fault.prompt)
+        self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
+
+    def look_at_tour(self) -> None:
+        """The tour goes on by itself. Once anything has been fired, it is not offered any more."""
+        if self.tour:
+            before = self.state.tour
+            self.tour.look()
+            if self.state.tour is not before:
+                self.paint()
+        elif self.state.offers_tour and self.session.room.posted:
+            self.decline_tour()
+
+    def decline_tour(self) -> None:
+        """It was taken or declined: note it, as far as that is possible."""
+        self.state.offers_tour = False
+        if self._note:
+            with suppress(OSError):
+                self._note.touch()
+
+    def warn(self, messages: Sequence[str]) -> None:
+        """Tell what went wrong. With ten thousand messages on it a screen would stand still: of
+        those for which there is no room, the newest is told, and how many there are. The tour tells
+        itself what went wrong, and sometimes that was meant."""
+        if self.tour:
+            return
+        now = time.monotonic()
+        self._warned = [told for told in self._warned if now - told < self.NOTIFICATION_TIMEOUT]
+        self._untold += messages
+        room = WARNINGS - len(self._warned)
+        if not self._untold or room < 1:
+            return
+        if len(self._untold) > room:
+            others = count(len(self._untold) - 1, "other fault")
+            self._untold = [f"{self._untold[-1]} (and {others})"]
+        for message in self._untold:
+            self.notify(message, severity="error", markup=False)
+            self._warned.append(now)
+        self._untold = []
+
+    def paint(self, but: Sequence[str] = ()) -> None:
+        if not self.screen_stack:  # a timer has run out while the program ends
+            return
+        for pane in self.screen.query(Pane):
+            if pane.id not in but:
+                pane.paint()
+
+    def watch_theme(self) -> None:
+        self.palette = Palette.of(self.current_theme)
+        self.call_after_refresh(self.paint)
+
+    def note_focus(self, focused: Widget | None) -> None:
+        self.state.typing = focused is not None
+        self.state.has_typed |= self.state.typing
+        self.paint()
+
+    def say(self, message: str) -> None:
+        """Tell the user what has been done: beside the prompt, for a while."""
+        if message and len(self.screen_stack) > 1:
+            self.notify(message, markup=False, timeout=3)
+        elif message:
+            self.state.said = message
+            self.paint()
+            self.set_timer(4, lambda: self.hush(message))
+
+    def hush(self, message: str) -> None:
+        if self.state.said == message:
+            self.state.said = ""
+            self.paint()
+
+    def get_system_commands(self, screen) -> Iterable[SystemCommand]:
+        yield from super().get_system_commands(screen)
+        for key in keys.KEYS:
+            yield SystemCommand(
+                f"{key.label} ({key.show})", key.help, lambda key=key: self.run_action(key.action)
+            )
+
+    # --- keys
+
+    async def on_event(self, event: events.Event) -> None:
+        """All keys come through here first. Each one has done its work before the next one is
+        looked at.
+
+        subtle: Textual hands a key to a widget, which hands it back if the key is no letter. A
+        letter that is typed meanwhile would overtake Backspace and Enter.
+        """
+        is_new = isinstance(event, (events.Key, events.Paste)) and not event.is_forwarded
+        is_ours = all(isinstance(sheet, Sheet) for sheet in self.screen_stack[1:])
+        if not (is_new and is_ours):
+            await super().on_event(event)
+        elif self.return_code is None:  # else the screen is left
+            self.app_focus = True
+            await (self.press(event) if isinstance(event, events.Key) else self.paste(event))
+
+    async def press(self, event: events.Key) -> None:
+        # Enter is a newline, if it was pressed before the terminal was ours
+        key = "enter" if event.key == "ctrl+j" else event.key
+        on_main = len(self.screen_stack) == 1
+        if self.page and self.screen.press(key):
+            return
+        if on_main and self.is_for_tour(key):
+            await self.run_action(TOUR_KEYS[key])
+        elif (on_main and self.is_text(event)) or await self._check_bindings(key, priority=True):
+            return
+        elif self.focused and event.is_printable:
+            self.prompt.take(event.character)
+        else:
+            await self._check_bindings(key)
+
+    async def paste(self, event: events.Paste) -> None:
+        """All lines of it. The box itself would take the first one alone."""
+        if self.focused:
+            self.prompt.take("\n".join(event.text.splitlines()))
+
+    def is_for_tour(self, key: str) -> bool:
+        """While the tour speaks, some keys are its own. Esc declines it where it is offered."""
+        is_offered = self.state.offers_tour and self.state.view.stage == "ready"
+        is_declined = is_offered and key == "escape" and not self.focused
+        return key in TOUR_KEYS and bool(self.tour or self._tours or is_declined)
+
+    def is_text(self, event: events.Key) -> bool:
+        """Was this key meant as text, though the prompt box has not got the keyboard?
+
+        So are letters that are no keys, and at the start the keys that would do nothing yet. What
+        follows within a second belongs to the same words.
+        """
+        state, now = self.state, time.monotonic()
+        if self.focused or state.view.stage == "failed":
+            return False
+        is_rest = now - self._misread < 1 and (event.is_printable or event.key == "enter")
+        actions = [key.action for key in keys.KEYS if event.key in key.keys.split(",")]
+        is_letter = event.is_printable and event.character.isalpha()
+        others = state.view.door or state.view.watches or state.tracebacks
+        is_idle = not (self.session.room.posted or others)
+        page = (
+            keys.page_of(actions[0]) if actions else None
+        )  # without an example, it shows the past
+        is_first = is_letter and (not actions or (is_idle and page and not page.example))
+        if is_rest or is_first:
+            self._misread = now
+            if not is_rest:
+                self.notify(
+                    f"{event.character} is not typed: letters are keys here. "
+                    "Press i to type a prompt, ? for the keys.",
+                    markup=False,
+                )
+        return is_rest or is_first
+
+    # --- actions
+
+    async def run_action(self, *arguments, **options) -> bool:
+        """Every key, click and turn of the wheel comes through here. Whatever it does, the screen
+        is painted after. While the tour speaks, the engine is the tour's."""
+        action = str(arguments[0]).removeprefix("app.")
+        name = action.partition("(")[0]
+        is_taken = name in OF_A_USER or (name == "page" and not keys.only_looks(action))
+        if (self.tour or self._tours) and is_taken:
+            self.say("the tour has the engine; esc leaves it")
+            return True
+        done = await super().run_action(*arguments, **options)
+        self.paint()
+        return done
+
+    def check_action(self, action: str, parameters: tuple) -> bool | None:
+        """If no model could be loaded, only a few actions make sense. Typed letters are no keys."""
+        if self.state.view.stage == "failed":
+            return action in ("quit", "theme", "command_palette", "suspend_process")
+        return action != "prompt" or self.focused is None
+
+    def action_main(self) -> None:
+        """Back to the main screen."""
+        while len(self.screen_stack) > 1:
+            self.screen.dismiss()
+
+    def action_prompt(self, begin: str = "") -> None:
+        self.action_main()  # the box is there
+        self.screen.set_focus(self.prompt)  # at once, since the next letter is on its way
+        if begin:
+            self.prompt.put(begin)
+        elif self.prompt.value == self.state.prompts[0][0]:
+            self.prompt.action_select_all()  # this is the example, and typing replaces it
+
+    def action_leave(self) -> None:
+        """A command that was not given goes; a prompt that was not fired stays."""
+        if self.prompt.value.startswith("/"):
+            self.prompt.value = ""
+        self.prompt.screen.set_focus(None)
+
+    def action_complete(self) -> None:
+        """What is in the box, made longer as far as only one thing can be meant."""
+        found = keys.completions(self.prompt.value)
+        if found:
+            first, last = min(found), max(found)
+            alike = sum(takewhile(bool, map(str.__eq__, first, last)))
+            self.prompt.put(first[:alike])
+        if len(found) > 1:
+            self.say(" ".join(line.split()[-1] for line in found))
+
+    def action_fire(self) -> None:
+        if self.prompt.value:
+            self.submit()
+        else:
+            self.action_prompt()
+
+    def submit(self) -> None:
+        """Do what the prompt box says."""
+        line = self.prompt.value.replace(NEWLINE, "\n").strip()
+        if line and self.action_command(line):  # a wrong command stays in the box
+            self.prompt.value = ""
+            self.action_leave()
+            if not line.startswith("/"):
+                self.bring("streams")
+
+    def action_command(self, line: str) -> bool:
+        """Do what a line says, or tell the user what is wrong with it; False then."""
+        name, posted = line.strip().partition(" ")[0], self.session.room.posted
+        if name in ("/quit", "/exit"):
+            self.exit()
+            return True
+        try:
+            said = self.session.obey(line)
+        except ValueError as error:
+            self.notify(str(error), severity="error", markup=False)
+            return False
+        if self.state.view.stage == "loading" and self.session.room.posted > posted:
+            self.state.waiting.append(line)
+        self.bring(BRINGS.get(name, self.state.lower))
+        if name.startswith("/") and name[1:] in keys.PAGES:
+            self.show_page(keys.PAGES[name[1:]])
+        if self.page:  # it shows what has been done, or hides it
+            said = "" if self.page.is_live else said
+            if name != f"/{self.page.name}" and not self.page.is_live:
+                said = said or f"done behind this page: {line}"
+        self.say(said)
+        return True
+
+    def action_tour(self) -> None:
+        self._tours = False
+        try:
+            refuse(self.session)
+            if self.state.view.stage == "ready":
+                self.tour = Tour(self.session)
+        except ValueError as error:
+            self.notify(str(error), severity="error", markup=False)
+            return
+        if self.tour is None:
+            self._tours = True
+            self.say("the tour begins when the model is there")
+        self.decline_tour()
+        self.action_leave()
+        self.action_main()
+        self.place(self.size)
+
+    def action_guess(self, answer: int) -> None:
+        if self.tour:
+            self.tour.guess(answer)
+
+    def action_go_on(self) -> None:
+        if self.tour:
+            self.tour.go_on()
+            self.end_tour()
+
+    def action_leave_tour(self) -> None:
+        if self.tour:
+            self.tour.leave()
+            self.end_tour()
+        elif self._tours or self.state.offers_tour:
+            self._tours = False
+            self.decline_tour()
+            self.say("T begins the tour, whenever you like")
+
+    def end_tour(self) -> None:
+        """The panes go back to their places, once the tour is over."""
+        if self.tour and self.tour.is_over:
+            self.tour = None
+            self.place(self.size)
+
+    def action_pause(self) -> None:
+        self.action_command("/resume" if self.session.coming.paused else "/pause")
+
+    def action_settings(self) -> None:
+        self.action_prompt(f"/set {self.state.settings.words}")
+
+    def action_choose(self, by: int) -> None:
+        self.action_select(self.state.selected + by)
+
+    def action_select(self, slot: int) -> None:
+        self.state.select(slot)
+
+    def action_move(self, columns: int) -> None:
+        """By what is visible: a column of the timeline may be several steps. Without a timeline, by
+        a step."""
+        timeline = self.query_one("#timeline")
+        self.state.move(
+            columns * (self.state.zoom_for(timeline.size.width - 4) if timeline.display else 1)
+        )
+
+    def action_nudge(self, steps: int) -> None:
+        self.state.move(steps)
+
+    def action_point(self, column: int, row: int, width: int, height: int) -> None:
+        """Put the cursor on a column of the timeline that has been clicked, and select the slot
+        there."""
+        _, columns, _ = self.state.window(width)
+        if 0 <= column < len(columns):
+            self.state.look_at(self.state.index_of(columns[column].step))
+            slots = panes.fit_slots(self.state, height)
+            if 0 <= row < len(slots):
+                self.action_select(slots[row])
+
+    def action_go(self) -> None:
+        """From a step to the request in the selected slot; from a request to its first step."""
+        state = self.state
+        request = self.request()
+        if not (self.page and self.page.has_request):
+            if request:
+                state.opened = request.id
+                self.show_page(next(page for page in keys.PAGES.values() if page.has_request))
+            else:
+                self.say(f"slot {state.selected} has had no request yet")
+        elif steps := state.steps_of(request) if request else []:
+            state.look_at(steps[0])
+            self.action_select(request.slot)
+            self.screen.dismiss()
+        else:
+            self.say("its steps are not remembered")
+
+    def action_follow(self) -> None:
+        self.state.cursor = None
+
+    def action_zoom(self) -> None:
+        zooms = (None, 1, 2, 4, 8)
+        self.state.zoom = zooms[(zooms.index(self.state.zoom) + 1) % len(zooms)]
+        self.say(f"steps a column: {self.state.zoom or 'so that they fit'}")
+
+    def action_view(self) -> None:
+        panes = (
+            tuple(STACKS) if is_wide(*self.size) else LOWER if self.state.view.door else LOWER[:-1]
+        )
+        now = self.state.lower if self.state.lower in panes else panes[0]
+        self.state.lower = panes[(panes.index(now) + 1) % len(panes)]
+        self.state.has_chosen = True
+        self.place(self.size)
+
+    def bring(self, pane: str) -> None:
+        """Where panes take turns, show this one, unless the user has chosen with `v`."""
+        state = self.state
+        if not state.has_chosen and pane != state.lower and not is_wide(*self.size):
+            state.lower = pane
+            self.place(self.size)
+
+    def request(self) -> RequestView | None:
+        """The one that a page shows; else that of the selected slot."""
+        has_request = self.page and self.page.has_request
+        return self.state.open if has_request else self.state.owner(self.state.selected)
+
+    def action_copy(self) -> None:
+        """Copy a request's text to the terminal's own clipboard (OSC 52)."""
+        request = self.request()
+        if request:
+            self.copy_to_clipboard(request.text)
+        self.say(f"r{request.id} is copied" if request else "there is nothing to copy yet")
+
+    async def action_suspend_process(self) -> None:
+        """Ctrl-Z. The engine pauses meanwhile, so its clock stands still."""
+        room, view = self.session.room, self.state.view
+        runs = view.stage == "ready" and not (view.paused or view.watches)
+        if runs:
+            room.pause(True)
+            await self.until(lambda: room.look(view).paused)
+        super().action_suspend_process()
+        if runs:
+            room.pause(False)
+
+    def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
+        """Blanks that every viewer keeps and counts: of the exporter's own, some viewers make too
+        few."""
+        svg = super().export_screenshot(title=title, simplify=simplify)
+        return svg.replace("&#160;", " ").replace("<text ", '<text xml:space="preserve" ')
+
+    def deliver_screenshot(
+        self, filename: str | None = None, path: str | None = None, time_format: str | None = None
+    ) -> str | None:
+        """The palette's picture goes to where the screen was started: Textual's own place may not
+        exist. A browser gets it as a download."""
+        if BROWSER:
+            return super().deliver_screenshot(filename, path, time_format)
+        file = os.path.join(
+            path or "", filename or f"nanobatch-{datetime.now():%F-%H-%M-%S-%f}.svg"
+        )
+        try:
+            write_whole(file, self.export_screenshot())
+            self.notify(f"Saved screenshot to {file!r}", markup=False)
+        except OSError as error:
+            words = f"no picture: {file!r}: {error.strerror}"
+            self.notify(words, severity="error", markup=False)
+        return None
+
+    def action_command_palette(self) -> None:
+        if not CommandPalette.is_open(self):
+            self.push_screen(Commands())
+
+    def action_theme(self, name: str = "") -> None:
+        self.theme = name or ("textual-light" if self.current_theme.dark else "textual-dark")
+
+    def action_page(self, name: str) -> None:
+        """Do what the key of a page does. If the page is open, its key closes it, unless the key
+        runs something anew."""
+        page = keys.PAGES[name]
+        if self.page is page and not page.repeats:
+            self.screen.dismiss()
+            return
+        if page.has_request and (request := self.request()):
+            self.state.opened = request.id
+        self.action_command(f"/{name}")
+
+    def show_page(self, page: Page) -> None:
+        """In the place of the page that is open."""
+        if self.page is not page:
+            if self.page:
+                self.screen.dismiss()
+            self.push_screen(Sheet(page), lambda _: self.left(page))
+
+    def left(self, page: Page) -> None:
+        if page.leave:
+            page.leave(self.session)
+        self.call_after_refresh(self.paint)
+
+    # --- scripts
+
+    async def play(self, script: str) -> None:
+        """Run a script such as "static burst24 step60" or "race". If a picture is wanted, take it
+        and leave."""
+        state = self.state
+        await self.until(lambda: state.view.stage != "loading")
+        if state.view.stage == "failed":
+            if self._screenshot:
+                self.exit()
+            return
+        for word, rest in orders_of(script):
+            if word in SCRIPTED:
+                await self.run_action(SCRIPTED[word])
+            elif word != "wait":
+                self.action_command(as_command(word, rest))
+            await self.until(lambda: self.session.heard and not state.view.stepping)
+            await self.until(lambda: state.view.paused or not state.view.engine.draining_to)
+            page = keys.PAGES.get(word)
+            if page and page.disturbs:  # all that it wants to find
+                await self.until(lambda: self.session.settled)
+            if word == "wait":  # while paused, nothing would ever come to an end
+                await self.until(lambda: state.view.paused or self.session.settled)
+        if self._screenshot:
+            await self.until(lambda: state.view.paused or self.session.settled)
+            await self.take_picture()
+        self.session.stays = True  # from now on a user is there, who leaves pages
+
+    async def take_picture(self) -> None:
+        """And leave. It is written when all has ended."""
+        self.screen.set_focus(None)
+        self.clear_notifications()
+        self.state.said = ""
+        self.look()
+        if self.page:  # what moves is shown at its end
+            self.screen.press("end")
+        await asyncio.sleep(0.3)  # for the last paint
+        self.paint()
+        await asyncio.sleep(0.1)
+        self.picture = self.export_screenshot(title="nanobatch")
+        self.exit(return_code=0)
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            await asyncio.sleep(0.02)

@@ -1,0 +1,104 @@
+"""A page is a record: its key, its command, completion, help, footer, palette and log follow."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from stage import Stage
+
+from screen import keys
+from screen.session import PlainLog
+
+ROOT = Path(__file__).parents[2]
+# The smallest page there can be
+HELLO = '''"""It says hello."""
+
+from screen.page import Page
+
+
+def draw(state, on):
+    on.title("Hello")
+    on.say(f"{len(state.view.engine.slots)} slots say hello.")
+
+
+PAGE = Page("hello", "H", "Hello", "says hello", draw, footer=2)
+'''
+USED = """
+from stage import Stage, drawn, plain, show
+from screen import keys
+from screen.session import PlainLog, orders_of
+
+async def scenario(it):
+    assert "H Hello" in it.text().splitlines()[-1]
+    it.stage.session.obey("/resume")  # else the letter might be text
+    await it.press("H", turns=0)
+    assert it.app.screen.name == "hello" and "8 slots say hello." in it.text()
+    await it.press("t", turns=0)
+    assert it.app.screen.name == "totals"
+    await it.press("H", "H", turns=0)
+    assert len(it.app.screen_stack) == 1
+    await it.press("slash", *"hell", "tab", "enter", turns=0)
+    assert it.app.screen.name == "hello"
+    assert any("Hello (H)" in each.title for each in it.app.get_system_commands(it.app.screen))
+
+stage = show(scenario, size=(200, 50)).finish()
+said = []
+PlainLog(stage.session, said.append).obey("/hello")
+assert said[1:] == [" 8 slots say hello."], said
+assert orders_of("burst8 hello", logged=True) == [("burst", "8"), ("hello", "")]
+assert "says hello" in "".join(plain(drawn(keys.draw_help, stage.state, 120, 40)))
+print("hello, too")
+"""
+
+
+def test_a_new_page_is_a_file_and_its_name_in_the_table_of_keys(tmp_path):
+    """The elephant was named in five files and sixteen tables. In a process of its own, since
+    bindings are made with the class of the screen."""
+    for name in ("screen", "parts", "door", "tests/lib"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "screen" / "pages" / "hello.py").write_text(HELLO)
+    table = tmp_path / "screen" / "keys.py"
+    text = table.read_text()
+    text = text.replace("    errors,\n", "    errors,\n    hello,\n", 1)
+    text = text.replace("    errors.PAGE,\n", "    errors.PAGE,\n    hello.PAGE,\n", 1)
+    table.write_text(text)
+    run = subprocess.run(
+        [sys.executable, "-c", USED],
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{tmp_path / 'tests' / 'lib'}", "HOME": str(Path.home())},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0 and run.stdout == "hello, too\n", run.stdout + run.stderr
+
+
+def test_no_file_but_the_table_of_keys_lists_the_pages():
+    """The command line and the screen know no page by its name."""
+    names = [
+        page.name for page in keys.PAGES.values() if page.name not in ("race", "help", "requests")
+    ]
+    assert len(names) > 8
+    for file in ("tui.py", "screen/app.py", "screen/session.py", "screen/page.py"):
+        text = (ROOT / file).read_text()
+        named = [name for name in names if f'"{name}"' in text or f"'{name}'" in text]
+        assert not named or (file == "screen/app.py" and named == ["clients"]), (file, named)
+
+
+def test_every_page_can_be_read_in_a_log():
+    """Totals, errors and clients were for screens alone."""
+    stage = Stage().load()
+    stage.session.obey("/burst 4")
+    stage.finish()
+    for page in keys.PAGES.values():
+        if not page.disturbs:
+            said = []
+            log = PlainLog(stage.session, said.append)
+            log.look()
+            before = len(said)
+            log.obey(f"/{page.name}")
+            stage.room.loop.turn()
+            log.look()
+            assert len(said) > before, page.name
