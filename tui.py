@@ -11,7 +11,7 @@ it:
     machine.py   whether other programs take the cores.
     room.py      owns the engine. It fulfils wishes between two steps, and shows what happens as a frozen `View`.
     remote.py    the same for an engine elsewhere: it reads a server's `/watch`.
-    runs.py      races and replays on a clock that interruptions do not reach. trace.py is a trace for Perfetto.
+    runs.py      races and replays on a clock that interruptions do not reach.
     life.py      a request's life in parts that add up, and what it would have been in another company.
     state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
     paper.py     what panes and pages write their lines on.
@@ -67,11 +67,11 @@ from screen.pages.totals import farewell
 from screen.pages.tour import run_plain_tour
 from screen.remote import RemoteRoom, address_of, base_of
 from screen.room import BURST, CHUNK, Ask, EngineRoom, Room, Settings
-from screen.session import SCRIPT, Session, orders_of, run_plain, trace_of
+from screen.session import SCRIPT, Session, orders_of, run_plain
 from screen.state import State
 from screen.terminal import HUNG_UP
 
-WRITTEN = ("screenshot", "trace", "record")  # options that name a file, which is written at the end
+WRITTEN = ("screenshot", "record")  # options that name a file, which is written at the end
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -105,11 +105,6 @@ def options() -> program.Parser:
         help="draw on no terminal, run the script, write the picture, and leave",
     )
     add("--size", default="120x40", help="size of the screenshot in characters (default: 120x40)")
-    add(
-        "--trace",
-        metavar="FILE.json",
-        help="at the end, write what the timeline saw as a Chrome trace (Perfetto)",
-    )
     add(
         "--record",
         metavar="FILE.json",
@@ -277,7 +272,6 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
     """Write what the options ask for. False, and a line for each reason, if not all could be."""
     makers = {
         "screenshot": lambda: (picture, ""),
-        "trace": lambda: (trace_of(session), ""),
         "record": lambda: recording_of(args, session),
     }
     is_done = True

@@ -11,7 +11,6 @@ Where next: `tui.py`, the screen itself.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -34,7 +33,6 @@ from screen.periods import words
 from screen.room import SCHEMA, Ask, EngineRoom, Finding, View, is_mute, turned
 from screen.runs import Contest
 from screen.state import State, client_of, lines_of, prompt_of
-from screen.trace import trace_events
 
 
 def read_name(name: str, text: str, least: int, most: int) -> str:
@@ -520,14 +518,6 @@ def run_plain(
         session.room.drain()
         log.look()
         log.flush()
-
-
-def trace_of(session: Session) -> str:
-    session.look()
-    state, engine = session.state, session.state.view.engine
-    requests = [replace(request, prompt=prompt_of(request)) for request in state.requests.values()]
-    events = trace_events(state.history, requests, engine.now if engine else 0.0)
-    return json.dumps({"traceEvents": events})
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:

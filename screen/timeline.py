@@ -14,7 +14,7 @@ A step becomes a `Column` of cells. `runs.py` makes such columns of a replay, to
 
 What this file keeps. Both pictures draw what the plans say. Nothing here knows a policy.
 
-Where next: `runs.py` and `trace.py`, which make more of columns; `state.py`, which keeps them.
+Where next: `runs.py`, which makes more of columns; `state.py`, which keeps them.
 """
 
 from __future__ import annotations

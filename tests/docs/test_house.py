@@ -72,7 +72,7 @@ SCREEN = """
     life
     runs
     periods
-    remote trace
+    remote
     timeline
     room paper
     ink places machine

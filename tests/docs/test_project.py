@@ -145,7 +145,7 @@ def test_a_command_that_writes_a_file_leaves_the_checkout_clean():
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "docs" / "index.html"]
     programs = [*ROOT.glob("*.py"), *ROOT.glob("docs/make/*.py"), *ROOT.glob("tests/long/*.py")]
     texts = " ".join(path.read_text() for path in (*pages, *programs))
-    options = "--(?:record|json|screenshot|trace)"
+    options = "--(?:record|json|screenshot)"
     written = re.findall(rf"(?:{options}|' >) (\w+\.(?!py)\w+)", texts)
     written += re.findall(r"python docs/make/(?:page|plot)\.py (?:\w+\.\w+ )+(\w+\.\w+)", texts)
     assert {"run.json", "run.svg", "out.html", "hosts.json"} <= set(written)

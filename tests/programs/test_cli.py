@@ -555,7 +555,7 @@ def test_ctrl_c_is_quiet_from_a_programs_first_line_on(tmp_path, name, module):
 def test_closed_standard_streams_leave_their_numbers_to_no_other_file(tmp_path):
     """A service may be started without them. The weights were opened as file 0, which MLX takes for
     a failure."""
-    trace = tmp_path / "trace"
+    record = tmp_path / "record"
     done = subprocess.run(
         [
             sys.executable,
@@ -563,13 +563,13 @@ def test_closed_standard_streams_leave_their_numbers_to_no_other_file(tmp_path):
             "--plain",
             "--script",
             "burst1",
-            "--trace",
-            str(trace),
+            "--record",
+            str(record),
         ],
         preexec_fn=lambda: [os.close(number) for number in range(3)],
         timeout=120,
     )
-    assert done.returncode == 0 and trace.stat().st_size > 1000
+    assert done.returncode == 0 and record.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("program", ["ask.py", "bench.py", "tui.py"])
@@ -602,7 +602,7 @@ def test_importing_a_program_changes_nothing_about_ctrl_c():
         (tui, ["--policy"]),
         (tui, ["--script"]),
         (tui, ["--prompts"]),
-        (tui, ["--trace"]),
+        (tui, ["--record"]),
         (bench, ["--parts"]),
         (bench, ["--rows"]),
         (bench, ["--shape"]),

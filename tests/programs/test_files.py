@@ -265,18 +265,18 @@ def test_a_screen_whose_files_find_no_room_says_so_ends_with_1_and_keeps_the_ear
     tmp_path,
 ):
     """It said that all was well, and 0, and the earlier files were gone."""
-    names = ("record.json", "trace.json", "picture.svg")
+    names = ("record.json", "picture.svg")
     files = [tmp_path / name for name in names]
     for file in files:
         file.write_text(OLD)
-    record, trace, picture = files
-    options = ("--script", "burst2", "--record", record, "--trace", trace, "--screenshot", picture)
+    record, picture = files
+    options = ("--script", "burst2", "--record", record, "--screenshot", picture)
     done = tui(*options, preexec_fn=limited)
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if "File too large" in line]
-    assert len(said) == 3 and all(str(file) in done.stderr for file in files), done.stderr
+    assert len(said) == 2 and all(str(file) in done.stderr for file in files), done.stderr
     assert " holds " not in done.stderr, "it says that it was written"
-    assert [file.read_text() for file in files] == [OLD] * 3
+    assert [file.read_text() for file in files] == [OLD] * 2
     assert sorted(tmp_path.iterdir()) == sorted(files)
 
 

@@ -1,19 +1,16 @@
-"""The command line of the screen, the plain log and the trace."""
+"""The command line of the screen, and the plain log."""
 
-import json
 import os
 import re
-from collections import Counter
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from stage import Stage, disturb, show
+from stage import Stage, show
 
 import tui
 from door.journal import Call, DoorView
 from policies import POLICIES
-from screen import app, session, trace
+from screen import app, session
 from screen.ink import clean
 
 
@@ -30,7 +27,7 @@ from screen.ink import clean
         ["--model", ""],
         ["--script", "dance"],
         ["--size", "80"],
-        ["--trace", "/nowhere/at/all.json"],
+        ["--record", "/nowhere/at/all.json"],
         ["--nonsense"],
     ],
     ids=" ".join,
@@ -107,8 +104,8 @@ def test_the_help_of_the_command_line_names_what_a_script_may_say(capsys):
             "--prompts '/no/p.txt': No such file or directory; name a text file",
         ),
         (
-            ["--trace", "/no/t.json"],
-            "--trace '/no/t.json': No such file or directory; name a file in a folder",
+            ["--record", "/no/t.json"],
+            "--record '/no/t.json': No such file or directory; name a file in a folder",
         ),
         (
             ["--screenshot", "/no/s.svg"],
@@ -130,7 +127,7 @@ def test_a_file_that_cannot_be_used_is_named_with_its_option_and_the_remedy(
     assert capsys.readouterr().err.startswith(f"nanobatch: {words}")
 
 
-@pytest.mark.parametrize("option", ["--trace", "--screenshot", "--record"])
+@pytest.mark.parametrize("option", ["--screenshot", "--record"])
 def test_a_pipe_that_nobody_reads_is_refused_and_not_waited_for(option, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.svg")
     with pytest.raises(SystemExit):
@@ -166,18 +163,6 @@ def test_a_plain_log_quotes_nothing_that_a_terminal_obeys():
     told = [line for line in lines if "GET /" in line]
     assert len(told) == 1 and "<U+202E>" in told[0]
     assert len(lines) > 3 and all(map(is_plain, lines)), lines
-
-
-def test_a_trace_of_hostile_prompts_names_its_tracks_in_plain_text():
-    stage = Stage().load()
-    stage.session.obey("hello")
-    stage.session.obey(HOSTILE.strip())
-    stage.finish()
-    events = json.loads(session.trace_of(stage.session))["traceEvents"]
-    names = [e["args"]["name"] for e in events if e["ph"] == "M"]
-    hello, hostile = names[-2:]
-    assert hello == "r1 hello" and hostile.startswith("r2 ␛]0;title␇<U+009B>2J<U+202E><U+061C>")
-    assert all(map(is_plain, names))
 
 
 def test_right_options_are_taken(tmp_path):
@@ -263,83 +248,6 @@ def test_the_log_stamps_a_switch_with_the_moment_from_which_the_policy_held():
     first = next(column for column in stage.state.history if column.view.policy == "static")
     assert first.step > 1 and f"{first.view.began:8.3f} s  policy static" in lines
     assert lines.index(f"{first.view.began:8.3f} s  policy static") < len(lines) - 4
-
-
-def check_trace(events: list[dict]) -> Counter:
-    """The rules of Chrome's trace format, as far as we use it. Answers with how many there are of
-    each kind."""
-    processes = {
-        e["pid"]: e["args"]["name"] for e in events if (e["ph"], e["name"]) == ("M", "process_name")
-    }
-    tracks = {
-        (e["pid"], e["tid"])
-        for e in events
-        if (e["ph"], e["name"]) == ("M", "thread_name") and e["args"]["name"]
-    }
-    spans, counts = {}, {}
-    for event in events:
-        assert {"ph", "name", "pid", "tid", "args"} <= event.keys() and event["pid"] > 0, event
-        assert processes[event["pid"]], event
-        if event["ph"] == "X":
-            assert (event["pid"], event["tid"]) in tracks and event["tid"] > 0 and event["cat"], (
-                event
-            )
-            assert (
-                type(event["ts"]) is type(event["dur"]) is int
-                and event["ts"] >= 0
-                and event["dur"] >= 0
-            ), event
-            spans.setdefault((event["pid"], event["tid"]), []).append(
-                (event["ts"], event["ts"] + event["dur"])
-            )
-        elif event["ph"] == "C":
-            (value,) = event["args"].values()
-            assert value >= 0, event
-            counts.setdefault(event["name"], []).append(event["ts"])
-        else:
-            assert event["ph"] == "M" and event["name"] in ("process_name", "thread_name"), event
-    for track, times in spans.items():
-        for (_, ended), (began, _) in pairwise(sorted(times)):
-            assert began >= ended, f"{track}: a span begins at {began}, and another ends at {ended}"
-    assert all(times == sorted(times) for times in counts.values())
-    return Counter(event["ph"] for event in events)
-
-
-def test_a_trace_keeps_the_rules_of_its_format_and_holds_every_request_and_every_step():
-    """Step k + 1 began before step k had ended, on the same track: Perfetto does not draw that.
-    Tracks had no names."""
-    stage = Stage(policy="static").load()
-    disturb(stage, 0.0123456789)
-    stage.session.obey("/burst 12")
-    stage.finish()
-    stage.time.now += 5.0  # idle for a while
-    stage.session.obey("/burst 12")
-    stage.turns(40)  # now some are open, and some wait
-    now = stage.state.view.engine.now
-    events = trace.trace_events(stage.state.history, stage.state.requests.values(), now)
-    events = json.loads(json.dumps(events, allow_nan=False))
-    kinds = check_trace(events)
-    steps = len(stage.state.history)
-    # After each busy period the counters are 0
-    assert kinds["X"] > 5 * steps > 1000 and kinds["C"] == 3 * steps + 6
-    spans = [event for event in events if event["ph"] == "X"]
-    names = Counter(event["name"] for event in spans)
-    assert all(names[f"r{i} decode"] for i in range(1, 21)) and names["blocked"]
-    assert all(names[stage] == steps for stage in ("plan", "build", "device", "wait", "commit"))
-    assert sum(name.startswith("step ") for name in names) == steps and names["in line"] == 24
-    waits = {e["tid"]: e["dur"] / 1e6 for e in spans if e["name"] == "in line"}
-    for request in stage.state.ended:
-        assert waits[request.id] == pytest.approx(request.metrics.queued_s, abs=2e-6)
-    assert sum(wait > 0.1 for wait in waits.values()) >= 8
-    rates = [e["args"]["tokens/s"] for e in events if e["name"] == "tokens/s"]
-    lines = [e["args"]["in line"] for e in events if e["name"] == "in line" and e["ph"] == "C"]
-    assert max(rates) > 100 and max(lines) == 4 and rates[-1] == lines[-1] == 0
-    overlapping = [e | {"dur": e["dur"] + 100_000} if e["name"] == "plan" else e for e in events]
-    unnamed = [e for e in events if e["name"] != "thread_name"]
-    for broken in (overlapping, unnamed):
-        with pytest.raises(AssertionError):
-            check_trace(broken)
-    assert check_trace(trace.trace_events([])) == {"M": 6}
 
 
 def test_only_what_has_changed_is_painted():
