@@ -739,6 +739,7 @@ class Engine:
         client: str = "",
         origin: Any = None,
         grammar: Any = None,
+        reuse: bool = True,
     ) -> Handle:
         """Put a prompt in line: a text, chat messages, or token ids as they are.
 
@@ -746,6 +747,7 @@ class Engine:
         `client`: who asks, by any name. The policy `fair` shares the slots among clients.
         `origin` may be anything: it is shown to those who watch.
         `grammar`: that of the `sampling`, if it has been made already (`text.grammar`).
+        `reuse`: whether it may take over the rows of others, and give its own.
         """
         if sampling is None:
             sampling = Sampling()
@@ -761,7 +763,8 @@ class Engine:
         with Held(), self.changed:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")
-            request = Request(self._next_id, ids, max_tokens, self.clock(), self.reuse, client)
+            shares = self.reuse and reuse
+            request = Request(self._next_id, ids, max_tokens, self.clock(), shares, client)
             handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle
@@ -865,6 +868,24 @@ class Engine:
         """Change the policy as soon as all that runs has ended. The slots forget what they hold."""
         with self.changed:
             self.sched.drain(policy_of(to))
+
+    def set_budget(self, budget: int, chunk: int) -> None:
+        """Bound each step that is planned from now on, and each chunk of a prompt."""
+        with self.changed:
+            self.sched.budget = budget
+            self.sched.chunk = chunk
+
+    @contextmanager
+    def running_on(self, runner: Runner) -> Iterator[None]:
+        """Inside, steps are run by another runner in the place of ours, such as one that fails."""
+        with self.changed:
+            ours = self.runner
+            self.runner = runner
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.runner = ours
 
     def check(self) -> None:
         """Assert the invariants of scheduler and slab. The tests do so after every step."""

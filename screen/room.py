@@ -519,7 +519,7 @@ class EngineRoom(Room):
             fired.append(handle.id)
         return fired
 
-    def _submit(self, ask: Ask, ids: list[int] | ValueError | None) -> Handle:
+    def _submit(self, ask: Ask, ids: list[int] | ValueError | None, reuse: bool = True) -> Handle:
         engine = self.engine
         if ids is None:
             ids = engine.text.ask(ask.prompt)
@@ -538,13 +538,15 @@ class EngineRoom(Room):
             seed=ask.seed,
             **{"logprobs": ask.logprobs, **form},
         )
-        handle = engine.submit(ids, sampling, origin=ask, client=ask.client)
+        handle = engine.submit(ids, sampling, origin=ask, client=ask.client, reuse=reuse)
         self.own[handle.id] = handle
         return handle
 
-    def submit(self, asks: Sequence[Ask]) -> list[Handle]:
-        """For a trial: put these in line, and keep what answers. What cannot be submitted raises."""
-        return [self._submit(ask, None) for ask in asks]
+    def submit(self, ask: Ask, reuse: bool = True) -> Handle:
+        """For a trial: put this in line, and keep what answers. What cannot be submitted raises.
+
+        `reuse`: whether rows of a beginning may be taken over."""
+        return self._submit(ask, None, reuse)
 
     _post_fire = wish(_fire)
 
@@ -626,10 +628,8 @@ class EngineRoom(Room):
         limits = turned(turns[0][1], now, budget)
         if limits == now:
             return
-        sched = self.engine.sched
-        sched.budget = limits.budget
-        sched.chunk = limits.chunk
-        first = sched.steps + 1
+        self.engine.set_budget(limits.budget, limits.chunk)
+        first = self.engine.sched.steps + 1
         kept = [turn for turn in turns if turn[0] < first or turn is turns[0]]
         self.note(turns=(*kept, (first, limits)))
 
@@ -714,8 +714,8 @@ class EngineRoom(Room):
         times among random neighbours. It ends a pause.
 
         A trial is a generator. It is asked for its next finding between two steps, so there it may
-        fire, cancel, and change what it likes about the engine; what it has changed it puts back
-        in a `finally`. After the last finding it is over.
+        fire, cancel, and turn what the engine lets others turn; what it has turned it puts back in a
+        `finally`. After the last finding it is over.
         """
         if self._race or self._trial:
             self.fault(f"a {'race' if self._race else 'trial'} runs already; X ends it")

@@ -11,6 +11,7 @@ Where next: `handle.py`, what `submit` answers with; `views.py`, what `snapshot`
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from parts.api.handle import Handle
@@ -29,7 +30,6 @@ class AnyEngine(Protocol):
     summary: str
     has_work: bool
     exact: bool  # whether a request's bits are independent of its company
-    reuse: bool  # whether the next request may take over the rows of others, and give its own
     # Called after each commit, and after each end from elsewhere
     on_commit: Callable[[], None] | None
 
@@ -41,6 +41,7 @@ class AnyEngine(Protocol):
         client: str = "",
         origin: Any = None,
         grammar: Any = None,
+        reuse: bool = True,
     ) -> Handle: ...
 
     def snapshot(self, since: Snapshot | None = None) -> Snapshot: ...
@@ -50,5 +51,9 @@ class AnyEngine(Protocol):
     def chosen(self) -> ExpertsView: ...
 
     def drain(self, to: str) -> None: ...
+
+    def set_budget(self, budget: int, chunk: int) -> None: ...
+
+    def running_on(self, runner: Any) -> AbstractContextManager[None]: ...
 
     def close(self) -> None: ...

@@ -3,19 +3,18 @@
 The problem. Every server says that one bad request does not harm its neighbours. Who believes that
 without having tried it?
 
-The way out is to break the engine that runs, on purpose, in one of four ways:
+The way out is to break the engine that runs, on purpose, in one of three ways:
 
     step      an exception, raised when the forward pass of the next step has been started
     nan       numbers that are no numbers, written over the newest values of one slot
     client    a request that is cancelled in mid-answer, as the door does when a client hangs up
-    flood     10,000 requests at once
 
 All that ran beside it are witnesses. When they have ended, each is run once more, alone, and the
 two answers are compared: all tokens, and all bits of their log probabilities. Of a witness that has
 been cut off, the tokens until then are compared.
 
-What this file keeps. Nothing of the engine knows about this: what is broken is broken from outside,
-for one step, and put back. NaN is written with Python's own, so no array is made here.
+What this file keeps. Nothing of the engine knows about this. For one step another runner takes the
+place of the engine's own, and does the damage (`Engine.running_on`). No array is made here.
 
 Where next: `Engine._fail` in `nanobatch.py`, which decides who ends.
 """
@@ -23,21 +22,14 @@ Where next: `Engine._fail` in `nanobatch.py`, which decides who ends.
 from __future__ import annotations
 
 import math
-import resource
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from parts.api.handle import Handle
-from parts.api.settings import Sampling
-from parts.api.views import StepView
 from parts.checks import shown
-from sched import QueueFull
-from screen.ink import count, shorten, span
+from screen.ink import count, shorten
 from screen.page import Desk, Page
 from screen.paper import Figure, Paper
 from screen.room import BURST, Ask, EngineRoom
@@ -47,16 +39,10 @@ BREAKS = {  # by name: the title, and how it is done
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
     "nan": ("NaN in a slot", "written over the newest values of one request"),
     "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
-    "flood": ("10,000 requests", "all at once; later they are cancelled"),
 }
 LIKELIEST = 5  # so many of the likeliest tokens are compared at each place
 LONGEST = 48  # tokens of a witness that is fired from here
 FEWEST = 4  # open requests: if there are fewer, witnesses are fired
-FLOOD = 10_000
-AT_ONCE = 500  # requests of the flood that come between two steps
-A_LOOK = 300  # so many of it are cancelled between two looks: 500 ends are kept for a watcher
-CALM = 20  # steps before the flood, for their time
-STEPS = 60  # and with the whole flood in line
 LONG_ANSWERS = [prompt for prompt, most in BURST if most >= 64]
 COLUMNS = (
     Figure("request", 9, is_text=True),
@@ -99,7 +85,6 @@ class Breakage(NamedTuple):
     stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
     did: str = ""
     witnesses: tuple[Witness, ...] = ()
-    figures: tuple[str, ...] = ()  # of the flood
     lines: tuple[str, ...] = ()
     name: str = "break"
 
@@ -139,18 +124,23 @@ def break_it(what: str) -> Callable[[EngineRoom], Iterator[Breakage]]:
     return lambda room: Breaking(room, what).run()
 
 
-@contextmanager
-def instead(runner: Any, begin: Callable) -> Iterator[None]:
-    """For a while the runner begins its steps in this way."""
-    was = vars(runner).get("begin")
-    runner.begin = begin
-    try:
-        yield
-    finally:
-        if was is None:
-            del runner.begin
-        else:
-            runner.begin = was
+class Saboteur:
+    """A runner that does what ours does. Before each step it asks `harm`, which may spoil something,
+    and may answer with what is to be raised when the forward pass has begun."""
+
+    def __init__(self, ours: Any, harm: Callable[[Any], Exception | None]):
+        self._ours = ours
+        self._harm = harm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ours, name)
+
+    def begin(self, order: Any) -> Any:
+        fault = self._harm(order)
+        begun = self._ours.begin(order)
+        if fault:
+            raise fault
+        return begun
 
 
 class Breaking:
@@ -162,30 +152,23 @@ class Breaking:
         self.found = Breakage(what, self.engine.exact)
         self.handles: list[Handle] = []  # the witnesses
         self.fired: list[Handle] = []  # all that came from here
-        self.flood: list[Handle] = []
 
     def run(self) -> Iterator[Breakage]:
         if self.engine.snapshot().ranks.memory:
             raise ValueError("with several ranks a failed step ends them all; break one process")
         title, _ = BREAKS[self.found.what]
         self._tell(f"break it: {title}")
-        ways = {
-            "step": self._raise,
-            "nan": self._poison,
-            "client": self._hang_up,
-            "flood": self._drown,
-        }
+        ways = {"step": self._raise, "nan": self._poison, "client": self._hang_up}
         try:
             yield from self._gather()
             yield from ways[self.found.what]()
             while any(handle.finish_reason is None for handle in self.handles):
                 yield self._look()
-            yield from self._cancel_the_flood()
             yield from self._compare()
             self._tell_the_end()
             yield self.found
         finally:
-            for handle in (*self.fired, *self.flood):
+            for handle in self.fired:
                 handle.cancel()
 
     def _tell(self, *lines: str, **changes) -> None:
@@ -199,7 +182,7 @@ class Breaking:
             for i, prompt in enumerate(islice(cycle(LONG_ANSWERS), many)):
                 temperature = 0.8 * (i % 2)
                 ask = Ask(prompt, LONGEST, temperature, i, logprobs=LIKELIEST, mute=True)
-                self.fired += self.room.submit([ask])
+                self.fired.append(self.room.submit(ask))
             self.handles += self.fired
         while self._open(self.handles) and not self._victim():
             yield self.found
@@ -237,56 +220,53 @@ class Breaking:
         self.found = self.found._replace(witnesses=tuple(witnesses))
         return self.found
 
-    # --- the four ways
+    # --- the three ways
 
     def _raise(self) -> Iterator[Breakage]:
-        runner = self.engine.runner
-        begin = runner.begin
         raised = []
 
-        def fail(order):
-            begun = begin(order)
+        def harm(order: Any) -> Exception | None:
             if raised:
-                return begun
+                return None
             raised.append(self.engine.sched.steps)
             self._note_where()
-            raise Planted("planted by /break step, to see who ends; nothing is wrong")
+            return Planted("planted by /break step, to see who ends; nothing is wrong")
 
-        with instead(runner, fail):
-            while not raised and self.engine.has_work:
-                yield self.found
-        self._did(f"step {raised[0]:,} raised an exception" if raised else "")
+        yield from self._until(raised, harm)
+        self._did(f"step {raised[0]:,} raised an exception")
 
     def _poison(self) -> Iterator[Breakage]:
         """The rows of a victim's prompt stay as they are, since others may take them over: they
         would say NaN, too, and rightly."""
-        runner = self.engine.runner
-        if runner.slab is None:
+        slab = self.engine.runner.slab
+        if slab is None:
             raise ValueError("this engine has no slab to write into")
-        begin = runner.begin
         done = []
 
-        def poison(order):
+        def harm(order: Any) -> None:
             victim = self._victim()
-            rows = dict(order.decodes)
-            if victim is not None and not done:
-                slot = victim.request.slot
-                first = len(victim.request.prompt)
-                last = rows.get(slot, 0)
-                if last > first:
-                    done.append((victim.id, slot, first, last))
-                    self._note_where()
-                    runner.slab.v[-1][slot, :, first:last] = math.nan
-            return begin(order)
+            if victim is None or done:
+                return
+            slot = victim.request.slot
+            first = len(victim.request.prompt)
+            last = dict(order.decodes).get(slot, 0)
+            if last > first:
+                self._note_where()
+                rows = slab.prefix(slot, last)
+                rows[-1][:, :, first:] = math.nan
+                slab.fill(slot, rows)
+                done.append(f"rows {first:,} to {last - 1:,} of slot {slot}, of r{victim.id}")
 
-        with instead(runner, poison):
+        yield from self._until(done, harm)
+        self._did(f"the last layer's values in {done[0]}, became NaN")
+
+    def _until(self, done: list, harm: Callable[[Any], Exception | None]) -> Iterator[Breakage]:
+        """Let another runner run the steps until something is done."""
+        with self.engine.running_on(Saboteur(self.engine.runner, harm)):
             while not done and self.engine.has_work:
                 yield self.found
         if not done:
             self._did("")
-        id, slot, first, last = done[0]
-        rows = f"rows {first:,} to {last - 1:,} of slot {slot}"
-        self._did(f"the last layer's values in {rows}, of r{id}, became NaN")
 
     def _hang_up(self) -> Iterator[Breakage]:
         victim = self._victim()
@@ -301,62 +281,6 @@ class Breaking:
         if not words:
             raise ValueError("all had ended before anything could be broken; try it again")
         self._tell(words, did=words)
-
-    def _drown(self) -> Iterator[Breakage]:
-        """Ten thousand requests come, and stay in line for some steps."""
-        yield from self._steps(CALM)
-        self.handles = self._open(self.handles)
-        before = self.engine.snapshot()
-        mib = memory()
-        self._note_where()
-        ask = Ask("What is 3 + 4?", 16, 0.0, 0, mute=True)
-        ids = self.engine.text.ask(ask.prompt)
-        sampling = Sampling(max_tokens=ask.max_tokens)
-        refused = 0
-        while len(self.flood) + refused < FLOOD:
-            for _ in range(AT_ONCE):
-                try:
-                    self.flood.append(self.engine.submit(ids, sampling, origin=ask))
-                except QueueFull:
-                    refused += 1
-            yield self._look()
-        limit = before.limits.max_queue
-        self._did(f"{len(self.flood):,} came, {refused:,} refused: the line holds {limit:,}")
-        grown = memory() - mib
-        yield from self._steps(STEPS)
-        # Without the ten thousand: nobody here reads their views
-        seen = before.seen._replace(request=sys.maxsize)
-        after = self.engine.snapshot(replace(before, seen=seen))
-        waiting = max(step.waiting for step in after.steps)
-        full = [step for step in after.steps if step.waiting > 0.9 * waiting]
-        figures = (
-            f"in line: {waiting:,} at most, and {grown:,.0f} MiB of memory more",
-            f"before: {times(before.steps[-CALM:])}",
-            f"while: {times(full)}",
-        )
-        self._tell(*figures, figures=figures)
-
-    def _steps(self, many: int) -> Iterator[Breakage]:
-        first = self.engine.steps
-        while self.engine.steps < first + many and self.engine.has_work:
-            yield self._look() if self.found.witnesses else self.found
-
-    def _cancel_the_flood(self) -> Iterator[Breakage]:
-        """As fast as the screen looks: so it sees each of them end."""
-        looks = self.room.looks
-        done = 0
-        while done < len(self.flood):
-            if self.room.looks != looks:
-                looks = self.room.looks
-                for handle in self.flood[done : done + A_LOOK]:
-                    handle.cancel()
-                done += A_LOOK
-            yield self.found
-        if self.flood:
-            answered = sum(handle.finish_reason in ("stop", "length") for handle in self.flood)
-            cancelled = len(self.flood) - answered
-            words = f"after: {answered:,} of them were answered meanwhile, {cancelled:,} cancelled"
-            self._tell(words, figures=(*self.found.figures, words))
 
     # --- the comparison
 
@@ -388,13 +312,8 @@ class Breaking:
     def _again(self, handle: Handle) -> Handle:
         request = handle.request
         sampling = replace(handle.sampling, max_tokens=request.max_tokens, seed=handle.seed)
-        reuse = self.engine.reuse
-        self.engine.reuse = False
-        try:
-            origin = Ask(handle.prompt, request.max_tokens, sampling.temperature, None, mute=True)
-            return self.engine.submit(list(request.prompt), sampling, origin=origin)
-        finally:
-            self.engine.reuse = reuse
+        origin = Ask(handle.prompt, request.max_tokens, sampling.temperature, None, mute=True)
+        return self.engine.submit(list(request.prompt), sampling, origin=origin, reuse=False)
 
     def _tell_the_end(self) -> None:
         self.found = self.found._replace(stage="over")
@@ -419,28 +338,6 @@ def is_alike(handle: Handle, again: Handle) -> bool:
     return handle.tokens == again.tokens[:many] and handle.logprobs == logprobs
 
 
-def memory() -> float:
-    """MiB that the process takes; where that is not told, the most that it has taken."""
-    told = Path("/proc/self/statm")
-    if told.exists():
-        return int(told.read_text().split()[1]) * resource.getpagesize() / 2**20
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most / (2**20 if sys.platform == "darwin" else 2**10)
-
-
-def times(steps: Sequence[StepView]) -> str:
-    """The lower quartile of those that only decode, in as many slots as possible: other programs
-    make some steps longer."""
-    steps = [step for step in steps if not step.prefill]
-    rows = max((len(step.decode) for step in steps), default=0)
-    steps = [step for step in steps if len(step.decode) == rows]
-    if not steps:
-        return "each step had a chunk of a prompt"
-    step = sorted(steps, key=lambda step: step.seconds)[len(steps) // 4]
-    parts = f"{span(step.seconds)} (lower quartile), {span(step.plan_s)} of it to plan"
-    return f"{count(len(step.decode), 'row')} a step: {parts}"
-
-
 def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
     """Those that ended alike, together."""
     found: dict[str, list[Witness]] = {}
@@ -457,10 +354,10 @@ def ids(witnesses: Sequence[Witness]) -> str:
 
 
 def draw(state: State, on: Paper) -> None:
-    """The four ways; and of the last that was tried, who ended, who went on, and what changed."""
+    """The three ways; and of the last that was tried, who ended, who went on, and what changed."""
     found = state.found.get("break")
     on.title(
-        "Break it", "X ends it  Esc back" if state.view.trying else "1 to 4 break it  Esc back"
+        "Break it", "X ends it  Esc back" if state.view.trying else "1 to 3 break it  Esc back"
     )
     for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):
         here = found is not None and found.what == what
@@ -488,11 +385,6 @@ def draw(state: State, on: Paper) -> None:
         on.entry("but", UNPROMISED, on.muted)
     if found.what == "step" and found.ended:
         on.entry("errors", "E shows its traceback: Planted", on.muted)
-    for figure in found.figures:
-        on.entry(*figure.split(": ", 1))
-    if found.figures and state.view.others:
-        words = f"other programs take {state.view.others:.1f} of {state.view.cores} cores"
-        on.entry("others", words, on.bad)
     if found.witnesses:
         draw_witnesses(on, found)
 
@@ -546,7 +438,7 @@ PAGE = Page(
     "break",
     "K",
     "Break it",
-    "an exception, NaN, a client that vanishes, 10,000 requests: who ends, who goes on?",
+    "an exception, NaN, a client that vanishes: who ends, who goes on?",
     draw,
     footer=18,
     obey=obey,

@@ -286,7 +286,7 @@ class Trial:
         missing = sched.slots - 1 - busy
         if self._has_company and missing > 0:
             numbers = range(self._fired, self._fired + missing)
-            self._own += room.submit([asked(chat(i), sched.max_len) for i in numbers])
+            self._own += [room.submit(asked(chat(i), sched.max_len)) for i in numbers]
             self._fired += missing
 
     def _check_open(self, sched: Scheduler) -> None:
@@ -305,7 +305,7 @@ class Trial:
         mark = engine.snapshot()
         while sched.steps < mark.planned + QUIET and sched.running and sched.free:
             yield self._found(f"{decoding(len(sched.running))}; the elephant comes")
-        (handle,) = room.submit([asked(prompt, ANSWER)])
+        handle = room.submit(asked(prompt, ANSWER))
         self._own.append(handle)
         held: list[Held] = []
         while handle.finish_reason is None:

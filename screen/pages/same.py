@@ -302,22 +302,12 @@ class Gathering:
     def _tell(self, *lines: str, **changes) -> None:
         self.found = self.found._replace(lines=(*self.found.lines, *lines), **changes)
 
-    def _submit(self, ask: Ask, shares: bool) -> Handle:
-        """`shares`: whether rows of a beginning may be taken over."""
-        reuse = self.engine.reuse
-        self.engine.reuse = reuse and shares
-        try:
-            (handle,) = self.room.submit([ask])
-        finally:
-            self.engine.reuse = reuse
-        return handle
-
     def _run_alone(self) -> Iterator[Company]:
         """Until it has really been alone: a user may fire something meanwhile."""
         self._tell(stage="alone")
         while self.found.alone is None:
             before = self.engine.sched.submitted
-            guest = Guest(self._submit(self.ask, shares=False))
+            guest = Guest(self.room.submit(self.ask, reuse=False))
             self.guests = [guest]
             while self.engine.has_work:
                 yield self.found
@@ -340,10 +330,10 @@ class Gathering:
         self.steps += 1
         left = self.found.wanted - len(self.found.runs) - len(self.guests)
         if left and len(self.guests) < self.at_once and dice.random() < 0.5:
-            self.guests.append(Guest(self._submit(self.ask, shares=dice.random() < 0.5)))
+            self.guests.append(Guest(self.room.submit(self.ask, dice.random() < 0.5)))
         if len(self.others) < self.neighbours and dice.random() < 0.5:
             with suppress(ValueError):  # its prompt does not fit a slot
-                handle = self._submit(self._neighbour(), shares=dice.random() < 0.5)
+                handle = self.room.submit(self._neighbour(), dice.random() < 0.5)
                 stays = dice.random() >= CANCELLED
                 self.others[handle] = 1_000_000 if stays else dice.randint(0, 30)
                 self._tell(came=self.found.came + 1)

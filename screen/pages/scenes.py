@@ -568,7 +568,7 @@ def tell_broken(seen: Seen) -> str:
         tokens += sum(each.tokens for each in compared)
     told = f"{changed:,} answers changed" if changed else "No bit changed"
     words = f"{told}, in {count(tokens, 'token')} compared with the same requests alone."
-    return f"{' '.join(said)} {words} /break nan and /break flood do worse."
+    return f"{' '.join(said)} {words} /break nan does worse."
 
 
 # --- the table ----------------------------------------------------------------------------------

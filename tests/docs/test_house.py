@@ -6,6 +6,7 @@ only the first.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -345,6 +346,27 @@ def test_only_the_class_engine_touches_its_underscored_names():
     assert not offenders, report(offenders)
 
 
+def assigned(name: str, text: str) -> list[str]:
+    """Where a file assigns to a part of an engine, of its scheduler, its runner or its slab."""
+    parts = {"engine", "sched", "runner", "slab"}
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            owner = re.split(r"\W+", ast.unparse(node.value))
+            if parts & {*owner}:
+                found.append(f"{name}.py:{node.lineno} assigns to {ast.unparse(node)}")
+    return found
+
+
+def test_the_screen_acts_through_the_engines_methods_and_assigns_to_nothing_of_it():
+    """A page swapped a method of the runner and wrote into the slab, and the room set the
+    scheduler's budget without the engine's lock."""
+    screen = [name for name in everything() if name.startswith("screen/") or name == "tui"]
+    assert len(screen) > 30
+    offenders = [line for name in screen for line in assigned(name, source(name))]
+    assert not offenders, report(offenders)
+
+
 # --- the tests of these tests -------------------------------------------------------------------
 
 
@@ -401,6 +423,19 @@ def test_a_touch_of_the_engines_own_names_is_found():
     assert len(engine_names("nanobatch", text)) == 2
     assert len(engine_names("parts/api/handle", text)) == 3
     assert engine_names("tui", "engine.step(); engine.__class__; other._x") == []
+
+
+def test_an_assignment_to_a_part_of_an_engine_is_found():
+    text = """
+self.engine = room.engine
+sched.budget = 3
+self.engine.reuse &= False
+runner.slab.v[-1][slot] = 0
+del room.engine.runner.begin
+rows[-1][:, first:] = engine.x
+"""
+    lines = [line.split()[0] for line in assigned("x", text)]
+    assert sorted(lines) == ["x.py:3", "x.py:4", "x.py:5", "x.py:6"]
 
 
 def test_the_quick_part_has_tests_of_every_room_and_no_name_that_is_gone():

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from rich.cells import cell_len
 from stage import Stage, at_every_size, drawn, like_golden, plain, show, turned_by_company
+from words import WordRunner
 
 import kv
-from nanobatch import Engine
+from nanobatch import Engine, Runner
 from screen import ink, keys, session
-from screen.pages import breakage
 from screen.pages.breakage import BREAKS, Breakage
 
 
@@ -39,18 +39,17 @@ def demo() -> Stage:
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_on_a_real_model_those_who_go_on_answer_as_they_do_alone(demo, what, monkeypatch):
-    monkeypatch.setattr(breakage, "FLOOD", 700)
+def test_on_a_real_model_those_who_go_on_answer_as_they_do_alone(demo, what):
     found = broken(demo, what)
     in_slots = [each for each in found.witnesses if each.where.startswith("slot")]
-    ended = {"step": in_slots, "nan": in_slots[:1], "client": in_slots[:1], "flood": []}[what]
+    ended = {"step": in_slots, "nan": in_slots[:1], "client": in_slots[:1]}[what]
     assert len(in_slots) == 4 and len(found.witnesses) == 8
     assert len(found.ended) == len(ended) and {*found.ended} <= {*in_slots}
     assert sum(each.went_on for each in found.witnesses) == 8 - len(ended)
     assert all(each.covers == 6 * each.tokens > 0 for each in found.witnesses)
     if demo.engine.exact:
         assert all(each.alike for each in found.witnesses) and "no bit changed" in found.verdict
-    assert "begin" not in vars(demo.engine.runner)
+    assert type(demo.engine.runner) is Runner
     errors = {each.error for each in found.ended}
     said = {
         "step": "Planted: planted by /break step, to see who ends; nothing is wrong",
@@ -94,7 +93,7 @@ def test_an_exception_ends_those_in_the_step_and_those_in_line_go_on():
     half_read = found.witnesses[5]
     assert half_read.where == "slot 5" and half_read.went_on, "it went back to the line"
     assert found.verdict == "7 ended by it, 5 went on to the end of their answers; no bit changed"
-    assert found.did.startswith("step ") and "begin" not in vars(stage.engine.runner)
+    assert found.did.startswith("step ") and type(stage.engine.runner) is WordRunner
 
 
 def test_its_traceback_stands_on_the_page_of_errors_under_the_name_planted():
@@ -139,41 +138,22 @@ def test_answers_that_change_with_their_company_are_reported(wrong, words):
     assert page.count(words) == len(changed)
 
 
-def test_ten_thousand_requests_are_counted_refused_answered_and_cancelled(monkeypatch):
-    stage = Stage().load()
-    stage.engine.sched.max_queue = 2_000
-    stage.session.obey("/break flood")
-    while not stage.session.settled:
-        for _ in range(3):  # the screen looks now and then
-            stage.room.loop.turn()
-        stage.session.look()
-    found = stage.state.view.trial
-    assert stage.state.faults == [], "the screen has seen each of them end"
-    came, refused = numbers(found.did)[:2]
-    assert came + refused == breakage.FLOOD and refused > 7_000
-    answered, cancelled = numbers(found.figures[-1])
-    assert answered + cancelled == came and answered >= 10
-    assert not found.ended and "no bit changed" in found.verdict
-    assert "8 rows a step: 10.0 ms" in found.figures[2]
-
-
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.replace(",", "").split() if word.isdigit()]
 
 
 @pytest.mark.parametrize("what", BREAKS)
 @pytest.mark.parametrize("turns", [2, 8, 40])
-def test_what_is_broken_is_put_back_when_it_is_ended(what, turns, monkeypatch):
+def test_what_is_broken_is_put_back_when_it_is_ended(what, turns):
     stage = with_slab(Stage().load())
-    begin = stage.engine.runner.begin
-    monkeypatch.setattr(breakage, "FLOOD", 3_000)
+    runner = stage.engine.runner
     stage.session.obey(f"/break {what}")
     stage.turns(turns)
     assert stage.state.view.trying
     stage.session.obey("/cancel all")
     stage.turns(3)
-    assert not stage.engine.has_work and stage.engine.runner.begin == begin
-    assert stage.engine.reuse and not stage.state.view.trying
+    assert not stage.engine.has_work and stage.engine.runner is runner
+    assert not stage.state.view.trying
     stage.session.obey("a request")
     stage.finish()
     assert stage.state.ended[-1].reason == "length"
@@ -185,10 +165,9 @@ def with_slab(stage: Stage) -> Stage:
     runner = stage.engine.runner
     poisoned = set()
 
-    class Values:
+    class Rows:
         def __setitem__(self, where, number):
             assert number != number
-            poisoned.add(where[0])
 
     begin = type(runner).begin
 
@@ -199,7 +178,11 @@ def with_slab(stage: Stage) -> Stage:
             poisoned.discard(slot)
         return flight
 
-    runner.slab = SimpleNamespace(v=[Values()], check=lambda: None)
+    runner.slab = SimpleNamespace(
+        prefix=lambda slot, rows: [Rows()],
+        fill=lambda slot, rows: poisoned.add(slot),
+        check=lambda: None,
+    )
     runner.begin = sick
     return stage
 
@@ -207,8 +190,8 @@ def with_slab(stage: Stage) -> Stage:
 @pytest.mark.parametrize(
     ("orders", "words"),
     [
-        (["/break"], "what shall break? /break step, nan, client, flood"),
-        (["/break it"], "break = 'it'; choose one of step, nan, client, flood"),
+        (["/break"], "what shall break? /break step, nan, client"),
+        (["/break it"], "break = 'it'; choose one of step, nan, client"),
         (["/load 2", "/break step"], "a steady load runs"),
         (["/break nan"], "this engine has no slab"),
     ],
@@ -233,9 +216,7 @@ def draw(stage: Stage, width: int, height: int) -> list[ink.Line]:
 
 @at_every_size
 @pytest.mark.parametrize("what", BREAKS)
-def test_the_page_is_as_drawn(size, what, monkeypatch):
-    monkeypatch.setattr(breakage, "memory", lambda: 100.0)
-
+def test_the_page_is_as_drawn(size, what):
     async def scenario(it):
         if what == "nan":
             with_slab(it.stage)
@@ -254,7 +235,7 @@ def test_before_anything_was_broken_the_page_says_what_it_does():
         text = it.text()
         for title, _ in BREAKS.values():
             assert title in text
-        assert "1 to 4 break it" in text
+        assert "1 to 3 break it" in text
         row = next(i for i, line in enumerate(text.split("\n")) if "client that" in line)
         await it.pilot.click("#sheet", offset=(8, row))
         await it.turns(30)
@@ -271,11 +252,10 @@ def test_before_anything_was_broken_the_page_says_what_it_does():
 
 
 @pytest.mark.parametrize("width", [60, 80, 97, 200])
-def test_no_line_of_the_page_is_longer_than_the_page(width, monkeypatch):
-    monkeypatch.setattr(breakage, "FLOOD", 2_000)
+def test_no_line_of_the_page_is_longer_than_the_page(width):
     stage = Stage().load()
     seen = 0
-    for what in ("step", "client", "flood"):
+    for what in ("step", "client"):
         stage.session.obey(f"/break {what}")
         stage.turns()
         while not stage.session.settled:

@@ -308,7 +308,7 @@ def test_a_trial_is_asked_for_its_next_finding_between_two_steps_until_it_has_no
     stage, asks = Stage().load(), stage_asks(3)
 
     def trial(engine_room):
-        handles = engine_room.submit(asks)
+        handles = [engine_room.submit(ask) for ask in asks]
         while not all(handle.finish_reason for handle in handles):
             yield Seen(sum(handle.finish_reason is not None for handle in handles))
         yield Seen(len(handles))
@@ -381,7 +381,7 @@ def test_the_plain_log_tells_what_a_trial_finds_and_not_each_of_its_hundred_requ
     asks = [ask._replace(mute=True) for ask in stage_asks(20)]
 
     def trial(engine_room):
-        handles = engine_room.submit(asks)
+        handles = [engine_room.submit(ask) for ask in asks]
         yield Seen(0, ("20 are fired",))
         while not all(handle.finish_reason for handle in handles):
             yield Seen(0, ("20 are fired",))
