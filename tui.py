@@ -8,7 +8,6 @@ what waits and why, and what every slot did in every step.
 How it hangs together. The folder `screen/` holds the parts, and each part knows only those before
 it:
 
-    machine.py   whether other programs take the cores.
     room.py      owns the engine. It fulfils wishes between two steps, and shows what happens as a frozen `View`.
     remote.py    the same for an engine elsewhere: it reads a server's `/watch`.
     runs.py      races and replays on a clock that interruptions do not reach.

@@ -36,10 +36,10 @@ from parts.api.handle import Handle
 from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
 from parts.api.views import ExpertsView, Limits, RequestView, Snapshot
+from parts.device.cores import Others
 from parts.price import NARROWEST
 from policies import POLICIES
 from screen.ink import clean
-from screen.machine import Others
 
 DRAIN_S = 20.0  # at the end, what clients have asked may go on so long
 

@@ -6,7 +6,7 @@ and no config has it: weights may be packed, shared with the embedding, or cut a
 What this file keeps. Each array is counted where `forward` uses it, and once. An array that is in
 memory twice, in two parts of the model, is read twice.
 
-Where next: `screen/pages/bill.py`, which makes the bill of a step of it.
+Where next: `parts/bill.py`, which makes the bill of a step of it.
 """
 
 from __future__ import annotations

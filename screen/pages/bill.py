@@ -14,23 +14,19 @@ The way out. A step's bytes and products are counted, and held against the machi
 The roof is what this machine can do at most: bytes a second, and operations a second. Both were
 measured (`parts/device/roof.py`). A step cannot take less than the longest of what they allow.
 
-What this file keeps. What is counted is what the engine does, not what would be necessary: where
-attention slides, older rows are read all the same, and hidden. And a bill is what a step takes at
-least, for four things are left out. A chunk that copies rows which its own pass writes starts a
-second pass. Neighbours that share a product read as far as the longest of them. An expert is
-multiplied with each of its tokens by itself, and read anew unless a cache keeps it. The numbers
-between two products are written and read, too.
+What this file keeps. A figure that was measured stands beside what was counted (`parts/bill.py`), and
+the page says which of the three bounds a step, or that none does.
 
-Where next: `session.py`, which says the same in a line.
+Where next: `parts/bill.py`, which counts.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from parts.api.views import ModelView, Roof, StepView
+from parts.bill import Bill, Part, Work, bill_of, expected, floors_of, of_rows
 from parts.checks import shown
 from screen.charts import cost_of
 from screen.ink import HUES, count, number, shorten, span
@@ -45,99 +41,6 @@ NAMES = 13  # characters of an entry's name
 NEARER = 1.2  # weights that are read so much faster than memory lie in a cache
 DISTURBED = 1.5  # times as long as usual
 MOST = 2**16  # rows: no batch is larger
-
-
-class Part(NamedTuple):
-    """One sequence in a step."""
-
-    request: int | None
-    tokens: int  # that are computed for it
-    rows: int  # that each of these looks back on; the last of them is the token's own
-
-
-class Bill(NamedTuple):
-    """What a step reads and multiplies. Bytes, and operations: a product and a sum are two."""
-
-    tokens: int
-    weights: float
-    keys: int
-    products: float
-    attention: int
-
-    @property
-    def nbytes(self) -> float:
-        return self.weights + self.keys
-
-    @property
-    def operations(self) -> float:
-        return self.products + self.attention
-
-
-class Work(NamedTuple):
-    """What a step has to do. Of all its sequences together:"""
-
-    tokens: int  # that are computed
-    rows: int  # that are looked back on
-    looks: int  # tokens x rows: how often a query is compared with a key
-    asked: int  # tokens that yield a next one
-
-    @staticmethod
-    def of(parts: Sequence[Part], asked: int) -> Work:
-        return Work(
-            tokens=sum(part.tokens for part in parts),
-            rows=sum(part.rows for part in parts),
-            looks=sum(part.tokens * part.rows for part in parts),
-            asked=asked,
-        )
-
-
-def bill_of(model: ModelView, work: Work, experts: Sequence[int] = ()) -> Bill:
-    """The bill of one pass. Unless a token is asked, nothing behind the keys and values of the last
-    layer is computed.
-
-    `experts`: how many were taken in each layer; by default, as many as are to be expected.
-    """
-    tokens = work.tokens
-    inside = [tokens] * (model.layers - 1) + [work.asked]  # tokens behind each layer's attention
-    distinct = experts or [expected(model, each) for each in inside]
-    weights = model.body_nbytes + tokens * model.token_nbytes + sum(distinct) * model.expert_nbytes
-    products = tokens * model.body_products + sum(inside) * model.taken * model.expert_products
-    layers = model.layers - 1
-    if work.asked:
-        weights += model.tail_nbytes
-        products += work.asked * model.tail_products
-        layers = model.layers
-    return Bill(
-        tokens=tokens,
-        weights=weights,
-        keys=work.rows * layers * model.row_nbytes,
-        products=2 * products,
-        attention=4 * work.looks * layers * model.width,
-    )
-
-
-def expected(model: ModelView, tokens: int) -> float:
-    """How many experts of a layer so many tokens take together, if each chooses by chance."""
-    if not model.experts:
-        return 0
-    return model.experts * (1 - (1 - model.taken / model.experts) ** tokens)
-
-
-class Floors(NamedTuple):
-    """Seconds that the roof leaves to a step at least."""
-
-    reading: float
-    multiplying: float
-
-    @property
-    def longest(self) -> float:
-        return max(self)
-
-
-def floors_of(bill: Bill, roof: Roof) -> Floors | None:
-    if not roof.reading:
-        return None
-    return Floors(bill.nbytes / roof.nbytes_per_s, bill.operations / roof.multiplying)
 
 
 def parts_of(column: Column) -> list[Part]:
@@ -174,12 +77,6 @@ def this_bill(state: State, column: Column) -> Bill:
     model = state.view.engine.model
     experts = [len(layer) for layer in seen_experts(state, column)]
     return bill_of(model, Work.of(parts_of(column), asked_of(column.view)), experts)
-
-
-def of_rows(model: ModelView, rows: int, length: int) -> Bill:
-    """A step in which so many sequences decode, each of this length."""
-    looks = rows * length
-    return bill_of(model, Work(rows, looks, looks, rows))
 
 
 def usual_length(state: State) -> int:

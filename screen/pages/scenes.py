@@ -25,9 +25,10 @@ from functools import partial
 from typing import NamedTuple
 
 from parts.api.views import RequestView
+from parts.bill import of_rows
 from screen.ink import clean, count, span
 from screen.life import outcomes
-from screen.pages.bill import of_rows, scaled
+from screen.pages.bill import scaled
 from screen.pages.breakage import FEWEST, Breakage
 from screen.pages.elephant import Drop
 from screen.pages.same import Company

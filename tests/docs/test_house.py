@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "parts/api/*": "sched",
     "parts/ranks/*": "parts/api/views parts/device/*",
     "parts/model/*": "parts/api/views parts/ranks/* parts/device/*",
+    "parts/bill": "parts/api/views",
     "parts/checks": "",
     "parts/dialogue": "parts/text/speech",
     "parts/files": "",
@@ -76,13 +77,12 @@ SCREEN = """
     remote
     timeline
     room paper
-    ink places machine
+    ink places
 """
-SCREEN_MAY_IMPORT = (
-    "parts/api/* parts/price parts/replay parts/text/speech door/journal door/wire sched policies"
-)
-WITHOUT_MLX = """sched policies prefix parts/api/* parts/checks parts/dialogue parts/files parts/price parts/program parts/replay
-    parts/text/* door/* screen/* serve tui"""
+SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/price parts/replay parts/device/cores
+    parts/text/speech door/journal door/wire sched policies"""
+WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/checks parts/dialogue parts/files
+    parts/price parts/program parts/replay parts/text/* door/* screen/* serve tui"""
 STANDARD_LIBRARY = {
     "sched": "",
     "policies": "",

@@ -10,13 +10,14 @@ import nanobatch
 from nanobatch import Engine, Sampling
 from parts.api.handle import Handle
 from parts.api.views import Roof
+from parts.bill import Work, bill_of, expected
 from parts.device import mlx as device
 from parts.device import roof
 from parts.device.mlx import device_lock, device_stream, mx
 from parts.model.layers import Dense, Model, Packed, Stack
 from parts.model.load import ModelReader, read_model
 from parts.ranks.ranks import Ranks
-from screen.pages.bill import Work, asked_of, bill_of, expected, parts_of
+from screen.pages.bill import asked_of, parts_of
 from screen.timeline import column
 
 EXPERTS = {

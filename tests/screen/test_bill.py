@@ -8,8 +8,8 @@ from stage import Stage, at_every_size, drawn, like_golden, plain, show
 from words import VIEW
 
 from parts.api.views import ExpertsView, ModelView, RanksView, Roof
+from parts.bill import Floors, Part, Work, bill_of, floors_of, of_rows
 from screen.pages import bill
-from screen.pages.bill import Floors, Part, Work, bill_of, floors_of, of_rows
 from screen.remote import RemoteRoom
 from screen.session import PlainLog, orders_of
 from screen.timeline import gap

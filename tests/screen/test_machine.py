@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from stage import Stage, at_every_size, drawn, like_golden, plain
 
+from parts.device.cores import IDLE, LEAST, Others, Worked, counted, my_cores
 from screen import panes
-from screen.machine import IDLE, LEAST, Others, Worked, counted, my_cores
 
 STAT = """cpu  1000 0 0 9999 0 0 0 0 0 0
 cpu0 100 20 30 800 50 4 3 2 0 0

@@ -10,7 +10,7 @@ count, as on a Mac, its load average stands in, less what this process has used 
 
 What this file keeps. A look reads one small file, once a second at most.
 
-Where next: `room.py`, which looks.
+Where next: `screen/room.py`, which looks.
 """
 
 from __future__ import annotations
