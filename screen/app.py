@@ -62,8 +62,6 @@ PANES = {  # by name: what draws it
     "batch": charts.draw_batch,
     "ttft": charts.draw_ttft,
     "cost": charts.draw_cost,
-    "queue": charts.draw_queue,
-    "waits": charts.draw_waits,
     "streams": panes.draw_streams,
     "step": steps.draw_step_pane,
     "request": draw_request,
@@ -671,10 +669,18 @@ class Screen(App):
         if runs:
             room.pause(False)
 
+    @property
+    def caption(self) -> str:
+        """What a picture is of."""
+        engine = self.state.view.engine
+        policy = f", {engine.policy}" if engine else ""
+        page = f": {self.page.label}" if self.page else ""
+        return f"nanobatch{page} ({self.state.model}{policy})"
+
     def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
         """Blanks that every viewer keeps and counts: of the exporter's own, some viewers make too
         few."""
-        svg = super().export_screenshot(title=title, simplify=simplify)
+        svg = super().export_screenshot(title=title or self.caption, simplify=simplify)
         return svg.replace("&#160;", " ").replace("<text ", '<text xml:space="preserve" ')
 
     def deliver_screenshot(
@@ -764,7 +770,7 @@ class Screen(App):
         await asyncio.sleep(0.3)  # for the last paint
         self.paint()
         await asyncio.sleep(0.1)
-        self.picture = self.export_screenshot(title="nanobatch")
+        self.picture = self.export_screenshot()
         self.exit(return_code=0)
 
     async def until(self, ready: Callable[[], bool]) -> None:

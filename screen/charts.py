@@ -13,7 +13,7 @@ Where next: `panes.py`, more of them.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice, pairwise
@@ -107,59 +107,6 @@ def draw_batch(state: State, on: Paper) -> None:
     mean = f"mean {sum(values) / bins:.1f} " if last else ""
     on.heading(state.titled("batch size"), f"{mean}of {slots} slots")
     draw_area(on, values, slots, HUES[1], ends_of(began, last))
-
-
-def draw_queue(state: State, on: Paper) -> None:
-    """How many requests were left in line: the most of each few steps of the latest busy period."""
-    steps = state.history[state.first : state.at + 1]
-    bins = min(len(steps), on.width - SCALE - 2)
-    cuts = [i * len(steps) // max(1, bins) for i in range(bins + 1)]
-    waiting = [max(column.view.waiting for column in steps[a:b]) for a, b in pairwise(cuts)]
-    peak = max(waiting, default=0)
-    ends = (f"step {steps[0].step:,}", f"{steps[-1].step:,}") if steps else ("step", "")
-    on.heading(state.titled("queue"), f"peak {peak:,}" if waiting else "")
-    draw_area(on, waiting, nice(max(1, peak)), HUES[0], ends)
-
-
-def draw_waits(state: State, on: Paper) -> None:
-    """The median and the 95th percentile of TTFT as they went: each column counts the last 50 first
-    tokens."""
-    moment = state.moment
-    firsts = [first for first in state.firsts if first[0] <= moment]
-    if not firsts:
-        on.heading("TTFT")
-        on.say("no first token yet", on.muted)
-        return
-    bins = max(1, on.width - 9)
-    last = firsts[-1][0]
-    began = max(state.periods[-1].began if state.periods else 0.0, firsts[0][0], last - 60)
-    pairs = []  # by column: p50 and p95, in milliseconds
-    for i in range(bins):
-        until = began + (i + 1) * (last - began) / bins + 1e-9
-        stop = bisect_right(firsts, until, key=lambda first: first[0])
-        newest = [1000 * ttft for _, ttft in firsts[max(0, stop - 50) : stop]]
-        pairs.append((percentile(newest, 0.5) or 0.0, percentile(newest, 0.95) or 0.0))
-    half, most = pairs[-1]
-    on.heading(state.titled("TTFT"), f"█p50 {span(half / 1000)} ▒p95 {span(most / 1000)}")
-    rows = on.height - 2
-    top = nice(max(high for _, high in pairs))
-    marks = {0: "0 ms", rows - 1: f"{top:,.0f}"}
-    for row in reversed(range(rows)):
-        pen = draw_scale(on, marks.get(row, ""), 6)
-        for low, high in pairs:
-            glyph = " "
-            if row < cells_of(low, top, rows):
-                glyph = "█"
-            elif row < cells_of(high, top, rows):
-                glyph = "▒"
-            pen.put(glyph, HUES[3])
-    left, right = ends_of(began, last)
-    on.axis((8, left), (max(9 + len(left), on.width - 1 - len(right)), right))
-
-
-def cells_of(value: float, top: float, rows: int) -> int:
-    """The height of a column. A small value is not drawn as zero."""
-    return max(1, math.ceil(value / top * rows - 0.5)) if value else 0
 
 
 def cost_of(seconds: Iterable[float]) -> float:

@@ -392,7 +392,7 @@ TABLE = (
         "v",
         "view",
         "View",
-        "other charts: why batching pays, waits; on a small screen other panes, too",
+        "other charts: why batching pays; on a small screen other panes, too",
         8,
     ),
     requests.PAGE,
@@ -411,6 +411,7 @@ TABLE = (
     clients.PAGE,
     errors.PAGE,
     Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
+    Key("P", "P", "screenshot", "Picture", "save what is on the screen as a picture, an SVG"),
     Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
     Key(
         "ctrl+z",

@@ -28,11 +28,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from parts.api.views import Limits, RequestView, StepView
+from parts.clock import LEAST, Prices, guest_of, is_cut_short, replayed
 from parts.replay import Guest, Ran
 from policies import POLICIES
 from sched import Request
 from screen.ink import DECODE, GHOST, PREFILL, span
-from screen.runs import LEAST, Prices, guest_of, is_cut_short, on_clock, replayed
+from screen.runs import on_clock
 from screen.timeline import Column
 
 # The parts of a life, in the order in which they are drawn

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from textual.geometry import Region
 
 # Of charts
-STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",), "waits": ("queue", "waits")}
+STACKS = {"charts": ("rate", "batch", "ttft"), "lesson": ("cost",)}
 # The panes that take turns if room is short
 LOWER = ("timeline", "streams", "step", *STACKS, "clients")
 

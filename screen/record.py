@@ -27,8 +27,9 @@ from typing import Any
 
 from door import wire
 from parts.api.views import Limits, Metrics, RequestView, StepView
+from parts.clock import Prices
 from screen.ink import count
-from screen.runs import Prices, on_clock
+from screen.runs import on_clock
 from screen.state import State, prices, prompt_of
 from screen.timeline import Column
 

@@ -39,6 +39,7 @@ from parts.api.views import ExpertsView, Limits, RequestView, Snapshot
 from parts.device.cores import Others
 from parts.price import NARROWEST
 from policies import POLICIES
+from sched import QueueFull
 from screen.ink import clean
 
 DRAIN_S = 20.0  # at the end, what clients have asked may go on so long
@@ -150,6 +151,15 @@ class Leg(NamedTuple):
         return math.inf if self.last_step is None else self.last_step + 1
 
 
+class Race(NamedTuple):
+    """How far a race is: a trial's finding."""
+
+    legs: tuple[Leg, ...]
+    to_race: tuple[str, ...]  # the policies of the legs that are still to come
+    lines: tuple[str, ...] = ()
+    name: str = "race"
+
+
 class Fault(NamedTuple):
     """Something went wrong. If a prompt could not be fired, the fault gives it back."""
 
@@ -176,9 +186,6 @@ class View(NamedTuple):
     stepping: int = 0  # steps that are still to be run by hand
     slow: float = 0.0  # slow motion, steps a second; 0: full speed
     load: float = 0.0  # the steady load, requests a second
-    racing: bool = False
-    legs: tuple[Leg, ...] = ()
-    to_race: tuple[str, ...] = ()  # the policies of the legs that are still to come
     faults: tuple[Fault, ...] = ()
     heard: int = 0  # how many wishes have been fulfilled
     engine: Snapshot | None = None
@@ -203,13 +210,25 @@ class View(NamedTuple):
         return self.turns[0][1] if self.turns else self.engine.limits
 
     @property
-    def busy(self) -> bool:
+    def works(self) -> bool:
+        """Does any request wait or run?"""
         engine = self.engine
-        return (
-            self.racing
-            or self.trying
-            or bool(engine and (engine.waiting or any(s.request is not None for s in engine.slots)))
+        return bool(
+            engine and (engine.waiting or any(slot.request is not None for slot in engine.slots))
         )
+
+    @property
+    def busy(self) -> bool:
+        return self.trying or self.works
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        """Of the race that runs, or has run last."""
+        return self.trial.legs if isinstance(self.trial, Race) else ()
+
+    @property
+    def racing(self) -> bool:
+        return self.trying and isinstance(self.trial, Race)
 
 
 # --- the budget ----------------------------------------------------------------------------------
@@ -305,7 +324,7 @@ class Room:
             "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
         )
 
-    pause = step = slow = switch = race = set_load = try_out = end_trial = set_budget = _refuse
+    pause = step = slow = switch = set_load = try_out = end_trial = set_budget = _refuse
 
 
 def wish(method: Callable) -> Callable:
@@ -371,9 +390,6 @@ class EngineRoom(Room):
         self._dice, self._next_arrival = random.Random(0), 0.0
         self._slow_once = False  # slow motion ends with what runs now
         self._crowd: Sequence[Read] = ()  # the steady load picks from these
-        self._race: Sequence[Read] = ()
-        self._legs_left: list[str] = []  # policies that the race has yet to run under
-        self._policy = ""  # the policy that comes back when the race is over
         self._trial: Iterator[Finding] | None = None
         self.looks = 0  # how often somebody has looked
 
@@ -454,15 +470,14 @@ class EngineRoom(Room):
         snapshot = self.engine.snapshot(since.engine if since else None)
         moves = {"paused": loop.paused, "stepping": loop.stepping, "slow": loop.slow}
         moves |= {"others": self.others.look(), "cores": self.others.cores}
-        return known._replace(racing=bool(self._race), engine=snapshot, **moves)
+        return known._replace(engine=snapshot, **moves)
 
     def _between(self) -> float | None:
-        """Between two steps: the steady load, the race, and the news. Answers with the seconds to
+        """Between two steps: the steady load, the trial, and the news. Answers with the seconds to
         the next arrival."""
         self._let_go()
         if not self.loop.paused or self.loop.stepping:
             self._arrive()
-            self._run_race()
             self._go_on_trying()
         if not self.engine.has_work:
             self._end_slow_once()
@@ -493,7 +508,7 @@ class EngineRoom(Room):
 
     # --- firing and cancelling
 
-    def _read(self, ask: Ask) -> Read:
+    def read(self, ask: Ask) -> Read:
         """Turn a prompt into tokens in the thread that wishes, for a chat template may take long.
 
         Before the model is loaded there is nothing to do so with, and nothing to hold up either.
@@ -542,29 +557,30 @@ class EngineRoom(Room):
         self.own[handle.id] = handle
         return handle
 
-    def submit(self, ask: Ask, reuse: bool = True) -> Handle:
+    def submit(self, ask: Ask, reuse: bool = True, read: Read | None = None) -> Handle:
         """For a trial: put this in line, and keep what answers. What cannot be submitted raises.
 
-        `reuse`: whether rows of a beginning may be taken over."""
-        return self._submit(ask, None, reuse)
+        `reuse`: whether rows of a beginning may be taken over.
+        `read`: the prompt in tokens, if it has been read already.
+        """
+        return self._submit(ask, read and read.ids, reuse)
 
     _post_fire = wish(_fire)
 
     def fire(self, asks: Sequence[Ask]) -> None:
-        self._post_fire([*map(self._read, asks)])
+        self._post_fire([*map(self.read, asks)])
 
     @wish
     def cancel(self, request: int | None) -> None:
-        """Cancel one request of our own; None cancels all of them, the race, and the trial."""
+        """Cancel one request of our own; None cancels all of them, and the trial."""
         if request is None:
-            self._end_race()
             self._end_trial()
         for handle in list(self.own.values()):
             if request in (None, handle.id):
                 handle.cancel()
 
     def set_load(self, rate: float, asks: Sequence[Ask] = ()) -> None:
-        self._post_load(rate, [*map(self._read, asks)])
+        self._post_load(rate, [*map(self.read, asks)])
 
     @wish
     def _post_load(self, rate: float, crowd: Sequence[Read]) -> None:
@@ -578,7 +594,7 @@ class EngineRoom(Room):
         distributed."""
         rate = self._known.load
         sched = self.engine.sched
-        while rate and not self._race and self.clock() >= self._next_arrival:
+        while rate and not self._known.racing and self.clock() >= self._next_arrival:
             if len(sched.waiting) >= sched.max_queue:  # so it would go on, with a fault for each
                 self.note(load=0.0)
                 self.fault(f"the steady load is off: the line is full ({sched.max_queue:,})")
@@ -609,7 +625,7 @@ class EngineRoom(Room):
     def set_budget(self, budget: int | str | None) -> None:
         """Bound the steps from now on; None: as the engine was made; "-" and "+": with a chunk
         half as wide, or twice."""
-        if self._race:
+        if self._known.racing:
             self.fault("a race is running; its legs have one budget")
             return
         try:
@@ -642,55 +658,18 @@ class EngineRoom(Room):
     @wish
     def switch(self, policy: str) -> None:
         """Change the policy once the slots are drained. "": to the next one."""
-        if self._race:
+        if self._known.racing:
             self.fault("a race is running; it sets the policies itself")
             return
         names = [*POLICIES]
-        following = names[(names.index(self._next_policy) + 1) % len(names)]
+        following = names[(names.index(self.next_policy) + 1) % len(names)]
         self.engine.drain(policy or following)
 
     @property
-    def _next_policy(self) -> str:
+    def next_policy(self) -> str:
         """The policy that holds, or that will hold when the slots are drained."""
         sched = self.engine.sched
         return (sched.draining_to or sched.policy).name
-
-    def race(self, asks: Sequence[Ask], policies: Sequence[str] = RIVALS) -> None:
-        """When all requests have ended, run these under one policy, then again under the next. It
-        ends a pause."""
-        self._post_race([*map(self._read, asks)], policies)
-
-    @wish
-    def _post_race(self, reads: Sequence[Read], policies: Sequence[str]) -> None:
-        self.loop.resume()
-        self._end_slow_once()
-        if not self._race:
-            self._race = reads
-            self._legs_left = list(policies)
-            self._policy = self._next_policy
-            self.note(legs=(), to_race=tuple(policies))
-
-    def _run_race(self) -> None:
-        """When nothing runs or waits any more, a leg is over, and the next one begins."""
-        if not self._race or self.engine.has_work:
-            return
-        legs, steps, fired = list(self._known.legs), self.engine.sched.steps, ()
-        if legs:
-            legs[-1] = legs[-1]._replace(last_step=steps)
-        if self._legs_left:
-            policy = self._legs_left.pop(0)
-            # Nothing runs, so this is done at once; the slots forget the leg before
-            self.engine.drain(policy)
-            fired = tuple(self._fire(self._race))
-            legs.append(Leg(policy, steps + 1, None, fired))
-        self.note(legs=tuple(legs), to_race=tuple(self._legs_left))
-        if not fired:
-            self._end_race()
-
-    def _end_race(self) -> None:
-        if self._race:
-            self._race = ()
-            self.engine.drain(self._policy)
 
     # --- what the bill of a step needs
 
@@ -717,8 +696,8 @@ class EngineRoom(Room):
         fire, cancel, and turn what the engine lets others turn; what it has turned it puts back in a
         `finally`. After the last finding it is over.
         """
-        if self._race or self._trial:
-            self.fault(f"a {'race' if self._race else 'trial'} runs already; X ends it")
+        if self._trial:
+            self.fault(f"a {'race' if self._known.racing else 'trial'} runs already; X ends it")
             return
         self.loop.resume()
         self._end_slow_once()
@@ -735,7 +714,7 @@ class EngineRoom(Room):
             return
         try:
             finding = next(self._trial, None)
-        except ValueError as error:  # the trial cannot be made here
+        except (ValueError, QueueFull) as error:  # the trial cannot be made here
             self.fault(str(error))
             self._end_trial()
         except BaseException:  # a mistake in the trial: the loop tells of it

@@ -142,10 +142,13 @@ class Session:
         return "slowly: + faster, 0 full speed"
 
     def _do_json(self, rest: str) -> str:
-        """Ask for JSON of a schema: with this prompt, or with one of ours."""
+        """Ask for JSON of a schema: with this prompt, or with one of ours. Where a user looks on, and
+        nothing else runs, it begins paused: it would be over before it could be watched."""
         ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
+        if self.stays and not self.coming.busy:
+            self._do_pause("")
         self.room.fire([ask._replace(schema=SCHEMA)])
-        return "JSON is asked for: space, s show how"
+        return "JSON is asked for: s shows how, token by token"
 
     def try_out(self, what: str, trial: Callable[[EngineRoom], Iterator[Finding]]) -> None:
         """Begin a trial, unless others would suffer from it. It ends a pause."""

@@ -23,23 +23,13 @@ from typing import Any, NamedTuple
 
 from door.journal import Call
 from parts.api.views import ExpertsView, Limits, RequestView, SlotView, Snapshot, StepView
+from parts.clock import LEAST, Prices
 from policies import POLICIES
 from screen.ink import EMPTY, NAMES, clean, count, span
 from screen.life import Life, life_of
 from screen.periods import Period, Price
 from screen.room import BURST, RIVALS, Ask, Fault, Settings, View, is_mute
-from screen.runs import (
-    FIGURES,
-    KNOWN,
-    LEAST,
-    Contest,
-    Prices,
-    Run,
-    measured,
-    on_clock,
-    renumbered,
-    replay,
-)
+from screen.runs import FIGURES, KNOWN, Contest, Run, measured, on_clock, renumbered, replay
 from screen.timeline import Column, column, gap, merge
 
 ASKED = 100  # of so many steps it is known which experts they took
@@ -106,8 +96,6 @@ class State:
     woke: int = 0  # index of the first step of the latest busy period
     # Busy periods, the newest last
     periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))
-    # (first token came, TTFT)
-    firsts: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=2000))
     # By rows: seconds of the last steps that only decode
     costs: dict[int, deque[float]] = field(default_factory=dict)
     # By step: which experts it took, as far as that was asked
@@ -164,7 +152,7 @@ class State:
 
     def _forget(self) -> None:
         kept = (self.history, self.requests, self.ended, self.calls, self.owners, self._merged)
-        for each in (*kept, self.periods, self.firsts, self.costs, self.experts, self.found):
+        for each in (*kept, self.periods, self.costs, self.experts, self.found):
             each.clear()
         self.cursor = None
         self.opened = None
@@ -183,9 +171,6 @@ class State:
     def _absorb_requests(self, news: Snapshot, begins: bool) -> None:
         self.faults += [Fault(clean(fault)) for fault in news.faults]
         for r in (*news.requests, *news.ended):
-            before = self.requests.get(r.id)
-            if r.metrics.ttft_s is not None and (before is None or before.metrics.ttft_s is None):
-                self.firsts.append((r.arrived + r.metrics.ttft_s, r.metrics.ttft_s))
             self.requests[r.id] = r
         self.ended += news.ended
         if not begins:
@@ -604,7 +589,7 @@ def race(state: State) -> Contest:
         run = measured(leg.policy, columns, requests, costs, how)
         runs.append(run._replace(requests=known))
     if legs and state.view.racing:
-        runs += [Run(policy, NEXT, [], []) for policy in state.view.to_race]
+        runs += [Run(policy, NEXT, [], []) for policy in state.view.trial.to_race]
     size = f", {count(len(legs[0].requests), 'request')}" if legs else ""
     title = f"Race: {' and '.join([run.policy for run in runs] or RIVALS)}{size}"
     if state.view.paused:
@@ -621,7 +606,7 @@ def race(state: State) -> Contest:
 def asked(state: State, policies: Sequence[str]) -> Contest:
     """A race that has not begun: what is shown from the key on, while the engine has yet to hear of
     it."""
-    waits = state.view._replace(racing=False).busy
+    waits = state.view.works
     return Contest(f"Race: {' and '.join(policies)}", [], RACE_WAITS if waits else RACE_BEGINS)
 
 

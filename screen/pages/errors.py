@@ -1,10 +1,11 @@
-"""What has failed in this process, with file and line: the tracebacks, the newest first.
+"""What has failed in this process: requests, and the tracebacks with file and line.
 
 Where next: `parts/api/faults.py`, which tells of them.
 """
 
 from __future__ import annotations
 
+from screen.ink import clean
 from screen.page import Page
 from screen.paper import Paper
 from screen.state import State
@@ -12,8 +13,13 @@ from screen.state import State
 
 def draw(state: State, on: Paper) -> None:
     on.title("Errors: what has failed, the newest first", "↑↓ scroll  Esc back")
-    if not state.tracebacks:
+    failed = [request for request in reversed(state.ended) if request.error]
+    if not (state.tracebacks or failed):
         on.say("Nothing has failed.", on.muted)
+    for request in failed:
+        on.say(f"r{request.id} failed: {clean(request.error)}", on.bad)
+    if failed:
+        on.lines.append([])
     for block in reversed(state.tracebacks):
         what, *rest = block.split("\n")
         on.say(what, on.bad, True)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from parts.api.views import RequestView
 from parts.bill import of_rows
+from parts.clock import undisturbed
 from screen.ink import clean, count, span
 from screen.life import outcomes
 from screen.pages.bill import scaled
@@ -33,7 +34,6 @@ from screen.pages.breakage import FEWEST, Breakage
 from screen.pages.elephant import Drop
 from screen.pages.same import Company
 from screen.room import BURST, EVENING, Finding, bounds
-from screen.runs import undisturbed
 from screen.state import State, life_in, prices
 from screen.timeline import Column
 

@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "parts/ranks/*": "parts/api/views parts/device/*",
     "parts/model/*": "parts/api/views parts/ranks/* parts/device/*",
     "parts/bill": "parts/api/views",
+    "parts/clock": "parts/api/views parts/replay policies sched",
     "parts/checks": "",
     "parts/dialogue": "parts/text/speech",
     "parts/files": "",
@@ -79,10 +80,10 @@ SCREEN = """
     room paper
     ink places
 """
-SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/price parts/replay parts/device/cores
+SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/clock parts/price parts/replay parts/device/cores
     parts/text/speech door/journal door/wire sched policies"""
-WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/checks parts/dialogue parts/files
-    parts/price parts/program parts/replay parts/text/* door/* screen/* serve tui"""
+WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/checks parts/clock parts/dialogue
+    parts/files parts/price parts/program parts/replay parts/text/* door/* screen/* serve tui"""
 STANDARD_LIBRARY = {
     "sched": "",
     "policies": "",

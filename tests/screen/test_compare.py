@@ -12,6 +12,7 @@ import ask
 import tui
 from docs.make import film
 from nanobatch import Sampling
+from parts import clock
 from parts.price import Price
 from policies import POLICIES
 from screen import charts, ink, keys, panes, runs, state, timeline
@@ -325,7 +326,7 @@ def test_a_step_that_was_never_seen_has_a_price_on_the_line_of_those_that_were()
         + [step(2, 1, 0.015)] * 2
         + [step(6, 0, 9.0)] * 9
     )
-    prices = runs.Prices(seen)
+    prices = clock.Prices(seen)
     wanted = {
         (2, 0): 0.010,
         (6, 0): 0.018,
@@ -336,11 +337,11 @@ def test_a_step_that_was_never_seen_has_a_price_on_the_line_of_those_that_were()
         (0, 1): 0.005,
     }
     assert {kind: prices.of(*kind) for kind in wanted} == pytest.approx(wanted)
-    assert runs.Prices([]).of(3, 1) > 0 and runs.Prices([step(0, 2, 0.01)]).of(
+    assert clock.Prices([]).of(3, 1) > 0 and clock.Prices([step(0, 2, 0.01)]).of(
         0, 2
     ) == pytest.approx(0.01)
     # The more rows, the quicker: that was chance
-    odd = runs.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
+    odd = clock.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
     assert odd.row == 0 and 0.01 < odd.of(8, 0) < 0.02
 
 

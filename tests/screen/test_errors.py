@@ -1,10 +1,13 @@
 """What fails is shown: tracebacks on a page of their own, and a pane that raises in its own
 place."""
 
+from dataclasses import replace
+
 import pytest
 from rich.cells import cell_len
-from stage import at_every_size, drawn, plain, show
+from stage import Stage, at_every_size, drawn, plain, show
 
+from nanobatch import Sampling
 from parts.api.faults import show_fault
 from screen import app, room
 from screen.pages import errors
@@ -141,3 +144,16 @@ def test_a_notice_whose_time_is_over_when_the_screen_has_gone_is_no_fault():
     stage = show(scenario)
     assert not apps[0].screen_stack
     apps[0].hush(stage.state.said)
+
+
+def test_a_request_that_has_failed_without_a_traceback_is_on_the_page_of_errors():
+    """After a NaN the page said that nothing had failed."""
+    stage = Stage().load()
+    stage.session.obey("one")
+    handle = stage.engine.submit([97], Sampling(max_tokens=9))
+    stage.turns(2)
+    ended = replace(handle.view(), reason="error", error="the model computed no number", ended=1.0)
+    stage.state.ended.append(ended)
+    text = "".join(plain(drawn(errors.draw, stage.state, 80, 24)))
+    assert f"r{handle.id} failed: the model computed no number" in text
+    assert "Nothing has failed" not in text

@@ -162,33 +162,6 @@ def test_what_cannot_be_true_is_not_said():
     assert said in stage.state.contest.note and "0.00 ms" not in stage.state.contest.note
 
 
-def test_waits_and_queue_are_drawn_over_the_whole_busy_period():
-    """A request that came early in a crowd waited for less than one that came late: a mean tells
-    neither."""
-    stage = Stage().load()
-    stage.session.obey("/burst 60")
-    stage.finish()
-    lines = plain(drawn(charts.draw_queue, stage.state, 60, 8))
-    assert (
-        "peak 52" in lines[0]
-        and "step 1" in lines[-1]
-        and f"{stage.state.history[-1].step}" in lines[-1]
-    )
-    columns = ["".join(line[x] for line in lines[1:-1]).strip() for x in range(8, 50)]
-    heights = [len(column.replace("┤", "").replace("│", "")) for column in columns]
-    assert heights == sorted(heights, reverse=True) and heights[0] >= 5 > heights[-1]
-    lines = plain(drawn(charts.draw_waits, stage.state, 60, 12))
-    assert "█p50" in lines[0] and "▒p95" in lines[0]
-    for x in range(8, 58):
-        column = "".join(line[x] for line in lines[1:-1])
-        assert re.fullmatch(" *▒*█+", column), (x, column)
-    waits = sorted(
-        r.metrics.ttft_s
-        for r in sorted(stage.state.ended, key=lambda r: r.arrived + r.metrics.ttft_s)[-50:]
-    )
-    assert ink.span(waits[24]) in lines[0] and ink.span(waits[47]) in lines[0]
-
-
 def test_the_rate_is_what_the_steps_delivered():
     stage = Stage().load()
     stage.session.obey("/burst 8")

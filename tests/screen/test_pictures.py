@@ -47,8 +47,7 @@ def test_the_comparison_is_as_drawn(size):
 
 
 @at_every_size
-@pytest.mark.parametrize("lower", ["lesson", "waits"])
-def test_the_other_charts_are_as_drawn(lower, size):
+def test_the_other_chart_is_as_drawn(size, lower="lesson"):
     async def scenario(it):
         it.stage.session.obey("/burst 40")
         await it.turns(250)
@@ -60,9 +59,7 @@ def test_the_other_charts_are_as_drawn(lower, size):
     show(scenario, size=size)
 
 
-@pytest.mark.parametrize(
-    "lower", [name for name in places.LOWER[:-1] if name not in ("lesson", "waits")]
-)
+@pytest.mark.parametrize("lower", [name for name in places.LOWER[:-1] if name != "lesson"])
 def test_each_pane_of_a_small_screen_is_as_drawn(lower):
     async def scenario(it):
         it.stage.session.obey("/burst 12")

@@ -82,7 +82,7 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
             engine=(sched.policy, sched.draining_to, sched.budget, sched.chunk),
             room=(view.paused, view.stepping, view.slow, view.load, view.racing, view.trying),
             trial=view.trial and view.trial.name,
-            race=view.to_race,
+            race=view.trial,
             faults=[fault.message for fault in state.faults],
             wishes=it.stage.room.posted,
             settings=state.settings,

@@ -1,0 +1,118 @@
+"""A clock that interruptions do not reach: what steps take undisturbed, and a replay on that clock.
+
+The problem. Two policies are to be compared by their seconds. But other programs take the processor
+away in mid-step, and the same race comes out as 1.0 or 3.9 times as fast.
+
+The way out. Steps that do the same work take the same time, unless they are disturbed. So all steps
+that are known are sorted into classes: so many rows decode, so many chunks of prompts go in. A
+class's time is that of its quickest steps: 19 of 20 took longer. (With a busy program beside each
+core, three of four steps are disturbed, so a quartile still followed the load.) A straight line
+through the classes gives the price of a step, so that no step depends on a class that was seldom
+seen.
+
+What this file keeps. A replay has the lengths and the arrival times of what ran, and its steps have
+the same prices. One thing cannot be told apart: a step that looks back on more rows of the cache
+takes longer, too. So where answers are very long, a part of what is called interruptions is none.
+
+Where next: `parts/replay.py`, which turns the wheel; `screen/runs.py`, which compares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from parts.api.views import Limits, RequestView, StepView
+from parts.replay import Guest, Ran, Replay
+from policies import POLICIES
+from sched import Plan, Request
+
+LEAST = 1e-6  # seconds: a price that is lower is lost in the noise
+
+
+def undisturbed(times: Iterable[float], one_in: int = 20) -> float:
+    """Of the times of steps that did the same: the one that 19 of 20 exceed."""
+    times = sorted(times)
+    return times[(len(times) - 1) // one_in]
+
+
+class Prices:
+    """What a step takes undisturbed: so much for itself, more for each row that decodes and each
+    chunk of a prompt.
+
+    `one_in`: of steps that did the same, one in so many is quicker. With 2 it is what they usually
+    take, disturbed or not. That divides a step's own seconds better, since few chunks are enough.
+    """
+
+    def __init__(self, steps: Iterable[StepView], one_in: int = 20):
+        classes: dict[tuple[int, int], list[float]] = defaultdict(list)
+        # Not those that the screen has missed
+        for step in (step for step in steps if step.decode or step.prefill):
+            classes[len(step.decode), len(step.prefill)].append(step.seconds)
+        plain = [
+            (rows, undisturbed(times, one_in), len(times))
+            for (rows, chunks), times in classes.items()
+            if not chunks
+        ]
+        # The straight line that fits best. A class counts as often as it was seen.
+        seen = sum(n for *_, n in plain) or 1
+        rows, seconds = (
+            sum(r * n for r, _, n in plain) / seen,
+            sum(t * n for _, t, n in plain) / seen,
+        )
+        spread = sum(n * (r - rows) ** 2 for r, _, n in plain)
+        slope = sum(n * (r - rows) * (t - seconds) for r, t, n in plain) / spread if spread else 0.0
+        # No row is done for less than nothing, nor a step
+        self.row = min(max(0.0, slope), seconds / max(rows, 1))
+        self.step = seconds - self.row * rows
+        adds = [
+            (t - self.of(rows, 0)) / chunks
+            for (rows, chunks), times in classes.items()
+            if chunks
+            for t in times
+        ]
+        self.chunk = max(undisturbed(adds, one_in) if adds else 0.0, LEAST)
+
+    def of(self, rows: int, chunks: int) -> float:
+        return (self.step + self.row * rows if rows else 0.0) + (
+            self.chunk * chunks if chunks else 0.0
+        )
+
+
+def replayed(
+    limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
+) -> Iterable[Ran]:
+    """The steps of a replay, on the clock of the prices. The options are those of `Replay`."""
+
+    def seconds(plan: Plan) -> float:
+        return prices.of(len(plan.decodes), len(plan.chunks))
+
+    return Replay.under(limits._asdict(), POLICIES[policy], guests, seconds, **options)
+
+
+def guest_of(request: RequestView, moment: Callable[[float], float]) -> Guest:
+    """A request for a replay. If it still runs, it counts as far as it is.
+
+    `moment` says what the clock of the prices showed when it arrived.
+    """
+    metrics = request.metrics
+    tokens = metrics.output_tokens
+    again = Request(
+        request.id,
+        (0,) * metrics.prompt_tokens,
+        tokens if request.reason is None else request.max_tokens,
+        moment(request.arrived),
+        shares=False,
+        client=request.client,
+        prefilled=metrics.cached_tokens,
+    )
+    if is_cut_short(request):
+        return Guest(again, math.inf, again.arrived, [moment(request.ended)] * 2)
+    return Guest(again, tokens, again.arrived)
+
+
+def is_cut_short(request: RequestView) -> bool:
+    """Did something else than its own length end it?"""
+    return request.reason in ("cancelled", "error")
