@@ -1,12 +1,12 @@
 """The screen: it places the panes, looks for news up to ten times a second, and turns keys into
 wishes.
 
-The problem. Keys come from a keyboard, a mouse, a palette and a script, pages lie over panes, and all
-the while an engine runs that must not wait.
+The problem. Keys come from a keyboard, a mouse, a palette and a script, pages lie over panes, and the
+engine must never wait for any of these.
 
-What this file keeps. The picture depends only on `State` and on the size. Whatever a key does goes
-through `Session.obey`, or through an `action_...` method here. No page is known by its name: what a
-page is, its record says (`page.py`).
+What this file keeps. The picture depends only on `State` and on the size. Every key leads to
+`Session.obey`, or to an `action_...` method here. No page is known by name: each is a record
+(`page.py`).
 
 Where next: `tui.py`, the command line.
 """
@@ -52,7 +52,7 @@ from screen.state import State
 from screen.terminal import Terminal
 from screen.widgets import NEWLINE, Commands, Pane, Prompt, thrifty
 
-PANES = {  # by name: what draws it
+PANES = {  # by name
     "loading": panes.draw_loading,
     "small": panes.draw_small,
     "status": panes.draw_status,
@@ -71,13 +71,13 @@ PANES = {  # by name: what draws it
     "keys": keys.draw_keys,
     "tour": draw_tour,
 }
-# What the wheel does there
+# The wheel's action there
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
-# While something runs, they are painted less often
+# Painted less often while something runs
 SLOW = (*chain(*STACKS.values()), "step", "request", "sheet")
-# On a small screen, the pane in which is seen what a command does; a prompt's is its answer
+# On a small screen, the pane to show after a command
 BRINGS = {"/pause": "step", "/step": "step", "/resume": "timeline", "/burst": "timeline"}
-# Keys of the tour, while it speaks; and the actions that would take the engine out of its hands
+# Keys of the tour; and the actions denied to a user meanwhile
 TOUR_KEYS = {str(number): f"guess({number})" for number in range(1, 5)}
 TOUR_KEYS |= {"enter": "go_on", "space": "go_on", "escape": "leave_tour"}
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings", "tour")
@@ -89,7 +89,7 @@ TRACEBACKS = 100  # so many are kept, the newest
 
 
 class Tracebacks(logging.Handler):
-    """Where tracebacks go while the screen has the terminal: to the page that `E` opens."""
+    """While the screen has the terminal, tracebacks go to the page of errors."""
 
     def __init__(self, state: State):
         super().__init__()
@@ -125,7 +125,7 @@ class Sheet(ModalScreen):
         yield Pane(self._window, "sheet", wheel="screen.scroll")
 
     def _window(self, state: State, on: Paper) -> None:
-        """The lines in sight. The heading stays; what is under it can be scrolled."""
+        """The lines in sight. The heading stays; the lines under the heading can be scrolled."""
         if is_small(on.width, on.height):
             panes.draw_small(state, on)
         elif state.view.engine is None and not self.page.is_early:
@@ -137,7 +137,7 @@ class Sheet(ModalScreen):
             on.cut("", "")
 
     def press(self, key: str) -> bool:
-        """Do what a key does on this page alone, if it does anything."""
+        """A key of this page alone. False: the page has no such key."""
         do = self.page.own.get(key)
         if isinstance(do, str):
             self.app.action_command(do)
@@ -151,7 +151,7 @@ class Sheet(ModalScreen):
         self.top += by
 
     def action_leaf(self, by: int) -> None:
-        """By as many lines as are in sight; the last of them is then the first."""
+        """By a page: the last line in sight becomes the first."""
         self.top += by * max(1, self.size.height - 3)
 
 
@@ -204,15 +204,15 @@ class Screen(App):
         self._script, self._screenshot = script, screenshot
         self.picture = ""
         self._looks = self._faults = self._told = 0
-        self._warned: list[float] = []  # when the warnings came that are still shown
-        self._untold: list[str] = []  # warnings that have not found room yet
+        self._warned: list[float] = []  # the times of the warnings in sight
+        self._untold: list[str] = []  # warnings without room so far
         self._tracebacks = Tracebacks(self.state)
-        self._misread = -math.inf  # when a letter was pressed last that was meant as text
+        self._misread = -math.inf  # the time of the last letter meant as text
         self.palette, self.prompt = DARK, Prompt()
 
     @property
     def page(self) -> Page | None:
-        """The page that is open."""
+        """The open page."""
         return self.screen.page if isinstance(self.screen, Sheet) else None
 
     # --- panes
@@ -250,7 +250,7 @@ class Screen(App):
         self.place(event.size)
 
     def place(self, size: Size) -> None:
-        """Give each pane its place, or hide it."""
+        """Give each pane a place, or hide the pane."""
         view = self.state.view
         places = {"loading": Region(0, 0, *size)}
         if view.stage == "loading":
@@ -299,7 +299,7 @@ class Screen(App):
         self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
 
     def look_at_tour(self) -> None:
-        """The tour goes on by itself. Once anything has been fired, it is not offered any more."""
+        """The tour goes on by itself. Once anything has been fired, no tour is offered any more."""
         if self.tour:
             before = self.state.tour
             self.tour.look()
@@ -309,7 +309,7 @@ class Screen(App):
             self.decline_tour()
 
     def decline_tour(self) -> None:
-        """It was taken or declined: note it, as far as that is possible."""
+        """The tour was taken or declined: leave a note, if the disk allows."""
         self.state.offers_tour = False
         if self._note:
             with suppress(OSError):
@@ -352,7 +352,7 @@ class Screen(App):
         self.paint()
 
     def say(self, message: str) -> None:
-        """Tell the user what has been done: beside the prompt, for a while."""
+        """Words for the user: beside the prompt, for a while."""
         if message and len(self.screen_stack) > 1:
             self.notify(message, markup=False, timeout=3)
         elif message:
@@ -431,7 +431,7 @@ class Screen(App):
         is_idle = not (self.session.room.posted or others)
         page = (
             keys.page_of(actions[0]) if actions else None
-        )  # without an example, it shows the past
+        )  # a page without an example shows the past
         is_first = is_letter and (not actions or (is_idle and page and not page.example))
         if is_rest or is_first:
             self._misread = now
@@ -471,14 +471,14 @@ class Screen(App):
 
     def action_prompt(self, begin: str = "") -> None:
         self.action_main()  # the box is there
-        self.screen.set_focus(self.prompt)  # at once, since the next letter is on its way
+        self.screen.set_focus(self.prompt)  # at once: the next letter is on the way
         if begin:
             self.prompt.put(begin)
         elif self.prompt.value == self.state.prompts[0][0]:
             self.prompt.action_select_all()  # this is the example, and typing replaces it
 
     def action_leave(self) -> None:
-        """A command that was not given goes; a prompt that was not fired stays."""
+        """A half-typed command goes; a prompt stays."""
         if self.prompt.value.startswith("/"):
             self.prompt.value = ""
         self.prompt.screen.set_focus(None)
@@ -500,7 +500,7 @@ class Screen(App):
             self.action_prompt()
 
     def submit(self) -> None:
-        """Do what the prompt box says."""
+        """Obey the prompt box."""
         line = self.prompt.value.replace(NEWLINE, "\n").strip()
         if line and self.action_command(line):  # a wrong command stays in the box
             self.prompt.value = ""
@@ -509,7 +509,7 @@ class Screen(App):
                 self.bring("streams")
 
     def action_command(self, line: str) -> bool:
-        """Do what a line says, or tell the user what is wrong with it; False then."""
+        """Obey a line, or tell the user why not; False then."""
         name, posted = line.strip().partition(" ")[0], self.session.room.posted
         if name in ("/quit", "/exit"):
             self.exit()
@@ -524,7 +524,7 @@ class Screen(App):
         self.bring(BRINGS.get(name, self.state.lower))
         if name.startswith("/") and name[1:] in keys.PAGES:
             self.show_page(keys.PAGES[name[1:]])
-        if self.page:  # it shows what has been done, or hides it
+        if self.page:  # a page shows the effect, or hides the panes with the effect
             said = "" if self.page.is_live else said
             if name != f"/{self.page.name}" and not self.page.is_live:
                 said = said or f"done behind this page: {line}"
@@ -567,7 +567,7 @@ class Screen(App):
             self.say("T begins the tour, whenever you like")
 
     def end_tour(self) -> None:
-        """The panes go back to their places, once the tour is over."""
+        """Once the tour is over, the panes go back."""
         if self.tour and self.tour.is_over:
             self.tour = None
             self.place(self.size)
@@ -647,7 +647,7 @@ class Screen(App):
             self.place(self.size)
 
     def request(self) -> RequestView | None:
-        """The one that a page shows; else that of the selected slot."""
+        """The request on the open page; else the selected slot's."""
         has_request = self.page and self.page.has_request
         return self.state.open if has_request else self.state.owner(self.state.selected)
 
@@ -671,7 +671,7 @@ class Screen(App):
 
     @property
     def caption(self) -> str:
-        """What a picture is of."""
+        """Under a picture: the page, the model, the policy."""
         engine = self.state.view.engine
         policy = f", {engine.policy}" if engine else ""
         page = f": {self.page.label}" if self.page else ""
@@ -720,7 +720,7 @@ class Screen(App):
         self.action_command(f"/{name}")
 
     def show_page(self, page: Page) -> None:
-        """In the place of the page that is open."""
+        """In the place of the open page."""
         if self.page is not page:
             if self.page:
                 self.screen.dismiss()
@@ -750,7 +750,7 @@ class Screen(App):
             await self.until(lambda: self.session.heard and not state.view.stepping)
             await self.until(lambda: state.view.paused or not state.view.engine.draining_to)
             page = keys.PAGES.get(word)
-            if page and page.disturbs:  # all that it wants to find
+            if page and page.disturbs:  # until the trial is over
                 await self.until(lambda: self.session.settled)
             if word == "wait":  # while paused, nothing would ever come to an end
                 await self.until(lambda: state.view.paused or self.session.settled)
@@ -760,12 +760,12 @@ class Screen(App):
         self.session.stays = True  # from now on a user is there, who leaves pages
 
     async def take_picture(self) -> None:
-        """And leave. It is written when all has ended."""
+        """And leave. The file is written at the end of the program."""
         self.screen.set_focus(None)
         self.clear_notifications()
         self.state.said = ""
         self.look()
-        if self.page:  # what moves is shown at its end
+        if self.page:  # a film is shown at the end
             self.screen.press("end")
         await asyncio.sleep(0.3)  # for the last paint
         self.paint()

@@ -1,12 +1,12 @@
-"""What each key does, the footer, and the help: keys, words, policies.
+"""The table of keys and pages, the footer, and the help.
 
 The problem. Footer, help, command palette and keyboard must not disagree.
 
 What this file keeps. All four are made from one table, `TABLE`, of keys and of pages. A page stands
-where its key is to be shown. `WORDS` explains the words on the screen; what a policy does, it takes
-from `policies.POLICIES`.
+in the place of a key. `WORDS` explains the words on the screen; each policy explains itself
+(`policies.POLICIES`).
 
-Where next: `session.py`, which obeys.
+Where next: `session.py`, where commands are obeyed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from screen.pages import (
 from screen.paper import Paper
 from screen.state import State
 
-# Commands that are no page's, with what may stand behind each
+# The commands without a page, each with an example
 OTHERS = {
     "burst": "8",
     "json": "Tell me about a fox.",
@@ -55,7 +55,7 @@ ARGUMENTS = {
     "budget": ("off",),
     "set": ("temperature=", "max=", "seed=", "burst=", "rate=", "client="),
 }
-# While the tour has the keyboard: what it asks for, and what only looks
+# While the tour has the keyboard: the tour's own keys, and the harmless ones
 TOURING = (
     Key("", "enter", "go_on", "Go on", "", 1),
     Key("", "esc", "leave_tour", "Leave the tour", "", 1),
@@ -171,19 +171,19 @@ WORDS = (
 
 
 def only_looks(action: str) -> bool:
-    """Does it leave the engine alone?"""
+    """Does an action leave the engine alone?"""
     page = page_of(action)
     return (not page.obey or page.has_request) if page else action.partition("(")[0] in LOOKS
 
 
 def page_of(action: str) -> Page | None:
-    """The page that an action opens."""
+    """The page behind an action, if there is one."""
     name, _, rest = action.partition("('")
     return PAGES.get(rest.removesuffix("')")) if name == "page" else None
 
 
 def pressed(line: str) -> str:
-    """The key that does what a line says; without one, the line itself; a prompt is typed."""
+    """The key for a command; without a key, the command itself; a prompt is typed."""
     if not line.startswith("/"):
         return "i and a prompt" if len(line) > 1 else line
     if line in ("/pause", "/resume"):
@@ -201,7 +201,7 @@ def draw_keys(state: State, on: Paper) -> None:
             keys.insert(0, Key("", f"1-{len(state.tour.answers)}", "", "Guess", "", 1))
     if state.view.watches:
         keys = [key for key in keys if key.action not in OF_THE_ENGINE]
-    ways = {}  # the keys that lead out of where the engine is come first
+    ways = {}  # the ways out of a pause or of slow motion come first
     if state.view.paused and not state.tour:
         ways = {"pause": ("Go on", 1), "command('/step')": ("Step", 1), "view": ("View", 2)}
     elif state.view.slow and not state.tour:
@@ -278,7 +278,7 @@ HELP = Page(
     tell=lambda state: [" ".join(f"/{name}" for name in sorted(COMMANDS))],
     is_early=True,
 )
-# Whoever looks into a step that the pane has cut
+# For a step with more lines than the pane
 STEP = Page("plan", "", "Step", "", steps.draw_step)
 # All keys, in the order of footer and help. A new page is a line in here.
 TABLE = (
@@ -434,7 +434,7 @@ PAGES = {page.name: page for page in (*TABLE, STEP) if isinstance(page, Page)}
 KEYS = [entry.shortcut if isinstance(entry, Page) else entry for entry in TABLE]
 COMMANDS = OTHERS | {page.name: page.example for page in PAGES.values()}
 ARGUMENTS |= {page.name: page.words for page in PAGES.values()}
-# Keys of what is seen on the main screen alone: a page has others in their place
+# Keys of the main screen alone: on a page, arrows and Enter do other things
 OF_PANES = ("fire", "choose", "move", "nudge", "follow", "zoom", "view", "tour", "quit")
 ON_A_PAGE = [key for key in KEYS if key.action.partition("(")[0] not in OF_PANES]
 LINES = [

@@ -1,11 +1,11 @@
-"""What a page of the screen is: one record, from which all else follows.
+"""A page of the screen: one record, and all else follows from the record.
 
-The problem. A page has a key, a command, a word in a script, a line in a log, keys of its own while
-it is open, and a place in footer, help, palette and completion. If each of these were a table, a page
-would be named in all of them.
+The problem. A page has a key, a command, a word in a script, a line in a log, more keys while the page
+is open, and a place in footer, help, palette and completion. With a table for each, a page would be
+named in ten tables.
 
 What this file keeps. A file in `screen/pages/` knows a `Desk`, the state and a paper, and makes a
-record. It is found in the table of keys (`keys.py`). Nothing else knows a page by its name.
+record. The table of keys (`keys.py`) lists the records. No other file knows a page by name.
 
 Where next: `pages/totals.py`, a small page; `keys.py`.
 """
@@ -24,13 +24,13 @@ LOG = (100, 40)  # the size of a page in a log
 
 
 class Desk(Protocol):
-    """What a page may ask of a session."""
+    """The part of a session for pages."""
 
     state: State
     room: EngineRoom
     stays: bool  # a trial with a page goes on until the page is left
     heard: bool  # the view shows the effect of every wish
-    kept: dict[str, Any]  # by page: what it remembers of this session
+    kept: dict[str, Any]  # by page: notes of this session
 
     def asks(self, count: int) -> list[Ask]: ...
 
@@ -44,7 +44,7 @@ class Desk(Protocol):
 
 
 class Key(NamedTuple):
-    keys: str  # as Textual names them
+    keys: str  # Textual's names
     show: str
     action: str
     label: str
@@ -54,32 +54,36 @@ class Key(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A page, and all that leads to it. The simplest has the first five fields."""
+    """A page, and all ways to the page. The simplest page has the first five fields."""
 
-    name: str  # and its command's
+    name: str  # also of the command
     key: str
     label: str
     help: str
-    draw: Callable[[State, Paper], None]  # as many lines as it takes: a page can be scrolled
+    draw: Callable[[State, Paper], None]  # any number of lines: a page can be scrolled
     footer: int = 0
-    # What the command does before the page opens, with what stands behind it. Answers with what to
-    # tell the user; a ValueError says what is wrong
+    # The command, with the words behind its name: runs before the page opens. Answers with words for
+    # the user; a ValueError says why a command is refused
     obey: Callable[[Desk, str], str | None] | None = None
-    example: str = ""  # of what may stand behind the command
-    words: Sequence[str] = ()  # that completion knows there
-    read: Callable[[str], object] | None = None  # what a script may say there; ValueError if not
-    tell: Callable[[State], Sequence[str]] | None = (
-        None  # the lines of a log; else those of the page
+    example: str = ""  # of the words behind the command
+    words: Sequence[str] = ()  # known to completion there
+    read: Callable[[str], object] | None = (
+        None  # a script's number or word there; ValueError if it is wrong
     )
-    # Keys of its own while it is open: a line to obey, or what else they do
+    tell: Callable[[State], Sequence[str]] | None = (
+        None  # lines for a log; else the lines of the page
+    )
+    # More keys while the page is open: each with a line to obey, or with a function
     own: Mapping[str, str | Callable[[State], None]] = {}
     look: Callable[[Desk], None] | None = None  # ten times a second, while the page is open
     leave: Callable[[Desk], None] | None = None  # when the page is closed
-    repeats: bool = False  # its key does it once more while the page is open; else it closes it
-    is_live: bool = False  # shows what the engine does, and needs no words for what a key has done
+    repeats: bool = (
+        False  # on the open page, the key runs the command again; else the key closes the page
+    )
+    is_live: bool = False  # shows the engine at work, and needs no words about a key
     has_request: bool = False  # shows the open request
     is_early: bool = False  # says something while the model loads
-    disturbs: bool = False  # does something to the engine, which must be our own
+    disturbs: bool = False  # the command changes the engine, so the engine must be our own
 
     @property
     def shortcut(self) -> Key:
@@ -88,7 +92,7 @@ class Page(NamedTuple):
         return Key(self.key, show, action, self.label, self.help, self.footer)
 
     def told(self, state: State) -> Sequence[str]:
-        """What the page says, in lines of a log."""
+        """The page as lines of a log."""
         if self.tell:
             return self.tell(state)
         on = Paper(DARK, *LOG)

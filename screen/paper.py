@@ -1,12 +1,12 @@
-"""Paper: what a pane and a page write their lines on, from the top to the bottom.
+"""Paper: panes and pages write lines on a paper, from the top to the bottom.
 
-The problem. Every line needs the theme's colours and the width of its place. Handed to every
-function, the two take more room in the code than what is drawn.
+The problem. Every line needs the theme's colours and a width. Handed to every function, the two take
+more room in the code than the picture.
 
 What this file keeps. A paper knows colours and size, and each method adds whole lines. A line is
-never wider than the paper. What finds no room is left out, or goes on in the next line.
+never wider than the paper: words without room are left out, or go on in the next line.
 
-Where next: `panes.py`, which writes on it.
+Where next: `panes.py`, the main view.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from screen import ink
 from screen.ink import GLYPHS, NAMES, Line, Palette, Pen, count, shorten, wrap
 
-BACK = "screen.dismiss"  # the action that leaves a page
+BACK = "screen.dismiss"  # the action behind a click on a page's note
 Legend = Iterable[tuple[str, str, str]]  # (glyph, ink, meaning)
 
 
@@ -30,8 +30,8 @@ class Figure(NamedTuple):
     width: int
     rank: int = 0  # if room is short, the columns of the highest ranks go
     meaning: str = ""
-    is_text: bool = False  # stands at the left of its column, and may be shortened
-    bar: bool = False  # a rule stands before it
+    is_text: bool = False  # stands at the left of the column, and may be shortened
+    bar: bool = False  # with a rule before the column
 
     def cell(self, text: str) -> str:
         if self.is_text:
@@ -41,7 +41,7 @@ class Figure(NamedTuple):
 
 
 def fitting(figures: Iterable[Figure], width: int) -> list[Figure]:
-    """The columns that there is room for. The highest ranks go first."""
+    """The columns with room. The highest ranks are left out first."""
     shown = list(figures)
     while shown and sum(figure.width for figure in shown) > width:
         shown.remove(max(shown, key=lambda figure: figure.rank))
@@ -69,14 +69,14 @@ class Paper:
         return self.height - len(self.lines)
 
     def pen(self) -> Pen:
-        """It writes one more line, in the colour of text."""
+        """A pen for one more line, in the colour of text."""
         pen = Pen(self.text)
         self.lines.append(pen.line)
         return pen
 
     def heading(self, title: str, note: str = "", legend: Legend = (), do: str = "") -> None:
-        """A rule: at its left a title; at its right a note and the meaning of glyphs, each only if
-        there is room for it."""
+        """A rule: at the left a title; at the right a note and the meaning of glyphs, as far as there
+        is room."""
         pen = self.pen().put("── ", self.faint)
         pen.put(shorten(title, self.width - 8), bold=True).put(" ")
         right = Pen()
@@ -91,7 +91,7 @@ class Paper:
         pen.line += right.line
 
     def title(self, title: str, note: str = "Esc back", legend: Legend = ()) -> None:
-        """The first line of a page. A click on its note leaves the page."""
+        """The first line of a page. A click on the note leaves the page."""
         self.heading(title, note, legend, BACK)
 
     def legend(self, *kinds: int) -> Legend:
@@ -99,24 +99,24 @@ class Paper:
         return [(GLYPHS[kind], hues.get(kind, self.text), NAMES[kind]) for kind in kinds]
 
     def say(self, words: str, hue: str = "", bold: bool = False, indent: int = 1) -> None:
-        """Words in as many lines as they need; without words there is no line."""
+        """Words in any number of lines; without words there is no line."""
         for part in wrap(words, self.width - indent - 1) if words else ():
             self.pen().to(indent).put(part, hue, bold)
 
     def entry(self, name: str, words: str, hue: str = "", names: int = 0) -> None:
-        """A name, and beside it words in as many lines as they need."""
+        """A name, and beside the name words in any number of lines."""
         names = names or self.names
         for i, part in enumerate(wrap(words, self.width - names - 2) if words else ()):
             self.pen().put(f" {'' if i else name:<{names}}", self.muted).put(part, hue)
 
     def axis(self, *labels: tuple[int, str]) -> None:
-        """Labels under a picture, each at its column."""
+        """Labels under a picture, each at a column."""
         pen = self.pen()
         for column, label in labels:
             pen.to(column).put(label, self.muted)
 
     def cut(self, note: str, do: str) -> None:
-        """Where the lines find no room, the last says how many are left, and `do` shows them."""
+        """If there are more lines than room, the last one says how many more. `do` shows all."""
         hidden = -self.room
         if hidden > 0:
             del self.lines[self.height - 1 :]
@@ -126,7 +126,7 @@ class Paper:
     # --- tables
 
     def columns(self, figures: Sequence[Figure], room: int = 1) -> list[Figure]:
-        """The columns of a table that find room beside `room` cells. Their titles are written."""
+        """The columns of a table with room beside `room` cells. Writes the titles."""
         shown = fitting(figures, self.width - room)
         self.row(shown, {each.title: each.title for each in shown}, self.muted)
         return shown
@@ -139,8 +139,8 @@ class Paper:
         bold: bool = False,
         mark: str = " ",
     ) -> Pen:
-        """A line of a table: its texts by the titles of their columns. Where the first is a text,
-        a mark stands before it."""
+        """A line of a table: texts by the titles of columns. If the first column is a text, a mark
+        stands before the text."""
         pen = self.pen()
         if shown and shown[0].is_text:
             pen.put(mark, self.accent)

@@ -1,9 +1,9 @@
-"""One step, in words: what was planned, what it computed, and where its time went.
+"""One step, in words: the plan, the work, and where the time went.
 
-What this file keeps. The parts of a step's time add up to its time, also after rounding: a reader
-who adds up what is shown gets the same sum.
+What this file keeps. The parts of a step's time add up to the whole, also after rounding: a reader who
+adds up the figures gets the same sum.
 
-Where next: `Engine.step` in `nanobatch.py`, which takes the step.
+Where next: `Engine.step` in `nanobatch.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def which_step(state: State) -> str:
 
 
 def entries_of(state: State, step: StepView) -> dict[str, str]:
-    """What a step did, by name; what is empty is not shown."""
+    """The work of a step, by name. Empty entries are not shown."""
     chunks = [f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)]
     prefill = sum(stop - start for _, _, start, stop in step.prefill)
     decode = len(step.decode)
@@ -71,7 +71,7 @@ def entries_of(state: State, step: StepView) -> dict[str, str]:
 
 
 def admissions(step: StepView) -> str:
-    """Which requests got which slots, and why: those with the same reason share it."""
+    """The admitted requests, with slots and reasons. Requests with one reason stand together."""
     slots = sorted(zip(step.admitted, step.why, strict=True))
     parts = []
     for why, some in groupby(slots, key=lambda one: one[1]):
@@ -86,7 +86,7 @@ def named(slots: Iterable[int]) -> str:
 
 
 def ranks_line(ranks: RanksView) -> str:
-    """The processes that share the model."""
+    """The processes behind the model."""
     if not ranks.memory:
         return ""
     memory = ", ".join(f"{nbytes / 2**20:,.0f}" for nbytes in ranks.memory)

@@ -1,12 +1,12 @@
-"""The clients: what asks over HTTP, what it was answered, and what was refused.
+"""The clients: programs on HTTP, their calls, and the refusals.
 
-The problem. A request that is refused never reaches the engine, so no slot tells of it; and a
-client that hangs up looks like any other end.
+The problem. A refused request never reaches the engine, so no slot tells of the refusal; and a client's
+hanging up looks like any other end.
 
-What this file keeps. A column that finds no room is left out as a whole. The page has as many lines
-as it takes, and messages in full; the pane has those that find room.
+What this file keeps. A column without room is left out as a whole. The page has a line for each call,
+and messages in full; the pane has the newest calls.
 
-Where next: `door/journal.py`, which notes the calls.
+Where next: `door/journal.py`, where calls are noted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from screen.page import Page
 from screen.paper import BACK, Figure, Paper, fitting
 from screen.state import State
 
-CLIENTS = "page('clients')"  # the action that opens the whole list
+CLIENTS = "page('clients')"  # opens the whole list
 REASON = 10  # so many cells at least are left for how a call ended
 
 
@@ -104,7 +104,7 @@ def draw(state: State, on: Paper, whole: bool = True) -> None:
         return
     opened = door.open[::-1]
     ended = state.calls[::-1]
-    # A screen that watches asks for nothing
+    # A watching screen asks for nothing
     asking = sum("/watch" not in call.route for call in opened)
     counts = {"open": asking, "ended": door.seen, "refused": state.refused, "hung up ╳": state.gone}
     note = " · ".join(f"{count:,} {what}" for what, count in counts.items())

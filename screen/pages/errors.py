@@ -1,6 +1,6 @@
-"""What has failed in this process: requests, and the tracebacks with file and line.
+"""Failures in this process: requests, and tracebacks with file and line.
 
-Where next: `parts/api/faults.py`, which tells of them.
+Where next: `parts/api/faults.py`, the way of a traceback to this page.
 """
 
 from __future__ import annotations

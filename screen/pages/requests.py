@@ -1,7 +1,7 @@
-"""A request in full: its figures, its steps and why it ended, its prompt and its text.
+"""A request in full: figures, steps, the reason of the end, prompt and text.
 
-The problem. A pane shows the last words of an answer. What was asked, what it cost and how it ended
-does not fit there.
+The problem. A pane shows the last words of an answer. The question, the price and the end do not fit
+there.
 
 What this file keeps. Pane and page say the same of a request. The pane shows as much of it as finds
 room, and goes back in time with the cursor.
@@ -24,7 +24,7 @@ from screen.state import State, client_of, prompt_of
 
 
 def draw(state: State, on: Paper) -> None:
-    """The request that is open; else the newest that has ended."""
+    """The open request; else the newest of the ended ones."""
     r = state.open
     if r is None:
         on.title("Requests")
@@ -42,7 +42,7 @@ def draw(state: State, on: Paper) -> None:
 
 
 def draw_request(state: State, on: Paper) -> None:
-    """The request in the selected slot, in a pane. `g` opens all of it."""
+    """The request in the selected slot, in a pane. `g` opens the page."""
     r = state.owner(state.selected)
     if r is None:
         on.heading("Request")
@@ -54,7 +54,7 @@ def draw_request(state: State, on: Paper) -> None:
 
 
 def draw_about(state: State, on: Paper, r: RequestView, now: float) -> None:
-    """All that was known about a request at a moment."""
+    """Everything known about a request at a moment."""
     on.entry("figures", figures_of(r, now))
     on.entry("steps", steps_of(state, r, now))
     on.entry("from", client_of(r), on.muted)
@@ -96,18 +96,18 @@ def steps_of(state: State, request: RequestView, now: float) -> str:
 
 
 def draw_parts(on: Paper, text: str, is_thinking: bool) -> None:
-    """An answer, its thoughts and its calls."""
+    """An answer, with thoughts and calls."""
     for kind, part in marked(text, is_thinking):
         on.entry("text" if kind == "answer" else kind, part, hue_of(on, kind))
 
 
 def obey(desk: Desk, rest: str) -> None:
-    """The newest that has ended."""
+    """The newest of the ended requests."""
     desk.state.opened = desk.state.ended[-1].id if desk.state.ended else None
 
 
 def browse(state: State, by: int) -> None:
-    """Open an earlier or a later one of those that have ended."""
+    """Open an earlier or a later one of the ended requests."""
     ids = [request.id for request in reversed(state.ended)]
     at = ids.index(state.opened) + by if state.opened in ids else 0
     state.opened = ids[max(0, min(at, len(ids) - 1))] if ids else None
