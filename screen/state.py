@@ -265,11 +265,11 @@ class State:
         if not came or min(came) <= before:
             return
         self.woke = len(self.history)
-        # A trial is one period, although its engine is idle now and then
+        # A trial is one period, although its engine is idle now and then. Legs of a race are two.
         if not self._tries:
             self._end_period(ended, True, new.view.began)
             self.periods.append(Period(new.began))
-        self._tries = self.view.trying
+        self._tries = self.view.trying and not self.view.racing
 
     def delivered(self, moment: float = math.inf) -> float:
         """How many tokens were delivered up to a moment.
