@@ -606,8 +606,11 @@ def race(state: State) -> Contest:
 def asked(state: State, policies: Sequence[str]) -> Contest:
     """A race that has not begun: what is shown from the key on, while the engine has yet to hear of
     it."""
-    waits = state.view.works
-    return Contest(f"Race: {' and '.join(policies)}", [], RACE_WAITS if waits else RACE_BEGINS)
+    view = state.view
+    note = RACE_WAITS if view.works else RACE_BEGINS
+    if view.trying and not view.racing:
+        note = "No race while a trial runs: X ends the trial."
+    return Contest(f"Race: {' and '.join(policies)}", [], note)
 
 
 RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
