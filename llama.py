@@ -143,9 +143,6 @@ def attention(
 
     G = H / Hkv query heads share a key head. They stand next to each other, so they fold into the
     rows of one matrix product, and each key is read once for all of them.
-
-    1 / sqrt(Dh) is the scale of the softmax: e^(x / sqrt(Dh)) is a power of e^(1 / sqrt(Dh)), so
-    the multiplication costs nothing.
     """
     count, H, Dh = q.shape
     B, Hkv, T, _ = k.shape

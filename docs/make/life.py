@@ -9,10 +9,10 @@ along the way. They measure the way that a reader has to follow. To see whether 
 makes it longer, trace another checkout, too.
 
 Three things are left out. The layers after the first: the loop over layers enters the same
-functions again. What `ops.py`, `rope.py` and `layers.py` in `parts/model` and `parts/device/mlx.py`
-define: one may take it on trust. And the slab's windows. A comprehension, a generator expression or
-a lambda belongs to the function that it stands in. A function that is entered several times in a
-row takes one line.
+functions again. What is defined by `ops.py`, `rope.py` and `layers.py` in `parts/model`, and by
+`mlx.py` and `operations.py` in `parts/device`: one may take it on trust. And the slab's windows. A
+comprehension, a generator expression or a lambda belongs to the function that it stands in. A
+function that is entered several times in a row takes one line.
 """
 
 import ast
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from nanobatch import Engine, Sampling  # noqa: E402
 
 # Left out by name, not by file: another checkout may keep the same functions elsewhere.
-FILES = ("model/ops", "model/rope", "model/layers", "device/mlx")
+FILES = ("model/ops", "model/rope", "model/layers", "device/mlx", "device/operations")
 TRUSTED = [
     node for name in FILES for node in ast.parse((HERE / f"parts/{name}.py").read_text()).body
 ]

@@ -35,7 +35,7 @@ from parts.device.rows import LINE
 
 FORMS = {mx.float32: rows.FLOAT32, mx.float16: rows.FLOAT16, mx.bfloat16: rows.BFLOAT16}
 WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file, where we keep it in more
-LEAST = 16  # numbers in a row: `rows.c` packs no shorter ones
+LEAST = 16  # numbers in a row: what begins a packed matrix takes as much memory
 
 
 class Matrix(Protocol):

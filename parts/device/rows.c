@@ -36,8 +36,12 @@
    is made into the float32 that it stands for, in a register or in a scratch, and then the sums are the same. So packed
    weights change no bit, and take as much less time to read as they are smaller.
 
+   What stands for a matrix may also be the name of an operation on each row: a softmax, a gate or a norm. Each of them
+   works on one row alone, in one order.
+
    How to read on: the vectors of each processor; packed weights; a tile, which is the part of the result that is held in registers;
-   strips and blocks of tiles, which stay in the caches; threads; and `cblas_sgemm`, the name by which MLX calls this. */
+   strips and blocks of tiles, which stay in the caches; operations; threads; and `cblas_sgemm`, the name by which MLX calls
+   this. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -237,9 +241,12 @@ static long at_most(long number, long limit) { return number < limit ? number : 
 
    How we know a `Packed` from numbers: it begins with a key of 128 bits, drawn when this library is loaded, which no matrix
    of numbers begins with. So there is no list of addresses, and nothing to strike off it: a matrix is known to be packed
-   for exactly as long as its memory holds it. */
+   for exactly as long as its memory holds it. The key begins with a NaN, which is compared first and by itself: a matrix
+   of one number has no more.
 
-enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS }; /* forms of numbers */
+   A form may also be an operation. Then no matrix lies behind the `Packed`. Behind that of a norm lie the norm's weights. */
+
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM }; /* of numbers; of operations */
 
 typedef struct {
   uint64_t key[2];
@@ -249,23 +256,25 @@ typedef struct {
                                    a row is one group, without an offset */
   int32_t shift;                /* a weight's group in its row: k >> shift */
   int32_t scales, offsets;      /* where they lie, in lines of the cache from here on */
+  float setting;                /* of an operation: the scale of a softmax, the eps of a norm */
 } Packed;
-enum {
-  LINE_NBYTES = 64,
-  LEAST = 16, /* a shorter row, in float32, takes fewer bytes than a `Packed` */
-  BLOCK = 8 * LANES,
-};
+enum { LINE_NBYTES = 64, BLOCK = 8 * LANES };
 _Static_assert(sizeof(Packed) <= LINE_NBYTES, "behind it the weights begin");
 
 static uint64_t key[2];
 
 static __attribute__((constructor)) void draw_key(void) {
-  if (!getentropy(key, sizeof key)) return;
-  fprintf(stderr, "nanobatch: the system has no random numbers\n");
-  abort();
+  if (getentropy(key, sizeof key)) {
+    fprintf(stderr, "nanobatch: the system has no random numbers\n");
+    abort();
+  }
+  key[0] |= 0x7fc000007fc00000; /* its first half is NaN, and so is its second */
 }
 
-INLINE const Packed *packed_at(const void *at) { return memcmp(at, key, sizeof key) ? NULL : at; }
+INLINE const Packed *packed_at(const void *at) {
+  return memcmp(at, key, sizeof(float)) || memcmp(at, key, sizeof key) ? NULL : at;
+}
+INLINE int is_operation(const Packed *a) { return a && a->form >= SOFTMAX; }
 INLINE const char *line(const Packed *a, long count) { return (const char *)a + count * LINE_NBYTES; }
 INLINE long bits_of(const int form) { return form == FOUR_BITS ? 4 : form == EIGHT_BITS ? 8 : 16; }
 
@@ -676,8 +685,143 @@ static void multiply_many(const Product *p, long m0, long m1, long j0, long j1) 
     }
 }
 
+/* --- operations of one row ---------------------------------------------------------------------------------------------
+
+   MLX computes these number by number, and each of them in several passes. Here they are written with the operators that
+   GCC and Clang have for vectors, once for all processors. Each works on one row, x, and takes each of its sums in one
+   order:
+
+       SOFTMAX  y = e^(s x) / sum of e^(s x)               the largest x is subtracted from all first; s is the setting
+       SWIGLU   y = g / (1 + e^-g) u                       the gate g is the first half of x, and u is the second
+       GEGLU    y = g / (1 + e^-v) u                       v = sqrt(8 / pi) (g + 0.044715 g^3)
+       NORM     y = x / sqrt(mean of x^2 + eps) weight     eps is the setting
+
+   The end of a row is filled up to a whole vector, so each number is computed in the same way wherever it stands. A softmax
+   is filled up with minus infinity, whose power is exactly 0. So is the power of what attention hides: how far attention
+   reads makes no difference. A NaN makes its whole row NaN, or in a gate its own number. */
+
+typedef int32_t ints __attribute__((vector_size(4 * LANES))); /* also what a comparison says: all bits of a lane, or none */
+typedef float halves __attribute__((vector_size(2 * LANES)));
+typedef double doubles __attribute__((vector_size(4 * LANES)));
+
+INLINE vec where(ints is_so, vec yes, vec no) { return (vec)((is_so & (ints)yes) | (~is_so & (ints)no)); }
+
+INLINE vec load_some(const float *from, long count, float fill) {
+  if (count >= LANES) return load(from);
+  float some[LANES];
+  for (long i = 0; i < LANES; i++) some[i] = i < count ? from[i] : fill;
+  return load(some);
+}
+
+INLINE void store_some(float *to, long count, vec v) {
+  if (count >= LANES) {
+    store(to, v);
+    return;
+  }
+  float some[LANES];
+  store(some, v);
+  for (long i = 0; i < count; i++) to[i] = some[i];
+}
+
+/* e^x is `number` times `scale`, and `over` is 1 / scale: with e^x alone, a float32 would lose digits below e^-87, and have
+   no room above e^88. Beyond FAR, e^x is taken for 0 or infinity: even x e^x is less there than any float32. */
+enum { FAR = 110 };
+typedef struct {
+  vec number, scale, over;
+} Power;
+
+INLINE Power power(vec x) {
+  const vec large = all(0x1.8p23f); /* so large that a sum with it is rounded to a whole number */
+  ints is_zero = x < all(-FAR), is_infinite = x > all(FAR);
+  x = where(is_zero | is_infinite, all(0), x);
+  vec shifted = fma_(x, all(0x1.715476p0f), large); /* e^x = 2^n e^rest, with n = x / ln 2, rounded */
+  vec n = shifted - large;
+  vec rest = fma_(n, all(-0x1.63p-1f), x); /* minus n ln 2, in two parts: n times the first is exact */
+  rest = fma_(n, all(0x1.bd0106p-13f), rest);
+
+  static const float terms[] = {1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 1.0 / 2, 1, 1};
+  vec sum = all(terms[0]); /* in the end 1 + rest + rest^2 / 2! + ... + rest^7 / 7! */
+#pragma GCC unroll 7
+  for (int i = 1; i < 8; i++) sum = fma_(sum, rest, all(terms[i]));
+
+  ints whole = (ints)shifted - (ints)large, half = whole >> 1, other = whole - half; /* 2^n as 2^half 2^other */
+  vec number = sum * (vec)((127 + half) << 23);
+  number = where(is_zero, all(0), where(is_infinite, all(__builtin_inff()), number));
+  return (Power){number, (vec)((127 + other) << 23), (vec)((127 - other) << 23)};
+}
+
+/* The sum of some numbers, or of their squares, as exact as a float32 can tell. Each lane adds up every HALF-th number, so
+   zeros at the end change nothing. */
+INLINE double sum_of(const float *x, long count, const int squares) {
+  enum { HALF = LANES / 2 };
+  doubles sums = {0};
+  for (long k = 0; k < count; k += HALF) {
+    halves some = {0};
+    if (count - k >= HALF) memcpy(&some, x + k, sizeof some);
+    else memcpy(&some, x + k, (count - k) * sizeof *x);
+    doubles numbers = __builtin_convertvector(some, doubles);
+    sums += squares ? numbers * numbers : numbers;
+  }
+  double sum = 0;
+  for (int i = 0; i < HALF; i++) sum += sums[i];
+  return sum;
+}
+
+static NOINLINE void softmax(const float *x, float *y, long count, float scale) {
+  const float least = -__builtin_inff();
+  vec most = all(least);
+  for (long k = 0; k < count; k += LANES) {
+    vec some = load_some(x + k, count - k, least);
+    most = where(some > most, some, most); /* passes over a NaN; the sum does not */
+  }
+  float largest = least;
+  for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+  for (long k = 0; k < count; k += LANES) {
+    vec some = load_some(x + k, count - k, least);
+    Power e = power(all(scale) * (some - all(largest)));
+    store_some(y + k, count - k, e.number * e.scale);
+  }
+  vec sum = all(sum_of(y, count, 0));
+  for (long k = 0; k < count; k += LANES) store_some(y + k, count - k, load_some(y + k, count - k, 0) / sum);
+}
+
+INLINE void gate(const float *x, float *y, long count, const int form) {
+  for (long k = 0; k < count; k += LANES) {
+    vec g = load_some(x + k, count - k, 0), up = load_some(x + count + k, count - k, 0), v = g;
+    if (form == GEGLU) v = all(0x1.988454p0f) * fma_(all(0.044715f) * g * g, g, g);
+    Power e = power(-v);
+    store_some(y + k, count - k, g * e.over / (e.over + e.number) * up); /* g / (1 + e^-v), and no power too large */
+  }
+}
+static NOINLINE void swiglu(const float *x, float *y, long count) { gate(x, y, count, SWIGLU); }
+static NOINLINE void geglu(const float *x, float *y, long count) { gate(x, y, count, GEGLU); }
+
+static NOINLINE void norm(const float *x, float *y, long count, float eps, const float *weight) {
+  vec size = all(1 / __builtin_sqrt(sum_of(x, count, 1) / count + eps));
+  for (long k = 0; k < count; k += LANES) {
+    vec numbers = load_some(x + k, count - k, 0) * size;
+    store_some(y + k, count - k, numbers * load_some(weight + k, count - k, 0));
+  }
+}
+
+static void operate(const Product *p, long m0, long m1) {
+  const Packed *a = p->packed;
+  for (long m = m0; m < m1; m++) {
+    const float *x = p->x + m * p->ldx;
+    float *y = p->y + m * p->ldy;
+    if (a->form == SOFTMAX) softmax(x, y, p->N, a->setting);
+    if (a->form == SWIGLU) swiglu(x, y, p->N);
+    if (a->form == GEGLU) geglu(x, y, p->N);
+    if (a->form == NORM) norm(x, y, p->N, a->setting, (const float *)line(a, 1));
+  }
+}
+
 /* The part of a product in rows m0..m1 and columns j0..j1. */
 static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
+  if (is_operation(p->packed)) {
+    operate(p, m0, m1);
+    return;
+  }
   if (p->is_turned) {
     long whole = j0 + (j1 - j0) / LANES * LANES;
     for (long m = m0, rows; m < m1; m += rows) {
@@ -719,6 +863,7 @@ enum {
   SHARE = 20000,         /* multiplications that a share has at least */
   PACKED_ALONE = 400000, /* packed weights take less time: so many are multiplied alone, */
   PACKED_SHARE = 200000, /* and so many are a share */
+  OF_A_POWER = 40,       /* of these multiplications take as long as a number of an operation */
   HEIGHT_OF_SHARE = 12,
   WIDTH_OF_SHARE = LINE, /* no two shares write to one line of the cache */
   MANY = 64, /* rows: then a share takes long, so there are twice as many, and nobody waits long for the last */
@@ -818,12 +963,13 @@ static void share_out(const Product *p, int shares, int by_rows) {
 }
 
 static NOINLINE void run(const Product *p) {
-  double work = (double)p->M * p->N * p->K;
+  double work = (double)p->M * p->N * (is_operation(p->packed) ? OF_A_POWER : p->K);
   if (threads == 1 || work < (p->packed ? PACKED_ALONE : ALONE) || pthread_mutex_trylock(&pool.owner)) {
     multiply(p, 0, p->M, 0, p->N); /* also if another thread's product is shared out just now */
     return;
   }
   int by_rows = p->N < WIDTH_OF_SHARE * threads || (p->is_turned && p->M >= HEIGHT_OF_SHARE * threads);
+  if (is_operation(p->packed)) by_rows = 1;
   long units = by_rows ? (p->M + HEIGHT_OF_SHARE - 1) / HEIGHT_OF_SHARE : (p->N + WIDTH_OF_SHARE - 1) / WIDTH_OF_SHARE;
   long each = p->M < MANY ? 8 : 16; /* shares for each thread */
   long shares = at_most(at_most(each * threads, units), (long)(work / (p->packed ? PACKED_SHARE : SHARE)));
@@ -871,6 +1017,12 @@ void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, 
   memcpy(at, &packed, sizeof packed);
 }
 
+/* Write a `Packed` that is an operation. The weights of a norm, `width` of them, lie in the next line. */
+void rows_operation(void *at, int form, int width, float setting) {
+  Packed packed = {.key = {key[0], key[1]}, .form = form, .N = width, .setting = setting};
+  memcpy(at, &packed, sizeof packed);
+}
+
 /* How many bytes a row of K weights takes as it is kept. */
 long rows_width(int form, long K) { return row_nbytes(K, form); }
 
@@ -899,9 +1051,18 @@ void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, l
 }
 
 /* A packed matrix that is not what MLX takes it for would be read beyond its end. */
-static void check(const Packed *a, long N, long K, long ldw) {
-  if (!a || (a->N == N && a->K == K && ldw == K)) return;
-  fprintf(stderr, "nanobatch: a packed matrix of %ld x %ld is multiplied as %ld x %ld\n", (long)a->N, (long)a->K, N, K);
+static int is_as_said(const Packed *a, const Product *p) {
+  if (a->form == SOFTMAX) return p->N == p->K && is_plain(p);
+  if (a->form == NORM) return p->N == p->K && p->N == a->N && is_plain(p);
+  if (is_operation(a)) return p->N * 2 == p->K && is_plain(p);
+  return p->N == a->N && p->K == a->K && p->ldw == p->K && !p->is_turned;
+}
+
+static void check(const Product *p) {
+  const Packed *a = p->packed;
+  if (!a || is_as_said(a, p)) return;
+  const char *what = is_operation(a) ? "an operation" : "a packed matrix";
+  fprintf(stderr, "nanobatch: %s of %ld x %ld is multiplied as %ld x %ld\n", what, (long)a->N, (long)a->K, p->N, p->K);
   abort();
 }
 
@@ -931,9 +1092,9 @@ void cblas_sgemm(int order, int turn_a, int turn_b, int M, int N, int K, float a
   Product product = {
     .M = M, .N = N, .K = K, .x = a, .w = b, .y = c, .ldx = lda, .ldw = ldb, .ldy = ldc,
     .alpha = alpha, .beta = beta, .is_turned = turn_b == 111,
-    .packed = turn_b != 111 && K >= LEAST ? packed_at(b) : NULL,
+    .packed = K > 0 ? packed_at(b) : NULL,
   };
-  check(product.packed, N, K, ldb);
+  check(&product);
   Setting own = change_setting(USUAL);
   run(&product);
   change_setting(own);

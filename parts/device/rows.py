@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import random
@@ -42,7 +43,15 @@ from typing import NamedTuple
 from parts.device.keeper import PYTHON, Keeper
 
 SOURCE = Path(__file__).with_name("rows.c")
-OPTIONS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-ffp-contract=off"]
+OPTIONS = [
+    "-O3",
+    "-std=gnu11",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+]
 ROOT = SOURCE.resolve().parents[2]
 PATIENCE_S = 30  # for the compiler
 UNFIT = 3  # the exit code if a library has been looked at and is of no use
@@ -78,8 +87,8 @@ FORMS = {  # the first one that fits is taken
 }
 
 
-# How `rows.c` calls the ways in which numbers are written (its `enum`)
-FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS = range(5)
+# How `rows.c` calls the ways in which numbers are written, and operations on rows (its `enum`)
+FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM = range(9)
 LINE = 64  # bytes: a packed matrix begins with so many that say what it is
 
 
@@ -448,7 +457,8 @@ def is_form(library: ctypes.CDLL, form: str) -> bool:
 
 def passes(library: ctypes.CDLL, form: str) -> bool:
     """The exam: no library is used that has not passed it, at each start."""
-    return is_form(library, form) and is_right(library) and unpacks_right(library)
+    looks = (is_right, unpacks_right, operates_right)
+    return is_form(library, form) and all(look(library) for look in looks)
 
 
 def is_right(library: ctypes.CDLL) -> bool:
@@ -521,6 +531,68 @@ def unpacks_right(library: ctypes.CDLL) -> bool:
                 if y.tobytes() != _multiply(library, x, wide, M, N, K, turned=False).tobytes():
                     return False
     return True
+
+
+SETTING = 0.3  # of operations: the scale of a softmax, and the eps of a norm
+
+
+def operates_right(library: ctypes.CDLL) -> bool:
+    """Does each operation on rows compute its formula, and is a row alone the same as among others?
+
+    How far a softmax reads behind what is hidden must not show in a bit, and NaN must stay NaN.
+    """
+    draw = random.Random(2)
+    for operation in (SOFTMAX, SWIGLU, GEGLU, NORM):
+        for M, N in ((1, 1), (3, 5), (4, 75)):
+            K = N if operation in (SOFTMAX, NORM) else 2 * N
+            weight = [draw.uniform(-2, 2) for _ in range(N)]
+            x = [[draw.uniform(-9, 9) for _ in range(K)] for _ in range(M)]
+            together = _operate(library, operation, x, weight)
+            alone = [_operate(library, operation, [row], weight)[0] for row in x]
+            spoilt = _operate(library, operation, [[math.nan, *row[1:]] for row in x], weight)
+            for row, y in zip(x, together, strict=True):
+                right = _by_definition(operation, row, weight)
+                pairs = zip(y, right, strict=True)
+                if not all(abs(ours - each) <= 2e-6 * max(1, abs(each)) for ours, each in pairs):
+                    return False
+            if alone != together or not all(math.isnan(row[0]) for row in spoilt):
+                return False
+            hidden = 40
+            if operation == SOFTMAX:
+                far = [row + [-math.inf] * hidden for row in x]
+                behind = array("f", [0] * hidden)
+                if _operate(library, operation, far, weight) != [row + behind for row in together]:
+                    return False
+    return True
+
+
+def _operate(
+    library: ctypes.CDLL, operation: int, x: list[list[float]], weight: list[float]
+) -> list[array]:
+    """An operation on these rows. `weight`: of a norm."""
+    M, K = len(x), len(x[0])
+    N = K if operation in (SOFTMAX, NORM) else K // 2
+    memory = array("f", bytes(LINE)) + array("f", weight)
+    at = ctypes.c_void_p(memory.buffer_info()[0])
+    library.rows_operation(at, operation, N, ctypes.c_float(SETTING))
+    numbers = [number for row in x for number in row]
+    # MLX takes a matrix of one number for a turned one
+    y = _multiply(library, numbers, memory, M, N, K, turned=K == 1)
+    return [y[m * N : m * N + N] for m in range(M)]
+
+
+def _by_definition(operation: int, x: list[float], weight: list[float]) -> list[float]:
+    if operation == SOFTMAX:
+        powers = [math.exp(SETTING * number) for number in x]
+        return [power / sum(powers) for power in powers]
+    if operation == NORM:
+        size = math.sqrt(sum(number * number for number in x) / len(x) + SETTING)
+        return [number / size * each for number, each in zip(x, weight, strict=True)]
+    pairs = zip(x[: len(x) // 2], x[len(x) // 2 :], strict=True)
+    if operation == SWIGLU:
+        return [g / (1 + math.exp(-g)) * up for g, up in pairs]
+    slope = math.sqrt(2 / math.pi)
+    return [g / 2 * (1 + math.tanh(slope * (g + 0.044715 * g**3))) * up for g, up in pairs]
 
 
 def _laid(library: ctypes.CDLL, weights: bytes, bits: int, form: int, N: int, K: int) -> bytes:

@@ -20,7 +20,7 @@ from parts.api.views import ModelView
 from parts.device.mlx import mx, tree_flatten
 from parts.device.packed import Claim, as_in_a_file, pack
 from parts.model.config import Config
-from parts.model.ops import capped, gelu, softmax, swiglu
+from parts.model.ops import capped, geglu, rms_norm, softmax, swiglu
 from parts.model.rope import Kind
 from parts.ranks.ranks import ALONE, Ranks
 
@@ -133,8 +133,8 @@ class Mlp(NamedTuple):
     gelu: bool = False
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
-        gate, up = mx.split(self.gate_up(x), 2, axis=-1)  # (..., hidden) each
-        return self.down(gelu(gate) * up if self.gelu else swiglu(gate, up))
+        gate_up = self.gate_up(x)  # (..., 2 * hidden)
+        return self.down(geglu(gate_up) if self.gelu else swiglu(gate_up))
 
 
 class Stack(NamedTuple):
@@ -209,7 +209,8 @@ class Experts(NamedTuple):
         if self.whole_shares:
             shares = shares / shares.sum(axis=-1, keepdims=True)
         x = x[..., None, None, :]  # (..., 1, 1, D): a product for each token and expert
-        y = self.down(swiglu(self.gate(x, chosen), self.up(x, chosen)), chosen)  # (..., k, 1, D)
+        gate_up = mx.concatenate([self.gate(x, chosen), self.up(x, chosen)], axis=-1)
+        y = self.down(swiglu(gate_up), chosen)  # (..., k, 1, D)
         return (y[..., 0, :] * shares[..., None]).sum(axis=-2)
 
 
@@ -236,10 +237,14 @@ class Norm(NamedTuple):
     """x / sqrt(mean(x^2) + eps) * weight: the numbers of each row get the same size."""
 
     weight: mx.array  # (D,)
-    eps: float
+    of_row: Step
+
+    @staticmethod
+    def of(weight: mx.array, eps: float) -> Norm:
+        return Norm(weight, rms_norm(weight, eps))
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> the same
-        return mx.fast.rms_norm(x, self.weight, self.eps)
+        return self.of_row(x)
 
 
 class QKNorm(NamedTuple):

@@ -147,7 +147,7 @@ class ModelReader:
         return layer
 
     def norm(self, module: str) -> Norm:
-        return Norm(self.tensor(f"{module}.weight"), self.config.norm_eps)
+        return Norm.of(self.tensor(f"{module}.weight"), self.config.norm_eps)
 
     def mlp(self, name: str) -> Mlp | Experts:
         if self.config.experts:

@@ -1,12 +1,13 @@
 /* An exam for rows.c, compiled together with it: is each number right, and does a row have the same bits in any company?
-   And has a product of packed weights the same bits as one of the float32 numbers that they stand for?
+   And has a product of packed weights the same bits as one of the float32 numbers that they stand for? And is an operation on
+   rows as close to its formula as a float32 can be?
 
        cc -O2 -ffp-contract=off rows_exam.c ../../parts/device/rows.c -o exam -pthread -lm && ./exam
 
    It prints how many rows were compared and how many differ, how many packed products were compared and how many numbers
-   of them differ, and exits with 1 if any do, or if a number is wrong. Each
-   array is exactly as long as the product may read, so that a sanitizer sees a read beyond its end. Several threads ask
-   for products at once, as two engines in one process would. */
+   of them differ, how many operations were looked at and how many numbers of them are wrong, and exits with 1 if any are.
+   Each array is exactly as long as the product may read, so that a sanitizer sees a read beyond its end. Several threads
+   ask for products at once, as two engines in one process would. */
 
 #include <math.h>
 #include <pthread.h>
@@ -24,8 +25,9 @@ int rows_start(int wanted);
 void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets);
 long rows_width(int form, long K);
 void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, long K);
+void rows_operation(void *at, int form, int width, float setting);
 
-static atomic_long compared, differ, wrong, packed, unlike;
+static atomic_long compared, differ, wrong, packed, unlike, operations, off;
 
 /* Let this thread take very small numbers for zero, or not, as -ffast-math does. Returns whether it did so before. */
 static int flush(int on) {
@@ -120,7 +122,7 @@ static void draw_and_examine(unsigned *state, int most_M, int most_N, int most_K
 
 /* --- packed weights ------------------------------------------------------------------------------------------------ */
 
-enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS };
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM };
 
 /* The value of a number of 16 bits, by its definition: no trick that rows.c might share. */
 static float value(int form, unsigned bits) {
@@ -210,6 +212,75 @@ static void draw_and_examine_packed(unsigned *state, int M, int most_N, int most
   }
 }
 
+/* --- operations on rows -------------------------------------------------------------------------------------------- */
+
+/* What an operation makes of one row, in doubles, and how far off a float32 may be. */
+static void define(int form, long N, const float *x, const float *weight, float setting, double *right, double *most_off) {
+  double sum = 0, largest = -INFINITY, squares = 0;
+  for (long n = 0; n < N; n++) largest = x[n] > largest ? x[n] : largest;
+  for (long n = 0; n < N; n++) sum += exp(setting * (x[n] - largest));
+  for (long n = 0; n < N; n++) squares += (double)x[n] * x[n];
+  for (long n = 0; n < N; n++) {
+    double g = x[n], v = form == SWIGLU ? g : sqrt(8 / acos(-1)) * (g + 0.044715 * g * g * g);
+    if (form == SOFTMAX) right[n] = exp(setting * (g - largest)) / sum;
+    if (form == NORM) right[n] = g / sqrt(squares / N + setting) * weight[n];
+    if (form == SWIGLU || form == GEGLU) right[n] = g / (1 + exp(-v)) * x[N + n];
+    double size = fabs(right[n]), place = size < 0x1p-126 ? 0x1p-149 : 0x1p-23 * exp2(floor(log2(size)));
+    most_off[n] = form == SOFTMAX ? 0x1p-22 : 4 * place;
+    if (form == SWIGLU) most_off[n] += 0x1p-149 * fabs(x[N + n]); /* silu is rounded before it is multiplied */
+    if (form == GEGLU) most_off[n] += 0x1p-22 * fabs(x[N + n]);
+  }
+}
+
+static void operate(int form, int M, int N, int K, float *x, int ldx, float *w, float *y, int ldy) {
+  if (N == 1 && K == 1) cblas_sgemm(101, 111, 111, M, N, K, 1, x, ldx, w, N, 0, y, ldy); /* as MLX takes it */
+  else cblas_sgemm(101, 111, 112, M, N, K, 1, x, ldx, w, K, 0, y, ldy);
+}
+
+/* M rows beside the formula, and then one by one: in a softmax read further, behind what is hidden; in each with a NaN. */
+static void examine_operation(unsigned *state, int form, int M, int N) {
+  int is_gate = form == SWIGLU || form == GEGLU, K = is_gate ? 2 * N : N;
+  int ldx = K + between(state, 0, 3), ldy = N + between(state, 0, 3), flushes = between(state, 0, 1);
+  float setting = (1 + draw(state) % 1000) / 1000.0f;
+  float scale = (float[]){1, 10, 100}[between(state, 0, 2)];
+  float *x = random_numbers(state, (long)(M - 1) * ldx + K, scale), *y = random_numbers(state, (long)(M - 1) * ldy + N, 1);
+  float *w = malloc(64 + sizeof(float) * (form == NORM ? N : 0)), *weight = random_numbers(state, N, 2);
+  double *right = malloc(sizeof(double) * N), *most_off = malloc(sizeof(double) * N);
+  if (form == NORM) memcpy(w + 16, weight, sizeof(float) * N);
+  rows_operation(w, form, N, setting);
+  for (int m = 0; form == SOFTMAX && m < M; m++) /* the first is never hidden */
+    for (int n = 1; n < N; n++) if (between(state, 0, 2) == 0) x[(long)m * ldx + n] = -INFINITY;
+  flush(flushes);
+  operate(form, M, N, K, x, ldx, w, y, ldy);
+  flush(0);
+  for (int m = 0; m < M; m++) {
+    float *own = x + (long)m * ldx, *result = y + (long)m * ldy;
+    define(form, N, own, weight, setting, right, most_off);
+    for (int n = 0; n < N; n++) {
+      int is_hidden = form == SOFTMAX && isinf(own[n]);
+      if (!(fabs(result[n] - right[n]) <= (is_hidden ? 0 : most_off[n]))) atomic_fetch_add(&off, 1);
+    }
+    int far = form == SOFTMAX ? between(state, 0, 40) : 0, lost = between(state, 0, K - 1);
+    float *alone = malloc(sizeof(float) * (K + far)), *again = malloc(sizeof(float) * (N + far));
+    memcpy(alone, own, sizeof(float) * K);
+    for (int n = 0; n < far; n++) alone[K + n] = -INFINITY;
+    flush(!flushes);
+    operate(form, 1, N + far, K + far, alone, K + far, w, again, N + far);
+    flush(0);
+    if (memcmp(again, result, sizeof(float) * N)) atomic_fetch_add(&off, 1);
+    for (int n = N; n < N + far; n++) if (again[n] != 0) atomic_fetch_add(&off, 1);
+    alone[lost] = NAN;
+    operate(form, 1, N + far, K + far, alone, K + far, w, again, N + far);
+    for (int n = 0; n < N + far; n++)
+      if (isnan(again[n]) != (!is_gate || n == lost % N)) atomic_fetch_add(&off, 1);
+    free(alone);
+    free(again);
+  }
+  atomic_fetch_add(&operations, 1);
+  void *all[] = {x, y, w, weight, right, most_off};
+  for (int i = 0; i < 6; i++) free(all[i]);
+}
+
 static void *student(void *seed) {
   unsigned state = *(unsigned *)seed * 2654435761u;
   for (int i = 0; i < 60; i++)
@@ -225,6 +296,11 @@ static void *student(void *seed) {
   for (int i = 0; i < 20; i++) draw_and_examine_packed(&state, between(&state, 1, 150), 30, 3000); /* cut along K */
   for (int M = 1; M <= 3; M++) /* more groups than are made float32 at a time */
     for (int form = FOUR_BITS; form <= EIGHT_BITS; form++) examine_packed(&state, M, 9, 2560, form, 32, M - 1);
+  for (int form = SOFTMAX; form <= NORM; form++) {
+    for (int N = 1; N < 40; N++) examine_operation(&state, form, between(&state, 1, 5), N);
+    examine_operation(&state, form, 3, 5000);
+    examine_operation(&state, form, 150, 130); /* computed in shares */
+  }
   for (int M = 1; M <= 33; M += 8) examine(&state, M, 400, 288, 0);
   examine(&state, 130, 64, 70, 1); /* cut by rows */
   return NULL;
@@ -238,5 +314,6 @@ int main(int count, char **arguments) {
   for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
   printf("%ld rows compared, %ld differ, %ld numbers wrong\n", (long)compared, (long)differ, (long)wrong);
   printf("%ld packed products compared, %ld numbers differ\n", (long)packed, (long)unlike);
-  return differ || wrong || unlike || compared < 1000 || packed < 700;
+  printf("%ld operations looked at, %ld numbers wrong\n", (long)operations, (long)off);
+  return differ || wrong || unlike || off || compared < 1000 || packed < 700 || operations < 400;
 }

@@ -122,6 +122,31 @@ BUGS = {
         " * ((const float *)line(a, a->scales))[j];",
         ";",
     ),
+    "a hidden number that weighs 10^-38": (
+        "  ints is_zero = x < all(-FAR),",
+        "  x = where(x < all(-87), all(-87), x);\n  ints is_zero = x < all(-FAR),",
+    ),
+    "a power of NaN that is 0": (
+        "ints is_zero = x < all(-FAR),",
+        "ints is_zero = ~(x >= all(-FAR)),",
+    ),
+    "a power that is too large": ("is_infinite = x > all(FAR);", "is_infinite = x > all(1e9f);"),
+    "the logarithm of 2 in one part": (
+        "rest = fma_(n, all(0x1.bd0106p-13f), rest);",
+        "rest = fma_(n, all(-0x1.62e43p-1f), x);",
+    ),
+    "a matrix of one number is never an operation": (
+        ".packed = K > 0 ? packed_at(b) : NULL,",
+        ".packed = K > 0 && turn_b != 111 ? packed_at(b) : NULL,",
+    ),
+    "a norm without its eps": (
+        "sum_of(x, count, 1) / count + eps)",
+        "sum_of(x, count, 1) / count)",
+    ),
+    "a share of an operation without its last row": (
+        "operate(p, m0, m1);",
+        "operate(p, m0, m1 - (m1 < p->M));",
+    ),
 }
 
 
@@ -139,10 +164,11 @@ def test_a_planted_bug_is_caught(tmp_path, bug):
 
 
 @NEEDS_COMPILER
-def test_what_multiplies_wrongly_is_not_trusted(monkeypatch, tmp_path):
+@pytest.mark.parametrize("bug", ["y is read though beta is 0", "a power of NaN that is 0"])
+def test_what_multiplies_wrongly_is_not_trusted(monkeypatch, tmp_path, bug):
     """As a compiler with a fault would make it."""
     source = tmp_path / "rows.c"
-    source.write_text(rows.SOURCE.read_text().replace(*BUGS["y is read though beta is 0"]))
+    source.write_text(rows.SOURCE.read_text().replace(*BUGS[bug]))
     monkeypatch.setattr(rows, "SOURCE", source)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(rows.Unbuilt, match="does not multiply right"):

@@ -1,0 +1,70 @@
+"""Operations on rows that our own product computes beside matrices: softmax, gates and norms.
+
+The problem. On a CPU, MLX computes a softmax or a norm as a chain of nodes, number by number, and
+without the processor's vectors. In a prompt that takes as long as half of the products of matrices.
+
+The way out. MLX hands our product (`rows.c`) an address, and never looks at what lies there. A
+packed matrix uses that already (`packed.py`). So an operation claims to be a matrix, too: `x @ claim`
+is the softmax of each row of x. What lies at the address says which operation it is, and the memory
+says so for as long as a product holds it.
+
+What this file keeps. An array that claims more than there is lives in `Operation` alone: anything
+else that read it would read beyond its end.
+
+Where next: `parts/model/ops.py`, the formulas; `rows.c`, how they are computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from parts.device import mlx as device
+from parts.device import rows
+from parts.device.mlx import mx
+from parts.device.packed import address
+from parts.device.rows import LINE
+
+
+def take(x: mx.array) -> bool:
+    """Are these float32 numbers, on a CPU on which our own product runs?"""
+    return x.dtype == mx.float32 and device.is_exact()
+
+
+def softmax(x: mx.array, scale: float) -> mx.array:
+    return named(rows.SOFTMAX, scale)(x)
+
+
+def swiglu(gate_up: mx.array) -> mx.array:
+    return named(rows.SWIGLU)(gate_up)
+
+
+def geglu(gate_up: mx.array) -> mx.array:
+    return named(rows.GEGLU)(gate_up)
+
+
+def norm(weight: mx.array, eps: float) -> Operation:
+    return Operation(rows.NORM, eps, weight)
+
+
+@cache  # a model has one scale, or very few
+def named(form: int, setting: float = 0.0) -> Operation:
+    return Operation(form, setting, mx.zeros(0))
+
+
+class Operation:
+    """Takes rows of float32 numbers. It looks like a matrix to MLX, and to nothing else."""
+
+    def __init__(self, form: int, setting: float, weight: mx.array):
+        """`form`: which operation, as `rows.c` calls it.
+        `setting`: the scale of a softmax, the eps of a norm.
+        `weight`: a norm's."""
+        self._memory = mx.concatenate([mx.zeros(LINE // 4), weight])
+        self._halves = form in (rows.SWIGLU, rows.GEGLU)
+        at = ctypes.c_void_p(address(self._memory))
+        device.blas.library.rows_operation(at, form, weight.size, ctypes.c_float(setting))
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., K) -> (..., K); of a gate (..., K / 2)
+        K = x.shape[-1]
+        N = K // 2 if self._halves else K
+        return x @ mx.as_strided(self._memory, (K, N), (1, K))
