@@ -863,7 +863,7 @@ enum {
   SHARE = 20000,         /* multiplications that a share has at least */
   PACKED_ALONE = 400000, /* packed weights take less time: so many are multiplied alone, */
   PACKED_SHARE = 200000, /* and so many are a share */
-  OF_A_POWER = 40,       /* of these multiplications take as long as a number of an operation */
+  OF_A_POWER = 10,       /* of these multiplications take as long as a number of an operation */
   HEIGHT_OF_SHARE = 12,
   WIDTH_OF_SHARE = LINE, /* no two shares write to one line of the cache */
   MANY = 64, /* rows: then a share takes long, so there are twice as many, and nobody waits long for the last */

@@ -299,7 +299,7 @@ static void *student(void *seed) {
   for (int form = SOFTMAX; form <= NORM; form++) {
     for (int N = 1; N < 40; N++) examine_operation(&state, form, between(&state, 1, 5), N);
     examine_operation(&state, form, 3, 5000);
-    examine_operation(&state, form, 150, 130); /* computed in shares */
+    examine_operation(&state, form, 300, 300); /* computed in shares */
   }
   for (int M = 1; M <= 33; M += 8) examine(&state, M, 400, 288, 0);
   examine(&state, 130, 64, 70, 1); /* cut by rows */
