@@ -1,7 +1,8 @@
 """Operations on rows that our own product computes beside matrices: softmax, gates and norms.
 
 The problem. On a CPU, MLX computes a softmax or a norm as a chain of nodes, number by number, and
-without the processor's vectors. In a prompt that takes as long as half of the products of matrices.
+without the processor's vectors. In a prompt of a small model that takes half as long as all
+products of matrices.
 
 The way out. MLX hands our product (`rows.c`) an address, and never looks at what lies there. A
 packed matrix uses that already (`packed.py`). So an operation claims to be a matrix, too: `x @ claim`
