@@ -16,7 +16,8 @@ and the value of one token.
 
 A forward pass works on the slab through windows. A prefill chunk has a window of its own, which
 writes L rows of one slot. All decoding sequences share one window, which writes one row in each of
-their slots (A4, B6). A free slot takes no part, and costs nothing.
+their slots (A4, B6). Where their next tokens are guessed, those with as many guesses share one,
+which writes L rows in each. A free slot takes no part, and costs nothing.
 
 The invariant: what a sequence computes depends on row p only if the sequence has written row p
 itself, or if a sequence that begins with the same tokens has. (Then the row has stayed in the slot,
@@ -126,8 +127,8 @@ class Look(NamedTuple):
 
 
 class Window:
-    """The rows of the slab that a prefill chunk, or all decoding sequences together, write and read
-    in a forward pass.
+    """The rows of the slab that a prefill chunk, or decoding sequences together, write and read in
+    a forward pass.
 
     There are B sequences; `slots` names their slots. Each writes L rows, from its row in `starts`.
     (Both are Python ints, because `+=` on an `mx.array` changes it for every other holder of the
@@ -143,7 +144,7 @@ class Window:
     ):
         # MLX checks no bounds. A write past the end of the slab would change whatever memory lies
         # there.
-        assert len(slots) == len(starts) and (L == 1 or len(slots) == 1), (slots, starts, L)
+        assert len(slots) == len(starts) == len(set(slots)), (slots, starts, L)
         assert all(0 <= slot < slab.slots for slot in slots), slots
         assert all(0 <= start <= slab.length - L for start in starts), (starts, L)
         self.slab = slab
@@ -155,7 +156,7 @@ class Window:
         self._rows = self._decoding_rows() if self.B > 1 else None
         self._looks: dict[tuple, list[Look]] = {}  # by the arguments of `looks`
 
-    def _decoding_rows(self) -> mx.array:  # (B * Hkv, Dh)
+    def _decoding_rows(self) -> mx.array:  # (B * L * Hkv, Dh)
         """Where `write` puts the new rows of decoding sequences, in every layer alike.
 
         As one list of rows, the slab of a layer has all rows of a slot's first head, then those of
@@ -165,7 +166,8 @@ class Window:
         rows = []
         for slot, start in zip(self.slots, self.starts, strict=True):
             first = slot * slab.Hkv * slab.length + start
-            rows += [[first + head * slab.length] for head in range(slab.Hkv)]
+            for row in range(first, first + self.L):
+                rows += [[row + head * slab.length] for head in range(slab.Hkv)]
         return mx.broadcast_to(mx.array(rows), (len(rows), slab.Dh))
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
@@ -183,7 +185,7 @@ class Window:
                 slot = self.slots[0]
                 start = self.starts[0]
                 arrays[layer][slot, :, start : start + self.L] = new.swapaxes(0, 1)  # (Hkv, L, Dh)
-            else:  # one row in each slot, for each head
+            else:  # L rows in each slot, for each head
                 # This is one operation. A scatter by arrays of slots and rows would take ten nodes
                 # of the graph.
                 rows = arrays[layer].flatten(0, 2)  # (slots * Hkv * S, Dh)

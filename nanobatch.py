@@ -33,8 +33,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kv import Slab, Window
@@ -50,6 +51,7 @@ from parts.device import mlx as device
 from parts.device.mlx import device_lock, device_stream, mx
 from parts.device.roof import measure
 from parts.files import ModelError
+from parts.guess import Guesses, Hints
 from parts.model import find as models
 from parts.model.fit import (
     Sizes,
@@ -67,7 +69,7 @@ from parts.ranks.meet import join
 from parts.text.tokens import Text
 from policies import DEFAULT, POLICIES, policy_of
 from sampling import PENALTY_CONTEXT, Logprobs, Pick, SlotState, choose
-from sched import Plan, QueueFull, Request, Scheduler
+from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
 
 __all__ = [
     "POLICIES",
@@ -107,6 +109,9 @@ class Order(NamedTuple):
     prefills: tuple[Prefill, ...]
     decodes: tuple[tuple[int, int], ...]  # (slot, row): the slot's newest token goes into this row
     picks: Mapping[int, Pick]  # by slot: how its token is chosen
+    # By slot: its newest token, and the guesses that go into the rows behind. The device alone knows
+    # the newest token of any other slot that decodes.
+    known: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
     @staticmethod
     def of(plan: Plan, handles: Mapping[int, Handle]) -> Order:
@@ -114,13 +119,26 @@ class Order(NamedTuple):
         for chunk in plan.chunks:
             ids = chunk.request.prompt[chunk.start : chunk.stop]
             prefills.append(Prefill(chunk.slot, ids, chunk.start, chunk.source, asked=chunk.emits))
-        decodes = [(decode.slot, decode.position) for decode in plan.decodes]
-        decodes.sort()  # neighbouring slots are one view of the slab
         picks = {}
         for member in plan.emitters:
-            handle = handles[member.request.id]
-            picks[member.slot] = pick_of(member.slot, member.request, handle)
-        return Order(plan.scrubs, tuple(prefills), tuple(decodes), picks)
+            picks[member.slot] = pick_of(member, handles[member.request.id])
+        decodes = []
+        known = {}
+        for decode in plan.decodes:
+            decodes.append((decode.slot, decode.position))
+            answer = decode.request.answer
+            if picks[decode.slot].index == len(answer):  # nothing of it is in flight
+                known[decode.slot] = (answer[-1], *decode.guess)
+        decodes.sort()  # neighbouring slots are one view of the slab
+        return Order(plan.scrubs, tuple(prefills), tuple(decodes), picks, known)
+
+    def rows(self, slot: int) -> Iterator[Pick]:
+        """How the token is chosen that comes out of each row of this slot."""
+        pick = self.picks[slot]
+        guess = self.known.get(slot, ())[1:]
+        for i in range(1 + len(guess)):
+            recent = pick.recent and (*pick.recent, *guess[:i])
+            yield pick._replace(index=pick.index + i, recent=recent)
 
     def passes(self) -> list[tuple[list[Prefill], Sequence[tuple[int, int]]]]:
         """The chunks and the decoding sequences of each forward pass.
@@ -140,17 +158,31 @@ class Order(NamedTuple):
         return [(prefills, self.decodes if i == last else ()) for i, prefills in enumerate(passes)]
 
 
-def pick_of(slot: int, request: Request, handle: Handle) -> Pick:
-    """How the token is chosen that a plan has just counted for this request."""
-    index = request.planned - 1
-    # Later tokens are known to the device, which remembers them itself (`SlotState.add`).
+def pick_of(member: Chunk | Decode, handle: Handle) -> Pick:
+    """How the next token is chosen of this request, which has just been planned."""
+    request = member.request
+    index = request.planned - 1 - len(member.guess)
+    # The device remembers the tokens that are still in flight (`SlotState.add`).
     recent: tuple[int, ...] = ()
-    if index == 0 and handle.sampling.repetition_penalty != 1:
-        recent = request.prompt[-PENALTY_CONTEXT:]
-    return Pick(slot, handle.sampling, handle.seed, index, recent)
+    if index == request.committed and handle.sampling.repetition_penalty != 1:
+        recent = (*request.prompt[-PENALTY_CONTEXT:], *request.answer[-PENALTY_CONTEXT:])
+    return Pick(member.slot, handle.sampling, handle.seed, index, recent)
 
 
 # --- the runner: an order becomes tokens --------------------------------------------------------
+
+
+def alike(
+    decodes: Sequence[tuple[int, int]], known: Mapping[int, tuple[int, ...]]
+) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Those that decode, by how many tokens are known of each: slots, rows, and all these tokens."""
+
+    def width(decode: tuple[int, int]) -> int:
+        return len(known.get(decode[0], ()))
+
+    for _, group in groupby(sorted(decodes, key=width), key=width):
+        slots, rows = zip(*group, strict=True)
+        yield list(slots), list(rows), [id for slot in slots for id in known.get(slot, ())]
 
 
 PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
@@ -161,7 +193,7 @@ class Begun(NamedTuple):
 
     order: Order
     logits: list[mx.array]  # (n, V): one for each pass
-    slots: list[int]  # which slot each row of the logits is for
+    slots: list[int]  # whose rows of logits follow each other
     began: float
     took: float
 
@@ -169,20 +201,23 @@ class Begun(NamedTuple):
 class Flight(NamedTuple):
     """A step that has been started, and whose tokens have not been read yet."""
 
-    tokens: mx.array  # (slots,): -1 if a slot is not asked, or its logits were not finite
+    # (slots,): -1 if a slot is not asked, or its logits were not finite. With guesses the tokens of
+    # all second rows follow, then those of all third rows
+    tokens: mx.array
     logprobs: list[Logprobs]
     began: float
     build_s: float  # Python built the graph
     device_s: float  # MLX took the graph into its queue (`Runner._enqueue`)
     wait_s: float  # Python waited for the pass before (`Runner._start`)
 
-    def read(self) -> tuple[list[int], dict[int, TokenLogprob]]:
-        """Wait for the step. By slot: its token, and the log probabilities that were asked for."""
+    def read(self) -> tuple[list[int], dict[tuple[int, int], TokenLogprob]]:
+        """Wait for the step: the tokens, and by slot and index the log probabilities that were asked
+        for."""
         mx.eval(self.tokens, self.logprobs)  # here, in `_start` and in `_enqueue` Python waits
         logprobs = {}
         for part in self.logprobs:
-            for slot, logprob, top, free in part.read():
-                logprobs[slot] = TokenLogprob(logprob, top, free)
+            for pick, logprob, top, free in part.read():
+                logprobs[pick.slot, pick.index] = TokenLogprob(logprob, top, free)
         return self.tokens.tolist(), logprobs
 
 
@@ -238,15 +273,17 @@ class Runner:
         logits, slots = self._forward(order)
         return Begun(order, logits, slots, began, took=self.clock() - began)
 
-    def finish(self, begun: Begun, masks: Mapping[int, bytes] | None = None) -> Flight:
+    def finish(self, begun: Begun, masks: Mapping[int, Sequence[bytes]] | None = None) -> Flight:
         """The second half: choose a token for each row, and start that, too.
 
-        `masks`: by slot, which tokens a grammar allows (`Grammar.mask`). The others allow all.
+        `masks`: by slot, which tokens a grammar allows (`Grammar.masks`). The others allow all.
         """
         resumed = self.clock()
         emitted, logprobs = self._choose(begun, masks or {})
         emitted = self.ranks.first(emitted)  # those of rank 0, on every rank
-        self._newest = mx.where(emitted >= 0, emitted, self._newest)
+        # With guesses, Python alone will know which token is the newest, and hand it in.
+        first = emitted[: self.slab.slots]
+        self._newest = mx.where(first >= 0, first, self._newest)
         self._enqueue(emitted, self._newest, self._slot_state.recent, logprobs)
         took = begun.took + self.clock() - resumed
         return Flight(
@@ -259,8 +296,8 @@ class Runner:
         )
 
     def _forward(self, order: Order) -> tuple[list[mx.array], list[int]]:
-        """Run the passes of a step. Returns each pass's logits (n, V), and the slots they are
-        for."""
+        """Run the passes of a step. Returns each pass's logits (n, V), and the slots whose rows they
+        are."""
         logits = []
         slots: list[int] = []
         for prefills, decodes in order.passes():
@@ -278,13 +315,16 @@ class Runner:
                     asked.append(count + len(prefill.ids) - 1)
                     slots.append(prefill.slot)
                 count += len(padded)
-            if decodes:
-                decoding = [slot for slot, _ in decodes]
-                rows = [row for _, row in decodes]
-                ids.append(self._newest[mx.array(decoding)])  # on the device, and not read yet
-                windows.append(Window(self.slab, decoding, rows, L=1))
-                asked += range(count, count + len(decodes))
+            for decoding, rows, given in alike(decodes, order.known):
+                if given:
+                    ids.append(mx.array(given))
+                else:  # on the device, and not read yet
+                    ids.append(self._newest[mx.array(decoding)])
+                tokens = ids[-1].size
+                windows.append(Window(self.slab, decoding, rows, L=tokens // len(decoding)))
+                asked += range(count, count + tokens)
                 slots += decoding
+                count += tokens
             found = forward(self.model, mx.concatenate(ids), windows, asked)
             if asked:
                 logits.append(found)
@@ -309,17 +349,26 @@ class Runner:
     def _choose(
         self,
         begun: Begun,
-        masks: Mapping[int, bytes],
+        masks: Mapping[int, Sequence[bytes]],
     ) -> tuple[mx.array, list[Logprobs]]:
-        """A token for each slot that asks, -1 for the others. On a rank that follows, all are
-        -1."""
-        emitted = mx.full(self.slab.slots, -1, mx.int32)
+        """A token for each row that asks, -1 for the others. On a rank that follows, all are -1."""
+        order = begun.order
+        most = max([1, *map(len, order.known.values())])
+        emitted = mx.full(most * self.slab.slots, -1, mx.int32)
         if not begun.slots or self.ranks.rank:
             return emitted, []
-        picks = [begun.order.picks[slot] for slot in begun.slots]
+        picks: list[Pick] = []
+        places = []  # in `Flight.tokens`
+        by_row = {}
+        for slot in begun.slots:
+            for i, pick in enumerate(order.rows(slot)):
+                if slot in masks:  # behind a guess that is forbidden, any mask will do
+                    by_row[len(picks)] = masks[slot][min(i, len(masks[slot]) - 1)]
+                picks.append(pick)
+                places.append(i * self.slab.slots + slot)
         logits = mx.concatenate(begun.logits)
-        tokens, logprobs = choose(logits, picks, self._slot_state, masks)
-        emitted[mx.array(begun.slots)] = tokens
+        tokens, logprobs = choose(logits, picks, self._slot_state, by_row)
+        emitted[mx.array(places)] = tokens
         return emitted, logprobs
 
     def _copy_prefix(self, prefill: Prefill) -> None:
@@ -370,13 +419,15 @@ class Runner:
 
 def pack(order: Order) -> list[int]:
     """An order without its picks: ranks that follow choose no token."""
-    numbers = [len(order.scrubs), len(order.prefills), len(order.decodes)]
+    numbers = [len(order.scrubs), len(order.prefills), len(order.decodes), len(order.known)]
     numbers += chain(*order.scrubs)
     for prefill in order.prefills:
         source = -1 if prefill.source is None else prefill.source
         numbers += [prefill.slot, prefill.start, source, prefill.asked]
         numbers += [len(prefill.ids), *prefill.ids]
     numbers += chain(*order.decodes)
+    for slot, ids in order.known.items():
+        numbers += [slot, len(ids), *ids]
     return numbers
 
 
@@ -386,7 +437,7 @@ def unpack(numbers: Sequence[int]) -> Order:
     def some(count: int) -> tuple[int, ...]:
         return tuple(islice(rest, count))
 
-    counts = some(3)
+    counts = some(4)
     scrubs = [some(3) for _ in range(counts[0])]
     prefills = []
     for _ in range(counts[1]):
@@ -394,10 +445,19 @@ def unpack(numbers: Sequence[int]) -> Order:
         source = None if source < 0 else source
         prefills.append(Prefill(slot, some(count), start, source, bool(asked)))
     decodes = [some(2) for _ in range(counts[2])]
-    return Order(tuple(scrubs), tuple(prefills), tuple(decodes), {})
+    known = {}
+    for _ in range(counts[3]):
+        slot, count = some(2)
+        known[slot] = some(count)
+    return Order(tuple(scrubs), tuple(prefills), tuple(decodes), {}, known)
 
 
 # --- the engine ---------------------------------------------------------------------------------
+
+
+def count_right(plan: Plan) -> int:
+    """So many guesses were right so far in the answers that a step goes on with."""
+    return sum(member.request.right for member in plan.emitters)
 
 
 Report = Callable[[str], None]  # is told what is done
@@ -429,6 +489,8 @@ class Engine:
     `chunk` is how wide a prefill chunk is: 128 tokens on a CPU, 512 on a GPU.
     `budget` bounds a step, in tokens. By default it is one token a slot, one chunk, and half a
     chunk for every eight slots.
+    `guesses`: so many tokens of each answer are guessed whenever there is something to guess, at any
+    price. None: where it pays, and never if the engine is not `exact`. No token depends on it.
     `exact` says whether a request's logits have the same bits beside any neighbours.
     `on_commit` is yours to set: a function that is called after each commit, and after each end
     from elsewhere (cancel, close, a failed step). No lock is held then, so the function may do
@@ -449,6 +511,7 @@ class Engine:
         max_queue: int = 10_000,
         reuse: bool = True,
         run_ahead: bool = True,
+        guesses: int | None = 0,
         clock: Callable[[], float] = time.perf_counter,
         runner: Runner | None = None,  # another device half, for tests
         sizes: Sizes | None = None,  # what fits, if `load` has asked before it read the weights
@@ -464,7 +527,9 @@ class Engine:
         self.hurries = not device.has_gpu()  # see `_may_fly`
         self.clock = clock
         self.ranks = model.ranks
+        self.exact = is_exact(model)
         self.price = Price(far_position(model.config))
+        self.guesses = Guesses(0 if guesses is None and not self.exact else guesses)
         self.sched = Scheduler(
             sizes.slots,
             sizes.max_len,
@@ -472,6 +537,7 @@ class Engine:
             chunk=sizes.chunk,
             budget=sizes.budget,
             price=self.price,
+            guess=self.guesses,
             max_queue=max_queue,
         )
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
@@ -487,7 +553,6 @@ class Engine:
         self._slab_is_lost = False  # with a step that failed
         with device_lock, device_stream():
             self.runner = runner or Runner(model, sizes, clock)
-        self.exact = is_exact(model)
         settled = self.ranks.settle(model.config, partial(self._end_all, "error"))
         self.summary = f"{summary}; {device.named()}{settled}"
         device.close_at_exit(self)
@@ -564,7 +629,7 @@ class Engine:
             Python   begin N+1 --------> commit N, ask grammars --> finish N+1
         """
         begun = self.runner.begin(order)
-        masks: dict[int, bytes] = {}
+        masks: dict[int, list[bytes]] = {}
         if any(pick.sampling.grammar for pick in order.picks.values()):
             while self._flights:
                 self._commit()
@@ -573,8 +638,9 @@ class Engine:
         self._flights.append((plan, flight))
         self._unstarted = None
 
-    def _masks(self, plan: Plan) -> dict[int, bytes]:
-        """By slot: the tokens that a grammar allows. A grammar that fails ends its own request."""
+    def _masks(self, plan: Plan) -> dict[int, list[bytes]]:
+        """By slot: the tokens that a grammar allows, and those behind each guess. A grammar that
+        fails ends its own request."""
         masks = {}
         for member in plan.emitters:
             handle = self._ledger.open.get(member.request.id)
@@ -582,7 +648,7 @@ class Engine:
             if grammar is None:  # none is wanted, or the request has ended and is a ghost
                 continue
             try:
-                masks[member.slot] = grammar.mask()
+                masks[member.slot] = grammar.masks(member.guess)
             except BaseException as error:  # a panic in the library's Rust is no Exception
                 let_go(error)
                 with self.changed:
@@ -594,12 +660,14 @@ class Engine:
 
         On a CPU, a step that yields a first token is read at once (`hurries`). MLX's queue is short
         there: to start the next step takes nearly as long as that step itself, and the token would
-        come only then.
+        come only then. A step is read at once, too, where guesses are in it, or may be in the next.
         """
         if planned is None or not self.run_ahead:
             return 0
         plan, _ = planned
-        return 0 if self.hurries and plan.has_first_token else 1
+        if self.hurries and plan.has_first_token:
+            return 0
+        return 0 if plan.guessed or self.guesses.may_follow(plan) else 1
 
     def _commit(self) -> None:
         """Read the tokens of the oldest step in flight, and hand them to their requests."""
@@ -607,8 +675,12 @@ class Engine:
         began = self.clock()
         tokens, logprobs = flight.read()
         read = self.clock()
-        sampled = [tokens[member.slot] for member in plan.emitters]
+        sampled = []
+        for member in plan.emitters:
+            sampled += tokens[member.slot :: self.sched.slots][: 1 + len(member.guess)]
         accept = partial(self._ledger.deliver, logprobs, self.clock)
+        said = self._ledger.output_tokens
+        right = count_right(plan)
         with self.changed:
             ghosts = []
             for member in plan.emitters:
@@ -625,8 +697,11 @@ class Engine:
                 wait_s=flight.wait_s + read - began,
                 read=read,
                 ended=self.clock(),
+                tokens=self._ledger.output_tokens - said,
+                right=count_right(plan) - right,
             )
             self._ledger.record(view)
+            self.guesses.learn(plan, read)
             self._has_news = True
             self.changed.notify_all()
         self._flights.popleft()
@@ -765,6 +840,7 @@ class Engine:
                 raise RuntimeError("the engine is closed; load another")
             shares = self.reuse and reuse
             request = Request(self._next_id, ids, max_tokens, self.clock(), shares, client)
+            request.hints = Hints(grammar) if self.guesses.most != 0 else None
             handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking)
             self.sched.submit(request)  # raises if the request does not fit, or if the line is full
             self._ledger.open[request.id] = handle

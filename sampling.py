@@ -51,13 +51,13 @@ SORTABLE = 4096  # up to this length, a whole row may be sorted
 
 
 class Pick(NamedTuple):
-    """A slot whose sequence gets a token in this step, and the settings of its request."""
+    """A row out of which a token comes in this step, and the settings of its request."""
 
     slot: int
     sampling: Sampling
     seed: int
     index: int  # the token is the request's index-th, from 0
-    recent: tuple[int, ...] = ()  # with a penalty, and at index 0: the prompt's last 20 tokens
+    recent: tuple[int, ...] = ()  # with a penalty: the tokens before, unless one is in flight
 
 
 def choose(
@@ -69,14 +69,13 @@ def choose(
     """A token for each pick, and the log probabilities for requests that have `logprobs`.
 
     `logits`: one row for each pick. If a row is not finite, its token is -1.
-    `masks`: by slot, the tokens that a grammar allows. All others get the logit minus infinity
+    `masks`: by row, the tokens that a grammar allows. All others get the logit minus infinity
     before anything else is computed.
     """
-    state.begin(picks)
     groups = defaultdict(list)
     for row, pick in enumerate(picks):
         has_logprobs = pick.sampling.logprobs is not None
-        groups[pick.sampling.group, has_logprobs, pick.slot in masks].append(row)
+        groups[pick.sampling.group, has_logprobs, row in masks].append(row)
 
     order = []
     tokens = []
@@ -86,7 +85,7 @@ def choose(
         x = logits if len(groups) == 1 else logits[mx.array(rows)]
         unmasked = x
         if has_mask:
-            x = x + state.mask([masks[pick.slot] for pick in members])
+            x = x + state.mask([masks[row] for row in rows])
         if group != "greedy":
             x = edit(x.astype(mx.float32), members, state)
             spread = Spread.of(x)
@@ -122,25 +121,28 @@ class SlotState:
         eight = mx.arange(256)[:, None] >> mx.arange(8) & 1  # (256, 8): the bits of each byte
         self._mask_of_byte = mx.where(eight == 1, 0, -math.inf)
 
-    def begin(self, picks: Sequence[Pick]) -> None:
-        """Before tokens are chosen: the ends of new prompts become recent tokens.
+    def before(self, picks: Sequence[Pick]) -> mx.array:  # (n, 20)
+        """The tokens before each pick's, as Python knows them, or else the device.
 
         A short prompt repeats its first token, because that one is the first to leave anyway.
         """
-        for pick in picks:
+        recent = self.recent[mx.array([pick.slot for pick in picks])]
+        for row, pick in enumerate(picks):
             if pick.recent:
-                recent = pick.recent[:1] * PENALTY_CONTEXT + pick.recent
-                self.recent[pick.slot] = mx.array(recent[-PENALTY_CONTEXT:])
+                known = pick.recent[:1] * PENALTY_CONTEXT + pick.recent
+                recent[row] = mx.array(known[-PENALTY_CONTEXT:])
+        return recent
 
     def add(
         self,
         picks: Sequence[Pick],
         tokens: mx.array,  # (n, 1)
     ) -> None:
-        """After tokens have been chosen: they become recent tokens, if a penalty needs any."""
+        """After tokens have been chosen: they become recent tokens, if a penalty needs any. (Which
+        token is a slot's newest behind guesses, Python will say.)"""
         if has_penalty(picks):
             slots = mx.array([pick.slot for pick in picks])
-            older = self.recent[slots][:, 1:]
+            older = self.before(picks)[:, 1:]
             newest = mx.maximum(tokens, 0)
             recent = mx.concatenate([older, newest], axis=1)
             self.recent[slots] = recent
@@ -180,8 +182,7 @@ def edit(
         x = x + mx.stack(biases)
     if has_penalty(picks):
         penalty = column([pick.sampling.repetition_penalty for pick in picks])
-        slots = mx.array([pick.slot for pick in picks])
-        recent = state.recent[slots]  # (n, 20)
+        recent = state.before(picks)  # (n, 20)
         old = gather(x, recent)
         new = mx.where(old < 0, old * penalty, old / penalty)
         x = mx.put_along_axis(x, recent, new, axis=-1)
@@ -473,21 +474,21 @@ def uniform(seed: int, index: int) -> float:
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities for some slots, still on the device: the chosen token's, then the top, then
+    """Log probabilities for some rows, still on the device: the chosen token's, then the top, then
     what would be the top without a grammar, if there is one."""
 
-    slots: list[int]
+    picks: Sequence[Pick]
     most: int  # of the top
     ids: mx.array  # (n, 1 + most), or (n, 1 + 2 most) with a grammar
     values: mx.array  # of the same shape
 
-    def read(self) -> Iterator[tuple[int, float, tuple, tuple]]:
-        """Each slot, its chosen token's log probability, and the two tops as pairs (id, value)."""
+    def read(self) -> Iterator[tuple[Pick, float, tuple, tuple]]:
+        """Each pick, its chosen token's log probability, and the two tops as pairs (id, value)."""
         all_ids = self.ids.tolist()
         all_values = self.values.tolist()
-        for slot, ids, values in zip(self.slots, all_ids, all_values, strict=True):
+        for pick, ids, values in zip(self.picks, all_ids, all_values, strict=True):
             pairs = tuple(zip(ids[1:], values[1:], strict=True))
-            yield slot, values[0], pairs[: self.most], pairs[self.most :]
+            yield pick, values[0], pairs[: self.most], pairs[self.most :]
 
 
 def measure(
@@ -498,7 +499,6 @@ def measure(
     free: Spread | None,  # without the grammar
 ) -> Logprobs:
     """log(e^-gap / total) for the chosen tokens and the likeliest ones, before any filter."""
-    slots = [pick.slot for pick in picks]
     most = min(max(pick.sampling.logprobs for pick in picks), V)
     if most:
         top = likeliest(spread.gap, most)
@@ -509,7 +509,7 @@ def measure(
         ids = mx.concatenate([ids, top], axis=-1)
         unmasked = -gather(free.gap, top) - mx.log(free.total)
         values = mx.concatenate([values, unmasked], axis=-1)
-    return Logprobs(slots, most, ids, values)
+    return Logprobs(picks, most, ids, values)
 
 
 # --- arrays -------------------------------------------------------------------------------------

@@ -21,6 +21,13 @@ confused: how many tokens are *planned*, and how many are *committed*. The end o
 one step late (unless `max_tokens` ends it, which is known before). By then the next step has been
 planned. It runs the ended sequence once more, as a *ghost*, and that token is dropped.
 
+What follows can sometimes be guessed: much of an answer has stood before. A decode is a chunk of
+one row; with a *guess* of g tokens it has 1 + g rows, and a token comes out of each. The token
+behind the newest one is right in any case. As long as a token is the one that was guessed, the next
+one is right, too. So a step yields several tokens, and not one of them differs: `commit` takes what
+was said until it differs from the guess. A wrong guess costs its row, which the right token writes
+over. A step with guesses is committed before the next one is planned.
+
 A slot remembers its last prompt and the answer. A new prompt that begins
 alike goes on from there, or has the common rows copied from a slot that holds them. That is prefix
 reuse (`prefix.py`): a system prompt is computed once, and a chat's next message reads only what is
@@ -28,7 +35,7 @@ new.
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot
-    0 <= committed <= planned <= max_tokens; planned is at most two steps ahead
+    0 <= committed <= planned <= max_tokens; planned is at most two steps ahead, or one with guesses
     requests stand in line in the order of arrival
 
 Where next: `policies.py`, in which the policies differ. Then `prefix.py`. This file asks of it:
@@ -40,10 +47,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prefix import SEGMENT, Prefixes, Trail
 
@@ -66,13 +73,16 @@ class Request:
     begins: int = 0  # no chunk is read before this step, if a replay says so
     turn: int = 0  # under `fair`: the last step that admitted its client while this one waited
     trail: Trail = field(default_factory=Trail)  # the beginnings of its prompt
+    hints: Any = None  # what may follow (`parts/guess.py`); None: nothing is guessed
     policy: str = ""  # under which policy it was admitted
     slot: int | None = None
     why: str = ""  # why the scheduler chose this slot
     reused: int = 0  # prompt tokens with rows taken over
     prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
-    planned: int = 0  # output tokens of all planned steps
+    planned: int = 0  # output tokens of all planned steps, the guesses of the newest included
     answer: list[int] = field(default_factory=list)  # output tokens read back so far
+    guessed: int = 0  # so many tokens were guessed so far
+    right: int = 0  # and so many of these were right, and taken
     admitted: float | None = None
     ended: float | None = None
     finish_reason: str | None = None  # "stop" | "length" | "cancelled" | "error"
@@ -80,6 +90,11 @@ class Request:
     @property
     def committed(self) -> int:
         return len(self.answer)
+
+    @property
+    def next_row(self) -> int:
+        """The row of the newest planned token. The prompt's last token yields the first of them."""
+        return len(self.prompt) + self.planned - 1
 
     @property
     def phase(self) -> str:
@@ -100,17 +115,20 @@ class Chunk(NamedTuple):
     cost: int  # how much of the budget the chunk takes: each token has a price
     source: int | None  # before this chunk, rows [0:start] are copied from this slot
     emits: bool  # the last chunk of a prompt yields a token, the one that follows the prompt
+    guess: tuple[int, ...] = ()  # behind a prompt nothing is guessed
 
 
 class Decode(NamedTuple):
     """One step of one answer: the newest token goes into row `position`.
 
     That token is known, even emitted, but has no row in the slab yet. The next token comes out.
+    Guesses go into the rows behind, and out of each row comes the token that would follow.
     """
 
     request: Request
     slot: int
     position: int
+    guess: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +146,21 @@ class Plan:
     blocked: tuple[int, ...]  # slots that are free but shut, by the policy or by a drain
     waiting: int  # how many requests are left in line
     policy: str  # the policy at that moment
-    emitters: tuple[Chunk | Decode, ...]  # the chunks and decodes with a token each
+    emitters: tuple[Chunk | Decode, ...]  # the chunks and decodes with a token for each row
 
     @property
     def has_first_token(self) -> bool:
         return any(chunk.emits for chunk in self.chunks)
+
+    @property
+    def guessed(self) -> int:
+        return sum(len(decode.guess) for decode in self.decodes)
+
+    def rows(self, tokens: Sequence[int]) -> Iterator[tuple[Chunk | Decode, list[int]]]:
+        """Each emitter, and the tokens that its rows said."""
+        rest = iter(tokens)
+        for member in self.emitters:
+            yield member, list(islice(rest, 1 + len(member.guess)))
 
 
 class Policy(NamedTuple):
@@ -145,6 +173,10 @@ class Policy(NamedTuple):
     next: Callable[[Scheduler], Iterator[Request]]
 
 
+# Those who decode, and how many rows are left in the budget -> by request: what may follow its newest
+# token, if all tokens up to that one have been read. Never more than the answer may still have
+# behind the next token: so no guess gets a row beyond the slot's end.
+Guess = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
 Accept = Callable[[Request, int], str | None]  # delivers a token; says why the answer ends, or None
 
 
@@ -154,6 +186,7 @@ class Scheduler:
     `slots`, `max_len`: how many sequences run at once, and how many tokens each may have.
     `chunk`, `budget`: the most tokens of a chunk, and of a step.
     `price`: (row, chunk) -> what a token takes of the budget in a chunk that begins at this row.
+    `guess`: what may follow in answers.
     """
 
     def __init__(
@@ -165,6 +198,7 @@ class Scheduler:
         chunk: int = 64,
         budget: int = 200,
         price: Callable[[int, int], float] = lambda row, chunk: 1.0,
+        guess: Guess = lambda decoding, left: {},
         max_queue: int = 10_000,
     ):
         limits = {"slots": slots, "max_len": max_len, "chunk": chunk, "max_queue": max_queue}
@@ -176,6 +210,7 @@ class Scheduler:
         self.chunk = chunk
         self.budget = budget
         self.price = price
+        self.guess = guess
         self.max_queue = max_queue
         self.policy = policy
         self.draining_to: Policy | None = None
@@ -230,20 +265,23 @@ class Scheduler:
         blocked = tuple(self.free) if self.waiting else ()
         running = list(self.running.values())
         decoding = [r for r in running if r.phase == "decode" and r.planned < r.max_tokens]
-        decodes = [Decode(r, r.slot, len(r.prompt) + r.planned - 1) for r in decoding]
         prefilling = [r for r in running if r.phase == "prefill"]
-        chunks = self._chunks(prefilling, self.budget - len(decodes))
-        if not (chunks or decodes):
+        chunks = self._chunks(prefilling, self.budget - len(decoding))
+        if not (chunks or decoding):
             return None
+        left = self.budget - len(decoding) - sum(chunk.cost for chunk in chunks)
+        guesses = self.guess(decoding, left)
+        decodes = [Decode(r, r.slot, r.next_row, guesses.get(r.id, ())) for r in decoding]
         self.steps += 1
         scrubs = []
-        for r in admitted:
+        for r in running:
             if r.slot in self._to_scrub:
                 start, stop = self._to_scrub.pop(r.slot)
                 scrubs.append((r.slot, start, stop))
         emitters = [*(chunk for chunk in chunks if chunk.emits), *decodes]
         for member in emitters:
-            member.request.planned += 1  # from here to its commit, the request is one token ahead
+            # From here to its commit, the request is one token ahead, or more with guesses.
+            member.request.planned += 1 + len(member.guess)
         chunked = {chunk.request.id for chunk in chunks}
         return Plan(
             step=self.steps,
@@ -338,23 +376,47 @@ class Scheduler:
     ) -> list[Request]:
         """Hand out the tokens, and free the slots of requests that end. Returns the ended ones.
 
+        `tokens`: one for each row of each emitter. Behind a wrong guess they count for nothing.
+
         Results belong to requests, not to slots: when a token is read, its slot may have a new
         owner.
         """
         ended = []
-        for member, token in zip(plan.emitters, tokens, strict=True):
+        for member, said in plan.rows(tokens):
             request = member.request
             if request.finish_reason is not None:
                 continue  # a ghost: it ended after this step had been planned
-            if token >= 0:  # -1: the logits were not finite
-                request.answer.append(token)
-            reason = accept(request, token)
-            if reason is None and request.committed == request.max_tokens:
-                reason = "length"
-            if reason:
-                self.finish(request, reason, now)
-                ended.append(request)
+            request.guessed += len(member.guess)
+            if member.guess and min(said) < 0:
+                self._begin_again(member)
+                said = []
+            for token, guessed in zip(said, (*member.guess, None), strict=False):
+                if token >= 0:  # -1: the logits were not finite
+                    request.answer.append(token)
+                reason = accept(request, token)
+                if reason is None and request.committed == request.max_tokens:
+                    reason = "length"
+                if reason:
+                    self.finish(request, reason, now)
+                    ended.append(request)
+                if reason or token != guessed:
+                    break
+                request.right += 1
+            if member.guess:
+                request.planned = request.committed
         return ended
+
+    def _begin_again(self, decode: Decode) -> None:
+        """A row of this piece is not finite, and nothing that it said is taken.
+
+        subtle: a row does not see the guesses behind it: their weight is 0. But 0 x NaN is NaN. So
+        a wrong guess whose keys are not finite spoils the right rows before it, as soon as they are
+        in one piece. All its rows are zeroed, and the request goes on without guesses. If the
+        newest token itself is to blame, it will be seen in the next step.
+        """
+        request = decode.request
+        request.hints = None
+        self._to_scrub[decode.slot] = (decode.position, len(request.prompt) + request.planned)
 
     def finish(self, request: Request, reason: str, now: float) -> None:
         """End a request in whatever phase. Its slot is free for the next plan.
@@ -377,8 +439,8 @@ class Scheduler:
         Which rows may hold NaN? Logits are computed from all rows before them, so each finite token
         proves that the prompt and the answer before it are finite. (A token is -1 if its logits
         were not, and ends the request with an error.) Rows that no token has proven are zeroed
-        before the next owner: all of them after an error or before the first token; the ghost's row
-        while a step is in flight.
+        before the next owner: all of them after an error or before the first token; the rows of a
+        ghost, or of guesses behind the end of the answer, while `planned` still counts them.
         """
         slot = request.slot
         self.prefixes.use(slot)
@@ -386,7 +448,7 @@ class Scheduler:
             proven = 0
             self.prefixes.forget(slot)  # no other prompt may take these rows over
         else:
-            # The newest token has no row yet, unless a ghost writes one.
+            # The newest token has no row that is proven.
             proven = len(request.prompt) + request.committed - 1
             self.prefixes.hold_answer(slot, request.trail, request.answer[:-1])
         has_ghost = request.planned > request.committed

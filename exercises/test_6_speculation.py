@@ -15,24 +15,20 @@ would have said after each of them. As long as that is the next guess, the guess
 first answer behind the last right guess is right as well, as it always was. So a step yields one
 token more than it had right guesses.
 
-The rules are simpler than life, so that it stays an exercise. An engine gets an option `speculate`,
-the most tokens to guess in a step; 0, the default, guesses nothing. Only greedy requests are
-guessed for (`Sampling.group` says which they are). And an engine that speculates does not run
-ahead: a guess follows the newest token, which Python must know. Answers stay the same, token for
-token, and so do their logits: what a row computes does not depend on how many rows are computed
-beside it.
+The engine can do all of this (`Engine(guesses=...)`), and `parts/guess.py` says what to guess. Try
+without looking there: write a search of your own. An engine gets an option `speculate`, the most
+tokens to guess in a step; 0, the default, leaves all as it is. And an engine that speculates does
+not run ahead: a guess follows the newest token, which Python must know. Answers stay the same,
+token for token, whatever is guessed, if one rule is kept: which rows may a guess have?
 
-Read first: `sched.py` as a whole; in `nanobatch.py` `Order.of`, `Runner._forward` and
-`Runner._choose`; rung 5 of the ladder.
+Read first: `sched.py` as a whole, with `Guess` and `Scheduler.commit`; in `nanobatch.py` `Order.of`,
+`alike` and `Runner._choose`; rung 5 of the ladder.
 
-Where: `sched.py`: `Decode` carries its guess, and `Scheduler.commit` learns that a step may yield
-several tokens, of which one may end the answer. `nanobatch.py`: `Prefill`, `Order.of`, `Runner`,
-`Flight`, `Engine`. What is the newest token on the device after a step with guesses? Which rows
-does a wrong guess leave behind, and does it matter?
+Where: `nanobatch.py`: `Engine`, and a function that the scheduler is handed as its `guess`.
 
 How to know: the command above, and `python -m pytest tests/book/test_engine.py
-tests/book/test_sched.py tests/book/test_runner.py`. They take minutes. The solution in
-`exercises/solutions` adds 70 lines.
+tests/book/test_sched.py tests/book/test_guesses.py`. They take minutes. The solution in
+`exercises/solutions` adds 20 lines.
 """
 
 import inspect
@@ -127,9 +123,8 @@ def test_speculation_survives_wrong_guesses_up_to_the_end_of_a_slot(random_model
     assert found[0] == found[1]
 
 
-def test_speculation_leaves_a_sampled_request_alone(random_model):
-    """Its tokens are drawn, and a guess that is right for the likeliest token says nothing of the
-    one that is drawn."""
+def test_speculation_changes_no_token_that_is_drawn(random_model):
+    """A token is drawn by a hash of seed and place, so there is a right guess for it, too."""
     check_there_is_an_option()
     asks = [([1, 2, 3] * 9, Sampling(max_tokens=40, ignore_eos=True))]
     asks.append(([1, 2, 3] * 9, Sampling(max_tokens=40, ignore_eos=True, temperature=0.7, seed=3)))

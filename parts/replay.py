@@ -121,8 +121,8 @@ class Replay:
             yield self._commit()
 
     def run(self, plan: Plan) -> Sequence[int]:
-        """In place of a device: a token for each that emits one."""
-        return [SAID] * len(plan.emitters)
+        """In place of a device: a token for each row that yields one."""
+        return [SAID] * (len(plan.emitters) + plan.guessed)
 
     def accept(self, request: Request, token: int) -> str | None:
         """Why an answer ends with this token; None if it goes on."""
@@ -130,7 +130,7 @@ class Replay:
 
     def _may_fly(self, plan: Plan | None) -> int:
         """How many steps may stay in flight, as `Engine._may_fly` says."""
-        if plan is None or not self.run_ahead or plan.step + 1 in self.halting:
+        if plan is None or plan.guessed or not self.run_ahead or plan.step + 1 in self.halting:
             return 0
         return 0 if self.hurries and plan.has_first_token else 1
 

@@ -196,6 +196,8 @@ class Handle:
             prompt_tokens=len(r.prompt),
             cached_tokens=r.reused,
             output_tokens=len(self.tokens),
+            guessed=r.guessed,
+            right=r.right,
         )
 
     # --- what the engine and its ledger call

@@ -86,7 +86,7 @@ class Ledger:
 
     def deliver(
         self,
-        logprobs: Mapping[int, TokenLogprob],
+        logprobs: Mapping[tuple[int, int], TokenLogprob],
         clock: Callable[[], float],
         request: Request,
         token: int,
@@ -96,7 +96,8 @@ class Ledger:
         handle = self.open[request.id]
         self.output_tokens += 1
         try:
-            return handle.take(token, clock(), logprobs.get(request.slot))
+            place = request.slot, request.committed - 1
+            return handle.take(token, clock(), logprobs.get(place))
         except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
             handle.error = describe(error)
             handle.exception = error
@@ -116,6 +117,7 @@ class Ledger:
             # A handle would keep the engine, and all its log probabilities
             self.ended.add(handle.view())
             handle.grammar = None  # it takes megabytes, and its owner may keep the handle
+            handle.request.hints = None  # as many
 
     def snapshot(
         self,

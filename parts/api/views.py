@@ -34,6 +34,8 @@ class Metrics:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    guessed: int = 0  # so many tokens were guessed
+    right: int = 0  # and so many of these were right
 
 
 class Limits(NamedTuple):
@@ -224,6 +226,8 @@ class StepView:
     # Python waited until the device had done the rest (`mx.eval`), and read the tokens
     wait_s: float
     commit_s: float  # Python handed out the tokens
+    guessed: int = 0  # so many tokens were guessed
+    right: int = 0  # and so many of these were right
 
     @staticmethod
     def of(
@@ -236,8 +240,15 @@ class StepView:
         wait_s: float,
         read: float,
         ended: float,
+        tokens: int | None = None,
+        right: int = 0,
     ) -> StepView:
-        """A plan in plain numbers, once it has been run."""
+        """A plan in plain numbers, once it has been run.
+
+        `tokens`: that were delivered. By default, one for each that was asked, but no ghost.
+        """
+        if tokens is None:
+            tokens = len(plan.emitters) - len(ghosts)
         return StepView(
             plan.step,
             admitted=tuple((r.slot, r.id) for r in plan.admitted),
@@ -250,14 +261,16 @@ class StepView:
             waiting=plan.waiting,
             policy=plan.policy,
             began=plan.at,
-            tokens=len(plan.emitters) - len(ghosts),
-            cost=len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks),
+            tokens=tokens,
+            cost=len(plan.decodes) + plan.guessed + sum(chunk.cost for chunk in plan.chunks),
             ended=ended,
             plan_s=started - plan.at,
             build_s=build_s,
             device_s=device_s,
             wait_s=wait_s,
             commit_s=ended - read,
+            guessed=plan.guessed,
+            right=right,
         )
 
     @property

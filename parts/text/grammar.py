@@ -87,17 +87,29 @@ class Grammar:
         """The mask of the next place, and of each place behind a guess that the grammar allows, up
         to the first that it forbids. The answer stands afterwards where it stood before."""
         masks = [self.mask()]
-        taken = 0
-        for guess in guesses:
-            # Rolling back does not undo an error, so a guess is looked at before it is taken.
-            if self.is_complete or not self._matcher.validate_tokens([guess]):
-                break
-            self.accept(guess)
-            taken += 1
-            masks.append(self.mask())
-        if taken:
-            self._matcher.rollback(taken)
+        if not guesses:
+            return masks
+        # A wrong guess may lead where the library fails, and that is no fault of the answer.
+        ahead = self.copy()
+        ahead._left = min(self._left, A_TOKEN)
+        try:
+            for guess in guesses:
+                if ahead.is_complete or not ahead._matcher.validate_tokens([guess]):
+                    break
+                ahead.accept(guess)
+                masks.append(ahead.mask())
+        except BaseException:  # a panic in the library's Rust is no Exception
+            nothing = bytes(len(masks[0]))  # no token is finite then, and no guess is taken
+            masks.append(nothing)
         return masks
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, one after the other. None if the library cannot say so:
+        then the next mask says why."""
+        try:
+            return self.copy()._matcher.compute_ff_tokens()
+        except BaseException:  # a panic in the library's Rust is no Exception
+            return []
 
     def accept(self, token: int) -> None:
         """The answer goes on with this token."""

@@ -41,13 +41,14 @@ def test_no_company_changes_a_single_bit_in_any_form_of_the_product(form):
     line = said.splitlines()[-1]
     assert line.endswith(" 0 differ"), said
     figures = [int(line.split(f" {what}")[0].split()[-1].replace(",", "")) for what in WHAT]
-    count, compared, beside, read, masked, reused = figures
+    count, compared, beside, read, masked, reused, right, wrong = figures
     assert count == schedules, said
     assert compared > 12 * count
     assert beside > 6 * count
     assert read > 3 * count
     assert masked > 2 * count
     assert reused > 10 * count
+    assert min(right, wrong) > count / 4
 
 
 WHAT = (
@@ -57,6 +58,8 @@ WHAT = (
     "read as prompts",
     "under a grammar",
     "tokens reused",
+    "guesses right",
+    "guesses wrong",
 )
 
 

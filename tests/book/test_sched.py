@@ -739,6 +739,7 @@ def test_a_few_rows_are_not_worth_a_copy_but_in_place_they_are():
 
 
 reused = Counter()  # by seed: rows of answers that a next turn took over
+guessed = Counter()  # right and wrong
 overtaken = Counter()  # by policy: how often a request was admitted before an older one
 
 
@@ -808,6 +809,7 @@ def random_schedule(seed: int) -> int:
         price=Price(rng.choice([2, 8, sys.maxsize])),
         policy=rng.choice(list(POLICIES)),
         max_queue=rng.randint(1, 6),
+        dice=rng if rng.random() < 0.5 else None,
     )
     Fairness(story.sched)
     clients = "abcdef"[: rng.randint(1, 6)]
@@ -849,19 +851,22 @@ def random_schedule(seed: int) -> int:
             assert request.finish_reason == ("stop" if request.id in story.eos else "length")
         assert request.ended is not None
     assert story.sched.submitted == len(requests) and len(story.sched.free) == story.sched.slots
+    guessed["right"] += sum(request.right for request in requests)
+    guessed["wrong"] += sum(request.guessed - request.right for request in requests)
     reused[seed] = sum(token >= 1_000 for r in requests for token in r.prompt[: r.reused])
     return story.sched.steps
 
 
 def test_random_schedules_keep_every_invariant_in_every_step():
-    reused.clear(), overtaken.clear()
+    reused.clear(), overtaken.clear(), guessed.clear()
     steps = sum(random_schedule(seed) for seed in range(SCHEDULES))
     print(
         f"{SCHEDULES:,} schedules, {steps:,} steps, {reused.total():,} rows of answers reused, "
-        f"overtaken: {dict(overtaken)}",
+        f"overtaken: {dict(overtaken)}, guessed: {dict(guessed)}",
         file=sys.stderr,
     )
     assert steps > 5 * SCHEDULES and 2 * reused.total() > SCHEDULES
+    assert min(guessed["right"], guessed["wrong"]) > SCHEDULES
     assert min(overtaken["fair"], overtaken["short"]) > SCHEDULES / 8
 
 
@@ -901,6 +906,7 @@ def no_age(scheduler: Scheduler) -> Iterator[Request]:
         "a ghost's token goes to the slot's new owner",
         "the newest token is remembered, whose row is not written",
         "a ghost's row is remembered, which is to be scrubbed",
+        "what is said behind a wrong guess is taken",
         "fair knows no turns",
         "fair counts no slots",
         "short does not age",
@@ -935,6 +941,14 @@ def test_the_invariants_have_teeth(monkeypatch, bug):
             self.waiting.move_to_end(request.id, last=False)
 
         monkeypatch.setattr(Scheduler, "submit", push_in)
+    elif bug == "what is said behind a wrong guess is taken":
+        rows = Plan.rows
+
+        def all_right(self, tokens):
+            for member, said in rows(self, tokens):
+                yield member._replace(guess=tuple(said[:-1])), said
+
+        monkeypatch.setattr(Plan, "rows", all_right)
     elif bug == "fair knows no turns":
         monkeypatch.setitem(POLICIES, "fair", POLICIES["fair"]._replace(next=no_turns))
     elif bug == "fair counts no slots":

@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "parts/checks": "",
     "parts/dialogue": "parts/text/speech",
     "parts/files": "",
+    "parts/guess": "sched",
     "parts/price": "",
     "parts/program": "",
     "parts/replay": "sched parts/price",
@@ -83,13 +84,14 @@ SCREEN = """
 SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/clock parts/price parts/replay parts/device/cores
     parts/text/speech door/journal door/wire sched policies"""
 WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/checks parts/clock parts/dialogue
-    parts/files parts/price parts/program parts/replay parts/text/* door/* screen/* serve tui"""
+    parts/files parts/guess parts/price parts/program parts/replay parts/text/* door/* screen/* serve tui"""
 STANDARD_LIBRARY = {
     "sched": "",
     "policies": "",
     "prefix": "",
     "parts/checks": "",
     "parts/files": "",
+    "parts/guess": "",
     "parts/price": "",
     "parts/program": "",
     "parts/replay": "",

@@ -121,12 +121,14 @@ class Count(NamedTuple):
     # one by one
     read: int
     masked: int  # logit vectors of requests under a grammar
+    right: int  # guesses that were right
+    wrong: int  # and those that were not
 
     def __add__(self, other: "Count") -> "Count":
         return Count(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-NONE = Count(0, (), 0, 0, 0, 0)
+NONE = Count(0, (), 0, 0, 0, 0, 0, 0)
 
 # Each forbids most bytes, and some allow several ends.
 GRAMMARS = [
@@ -166,13 +168,16 @@ def count(models: list[tuple[Model, Text]], seed: int, rounds: int = 4) -> Count
     crowded = random_sizes(rng, is_long, slots)
     lonely = random_sizes(rng, is_long, int(rng.choice([1, 1, 2, 7])))
     total = NONE
+    guesses = int(rng.choice([0, 1, 5]))
+    run_ahead = bool(rng.random() < 0.7)
     with Engine(
-        model, text, policy=policy, run_ahead=bool(rng.random() < 0.7), **crowded
+        model, text, policy=policy, run_ahead=run_ahead, guesses=guesses, **crowded
     ) as engine:
+        engine.guesses.may_follow = lambda plan: bool(rng.random() < 0.7)
         # What an earlier owner might have left
         for array in (*engine.runner.slab.k, *engine.runner.slab.v):
             array[:] = mx.random.normal(array.shape, key=mx.random.key(seed)) * 3
-        with Engine(model, text, reuse=False, **lonely) as alone:
+        with Engine(model, text, reuse=False, guesses=0, **lonely) as alone:
             taps = Tap(engine), Tap(alone)
             for turn in range(rounds):
                 where = f"schedule {seed}, round {turn}, model {seed % len(models)}, {policy}"
@@ -244,7 +249,9 @@ def compare(
             break
     beside = many if is_beside else 0
     masked = many if handle.sampling.grammar else 0
-    total = Count(many, tuple(found), handle.metrics.cached_tokens, beside, 0, masked)
+    m = handle.metrics
+    wrong = m.guessed - m.right
+    total = Count(many, tuple(found), m.cached_tokens, beside, 0, masked, m.right, wrong)
     if many > 1:
         # The same answer read as a prompt: its rows come from a chunk, and not one by one.
         said = [*prompt, *handle.tokens[: many - 1]]
@@ -252,7 +259,7 @@ def compare(
         whole.result()
         ours, right = crowded.logits[handle.id, many - 1], lonely.logits[whole.id, 0]
         told = difference(f"{name}, token {many - 1}, read as a prompt", ours, right)
-        total += Count(1, tuple(told), 0, 0, 1, 0)
+        total += Count(1, tuple(told), 0, 0, 1, 0, 0, 0)
     return total
 
 

@@ -36,12 +36,12 @@ class Tap:
             calls.clear()
             begun = begin(order)
             owners = {request.slot: request.id for request in engine.sched.running.values()}
-            asked = [chunk.slot for chunk in order.prefills if chunk.asked]
-            asked += [slot for slot, _ in order.decodes]
+            picks = [pick for slot in begun.slots for pick in order.rows(slot)]
             assert len(calls) <= len(order.passes()), "the head is read once a pass"
             found = [row for logits in calls for row in np.array(logits)]
-            for slot, logits in zip(asked, found, strict=True):
-                self.logits[owners[slot], order.picks[slot].index] = logits
+            # Behind a wrong guess, logits are recorded once more when the right token is known.
+            for pick, logits in zip(picks, found, strict=True):
+                self.logits[owners[pick.slot], pick.index] = logits
             return begun
 
         runner.model = replace(runner.model, head=tapped_head)

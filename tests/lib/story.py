@@ -1,6 +1,9 @@
 """A scheduler's story, step by step: requests come and end at given steps, and every plan is
 checked and drawn."""
 
+import random
+from collections.abc import Sequence
+
 from parts.replay import Replay
 from policies import POLICIES
 from sched import Plan, Request, Scheduler
@@ -11,6 +14,7 @@ class Story(Replay):
 
     `lag`: 0 is the plain loop, 1 is run-ahead. `rows` is a slab of tokens instead of keys: what the
     device would have written in each slot.
+    `dice`: tokens are guessed at random, right and wrong.
     """
 
     def __init__(
@@ -21,9 +25,13 @@ class Story(Replay):
         chunk=4,
         budget=8,
         policy="continuous",
+        dice: random.Random | None = None,
         **options,
     ):
         policy = POLICIES[policy]
+        self.dice = dice
+        if dice:
+            options["guess"] = self.guess
         sched = Scheduler(slots, max_len, policy, chunk=chunk, budget=budget, **options)
         super().__init__(sched, seconds=lambda plan: 1.0, run_ahead=bool(lag))
         self.plans: list[Plan] = []
@@ -51,15 +59,39 @@ class Story(Replay):
         """A token that no other request says, and no prompt holds, unless it goes on from there."""
         return 1_000 * (request.id + 1) + index
 
+    def guess(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
+        guesses = {}
+        for request in decoding:
+            most = min(left, request.max_tokens - request.planned - 1, self.dice.randint(0, 4))
+            if request.planned == request.committed and most > 0:
+                places = range(request.committed, request.committed + most)
+                tokens = [self.says(request, index) for index in places]
+                guesses[request.id] = tuple(t if self.dice.random() < 0.7 else 7 for t in tokens)
+                left -= most
+        return guesses
+
+    def _may_fly(self, plan: Plan | None) -> int:
+        if self.dice and self.dice.random() < 0.6:  # else nothing could be guessed with a lag
+            return 0
+        return super()._may_fly(plan)
+
     def run(self, plan: Plan) -> list[int]:
         self.write(plan)
         self.plans.append(plan)
-        cost = len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks)
+        cost = len(plan.decodes) + plan.guessed + sum(chunk.cost for chunk in plan.chunks)
         assert cost <= max(self.sched.budget, self.sched.chunk + len(plan.decodes))
         for chunk in plan.chunks:
             assert 0 < chunk.stop - chunk.start <= chunk.cost <= self.sched.chunk
         assert plan.waiting or not plan.blocked, "a slot is kept shut from nobody"
-        return [self.says(each.request, each.request.planned - 1) for each in plan.emitters]
+        said = []
+        for request, *_, guess in plan.emitters:
+            index = request.planned - 1 - len(guess)
+            is_right = True
+            for i, guessed in enumerate((*guess, None)):
+                token = self.says(request, index + i)
+                said.append(token if is_right else guessed or 0)  # behind a wrong guess nonsense
+                is_right = is_right and token == guessed
+        return said
 
     def write(self, plan: Plan) -> None:
         """What the device would do. All that a sequence looks back on must have been written for
@@ -73,8 +105,10 @@ class Story(Replay):
                 rows[: chunk.start] = self.rows[chunk.source][: chunk.start]
             assert rows[: chunk.start] == list(prompt[: chunk.start]), (chunk, rows)
             rows[chunk.start : chunk.stop] = prompt[chunk.start : chunk.stop]
-        for request, slot, position, *_ in plan.decodes:
+        for request, slot, position, guess in plan.decodes:
             rows = self.rows[slot]
+            assert position + len(guess) < self.sched.max_len, "a guess beyond the slot's end"
+            rows[position + 1 : position + 1 + len(guess)] = guess
             count = position - len(request.prompt) + 1
             answer = [self.says(request, index) for index in range(count)]
             rows[position] = answer[-1]

@@ -92,7 +92,7 @@ class WordFlight:
     began: float
     cost: float
     device_s: float
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by slot
+    logprobs: dict[tuple[int, int], TokenLogprob] = field(default_factory=dict)
     ended: float | None = None
     build_s: float = 0.001
     wait_s: float = 0.0
@@ -137,7 +137,7 @@ class WordRunner:
             )
             tokens[slot] = self.text.token(after[len(before) :])
             if pick.sampling.logprobs is not None:
-                logprobs[slot] = TokenLogprob(-0.25, ((tokens[slot], -0.25),))
+                logprobs[slot, pick.index] = TokenLogprob(-0.25, ((tokens[slot], -0.25),))
         cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)
         device_s = max(0.0, self.clock() - began - 0.001)
         self.flight = WordFlight(self, tokens, began, cost, device_s, logprobs)
@@ -174,7 +174,9 @@ def word_engine(
         config=CONFIG, dtype=mx.float32, is_float32=True, ranks=ALONE, view=VIEW, **nothing
     )
     runner = WordRunner(time, clock, slots, text)
-    engine = Engine(model, text, slots=slots, max_len=max_len, clock=clock, runner=runner)
+    engine = Engine(
+        model, text, slots=slots, max_len=max_len, clock=clock, runner=runner, guesses=0
+    )
     engine.hurries = False
     engine.price = Price()
     engine.sched = Scheduler(slots, max_len, POLICIES[policy], chunk=16, budget=32)

@@ -48,7 +48,8 @@ def main() -> None:
     print(
         f"{device.blas}: {args.schedules} schedules, {total.compared:,} logit vectors, {total.beside:,} of them beside "
         f"a long neighbour, {total.read:,} read as prompts, "
-        f"{total.masked:,} under a grammar, {total.reused:,} tokens reused, {len(total.differ)} differ"
+        f"{total.masked:,} under a grammar, {total.reused:,} tokens reused, "
+        f"{total.right:,} guesses right, {total.wrong:,} guesses wrong, {len(total.differ)} differ"
     )
     sys.exit(bool(total.differ))
 

@@ -1,0 +1,331 @@
+"""Guesses change no bit: tokens, log probabilities, text, reasons and usage are the same with and
+without them, for every kind of request, in company. Right and wrong guesses are counted."""
+
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+from plants import poisoned
+
+import kv
+from nanobatch import Engine, Handle, Order, Sampling
+from parts.guess import Guesses, Hints
+from sched import Request, Scheduler
+
+ROUNDS = int(os.environ.get("NANOBATCH_GUESSES", 1))  # 100 take ten minutes
+DIGITS = {"regex": "[0-9]{3,20}"}
+LIST = {"json": {"type": "array", "items": {"enum": ["a long word", 17]}, "maxItems": 6}}
+# Each is named after what it tries.
+KINDS = {
+    "greedy": {},
+    "temperature": {"temperature": 0.9},
+    "hot": {"temperature": 3.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "top_k": {"temperature": 1.2, "top_k": 7},
+    "long top_k": {"temperature": 1.2, "top_k": 100},
+    "min_p": {"temperature": 1.3, "min_p": 0.05},
+    "penalty": {"repetition_penalty": 1.6},
+    "penalty, drawn": {"repetition_penalty": 1.3, "temperature": 0.8, "top_p": 0.9},
+    "bias": {"logit_bias": {5: 4.0, 70: 6.0, 99: 5.0}, "temperature": 1.0},
+    "logprobs": {"logprobs": 4, "temperature": 0.7},
+    "greedy logprobs": {"logprobs": 2},
+    "grammar": {"ignore_eos": False, "grammar": DIGITS, "temperature": 1.0, "logprobs": 3},
+    "schema": {"ignore_eos": False, "grammar": LIST, "repetition_penalty": 1.2, "temperature": 1.0},
+    "ends": {"ignore_eos": False, "logit_bias": {257: 6.0}, "temperature": 1.0},
+    "to the slot's end": {"max_tokens": None},
+}
+
+
+def asks(rng: np.random.Generator) -> list[tuple[str, list[int], Sampling]]:
+    """Requests of each kind, and some whose stop text stands in the midst of what they say."""
+    found = []
+    for seed, (kind, settings) in enumerate(KINDS.items()):
+        for again in range(2):
+            prompt = rng.integers(0, 256, int(rng.integers(1, 40))).tolist()
+            wish = {"max_tokens": 24, "ignore_eos": True, "seed": 2 * seed + again} | settings
+            found.append((kind, prompt, Sampling(**wish)))
+    return found
+
+
+class Oracle:
+    """Knows how answers go on without guesses, and guesses that, but for some tokens."""
+
+    def __init__(self, answers: dict[int, list[int]], dice: np.random.Generator, wrong: int = -1):
+        self.answers = answers  # by request
+        self.dice = dice
+        self.wrong = wrong  # the token of a wrong guess; -1: any
+
+    def __call__(self, decoding: list[Request], left: int) -> dict[int, tuple[int, ...]]:
+        guesses = {}
+        for request in decoding:
+            if request.hints is None or request.planned != request.committed:
+                continue
+            most = min(left, request.max_tokens - request.planned - 1, int(self.dice.integers(6)))
+            known = self.answers.get(request.id, [])[request.committed :][: max(most, 0)]
+            guess = [self.bent(token) for token in known]
+            if guess:
+                left -= len(guess)
+                guesses[request.id] = tuple(guess)
+        return guesses
+
+    def bent(self, token: int) -> int:
+        if self.dice.random() < 0.75:
+            return token
+        return int(self.dice.integers(256)) if self.wrong < 0 else self.wrong
+
+
+def outcome(handle: Handle) -> tuple:
+    m = handle.metrics
+    usage = m.prompt_tokens, m.output_tokens
+    return handle.tokens, handle.text, handle.finish_reason, handle.error, handle.logprobs, usage
+
+
+def serve(engine: Engine, wishes: list[tuple[str, list[int], Sampling]], dice) -> list[Handle]:
+    """They come one by one, and every invariant is checked in every step."""
+    handles: list[Handle] = []
+    while len(handles) < len(wishes) or engine.has_work:
+        if len(handles) < len(wishes) and dice.random() < 0.5:
+            handles.append(engine.submit(*wishes[len(handles)][1:]))
+        engine.step()
+        engine.check()
+    return handles
+
+
+def compare(parts, seed: int, **options) -> tuple[list[str], Counter, Counter]:
+    """All kinds of requests without guesses and with them. Which differ? How many guesses were right
+    and wrong, by kind?"""
+    rng = np.random.default_rng(seed)
+    wishes = asks(rng)
+    sizes = {"slots": 5, "max_len": 80, "chunk": 32, "budget": 64}
+    with Engine(*parts, guesses=0, **sizes) as engine:
+        plain = serve(engine, wishes, rng)
+        for kind, prompt, sampling in wishes[:: len(wishes) // 6]:
+            stop = plain[wishes.index((kind, prompt, sampling))].text[5:7]
+            if stop and sampling.grammar is None:
+                wishes.append(("stop", prompt, replaced(sampling, stop)))
+        plain += serve(engine, wishes[len(plain) :], rng)
+        assert engine.snapshot().steps[-1].guessed == 0
+    right: Counter = Counter()
+    wrong: Counter = Counter()
+    differ = []
+    with Engine(*parts, guesses=5, **sizes, **options) as engine:
+        answers = {1 + n: handle.tokens for n, handle in enumerate(plain)}
+        engine.sched.guess = Oracle(answers, rng)
+        # Else no step would be in flight while another is planned.
+        engine.guesses.may_follow = lambda plan: bool(rng.random() < 0.6)
+        found = serve(engine, wishes, rng)
+        steps = engine.snapshot().steps
+        assert sum(step.tokens for step in steps) == sum(len(h.tokens) for h in found)
+        assert sum(step.guessed for step in steps) == sum(h.metrics.guessed for h in found)
+        assert sum(step.right for step in steps) == sum(h.metrics.right for h in found)
+        for (kind, _, _), one, other in zip(wishes, plain, found, strict=True):
+            right[kind] += other.metrics.right
+            wrong[kind] += other.metrics.guessed - other.metrics.right
+            if outcome(one) != outcome(other):
+                differ.append(f"{kind}: {one.tokens} became {other.tokens}")
+    return differ, right, wrong
+
+
+def replaced(sampling: Sampling, stop: str) -> Sampling:
+    settings = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
+    return Sampling(**settings | {"stop": [stop]})
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_no_guess_changes_a_token_a_log_probability_a_text_or_a_reason(parts, run_ahead):
+    right: Counter = Counter()
+    wrong: Counter = Counter()
+    for seed in range(ROUNDS):
+        differ, *counts = compare(parts, seed, run_ahead=run_ahead)
+        assert not differ, differ
+        right += counts[0]
+        wrong += counts[1]
+    print(f"\nright: {dict(right)}\nwrong: {dict(wrong)}")
+    for kind in (*KINDS, "stop"):
+        assert right[kind] and wrong[kind], f"{kind}: nothing was tried"
+
+
+@pytest.mark.parametrize("bug", ["one index for all rows", "a penalty without the guesses"])
+def test_a_bug_in_how_rows_are_chosen_is_caught(parts, monkeypatch, bug):
+    rows = Order.rows
+
+    def planted(self, slot):
+        pick = self.picks[slot]
+        for each in rows(self, slot):
+            if bug == "one index for all rows":
+                yield each._replace(index=pick.index)
+            else:
+                yield each._replace(recent=pick.recent)
+
+    monkeypatch.setattr(Order, "rows", planted)
+    differ, _, _ = compare(parts, 0)
+    assert differ
+
+
+@pytest.mark.parametrize("bug", ["", "its rows are not scrubbed", "it is not begun again"])
+def test_a_wrong_guess_that_is_not_finite_spoils_no_right_row(parts, monkeypatch, bug):
+    """Attention multiplies a hidden row by 0, and 0 x NaN is NaN. So the right rows of that piece
+    say nothing, too, and later steps would read what it has left."""
+    model, text = poisoned(parts[0], 99), parts[1]
+    if bug == "its rows are not scrubbed":
+        monkeypatch.setattr(kv.Slab, "scrub", lambda self, *rows: None)
+    elif bug:
+        monkeypatch.setattr(Scheduler, "_begin_again", lambda self, decode: None)
+    sizes = {"slots": 3, "max_len": 160, "chunk": 32}
+    never = {99: -100.0}  # it is guessed, and never said
+    wish = Sampling(max_tokens=60, ignore_eos=True, logit_bias=never)
+    wishes = [("", [n, 5, 6], wish) for n in range(6)]
+    dice = np.random.default_rng(1)
+    with Engine(model, text, guesses=0, **sizes) as engine:
+        plain = serve(engine, wishes, dice)
+    with Engine(model, text, guesses=5, **sizes) as engine:
+        answers = {1 + n: handle.tokens for n, handle in enumerate(plain)}
+        engine.sched.guess = Oracle(answers, dice, wrong=99)
+        try:
+            found = serve(engine, wishes, dice)
+        except AssertionError:
+            assert bug
+            return
+        is_same = [outcome(handle) for handle in plain] == [outcome(handle) for handle in found]
+        assert is_same == (not bug)
+        if not bug:
+            assert all(handle.metrics.guessed for handle in found)
+            assert all(handle.request.hints is None for handle in found)
+
+
+def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_one(parts):
+    """And the slot's next owner is not disturbed by what is left in it."""
+    sizes = {"slots": 2, "max_len": 128, "chunk": 32}
+    wish = Sampling(max_tokens=30, ignore_eos=True, temperature=0.9, seed=4)
+    prompts = [[7, n, 9, 7, n] for n in range(20)]
+    with Engine(*parts, guesses=0, **sizes) as engine:
+        plain = [engine.submit(prompt, wish).result().tokens for prompt in prompts]
+    right = 0
+    with Engine(*parts, guesses=5, **sizes) as engine:
+        answers = {1 + n: tokens for n, tokens in enumerate(plain)}
+        engine.sched.guess = Oracle(answers, np.random.default_rng(3))
+        for n, prompt in enumerate(prompts):
+            handle = engine.submit(prompt, wish)
+            for _ in range(n // 2):
+                engine.step()
+                engine.check()
+            if n % 2:
+                handle.cancel()
+            tokens = handle.result().tokens
+            assert tokens == plain[n][: len(tokens)]
+            assert n % 2 or len(tokens) == 30
+            right += handle.metrics.right
+    assert right > 20
+
+
+def test_a_conversation_goes_on_behind_guesses_in_its_own_rows(parts):
+    """The rows of right guesses are taken over by the next turn, and those of wrong ones are not."""
+    sizes = {"slots": 1, "max_len": 160, "chunk": 32}
+    wish = Sampling(max_tokens=40, ignore_eos=True, temperature=0.8, seed=2, logprobs=2)
+    turns = []
+    for guesses in (0, 5):
+        with Engine(*parts, guesses=guesses, **sizes) as engine:
+            if guesses:
+                first = turns[0][0]
+                engine.sched.guess = Oracle({1: first.tokens}, np.random.default_rng(5))
+            one = engine.submit([1, 2, 3], wish)
+            one.result()
+            two = engine.submit([1, 2, 3, *one.tokens, 8, 9], wish)
+            two.result()
+            turns.append((one, two))
+    plain, guessed = turns
+    assert [outcome(handle) for handle in plain] == [outcome(handle) for handle in guessed]
+    assert guessed[0].metrics.right > 10 and guessed[0].metrics.guessed > guessed[0].metrics.right
+    assert guessed[1].metrics.cached_tokens == plain[1].metrics.cached_tokens == 42
+
+
+# --- what is guessed ----------------------------------------------------------------------------
+
+
+def hints_of(prompt: list[int]) -> Hints:
+    hints = Hints()
+    hints.begin(prompt, None)
+    return hints
+
+
+def test_what_stood_behind_the_two_newest_tokens_before_is_guessed():
+    hints = hints_of([1, 2, 3, 4, 5, 9, 1])
+    assert hints.guess(3) == []
+    hints.follow([2])
+    assert hints.guess(3) == [3, 4, 5] and hints.hits == 0
+    hints.follow([2, 3, 4])
+    assert hints.guess(9) == [5, 9, 1, 2, 3, 4] and hints.hits == 2
+    hints.follow([2, 3, 4, 8])
+    assert hints.guess(3) == [] and hints.hits == 0
+
+
+def test_after_a_guess_that_was_all_wrong_more_hits_are_asked_for_and_after_a_right_one_none():
+    hints = hints_of([1, 2, 3, 4, 5, 6, 1])
+    hints.follow([2])
+    needs = []
+    for token in (9, 9, 9, 9, 9, 9):
+        hints.note([3])
+        hints.follow([*range(hints._read), token])
+        needs.append(hints.need)
+    assert needs == [2, 4, 8, 16, 16, 16]
+    hints.note([9])
+    hints.follow([*range(hints._read), 9])
+    assert hints.need == 0
+
+
+def test_what_a_named_client_said_before_in_this_slot_is_looked_up_and_a_strangers_words_are_not():
+    guesses = Guesses(4)
+
+    def guessed(client: str, prompt: tuple[int, ...], slot: int = 0) -> tuple[int, ...] | None:
+        request = Request(1, prompt, 20, 0.0, client=client)
+        request.hints = Hints()
+        request.slot = slot
+        request.planned = 1
+        request.answer.append(4)
+        return guesses([request], 10).get(1)
+
+    long, short = (1, 2, 3, 4, 5, 6), (8, 3)
+    guessed("ann", long)
+    assert guessed("ann", short, slot=1) is None, "another slot remembers other words"
+    assert guessed("ann", short) == (5, 6, 4)
+    guessed("ann", long)
+    assert guessed("bob", short) is None
+    assert guessed("ann", short) is None, "the slot has Bob's words now"
+    guessed("", long)
+    assert guessed("", short) is None, "all without a name are strangers"
+
+
+@pytest.mark.parametrize("guesses", [None, 3])
+def test_an_engine_guesses_by_itself_and_says_the_same(parts, guesses):
+    """A random model soon repeats itself. And JSON's keys are forced."""
+    schema = {
+        "json": {"type": "object", "properties": {"a_long_key_of_many_bytes": {"type": "boolean"}}}
+    }
+    schema["json"] |= {"required": ["a_long_key_of_many_bytes"], "additionalProperties": False}
+    wishes = [("", [1, 2, 3], Sampling(max_tokens=90, ignore_eos=True, repetition_penalty=0.9))]
+    wishes += [("", [4, 2, 3], Sampling(max_tokens=90, grammar=schema))]
+    found = []
+    for most in (0, guesses):
+        with Engine(*parts, slots=2, max_len=128, chunk=32, guesses=most) as engine:
+            handles = serve(engine, wishes, np.random.default_rng(0))
+            found.append([outcome(handle) for handle in handles])
+            last = [(handle.metrics.guessed, handle.metrics.right) for handle in handles]
+    assert found[0] == found[1]
+    assert last[1][1] > 5, last
+    if guesses:
+        assert last[0][0] > 5, last
+
+
+def test_a_number_of_guesses_below_0_is_refused(parts):
+    with pytest.raises(ValueError, match="guesses = -1, but it must be at least 0"):
+        Engine(*parts, slots=1, max_len=64, guesses=-1)
+
+
+def test_an_engine_whose_bits_depend_on_the_company_guesses_only_if_it_is_asked_to(
+    parts, monkeypatch
+):
+    monkeypatch.setattr("nanobatch.is_exact", lambda model: False)
+    for asked, most in ((None, 0), (4, 4)):
+        with Engine(*parts, slots=1, max_len=64, guesses=asked) as engine:
+            assert engine.guesses.most == most
