@@ -61,6 +61,7 @@ def options() -> program.Parser:
         help="length of a slot, prompt and answer together (default: 1024, or what fits)",
     )
     add("--policy", default=next(iter(POLICIES)), help=", ".join(POLICIES))
+    parser.add_guesses()
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add(
         "--top-p",
@@ -119,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
         options["usual_len"] = 8192 if talks else 1024
+        options["guesses"] = args.guesses
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (parts/ranks/ranks.py), one answers
                 return engine.follow()
@@ -179,8 +181,10 @@ def show(handle: Handle, prompt: str, text: Text) -> None:
     m = result.metrics
     ttft = "-" if m.ttft_s is None else f"{m.ttft_s * 1000:.0f} ms"
     rate = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f} tokens/s"
+    right = f", guessed {m.guessed}, {m.right} right" if m.guessed else ""
     print(
-        f"\n    [{result.finish_reason}: {m.output_tokens} tokens, TTFT {ttft}, {rate}]", flush=True
+        f"\n    [{result.finish_reason}: {m.output_tokens} tokens, TTFT {ttft}, {rate}{right}]",
+        flush=True,
     )
     if result.error:
         print(f"nanobatch: request {handle.id}: {one_line(result.error)}", file=sys.stderr)

@@ -72,6 +72,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="256",
         help="requests that may wait; more are refused with 429 (default: 256)",
     )
+    parser.add_guesses()
     parser.add_keys()
     add(
         "--log-file",
@@ -96,7 +97,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def follow(args: argparse.Namespace) -> int:
     """On every rank but the first (`parts/ranks/ranks.py`): no door, but a share of the model."""
     try:
-        return load(args).follow()
+        return load(args, guesses=args.guesses).follow()
     except (ValueError, OSError, RuntimeError) as error:
         print(f"nanobatch: {one_line(error)}", file=sys.stderr)
         return 2
@@ -148,7 +149,7 @@ def serve(door: Door, args: argparse.Namespace) -> int:
     engine = None
     code = 0
     try:
-        engine = load(args)
+        engine = load(args, guesses=args.guesses)
         name = program.name_of(args.model)
         door.open(engine, engine.serving().start(), name)
         print(

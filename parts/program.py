@@ -161,6 +161,14 @@ def read_key(key: str) -> str:
     return key
 
 
+def read_guesses(text: str) -> int | None:
+    """What `--guesses` takes. None: as many as pay."""
+    try:
+        return None if text == "auto" else read_whole("--guesses", text, 0, 64)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+
+
 def version() -> str:
     """Which nanobatch this is, and what it runs on: the first line of a report.
 
@@ -219,6 +227,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"nanobatch: {one_line(message)}\n")
+
+    def add_guesses(self) -> None:
+        self.add_argument(
+            "--guesses",
+            type=read_guesses,
+            default=0,
+            metavar="N",
+            help="guess up to N tokens of each answer a step; auto: where it pays (default: 0)",
+        )
 
     def add_keys(self) -> None:
         """What every program that opens the door asks for."""
