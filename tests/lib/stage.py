@@ -170,12 +170,13 @@ def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
     def bent(order):
         flight = begin(order)
         for slot, pick in order.picks.items():
-            if pick.index == 5 and len(order.decodes) >= many and slot in flight.logprobs:
-                found = flight.logprobs[slot]
+            place = slot, pick.index
+            if pick.index == 5 and len(order.decodes) >= many and place in flight.logprobs:
+                found = flight.logprobs[place]
                 if wrong == "token":
                     flight.tokens[slot] = stage.engine.text.token(" wolf")
                 else:
-                    flight.logprobs[slot] = found._replace(logprob=found.logprob + 2**-20)
+                    flight.logprobs[place] = found._replace(logprob=found.logprob + 2**-20)
                 turned.append(slot)
         return flight
 
