@@ -28,7 +28,7 @@ import pytest
 from checkpoints import make_checkpoint
 from doors import free_ports, hail
 from harness import random_asks, run_schedule
-from rank import SIZES, live
+from rank import SIZES, again, live
 
 from nanobatch import Engine, pack, unpack
 from parts import program
@@ -225,7 +225,9 @@ def test_more_ranks_than_heads_are_refused(tmp_path):
 def test_orders_survive_the_wire(parts, budget):
     """What a rank that follows hears is what the leader ran, but for how tokens are chosen."""
     orders, rng = [], np.random.default_rng(budget)
-    with Engine(*parts, slots=4, max_len=128, chunk=32, budget=budget) as engine:
+    options = {"slots": 4, "max_len": 128, "chunk": 32, "budget": budget, "guesses": 2}
+    with Engine(*parts, **options) as engine:
+        engine.sched.guess = again
         begin = engine.runner.begin
         engine.runner.begin = lambda order: orders.append(order) or begin(order)
         run_schedule(engine, random_asks(rng, 40, 100, 12, cancels=0.4, alike=0.6), rng)
@@ -233,6 +235,7 @@ def test_orders_survive_the_wire(parts, budget):
     assert sum(bool(order.scrubs) for order in orders) > 0
     assert sum(len(order.prefills) > 1 for order in orders) > 0
     assert any(prefill.source is not None for order in orders for prefill in order.prefills)
+    assert any(len(ids) > 1 for order in orders for ids in order.known.values())
     for order in orders:
         assert unpack(json.loads(json.dumps(pack(order)))) == order._replace(picks={})
 
@@ -660,6 +663,7 @@ def test_two_processes_answer_like_one(tmp_path):
         for folder in folders:
             with Engine.load(folder, **SIZES) as engine:
                 alone.append(live(engine))
+                assert sum(step.guessed for step in engine.snapshot().steps) > 20
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         together = [json.loads(line) for line in pair.said(0).splitlines() if line.startswith("[[")]
         assert together == alone and min(map(len, alone)) >= 8
