@@ -44,11 +44,8 @@ def options() -> program.Parser:
     )
     add("--chat", action="store_true", help="talk: each question goes on with what was said before")
     add("--prompt", action="append", default=[], help="the same as PROMPT; may be repeated")
-    add(
-        "--raw",
-        action="store_true",
-        help="take prompts as plain text, even if the model has a chat template",
-    )
+    plain = "take prompts as plain text, even if the model has a chat template"
+    add("--raw", action="store_true", help=plain)
     add("--max-tokens", type=int, help="longest answer in tokens (default: to the end of the slot)")
     add(
         "--slots",

@@ -1087,9 +1087,9 @@ def test_while_the_model_is_loading_all_is_503(tmp_path):
     slow = (
         "import os, sys, time; sys.path.insert(0, '.')\n"
         "import serve\nreal = serve.load\n"
-        "def load(args):\n"
+        "def load(args, **how):\n"
         f"    while not os.path.exists({str(loaded)!r}): time.sleep(0.01)\n"
-        "    return real(args)\n"
+        "    return real(args, **how)\n"
         f"serve.load = load\nsys.exit(serve.main(['--port', '{port}']))"
     )
     process = subprocess.Popen([sys.executable, "-c", slow], cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -1171,7 +1171,7 @@ from parts.model.load import read_model
 
 folder = make_checkpoint(Path(sys.argv[1]), seed=1)
 parts = read_model(folder), Text(folder, 272)
-serve.load = lambda args: Engine(*parts, slots=2, max_len=128)
+serve.load = lambda args, **how: Engine(*parts, slots=2, max_len=128)
 WATCHED = {module.__file__ for module in (threading, serve, rooms)}
 ended = 0
 for at in map(int, sys.argv[2:]):
