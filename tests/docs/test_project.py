@@ -70,9 +70,9 @@ def test_the_readme_is_read_in_five_minutes():
 def test_the_scheduler_is_as_long_as_the_readme_says():
     """The one size that the project promises. There is room in it for what the exercises ask
     for."""
-    assert "`Scheduler` is a class of about 200 lines of code" in README
+    assert "`Scheduler` is a class of about 220 lines of code" in README
     _, found, text = (ROOT / "sched.py").read_text().partition("class Scheduler:")
-    assert lines_of_code(found + text) == pytest.approx(200, rel=0.13)
+    assert lines_of_code(found + text) == pytest.approx(220, rel=0.05)
 
 
 def test_the_waits_under_fair_are_those_that_the_page_says():
