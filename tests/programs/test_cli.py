@@ -743,12 +743,11 @@ def test_no_compiler_a_broken_compiler_and_a_read_only_tmpdir_change_nothing(mod
         (broken / name).chmod(0o755)
     empty = {"XDG_CACHE_HOME": str(tmp_path / "cache")}  # here our own product is not kept yet
     environments = [
-        {"PATH": "/nowhere"},
-        {"PATH": str(broken)},
-        {"TMPDIR": "/proc"},
-        {"HOME": "/proc/nowhere"},
+        {"PATH": "/nowhere", "TMPDIR": "/proc", "HOME": "/proc/nowhere"},
+        {"PATH": "/nowhere"} | empty,
+        {"PATH": str(broken)} | empty,
+        {"TMPDIR": "/proc", "HOME": "/proc/nowhere"} | empty,
     ]
-    environments += [environment | empty for environment in environments]
     for environment in environments:
         done = run(*arguments, **environment)
         assert done.returncode == 0 and answer(done) == expected, (environment, done.stderr)

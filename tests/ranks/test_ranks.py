@@ -874,8 +874,7 @@ def test_a_rank_that_is_lost_while_it_loads_is_missed(tmp_path):
         assert re.search(r"rank 0 of 2: rank 1 \(127.0.0.1:\d+\) is gone", pair.said(0))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("how", ["stopped", "busy"])
+@pytest.mark.parametrize(("how", "victim"), [("stopped", 1), ("busy", 0)])
 def test_a_rank_that_is_late_is_not_taken_for_lost(tmp_path, how, victim):
     """Stopped, such as by Ctrl-Z; or busy with something that lets no other thread of Python run:
     it could not say that it lives. Either takes longer than a machine may be silent."""
