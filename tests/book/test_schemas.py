@@ -15,7 +15,7 @@ from schemas import random_schema
 
 from nanobatch import Engine, Sampling
 
-SCHEMAS = int(os.environ.get("NANOBATCH_SCHEMAS", 60))
+SCHEMAS = int(os.environ.get("NANOBATCH_SCHEMAS", 36))
 
 
 @pytest.mark.parametrize("model", ["demo", "random"])
