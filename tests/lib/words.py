@@ -39,12 +39,12 @@ class Clock:
         return self.now
 
 
-def speak(prompt: str, count: int) -> str:
-    """Echoes what stands between quotes, so that a test can put anything on the screen; else tells
-    a story."""
+def speak(prompt: str, index: int) -> str:
+    """The answer's piece at this index. It echoes what stands between quotes, so that a test can
+    put anything on the screen; else it tells a story."""
     if '"' in prompt:
-        return prompt.split('"')[1][: 4 * count]
-    return " ".join(STORY[i % len(STORY)] for i in range(count))
+        return prompt.split('"')[1][4 * index : 4 * (index + 1)]
+    return " " * (index > 0) + STORY[index % len(STORY)]
 
 
 class WordText:
@@ -132,10 +132,7 @@ class WordRunner:
         tokens = [-1] * self.slots
         logprobs = {}
         for slot, pick in order.picks.items():
-            before, after = (
-                speak(self.prompts[slot], count) for count in (pick.index, pick.index + 1)
-            )
-            tokens[slot] = self.text.token(after[len(before) :])
+            tokens[slot] = self.text.token(speak(self.prompts[slot], pick.index))
             if pick.sampling.logprobs is not None:
                 logprobs[slot, pick.index] = TokenLogprob(-0.25, ((tokens[slot], -0.25),))
         cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)

@@ -80,12 +80,12 @@ def test_the_first_frame_comes_before_mlx_and_q_leaves_even_then(model, tmp_path
 
 
 @pytest.mark.skipif(not device.blas.library, reason=f"nothing is compiled here: {device.blas}")
-@pytest.mark.parametrize("serves", [(), ("--serve", "0")], ids=["screen", "screen of a server"])
-def test_a_first_start_shows_among_its_stages_that_it_compiles(model, tmp_path, serves):
+def test_a_first_start_shows_among_its_stages_that_it_compiles(model, tmp_path):
     """Printed, the line would stand in the middle of the picture, and two seconds would pass
     without a word."""
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
-    with Terminal("--model", model, *serves, size=(80, 24), environment=cache) as terminal:
+    serves = ("--model", model, "--serve", "0")
+    with Terminal(*serves, size=(80, 24), environment=cache) as terminal:
         terminal.sees("✓ starting MLX", "… compiling rows.c", "once, in seconds", "q quits")
         terminal.sees("Slots", "idle", without="compiling")
         assert list(tmp_path.glob("nanobatch/rows-*.so"))

@@ -326,8 +326,7 @@ def test_a_conversation_is_the_text_and_the_ids_that_transformers_makes_of_it(
     assert len(text.render(messages)) > 8 and json.dumps(messages) == before
 
 
-@pytest.mark.parametrize("adds_bos", [True, False])
-@pytest.mark.parametrize("as_dict", [True, False])
+@pytest.mark.parametrize(("adds_bos", "as_dict"), [(True, True), (False, False)])
 @pytest.mark.parametrize("place", PLACES)
 @every_template
 def test_a_template_is_found_in_each_of_its_three_places(tmp_path, name, place, as_dict, adds_bos):
