@@ -194,9 +194,10 @@ class Answer:
         chat = self.wish.prompts[0]
         if not isinstance(chat, Chat):
             return Parser(Speech())
-        names = [tool["function"]["name"] for tool in chat.tools]
+        functions = [tool["function"] for tool in chat.tools]
+        tools = {function["name"]: function["parameters"] for function in functions}
         speech = self._served.engine.text.speech
-        return Parser(speech, names, prompt.is_thinking, self.wish.is_single)
+        return Parser(speech, tools, prompt.is_thinking, self.wish.is_single)
 
     # --- in the engine's thread
 

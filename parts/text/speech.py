@@ -5,14 +5,18 @@ The problem. A model writes all three into one text, and marks them as in its tr
     <think>I should add.</think>It is a sum.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
 
 A client wants them apart, and as they come. A mark may begin in one piece of text and end in
-another, and a model may write half a mark, a mark inside a thought, or a call that never ends.
+another, and a model may write half a mark, a mark inside a thought, or a call that never ends. And
+newer models write no JSON. They write each argument between tags of its own, as it is:
+
+    <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
 
 The way out. One machine over text reads characters, not tokens, because a mark's last character may
 be in a token together with what follows. Its program reads like a description of an answer, from
 the beginning to the end, and stops in the middle of any line of it until more text has come. The
 marks are data: a `Format` for each way to write a call. Nobody has to tell which format a model
 speaks: its chat template is asked to write a call, and the format is the one that reads this call
-back.
+back. What stands between the marks is learned from the same call, tags too. Whether an argument in
+tags is a text or a number, the tool's schema says.
 
 What this file keeps. However an answer is cut into pieces, its parts join to the same texts. A
 character costs the same however long the answer is. What turns out to be no call is text, whole.
@@ -26,7 +30,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar
 
 
@@ -38,55 +42,69 @@ class Part(NamedTuple):
     text: str
 
 
+class Tags(NamedTuple):
+    """What stands around the name, the keys and the values of a call in tags, white space included."""
+
+    before_name: str
+    behind_name: str
+    before_key: str
+    behind_key: str
+    behind_value: str
+    end: str
+
+
 class Format(NamedTuple):
     """How a family of models writes a call. Its body is JSON, as in
-    {"name": "add", "arguments": {"a": 1}}."""
+    {"name": "add", "arguments": {"a": 1}}, or it is in tags. The last four are learned from the
+    model's template."""
 
     name: str
     opens: str  # the mark before a call
     closes: str  # the mark behind it, if there is one
-    # What stands before the first body, between two, and behind the last one. The first is taken
-    # from the model's template
-    layout: tuple[str, str, str]
-    key: str = "arguments"  # their name in what the template writes
     # An answer may begin with a call that has no mark. The template takes no other beside it
     is_bare: bool = False
     is_named: bool = False  # the tool's name may stand before a body that is its arguments alone
+    key: str = "arguments"  # their name in what the template writes
+    # What stands before the first body, between two, and behind the last one
+    layout: tuple[str, str, str] = ("", "", "")
+    # What stands between a tool's name and its arguments, if the name stands before the body
+    behind_name: str | None = None
+    tags: Tags | None = None
 
 
 FORMATS = (
-    Format(
-        "Hermes",
-        opens="<tool_call>",
-        closes="</tool_call>",
-        layout=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
-    ),
-    Format(
-        "Mistral",
-        opens="[TOOL_CALLS]",
-        closes="]",
-        layout=("[TOOL_CALLS][", ", ", "]"),
-        is_named=True,
-    ),
-    Format(
-        "Llama 3",
-        opens="<|python_tag|>",
-        closes="",
-        layout=("", "", ""),
-        key="parameters",
-        is_bare=True,
-    ),
+    Format("Hermes", "<tool_call>", "</tool_call>"),
+    Format("Mistral", "[TOOL_CALLS]", "]", is_named=True),
+    Format("Apriel", "<tool_calls>", "</tool_calls>"),
+    Format("Nemotron Nano", "<TOOLCALL>", "</TOOLCALL>"),
+    Format("Granite 3", "<|tool_call|>", "<|/tool_call|>"),
+    Format("Granite 20B", "<function_call>", ""),
+    Format("GigaChat", "<|function_call|>", ""),
+    Format("InternLM 2", "<|action_start|><|plugin|>", "<|action_end|>"),
+    Format("Seed", "<seed:tool_call>", "</seed:tool_call>"),
+    Format("MiniMax", "<minimax:tool_call>", "</minimax:tool_call>"),
+    Format("MiniCPM", '<function name="', "</function>"),
+    Format("Llama 3", "<|python_tag|>", "", is_bare=True, key="parameters"),
 )
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
 # Some tokenizers have marks as special tokens, which are not shown as text elsewhere.
 MARKS = frozenset(
     [
         "[ARGS]",
         "[CALL_ID]",
-        "</tool_call>",
+        "<|action_start|>",
+        "<|plugin|>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
         *(format.opens for format in FORMATS),
-        *THOUGHTS[0],
-        *THOUGHTS[1],
+        *(format.closes for format in FORMATS if len(format.closes) > 1),
+        *chain(*THOUGHTS),
     ]
 )
 
@@ -97,8 +115,6 @@ class Speech(NamedTuple):
     thought: tuple[str, str] | None = None  # the marks around a thought
     format: Format | None = None
     why: str = ""  # if there is no format: why the model can be given no tools
-    # What stands between a tool's name and its arguments, if the name stands before the body
-    behind_name: str | None = None
 
     def is_thinking(self, prompt: str) -> bool:
         """Some templates open a thought at the end of the prompt."""
@@ -137,17 +153,8 @@ def learn(source: str | None, render: Callable[[list, list], str]) -> Speech:
         return Speech(thought, why="this model's chat template writes no calls of tools")
     place = text.index("is_called")
     for format in FORMATS:
-        begin = begin_of_call(format, text, place)
-        if begin is None:
-            continue
-        if text[place - 1] == '"':
-            start = text[begin : text.index("{", begin)]
-            layout = (start, *format.layout[1:])
-            return Speech(thought, format._replace(layout=layout))
-        start = text[begin:place]
-        layout = (start, start, "")
-        behind = text[place + len("is_called") : text.index("{", place)]
-        return Speech(thought, format._replace(layout=layout), behind_name=behind)
+        if written := as_written(format, text, place):
+            return Speech(thought, written)
     around = text[max(place - 40, 0) : place + 40]
     written = " ".join(around.split())
     known = ", ".join(format.name for format in FORMATS)
@@ -155,20 +162,53 @@ def learn(source: str | None, render: Callable[[list, list], str]) -> Speech:
     return Speech(thought, why=why)
 
 
-def begin_of_call(format: Format, text: str, place: int) -> int | None:
-    """Where the call begins that a template has written, if it can be read back in this format.
-    `place` is that of the name."""
+# What stands behind the name of a call in tags. Its one argument is n = 7
+TAGGED = re.compile(
+    r"(?P<behind_name>[^<]{0,20})"
+    r"(?P<before_key><[^<]{1,40}?)\bn\b(?P<behind_key>\W.{0,60}?)\b7\b"
+    r"(?P<behind_value>\s*</[^<>]{1,40}>\s*)(?P<end>.{0,40}?)",
+    re.DOTALL,
+)
+
+
+def as_written(format: Format, text: str, place: int) -> Format | None:
+    """The format, with all that is to be learned from a template's call; nothing, if the format
+    does not read this call back. `place` is that of the name."""
     begin = text.rfind(format.opens, 0, place)
     if format.is_bare and begin < 0:
         begin = text.rfind("{", 0, place)
-    has_key = f'"{format.key}"' in text[place:]
-    if begin < 0 or not (has_key or format.is_named):
+        begin = begin if f'"{format.key}"' in text[place:] else -1
+    if begin < 0:
         return None
-    parser = Parser(Speech(format=format), ["is_called"])
+    format = with_layout(format, text[begin:], place - begin)
+    parser = Parser(Speech(format=format), {"is_called": {}})
     first = dict(reversed(parser.push(text[begin:])))  # of each kind
-    if first.get("call") != "is_called" or loads(first.get("arguments", "")) != {"n": 7}:
-        return None
-    return begin
+    is_read = first.get("call") == "is_called" and loads(first.get("arguments", "")) == {"n": 7}
+    return format if is_read else None
+
+
+def with_layout(format: Format, call: str, place: int) -> Format:
+    """`call`: the text from the opening mark on. The tool's name stands at `place`."""
+    start = call[:place]
+    rest = call[place + len("is_called") :]
+    if format.is_named and not start.endswith('"'):
+        return format._replace(layout=(start, start, ""), behind_name=rest.partition("{")[0])
+    has_end = format.closes and format.closes in rest
+    closes = format.closes if has_end else ""
+    rest = rest.partition(closes)[0] if has_end else rest
+    tagged = TAGGED.fullmatch(rest) if has_end else None
+    if tagged:
+        tags = Tags(before_name=start.removeprefix(format.opens), **tagged.groupdict())
+        line = "\n" if tags.before_name.startswith("\n") else ""
+        return format._replace(tags=tags, layout=(start, closes + line + start, closes))
+    start = start.partition("{")[0]
+    behind = rest.rpartition("}")[2] + closes if has_end else ""
+    between = f"{behind}\n{start}"
+    if start.rstrip().endswith("["):
+        between = ", "
+        behind = behind or "]"
+    key = format.key if f'"{format.key}"' in rest else "parameters"
+    return format._replace(key=key, layout=(start, between, behind))
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
@@ -210,10 +250,25 @@ def grammar(
         return " ".join(known.get(piece, json.dumps(piece)) for piece in pieces if piece)
 
     rules = {}
+
+    def up_to(name: str, opens: str, closes: str) -> None:
+        """A rule for any text between two marks. It ends with the first that closes it."""
+        if any(mark in closes for mark in special):
+            rules[name] = f"{spelled(opens)} TEXT {spelled(closes)}"
+            rules["TEXT"] = "/(?s:.*)/"
+        else:
+            text = f"{re.escape(opens)}(?s:.*){re.escape(closes)}"
+            text = text.replace("/", r"\/").replace("\\\n", r"\n")
+            rules[f"{name}[lazy]"] = f"/{text}/"
+
     if answer is not None:
         rules["answer"] = as_json(answer)
     if tools:
-        bodies = [body_rule(speech, tool["function"], spelled) for tool in tools]
+        tags = speech.format.tags
+        if tags:
+            up_to("value", "", tags.behind_value)
+        rule = tagged_rule if tags else body_rule
+        bodies = [rule(speech.format, tool["function"], spelled) for tool in tools]
         start, between, end = speech.format.layout
         more = f"({spelled(between)} body)*"
         if is_single or speech.format.is_bare:
@@ -225,30 +280,60 @@ def grammar(
         rules["start"] = ways
     else:
         opens, closes = speech.thought
-        opens = "" if is_thinking else opens
         rules["start"] = f"{'thought' if is_thinking else 'thought?'} SPACE ({ways})"
         rules["SPACE"] = r"/[ \n]{0,4}/"
-        if closes in special:
-            rules["thought"] = f"{spelled(opens)} TEXT {spelled(closes)}"
-            rules["TEXT"] = "/(?s:.*)/"
-        else:
-            text = f"{re.escape(opens)}(?s:.*){re.escape(closes)}".replace("/", r"\/")
-            rules["thought[lazy]"] = f"/{text}/"
+        up_to("thought", "" if is_thinking else opens, closes)
     return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 
-def body_rule(speech: Speech, function: Mapping[str, Any], spelled: Callable[[str], str]) -> str:
+def body_rule(format: Format, function: Mapping[str, Any], spelled: Callable[[str], str]) -> str:
     name = function["name"]
     # With an id it is a document of its own: "#" refers to it, wherever it stands
     parameters = {"$id": f"tool:{name}", "type": "object", **function["parameters"]}
-    if speech.behind_name is not None:
-        before, id, behind = speech.behind_name.partition(CALL["id"])
+    if format.behind_name is not None:
+        before, id, behind = format.behind_name.partition(CALL["id"])
         behind = spelled(behind)
         before = f"({spelled(before)} /[a-zA-Z0-9]{{9}}/)?" if id else spelled(before)
         return f"{spelled(name)} {before} {behind} {as_json(parameters)}"
-    key = speech.format.key
+    key = format.key
     body = {"type": "object", "properties": {"name": {"const": name}, key: parameters}}
     return as_json({**body, "required": ["name", key], "additionalProperties": False})
+
+
+def tagged_rule(format: Format, function: Mapping[str, Any], spelled: Callable[[str], str]) -> str:
+    """The arguments stand in the order of the schema. Of a text, the schema says nothing here but
+    which texts there are."""
+    tags = format.tags
+    schema = function["parameters"]
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("grammar: the schema's properties must be an object, and required a list")
+    rules = [spelled(function["name"] + tags.behind_name)]
+    for key in properties:
+        kinds = kinds_of(schema, key)
+        texts = schema_of(schema, key).get("enum")
+        if kinds == {"string"} and isinstance(texts, list) and texts:
+            texts = " | ".join(json.dumps(str(text)) for text in texts)
+            said = f"({texts}) {spelled(tags.behind_value)}"
+        elif not kinds or "string" in kinds:
+            said = "value"
+        else:
+            said = f"{as_json(alone(schema, key))} {spelled(tags.behind_value)}"
+        rule = f"{spelled(tags.before_key + key + tags.behind_key)} {said}"
+        rules.append(rule if key in required else f"({rule})?")
+    return " ".join([*rules, spelled(tags.end)])
+
+
+def alone(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The schema of one argument. It may refer to others."""
+    value = schema["properties"][key]
+    if '"$ref"' not in json.dumps(value):
+        return value
+    own = {name: value for name, value in schema.items() if name != "$id"}
+    whole = json.dumps(own).replace('"$ref": "#', '"$ref": "#/$defs/whole')
+    place = key.replace("~", "~0").replace("/", "~1")
+    return {"$ref": f"#/$defs/whole/properties/{place}", "$defs": {"whole": json.loads(whole)}}
 
 
 def as_json(schema: Mapping[str, Any]) -> str:
@@ -289,6 +374,7 @@ def marked(text: str, is_thinking: bool = False) -> list[Part]:
 HEAD = 300
 NAME = r"([\w.-]{1,128})"
 # Separators of calls, and the tool's name, if it stands before the body
+KEY = r"[^<>\"\n]{1,128}"  # of an argument in tags
 BEFORE = re.compile(rf"[\s,;\[]*(?:{NAME}(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)")
 # How a body begins that need not be read whole before it can be told
 BEGINNING = re.compile(rf'{{\s*"name"\s*:\s*"{NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?={{)')
@@ -299,7 +385,7 @@ Reading = Generator[None, None, T]
 class Parser:
     """Takes one answer apart: `push` takes a piece of its text, `finish` gives what was held back.
 
-    `tools`: their names; without any, what looks like a call is text.
+    `tools`: by name, the schema of the arguments. Without any, what looks like a call is text.
     `is_thinking`: the prompt has opened a thought already.
     `is_single`: at most one call is wanted.
     """
@@ -307,7 +393,7 @@ class Parser:
     def __init__(
         self,
         speech: Speech,
-        tools: Collection[str] = (),
+        tools: Mapping[str, Mapping[str, Any]] = {},
         is_thinking: bool = False,
         is_single: bool = False,
     ):
@@ -340,7 +426,13 @@ class Reader:
     the methods that it is made of: each reads a part of the answer.
     """
 
-    def __init__(self, speech: Speech, tools: Collection[str], is_thinking: bool, is_single: bool):
+    def __init__(
+        self,
+        speech: Speech,
+        tools: Mapping[str, Mapping[str, Any]],
+        is_thinking: bool,
+        is_single: bool,
+    ):
         self.is_complete = False  # no more text will come
         self.thought = 0  # so many characters of the answer are thoughts, with their marks
         self.calls = 0  # so many have begun
@@ -377,7 +469,7 @@ class Reader:
             elif is_start and is_bare and (yield from self._begins_with("{")):
                 is_start = yield from self._call("")
             elif mark := (yield from self._say_up_to("answer", opens)):
-                is_start = yield from self._call(mark)
+                is_start = yield from self._calls(mark)
             if self.calls and self._is_single:
                 return  # what follows is not wanted
 
@@ -428,8 +520,99 @@ class Reader:
         self._say(kind, words)
         return before[len(words) :] + mark
 
-    def _call(self, mark: str) -> Reading[bool]:
+    def _calls(self, mark: str) -> Reading[bool]:
         """Calls behind a mark. False if there is none: then the mark is text."""
+        if self._format.tags and not (yield from self._begins_with("{")):
+            return (yield from self._tagged(mark))
+        return (yield from self._call(mark))
+
+    def _tagged(self, mark: str) -> Reading[bool]:
+        """The same, for calls in tags."""
+        tags = self._format.tags
+        count = self.calls
+        while name := (yield from self._named(NAME, tags.before_name, tags.behind_name)):
+            self._begin(name)
+            yield from self._arguments(tags, self._tools.get(name, {}))
+            yield from self._skip(tags.end.strip())
+            if self._is_single or (yield from self._close()):
+                break
+        if self.calls == count:
+            self._say("answer", mark)
+        return self.calls > count
+
+    def _named(self, name: str, before: str, behind: str) -> Reading[str]:
+        """Take a name between two marks away. Nothing, if there is none. `name`: its pattern."""
+        while True:
+            found = named(self._text[:HEAD], name, before.strip(), behind.strip())
+            if found:
+                self._text = self._text[found.length :]
+                return found.name
+            if found is not None or len(self._text) >= HEAD or self.is_complete:
+                return ""
+            yield
+
+    def _arguments(self, tags: Tags, schema: Mapping[str, Any]) -> Reading[None]:
+        """As JSON, which has no end if the answer ends in an argument. A text is told as it comes,
+        and any other value when it is complete."""
+        said = "{"
+        while key := (yield from self._named(KEY, tags.before_key, tags.behind_key)):
+            kinds = kinds_of(schema, key)
+            said += json.dumps(key, ensure_ascii=False) + ": "
+            value: list[str] = []
+            if kinds == {"string"}:
+                self._say("arguments", said + '"')
+                is_complete = yield from self._value(tags, self._quote)
+                said = '"'
+            else:
+                self._say("arguments", said)
+                is_complete = yield from self._value(tags, value.append)
+                said = as_json_value("".join(value), kinds)
+            if not is_complete:
+                return
+            self._say("arguments", said)
+            said = ", "
+        self._say("arguments", "{}" if said == "{" else "}")
+
+    def _quote(self, piece: str) -> None:
+        self._say("arguments", json.dumps(piece, ensure_ascii=False)[1:-1])
+
+    def _value(self, tags: Tags, say: Callable[[str], None]) -> Reading[bool]:
+        """Say a value as it comes, without the line breaks of its form. False, if the answer ends in
+        it. The mark behind a value may stand in the value, too: it is the end only where the next
+        argument follows, or the call's end."""
+        line = "\n" if tags.behind_value.startswith("\n") else ""
+        mark = tags.behind_value.strip()
+        nexts = [tags.before_key.strip(), tags.end.strip(), self._format.closes]
+        if tags.behind_key.endswith("\n"):
+            while not self._text and not self.is_complete:
+                yield
+            self._text = self._text.removeprefix("\n")
+        while True:
+            place = self._text.find(mark)
+            behind = place + len(mark)
+            is_end = False
+            if place < 0:
+                held = beginning(line + mark, self._text) or beginning(mark, self._text)
+                behind = len(self._text) - len(held)
+            else:
+                rest = self._text[behind : behind + HEAD]
+                is_end = follows(rest, [each for each in nexts if each], self.is_complete)
+            if is_end:
+                say(self._text[:place].removesuffix(line))
+                self._text = self._text[behind:]
+                return True
+            if is_end is not None:
+                say(self._text[:behind])
+                self._text = self._text[behind:]
+            if place < 0 or is_end is None:
+                if self.is_complete:
+                    say(self._text)
+                    self._text = ""
+                    return False
+                yield
+
+    def _call(self, mark: str) -> Reading[bool]:
+        """The same, for calls in JSON."""
         count = self.calls
         text = mark
         while before := (yield from self._find(BEFORE, "{")):
@@ -444,9 +627,12 @@ class Reader:
         return self.calls > count
 
     def _close(self) -> Reading[bool]:
-        """The mark behind a call. It may be missing, and the answer may be cut off in it."""
+        """The mark behind a call. It may be missing, and the answer may be cut off in it. A list of
+        calls may end before it."""
         mark = self._format.closes
         yield from self._skip_space()
+        if mark != "]":
+            yield from self._skip("]")
         if (yield from self._skip(mark)):
             return True
         if self.is_complete and mark.startswith(self._text):
@@ -532,6 +718,38 @@ def beginning(mark: str, text: str) -> str:
     return ""
 
 
+class Named(NamedTuple):
+    name: str
+    length: int  # of the name with its marks
+
+
+def named(text: str, name: str, before: str, behind: str) -> Named | bool | None:
+    """A name between two marks, at the beginning of a text. False, if there is none; None, if it may
+    yet come. Without a mark behind, any other tag ends the name."""
+    rest = text.lstrip()
+    if not rest.startswith(before):
+        return None if before.startswith(rest) else False
+    found = re.match(name, rest[len(before) :])
+    if not found:
+        return None if rest == before else False
+    rest = rest[len(before) + found.end() :].lstrip()
+    end = behind or "<"
+    if not rest.startswith(end):
+        return None if end.startswith(rest) else False
+    return Named(found[0], len(text) - len(rest) + len(behind))
+
+
+def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
+    """Does one of these marks come next? None, if more text has to come first."""
+    rest = text.lstrip()
+    if any(rest.startswith(mark) for mark in marks):
+        return True
+    may_come = len(text) < HEAD and any(mark.startswith(rest) for mark in marks)
+    if may_come and not is_complete:
+        return None
+    return may_come
+
+
 def without_space(text: str) -> str:
     """Without the white space at its end, but for more than may belong to a mark: a model that
     writes nothing else would let all of it be looked at for each token."""
@@ -563,6 +781,77 @@ class Braces:
             if self.depth == 0:
                 return place
         return len(text)
+
+
+# --- values in tags -----------------------------------------------------------------------------
+
+PYTHONS = {"True": "true", "False": "false", "None": "null"}  # as templates write them, too
+JSONS = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    str: "string",
+}
+JSONS |= {type(None): "null"}
+OPTIONS = 100  # of a value's schema; one with more may be anything
+
+
+def schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An argument's own schema, which may be a reference. A schema is a stranger's."""
+    properties = schema.get("properties")
+    value = properties.get(key) if isinstance(properties, Mapping) else None
+    for _ in range(8):  # a reference may lead to another one, or back
+        place = value.get("$ref") if isinstance(value, Mapping) else None
+        if not isinstance(place, str) or not place.startswith("#/"):
+            break
+        value = schema
+        for name in place[2:].split("/"):
+            value = value.get(name) if isinstance(value, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
+
+
+def kinds_of(schema: Mapping[str, Any], key: str) -> set[str]:
+    """Which types of JSON an argument may have. Empty: any."""
+    value = schema_of(schema, key)
+    options = value.get("anyOf") or value.get("oneOf")
+    options = options if isinstance(options, list) else [value]
+    kinds: set[str] = set()
+    for option in options[:OPTIONS]:
+        found = kinds_of_one(option)
+        if not found or len(options) > OPTIONS:
+            return set()
+        kinds |= found
+    return kinds
+
+
+def kinds_of_one(schema: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    types = schema.get("type")
+    if isinstance(types, str):
+        return {types}
+    if isinstance(types, list):
+        return {name for name in types if isinstance(name, str)}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    values = values[:OPTIONS] if isinstance(values, list) else []
+    return {JSONS[type(value)] for value in values}
+
+
+def as_json_value(text: str, kinds: Collection[str]) -> str:
+    """A value as JSON: as it stands, if it is JSON of one of these types; else a text."""
+    source = text.strip()
+    source = PYTHONS.get(source, source)
+    try:
+        found = json.loads(source, parse_constant=JSONS.__getitem__)  # NaN is no JSON
+    except (ValueError, KeyError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = JSONS[type(found)]
+    is_number = kind == "integer" and "number" in kinds
+    if not kinds or kind in kinds - {"string"} or is_number or "string" not in kinds:
+        return source
+    return json.dumps(text, ensure_ascii=False)
 
 
 def loads(text: str) -> Any:

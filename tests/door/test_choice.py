@@ -18,7 +18,7 @@ PIECES = [
 
 def choice_of(reason: str) -> tuple[Choice, list]:
     handle = SimpleNamespace(finish_reason=reason, lengths=[], stop=None)
-    parser = Parser(Speech(THOUGHTS[0], FORMATS[0]), ["add"])
+    parser = Parser(Speech(THOUGHTS[0], FORMATS[0]), {"add": {}})
     return Choice(handle, parser, None), []
 
 

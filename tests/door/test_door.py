@@ -932,7 +932,7 @@ def test_a_streams_log_probabilities_cost_the_same_late_in_an_answer_as_early():
 def streamed(text: str, shape, watch=lambda choice: None) -> bytes:
     """The events of an answer that comes a character at a time."""
     handle = SimpleNamespace(finish_reason="stop", text=text)
-    choice = Choice(handle, Parser(Speech(None, FORMATS[0]), ["add"]), None)
+    choice = Choice(handle, Parser(Speech(None, FORMATS[0]), {"add": {}}), None)
     watch(choice)
     said = b""
     for piece in [*text, None]:

@@ -71,6 +71,17 @@ LISTED = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
 LLAMA = '{{ \'{"name": "\' + call.function.name + \'", "parameters": \' }}{{ call.function.arguments | tojson }}}'
 MISTRAL = "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}"
 XML = "<tool_call><function={{ call.function.name }}></function></tool_call>"
+TAGS = """<tool_call>
+<function={{ call.function.name }}>
+{% for key, value in call.function.arguments | items %}<parameter={{ key }}>
+{{ value }}
+</parameter>
+{% endfor %}</function>
+</tool_call>"""
+GLM = """<tool_call>{{ call.function.name }}
+{% for key, value in call.function.arguments | items %}<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value }}</arg_value>
+{% endfor %}</tool_call>"""
 
 
 def with_calls(written: str) -> str:
@@ -89,6 +100,14 @@ def ask_with_tools(template: str, text: str, **fields):
         (LLAMA, '{"name": "get_weather", "parameters": {"city": "Paris"}}'),
         (MISTRAL, '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'),
         (MISTRAL, '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]'),
+        (
+            TAGS,
+            "<tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>",
+        ),
+        (
+            GLM,
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
+        ),
     ],
 )
 def test_a_call_is_read_in_the_format_that_the_template_writes(written, text):
@@ -286,8 +305,8 @@ THINKING = with_calls(HERMES).replace(
 
 @pytest.mark.parametrize(
     "template",
-    [with_calls(HERMES), with_calls(LLAMA), with_calls(MISTRAL), with_calls(OLD_MISTRAL)],
-    ids=["Hermes", "Llama 3", "Mistral", "older Mistral"],
+    map(with_calls, [HERMES, LLAMA, MISTRAL, OLD_MISTRAL, TAGS, GLM]),
+    ids=["Hermes", "Llama 3", "Mistral", "older Mistral", "Qwen 3 Coder", "GLM"],
 )
 def test_a_call_that_is_required_always_comes_and_its_arguments_parse(template):
     """A model of random weights would never write one."""

@@ -27,9 +27,42 @@ from parts.text.speech import (
 from parts.text.speech import TOOLS as LISTED
 from parts.text.tokens import TextStream
 
-ANSWERS = 500
-TOOLS = ["add", "get_weather", "files.read-all"]
-HERMES, MISTRAL, LLAMA = FORMATS
+ANSWERS = 200  # for each format
+# What may be an argument of a call in tags
+PROPERTIES = {
+    "text": {"type": "string"},
+    "other text": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/text"}]},
+    "maybe": {"type": ["string", "null"]},
+    "n": {"type": "integer"},
+    "x": {"$ref": "#/$defs/x"},
+    "on": {"enum": [True, False]},
+    "list": {"type": "array"},
+    "of": {"type": "object"},
+    "any": {},
+}
+SCHEMA = {"properties": PROPERTIES, "$defs": {"x": {"type": "number"}}}
+TOOLS = dict.fromkeys(["add", "get_weather", "files.read-all"], SCHEMA)
+HERMES, MISTRAL, *_, LLAMA = FORMATS
+APRIEL = next(format for format in FORMATS if format.name == "Apriel")
+# A call in tags, as published templates write it
+WRITTEN = {
+    "Qwen 3 Coder": "<tool_call>\n<function=is_called>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call>",
+    "Seed": "<seed:tool_call>\n<function=is_called>\n<parameter=n>7</parameter>\n</function>\n</seed:tool_call>",
+    "MiniMax": '<minimax:tool_call>\n<invoke name="is_called">\n<parameter name="n">7</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "GLM": "<tool_call>is_called\n<arg_key>n</arg_key>\n<arg_value>7</arg_value>\n</tool_call>",
+    "newer GLM": "<tool_call>is_called<arg_key>n</arg_key><arg_value>7</arg_value></tool_call>",
+    "MiniCPM": '<function name="is_called"><param name="n">7</param></function>',
+}
+
+
+def learned(rendered: str):
+    """The format of a template that writes a call so."""
+    return learn("", lambda messages, tools: "Tools: is_listed. " + rendered).format
+
+
+TAGGED = [learned(rendered)._replace(name=name) for name, rendered in WRITTEN.items()]
+ALL = [HERMES, MISTRAL, LLAMA, APRIEL, *TAGGED]
 # What may stand in a text or an argument and looks like a mark, or like the end of one
 HOSTILE = [
     *[
@@ -66,12 +99,59 @@ def value(dice: random.Random, depth: int = 0):
     return [dice.randrange(10**6), -1.5e-3, None, dice.random() < 0.5, words(dice, 6)][kind]
 
 
-def make_call(dice: random.Random) -> tuple[str, dict]:
-    return dice.choice(TOOLS), {words(dice, 2): value(dice) for _ in range(dice.randrange(4))}
+def make_call(dice: random.Random, format) -> tuple[str, dict]:
+    if format.tags:
+        return dice.choice([*TOOLS]), make_arguments(dice, format)
+    return dice.choice([*TOOLS]), {words(dice, 2): value(dice) for _ in range(dice.randrange(4))}
+
+
+def make_arguments(dice: random.Random, format) -> dict:
+    """Some of `PROPERTIES`, in any order. A text may hold all marks, but not the one behind a value
+    with what follows then."""
+    tags = format.tags
+    marks = [tags.behind_value, tags.behind_value.strip(), tags.before_key, tags.end + "<"]
+    text = "".join(dice.choice([words(dice, 5), *marks, "\n", "x"]) for _ in range(4)) + "."
+    follows = "|".join(
+        re.escape(each.strip()) for each in (tags.before_key, tags.end, format.closes) if each
+    )
+    mark = re.escape(tags.behind_value.strip())
+    text = re.sub(rf"({mark}\s*)(?={follows})", r"\1.", text)
+    values = {
+        "text": dice.choice([text, "", "7", "null", '"quoted"', "\n two lines \n\n"]),
+        "other text": text,
+        "maybe": dice.choice([None, "Paris", "7"]),
+        "n": dice.randrange(10**6),
+        "x": -1.5e-3,
+        "on": dice.random() < 0.5,
+        "list": [value(dice) for _ in range(3)],
+        "of": {words(dice, 3): value(dice)},
+        "any": dice.choice([[1, "a"], "some text", 5]),
+    }
+    keys = dice.sample(sorted(values), k=dice.randrange(5))
+    return {key: values[key] for key in keys}
+
+
+def in_tags(format, calls: list, dice: random.Random) -> str:
+    """As the template writes calls, or a model that is careless with white space."""
+    tags = format.tags
+    bodies = []
+    for name, given in calls:
+        body = name + tags.behind_name
+        for key, argument in given.items():
+            said = argument if isinstance(argument, str) else json.dumps(argument)
+            if argument in (None, True, False) and not isinstance(argument, str | int):
+                said = dice.choice([said, str(argument)])  # as in Python
+            body += f"{tags.before_key}{key}{tags.behind_key}{said}{tags.behind_value}"
+            body += dice.choice(["", "", "\n "])
+        bodies.append(body + tags.end)
+    start, between, end = format.layout
+    return start + dice.choice([between, "\n" + between]).join(bodies) + end
 
 
 def written(format, calls: list, dice: random.Random) -> str:
     """As a model of this family writes calls."""
+    if format.tags:
+        return in_tags(format, calls, dice)
     layout = {"indent": dice.choice([None, None, 2]), "ensure_ascii": dice.random() < 0.5}
 
     def body(call) -> str:
@@ -88,6 +168,10 @@ def written(format, calls: list, dice: random.Random) -> str:
         return "\n".join(marked)
     if format is LLAMA:
         return dice.choice(["", "<|python_tag|>"]) + "; ".join(map(body, calls))
+    if format is APRIEL:
+        listed = f"<tool_calls>{space}[{', '.join(map(body, calls))}]{space}</tool_calls>"
+        single = [f"<tool_calls>{space}{body(call)}{space}</tool_calls>" for call in calls]
+        return dice.choice([listed, "\n".join(single)])
     if dice.random() < 0.5:
         return "[TOOL_CALLS]" + f"[{', '.join(map(body, calls))}]"
     mark = dice.choice(["", "[ARGS]", "[CALL_ID]abcdefghi[ARGS]"])
@@ -104,7 +188,7 @@ def make_answer(format, seed: int) -> tuple[str, list[tuple], Speech]:
         thought = (words(dice, 12) + dice.choice([format.opens + "{", ""])).replace(marks[1], "")
         text += f"{marks[0]}\n{thought}\n{marks[1]}\n\n"
         parts += [("thought", thought.strip())] if thought.strip() else []
-    calls = [make_call(dice) for _ in range(dice.randrange(4))]
+    calls = [make_call(dice, format) for _ in range(dice.randrange(4))]
     if not calls or (format is not LLAMA and dice.random() < 0.5):
         answer = "so " + words(dice, 12).replace(format.opens, "")
         # Llama's calls stand at the beginning, or behind their mark
@@ -144,7 +228,7 @@ def as_bytes(text: str) -> list[str]:
     return [*map(stream.push, tokens), stream.finish(tokens)]
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 def test_random_answers_come_apart_as_they_were_put_together_however_they_are_cut(format):
     calls = thoughts = 0
     for seed in range(ANSWERS):
@@ -163,10 +247,10 @@ def test_random_answers_come_apart_as_they_were_put_together_however_they_are_cu
             assert apart(pieces, speech) == parts, (seed, places)
         calls += any(part[0] == "call" for part in expected)
         thoughts += expected[0][0] == "thought"
-    assert calls > 300 and thoughts > 250
+    assert calls > 0.6 * ANSWERS and thoughts > 0.5 * ANSWERS
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 def test_an_answer_that_is_cut_off_anywhere_or_damaged_is_the_same_in_one_piece_and_in_many(format):
     """Its end may be half a mark, half a call, or half a thought."""
     kinds = set()
@@ -196,11 +280,11 @@ def spaced(text: str, dice: random.Random) -> str:
     return text
 
 
-@pytest.mark.parametrize("format", [*FORMATS, None], ids=lambda format: format and format.name)
+@pytest.mark.parametrize("format", [*ALL, None], ids=lambda format: format and format.name)
 def test_long_white_space_anywhere_changes_nothing_about_how_an_answer_may_be_cut(format):
     """More than 300 blanks behind a thought were the answer in one piece, and vanished in many."""
     compared = 0
-    for seed in range(ANSWERS // 5):
+    for seed in range(ANSWERS // 4):
         text, _, speech = make_answer(format or HERMES, seed)
         speech = speech._replace(format=format)
         dice = random.Random(seed)
@@ -213,7 +297,7 @@ def test_long_white_space_anywhere_changes_nothing_about_how_an_answer_may_be_cu
             pieces = [text[a:b] for a, b in zip([0, *cut], [*cut, None], strict=True)]
             assert apart(pieces, speech, **how) == parts, (seed, cut, text)
             compared += 1
-    assert compared == ANSWERS // 5 * 8
+    assert compared == ANSWERS // 4 * 8
 
 
 SPEECH = Speech(THOUGHTS[0], HERMES)
@@ -332,8 +416,21 @@ RENDERED = {
 }
 RENDERED_OTHERWISE = {
     "new Mistral": ('[TOOL_CALLS]is_called[ARGS]{"n": 7}</s>', "Mistral"),
-    "XML": ("<tool_call>\n<function=is_called>\n<parameter=n>7</parameter>", None),
-    "Granite": ('<|tool_call|>[{"name": "is_called", "arguments": {"n": 7}}]', None),
+    "half a call": ("<tool_call>\n<function=is_called>\n<parameter=n>7</parameter>", None),
+    "Granite": ('<|tool_call|>[{"name": "is_called", "arguments": {"n": 7}}]', "Granite 3"),
+    "Phi": (
+        '<|tool_call|>[{"name": "is_called", "arguments": {"n": 7}}]<|/tool_call|>',
+        "Granite 3",
+    ),
+    "MiniMax M1": (
+        '<tool_calls>\n{"name": "is_called", "arguments": {"n": 7}}\n</tool_calls>',
+        "Apriel",
+    ),
+    "InternLM": (
+        '<|action_start|><|plugin|>\n{"name": "is_called", "parameters": {"n": 7}}<|action_end|>',
+        "InternLM 2",
+    ),
+    "a list alone": ('[{"name": "is_called", "arguments": {"n": 7}}]', None),
     "DeepSeek": ('<|tool_call_begin|>is_called<|sep|>{"n": 7}<|tool_call_end|>', None),
     "Python": ("[is_called(n=7)]", None),
 }
@@ -353,7 +450,7 @@ def test_a_format_that_is_not_known_is_named_by_what_it_writes(name):
     rendered, known = RENDERED_OTHERWISE[name]
     speech = learn("{{ messages }}", lambda messages, tools: "Tools: is_listed. " + rendered)
     assert (speech.format and speech.format.name) == known
-    assert known or ("is_called" in speech.why and "Hermes, Mistral, Llama 3" in speech.why)
+    assert known or ("is_called" in speech.why and "known: Hermes, Mistral" in speech.why)
 
 
 def test_a_model_without_tools_says_why():
@@ -393,11 +490,19 @@ REQUIRED = {
     ],
     "Mistral without an id": ["ids", "[TOOL_CALLS]", "is_listed", "[ARGS]", '{"n": 7}'],
 }
-TEMPLATE_WRITES = RENDERED | {
-    "space": RENDERED["Mistral"].replace("[TOOL_CALLS]", "[TOOL_CALLS] "),
-    "newer": '[TOOL_CALLS]is_called[ARGS]{"n": 7}</s>',
-    "ids": '[TOOL_CALLS]is_called[CALL_ID]abcdefghi[ARGS]{"n": 7}</s>',
-}
+# The same call in tags, with the pieces that are special tokens in some tokenizers
+for name, rendered in WRITTEN.items():
+    marks = "|".join(re.escape(mark) for mark in MARKS)
+    REQUIRED[name] = [name, *re.split(f"({marks})", rendered.replace("is_called", "is_listed"))]
+TEMPLATE_WRITES = (
+    RENDERED
+    | WRITTEN
+    | {
+        "space": RENDERED["Mistral"].replace("[TOOL_CALLS]", "[TOOL_CALLS] "),
+        "newer": '[TOOL_CALLS]is_called[ARGS]{"n": 7}</s>',
+        "ids": '[TOOL_CALLS]is_called[CALL_ID]abcdefghi[ARGS]{"n": 7}</s>',
+    }
+)
 
 
 @pytest.mark.parametrize("are_special", [False, True])
@@ -419,7 +524,7 @@ def test_a_call_that_has_to_come_may_be_written_as_the_models_were_trained_to(na
         assert bits >> token & 1, (text, tokenizer.decode([token], skip_special_tokens=False))
         held.accept(token)
     assert held.is_complete or int.from_bytes(held.mask(), "little") >> 257 & 1
-    assert told(joined(Parser(speech, ["is_listed"]).push(text))) == [
+    assert told(joined(Parser(speech, {"is_listed": SCHEMA}).push(text))) == [
         ("call", "is_listed", {"n": 7})
     ]
 
