@@ -100,7 +100,7 @@ class Prefill(NamedTuple):
 class Order(NamedTuple):
     """A plan without its requests: numbers and sampling settings.
 
-    Together with the slab and each slot's newest tokens (`SlotState` keeps 20 of them for a
+    Together with the slab and each slot's newest tokens (`SlotState` keeps more of them for a
     penalty), an order decides the result. So other ranks can run it, too, and the same orders give
     the same bits.
     """
@@ -137,8 +137,8 @@ class Order(NamedTuple):
         pick = self.picks[slot]
         guess = self.known.get(slot, ())[1:]
         for i in range(1 + len(guess)):
-            recent = pick.recent and (*pick.recent, *guess[:i])
-            yield pick._replace(index=pick.index + i, recent=recent)
+            before = pick.before and (*pick.before, *guess[:i])
+            yield pick._replace(index=pick.index + i, before=before)
 
     def passes(self) -> list[tuple[list[Prefill], Sequence[tuple[int, int]]]]:
         """The chunks and the decoding sequences of each forward pass.
@@ -163,10 +163,10 @@ def pick_of(member: Chunk | Decode, handle: Handle) -> Pick:
     request = member.request
     index = request.planned - 1 - len(member.guess)
     # The device remembers the tokens that are still in flight (`SlotState.add`).
-    recent: tuple[int, ...] = ()
-    if index == request.committed and handle.sampling.repetition_penalty != 1:
-        recent = (*request.prompt[-PENALTY_CONTEXT:], *request.answer[-PENALTY_CONTEXT:])
-    return Pick(member.slot, handle.sampling, handle.seed, index, recent)
+    before: tuple[int, ...] = ()
+    if index == request.committed and handle.sampling.looks_back:
+        before = (*request.prompt[-PENALTY_CONTEXT:], *request.answer)
+    return Pick(member.slot, handle.sampling, handle.seed, index, before)
 
 
 # --- the runner: an order becomes tokens --------------------------------------------------------
@@ -284,7 +284,7 @@ class Runner:
         # With guesses, Python alone will know which token is the newest, and hand it in.
         first = emitted[: self.slab.slots]
         self._newest = mx.where(first >= 0, first, self._newest)
-        self._enqueue(emitted, self._newest, self._slot_state.recent, logprobs)
+        self._enqueue(emitted, self._newest, self._slot_state.history, logprobs)
         took = begun.took + self.clock() - resumed
         return Flight(
             tokens=emitted,

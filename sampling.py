@@ -16,7 +16,7 @@ So one operation does the same step for all rows. A greedy request costs an argm
 For any other the steps are these, in mlx-lm's order:
 
     mask      what a grammar forbids becomes minus infinity: for all that follows it is not there
-    edit      add logit_bias, then apply repetition_penalty
+    edit      add logit_bias, apply repetition_penalty, subtract presence and frequency penalty
     spread    how far is each token below the likeliest one? The log probabilities are taken here
     filter    top_k, top_p and min_p, each on the probabilities at temperature 1
     draw      the temperature changes the weights of the tokens that are left, and one is drawn
@@ -57,7 +57,8 @@ class Pick(NamedTuple):
     sampling: Sampling
     seed: int
     index: int  # the token is the request's index-th, from 0
-    recent: tuple[int, ...] = ()  # with a penalty: the tokens before, unless one is in flight
+    # With a penalty, unless a token is in flight: the prompt's last tokens, and the answer so far
+    before: tuple[int, ...] = ()
 
 
 def choose(
@@ -77,6 +78,7 @@ def choose(
         has_logprobs = pick.sampling.logprobs is not None
         groups[pick.sampling.group, has_logprobs, row in masks].append(row)
 
+    state.learn(picks)
     order = []
     tokens = []
     logprobs = []
@@ -111,41 +113,67 @@ def choose(
 
 
 class SlotState:
-    """What sampling keeps on the device from step to step, slot by slot: newest tokens and
-    biases."""
+    """What sampling keeps on the device from step to step, slot by slot: the tokens that penalties
+    look back at, and biases.
+
+        column    0 ... 19                  20   21   22 ...
+        token     the prompt's last ones    the answer
+    """
 
     def __init__(self, slots: int, V: int):
-        self.recent = mx.zeros((slots, PENALTY_CONTEXT), mx.int32)  # the newest token is the last
+        self.history = mx.zeros((slots, PENALTY_CONTEXT), mx.int32)  # it grows with the answers
         self._no_bias = mx.zeros(V)
         self._biases = [({}, self._no_bias)] * slots  # each with the settings it was built for
         eight = mx.arange(256)[:, None] >> mx.arange(8) & 1  # (256, 8): the bits of each byte
         self._mask_of_byte = mx.where(eight == 1, 0, -math.inf)
 
-    def before(self, picks: Sequence[Pick]) -> mx.array:  # (n, 20)
-        """The tokens before each pick's, as Python knows them, or else the device.
+    def learn(self, picks: Sequence[Pick]) -> None:
+        """Before tokens are chosen: what Python knows takes the place of what the device does. With
+        guesses, a slot has several picks. The last one knows most, and each looks no further than
+        its own place.
 
         A short prompt repeats its first token, because that one is the first to leave anyway.
         """
-        recent = self.recent[mx.array([pick.slot for pick in picks])]
-        for row, pick in enumerate(picks):
-            if pick.recent:
-                known = pick.recent[:1] * PENALTY_CONTEXT + pick.recent
-                recent[row] = mx.array(known[-PENALTY_CONTEXT:])
-        return recent
+        picks = [pick for pick in picks if pick.sampling.looks_back]
+        self._grow(max((pick.index for pick in picks), default=-1))
+        known = {pick.slot: pick for pick in picks if pick.before}
+        for slot, pick in known.items():
+            tokens = pick.before[:1] * PENALTY_CONTEXT + pick.before
+            length = PENALTY_CONTEXT + pick.index
+            self.history[slot, :length] = mx.array(tokens[-length:])
+
+    def _grow(self, index: int) -> None:
+        """So that the answers' tokens up to this one have a column."""
+        missing = PENALTY_CONTEXT + 1 + index - self.history.shape[1]
+        if missing > 0:
+            blocks = -(-missing // SHORT_LIST)
+            self.history = mx.pad(self.history, [(0, 0), (0, blocks * SHORT_LIST)])
+
+    def recent(self, picks: Sequence[Pick]) -> mx.array:  # (n, 20)
+        """The tokens before each pick's."""
+        places = column([pick.index for pick in picks]) + mx.arange(PENALTY_CONTEXT)
+        return self.history[column([pick.slot for pick in picks]), places]
+
+    def answer(self, picks: Sequence[Pick]) -> tuple[mx.array, mx.array]:  # (n, L) twice
+        """Each pick's answer so far, and where a token stands: behind its end, the first is repeated."""
+        blocks = 1 + max(pick.index for pick in picks) // SHORT_LIST
+        rows = self.history[mx.array([pick.slot for pick in picks])]
+        tokens = rows[:, PENALTY_CONTEXT : PENALTY_CONTEXT + blocks * SHORT_LIST]
+        is_said = mx.arange(tokens.shape[1]) < column([pick.index for pick in picks])
+        return mx.where(is_said, tokens, tokens[:, :1]), is_said
 
     def add(
         self,
         picks: Sequence[Pick],
         tokens: mx.array,  # (n, 1)
     ) -> None:
-        """After tokens have been chosen: they become recent tokens, if a penalty needs any. (Which
-        token is a slot's newest behind guesses, Python will say.)"""
-        if has_penalty(picks):
-            slots = mx.array([pick.slot for pick in picks])
-            older = self.before(picks)[:, 1:]
-            newest = mx.maximum(tokens, 0)
-            recent = mx.concatenate([older, newest], axis=1)
-            self.recent[slots] = recent
+        """After tokens have been chosen: the next step looks back at them, if a penalty wants it.
+        (Which token is a slot's newest behind guesses, Python will say.)"""
+        rows = [row for row, pick in enumerate(picks) if pick.sampling.looks_back]
+        if rows:
+            slots = mx.array([picks[row].slot for row in rows])
+            places = mx.array([PENALTY_CONTEXT + picks[row].index for row in rows])
+            self.history[slots, places] = mx.maximum(tokens[mx.array(rows), 0], 0)
 
     def bias(self, pick: Pick) -> mx.array:  # (V,)
         """logit_bias as an array, built once a request: 100,000 entries take longer than a step."""
@@ -176,21 +204,25 @@ def edit(
     picks: Sequence[Pick],
     state: SlotState,
 ) -> mx.array:  # (n, V)
-    """Add logit_bias, then make recent tokens less likely."""
-    if any(pick.sampling.logit_bias for pick in picks):
+    """Add logit_bias, then make tokens less likely that stand before, or in the answer."""
+    settings = [pick.sampling for pick in picks]
+    if any(s.logit_bias for s in settings):
         biases = [state.bias(pick) for pick in picks]
         x = x + mx.stack(biases)
-    if has_penalty(picks):
-        penalty = column([pick.sampling.repetition_penalty for pick in picks])
-        recent = state.before(picks)  # (n, 20)
+    if any(s.repetition_penalty != 1 for s in settings):
+        penalty = column([s.repetition_penalty for s in settings])
+        recent = state.recent(picks)  # (n, 20)
         old = gather(x, recent)
         new = mx.where(old < 0, old * penalty, old / penalty)
         x = mx.put_along_axis(x, recent, new, axis=-1)
+    if any(s.counts for s in settings):
+        tokens, is_said = state.answer(picks)  # (n, L)
+        once = column([s.presence_penalty for s in settings]) * is_said[:, :1]
+        each = column([s.frequency_penalty for s in settings]) * is_said
+        # Of a token that was said often, all entries have the same value: any may be the last
+        x = mx.put_along_axis(x, tokens, gather(x, tokens) - once, axis=-1)
+        x = x.at[mx.arange(len(picks))[:, None], tokens].add(-each)
     return x
-
-
-def has_penalty(picks: Sequence[Pick]) -> bool:
-    return any(pick.sampling.repetition_penalty != 1 for pick in picks)
 
 
 # --- without a filter ---------------------------------------------------------------------------

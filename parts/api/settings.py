@@ -30,6 +30,8 @@ LIMITS = {  # for each field that is a number: the check, the least and the most
     "min_p": (real, 0, 1),
     "seed": (whole, -(2**63), 2**64 - 1),
     "repetition_penalty": (real, 0.001, 1000),
+    "presence_penalty": (real, -2, 2),
+    "frequency_penalty": (real, -2, 2),
     "logprobs": (whole, 0, 100),
 }
 
@@ -49,6 +51,9 @@ class Sampling:
     stop: str | int | Sequence[str | int] = ()
     # Recent tokens' logits are divided (or, if negative, multiplied) by this
     repetition_penalty: float = 1.0
+    # Subtracted from the logit of each token that stands in the answer: once, and each time
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     # Added to these tokens' logits; -1000 forbids one
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     # The chosen token's log probability, and those of the n most likely
@@ -138,9 +143,19 @@ class Sampling:
         object.__setattr__(self, "grammar", MappingProxyType({kind: source}))
 
     @property
+    def counts(self) -> bool:
+        """Is a token less likely, or more, for standing in the answer?"""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def looks_back(self) -> bool:
+        """Does a token depend on those before it, beside the model?"""
+        return self.repetition_penalty != 1 or self.counts
+
+    @property
     def group(self) -> str:
         """The kind of work that choosing a token takes. It depends on these settings alone."""
-        edited = self.logit_bias or self.repetition_penalty != 1 or self.logprobs is not None
+        edited = self.logit_bias or self.looks_back or self.logprobs is not None
         if self.temperature == 0:
             return "edited" if edited else "greedy"
         if 0 < self.top_k <= SHORT_LIST:

@@ -26,6 +26,8 @@ KINDS = {
     "long top_k": {"temperature": 1.2, "top_k": 100},
     "min_p": {"temperature": 1.3, "min_p": 0.05},
     "penalty": {"repetition_penalty": 1.6},
+    "presence": {"presence_penalty": 1.2, "temperature": 0.7},
+    "frequency": {"frequency_penalty": 0.4},
     "penalty, drawn": {"repetition_penalty": 1.3, "temperature": 0.8, "top_p": 0.9},
     "bias": {"logit_bias": {5: 4.0, 70: 6.0, 99: 5.0}, "temperature": 1.0},
     "logprobs": {"logprobs": 4, "temperature": 0.7},
@@ -156,7 +158,7 @@ def test_a_bug_in_how_rows_are_chosen_is_caught(parts, monkeypatch, bug):
             if bug == "one index for all rows":
                 yield each._replace(index=pick.index)
             else:
-                yield each._replace(recent=pick.recent)
+                yield each._replace(before=pick.before)
 
     monkeypatch.setattr(Order, "rows", planted)
     differ, _, _ = compare(parts, 0)

@@ -109,7 +109,7 @@ def test_the_record_holds_everything_that_an_order_can_say(record):
         "short list",
         "long list",
     }
-    assert sum(bool(pick.recent) for order in orders for pick in order.picks.values()) > 3
+    assert sum(bool(pick.before) for order in orders for pick in order.picks.values()) > 3
 
 
 def test_an_order_says_who_samples_and_nothing_else_does(record):

@@ -143,6 +143,50 @@ def test_penalty_and_bias_change_greedy_answers_as_in_mlx_lm(folder, parts, opti
         neighbour.result()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"presence_penalty": 1.4},
+        {"frequency_penalty": 0.6},
+        {"frequency_penalty": -0.3, "presence_penalty": 2},
+        {"frequency_penalty": 0.3, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
+    ],
+)
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_what_stands_in_the_answer_is_less_likely_once_and_each_time(
+    folder, parts, options, run_ahead
+):
+    """As OpenAI writes it: of a token that the answer has so often, `frequency_penalty` as often,
+    and `presence_penalty` once. The prompt does not count."""
+    prompt = [7, 7, 9]
+    reference = Reference(folder)
+    tokens = []
+    (process,) = peer.make_logits_processors(
+        repetition_penalty=options.get("repetition_penalty", 1.0001)
+    )
+    for _ in range(90):  # more than a block of 64
+        x = reference.logits(prompt + tokens)[-1].copy()
+        for token, bias in options.get("logit_bias", {}).items():
+            x[token] += bias
+        if "repetition_penalty" in options:
+            x = np.array(process(mx.array(prompt + tokens), mx.array(x)[None])[0])
+        counts = np.bincount(tokens, minlength=len(x)) if tokens else np.zeros(len(x))
+        x -= options.get("presence_penalty", 0) * (counts > 0)
+        x -= options.get("frequency_penalty", 0) * counts
+        tokens.append(int(x.argmax()))
+    plain = Sampling(max_tokens=90, ignore_eos=True)
+    with Engine(*parts, slots=3, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
+        neighbours = [
+            engine.submit([1, 2], Sampling(max_tokens=n, frequency_penalty=1)) for n in (5, 70)
+        ]
+        handle = engine.submit(prompt, Sampling(max_tokens=90, ignore_eos=True, **options))
+        again = engine.submit(prompt, Sampling(max_tokens=90, ignore_eos=True, **options))
+        assert handle.result().tokens == tokens
+        assert again.result().tokens == tokens  # in a slot that another answer had
+        assert engine.submit(prompt, plain).result().tokens != tokens
+        assert all(neighbour.result().finish_reason for neighbour in neighbours)
+
+
 # --- large vocabularies, ties, and what is not finite -------------------------------------------
 
 KINDS = {
@@ -152,6 +196,8 @@ KINDS = {
     "logprobs=20": {"logprobs": 20},
     "logit_bias": {"logit_bias": {token: (token % 7) - 3.0 for token in range(200)}},
     "repetition_penalty": {"repetition_penalty": 1.4},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": -0.7, "temperature": 0.6},
     "top_k": {"temperature": 1.0, "top_k": 40},
     "a large top_k": {"temperature": 1.3, "top_k": 90},
     "min_p": {"temperature": 1.0, "min_p": 0.1},
@@ -169,6 +215,8 @@ KINDS = {
         "top_p": 0.95,
         "min_p": 0.01,
         "repetition_penalty": 1.3,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.4,
         "logprobs": 3,
         "logit_bias": {5: 2.0, 8: -1000.0},
     },
@@ -178,7 +226,7 @@ KINDS = {
 def picks_of(kinds: list[str], at: int = 0) -> list[Pick]:
     """A pick for each kind, in slots of their own, from `at` on."""
     return [
-        Pick(at + i, Sampling(**KINDS[kind]), seed=i, index=4, recent=(3, 1 + i, 3))
+        Pick(at + i, Sampling(**KINDS[kind]), seed=i, index=4, before=(3, 1 + i, 3, 5, 3))
         for i, kind in enumerate(kinds)
     ]
 
@@ -308,7 +356,7 @@ def test_a_logit_of_minus_infinity_forbids_a_token(kind, how):
     it among them."""
     logits = np.full((100, V), -math.inf, np.float32)
     logits[:, [70, 71, 200]] = [1, 2, 1.5]
-    picks = [pick._replace(index=i, recent=()) for i, pick in enumerate(picks_of([kind] * 100))]
+    picks = [pick._replace(index=i, before=()) for i, pick in enumerate(picks_of([kind] * 100))]
     found = outcome(logits, picks, slots=100)
     tokens = {token for token, *_ in found.values()}
     assert tokens <= {70, 71, 200} and (len(tokens) > 1) == (picks[0].sampling.temperature > 0)

@@ -29,6 +29,7 @@ SETTINGS = [
     {},
     {"temperature": 0.9, "seed": 5},
     {"temperature": 1.2, "top_k": 7, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.3},
+    {"presence_penalty": 0.9, "frequency_penalty": 0.3},
     {"logprobs": 2, "logit_bias": {70: 2.0}},
 ]
 
