@@ -94,6 +94,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def say(words: str, is_last: bool = True) -> None:
+    """A line on standard error. On a terminal, the next one takes the place of what was said while
+    the model was loading."""
+    is_terminal = sys.stderr.isatty()
+    start = "\r\033[K" if is_terminal else ""
+    end = "" if is_terminal and not is_last else "\n"
+    print(f"{start}nanobatch: {words}", end=end, file=sys.stderr, flush=True)
+
+
 def follow(args: argparse.Namespace) -> int:
     """On every rank but the first (`parts/ranks/ranks.py`): no door, but a share of the model."""
     try:
@@ -107,7 +116,14 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     if program.rank():
         return follow(args)
-    options = Options(args.host, args.port, args.api_key, args.watch_key, tuple(args.allow_host))
+    options = Options(
+        args.host,
+        args.port,
+        args.api_key,
+        args.watch_key,
+        allow_hosts=tuple(args.allow_host),
+        aliases=tuple(args.alias),
+    )
     try:
         door = Door(options)
     except OSError as error:  # the port is taken
@@ -149,19 +165,18 @@ def serve(door: Door, args: argparse.Namespace) -> int:
     engine = None
     code = 0
     try:
-        engine = load(args, guesses=args.guesses)
         name = program.name_of(args.model)
+        say(f"{door.address} answers 503 while {name} is being loaded")
+        engine = load(args, report=lambda stage: say(stage, is_last=False), guesses=args.guesses)
         door.open(engine, engine.serving().start(), name)
-        print(
-            f"nanobatch: {name} at {door.address}/v1; {engine.summary}", file=sys.stderr, flush=True
-        )
+        say(f"{name} at {door.address}/v1; {engine.summary}")
         if engine.text.unfit:
-            print(f"nanobatch: {engine.text.unfit}", file=sys.stderr, flush=True)
+            say(engine.text.unfit)
         is_awaited = True
         if door.wait(signals):
             door.drain(DRAIN_S, lambda: not signals.empty())
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"nanobatch: {one_line(error)}", file=sys.stderr)
+        say(one_line(error))
         code = 2
     door.close()
     if engine:

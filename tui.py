@@ -228,7 +228,8 @@ def open_room(args: argparse.Namespace) -> Room:
 
     host, port = args.serve
     try:
-        door = Door(Options(host, port, args.api_key, args.watch_key, tuple(args.allow_host)))
+        keys = (args.api_key, args.watch_key)
+        door = Door(Options(host, port, *keys, tuple(args.allow_host), tuple(args.alias)))
     except OSError as error:  # the port is taken
         raise ValueError(f"--serve {host}:{port}: {error.strerror or error}") from None
     if door.warning:

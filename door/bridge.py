@@ -62,7 +62,7 @@ class Served(NamedTuple):
     """The engine behind the door."""
 
     engine: AnyEngine
-    name: str  # the model's
+    names: tuple[str, ...]  # the model's; the first is its own
     defaults: dict[str, float]  # settings that a request may leave out
 
 
@@ -137,8 +137,8 @@ class Answer:
         A grammar may take seconds to make, and requests without one must not wait behind it. So a
         request with a grammar is only understood here; another thread calls `submit`.
         """
-        engine, name, defaults = self._served
-        wish = self.wish = protocol.understand(body, (name, "default"))
+        engine, names, defaults = self._served
+        wish = self.wish = protocol.understand(body, names)
         self._protocol = protocol
         asks = []
         try:
@@ -188,7 +188,7 @@ class Answer:
         except RuntimeError:  # the engine has been closed meanwhile
             raise ending() from None
         number = self.choices[0].handle.id
-        self.shape = self._protocol(self.wish, number, SUFFIX, self._served.name)
+        self.shape = self._protocol(self.wish, number, SUFFIX, self._served.names[0])
 
     def _parser(self, prompt: Prompt) -> Parser:
         chat = self.wish.prompts[0]
@@ -442,7 +442,7 @@ def grammar_of(engine: AnyEngine, wish: Wish, prompt: Prompt) -> Mapping[str, An
 
 def count(served: Served, understand: Callable[[bytes, Sequence[str]], Wish], body: bytes) -> int:
     """The tokens of a prompt, without an answer."""
-    wish = understand(body, (served.name, "default"))
+    wish = understand(body, served.names)
     return len(read_prompt(served.engine, wish.prompts[0]).ids)
 
 

@@ -139,7 +139,8 @@ class Door:
     def open(self, engine: AnyEngine, loop: Loop, name: str) -> None:
         """From here on requests are answered."""
         self.loop = loop
-        self.served = Served(engine, name, defaults_of(engine))
+        names = (name, "default", *self.options.aliases)
+        self.served = Served(engine, names, defaults_of(engine))
         engine.on_commit = self._on_commit
 
     def _on_commit(self) -> None:
@@ -298,13 +299,14 @@ class Door:
         raise Refusal(404, words, "unknown_url")
 
     async def _models(self, visit: Visit) -> Response:
-        own = self.served.name
+        own, default, *more = self.served.names
         max_len = self.served.engine.sched.max_len
         asked = visit.request.path_params.get("name")
         if not asked:
-            return reply(openai.models(own, self._born, max_len))
-        check_model(asked, (own, "default"))
-        return reply(openai.model(own, self._born, max_len))
+            names = [own, *(name for name in more if name != "*")]
+            return reply(openai.models(names, self._born, max_len))
+        check_model(asked, self.served.names)
+        return reply(openai.model(own if asked == default else asked, self._born, max_len))
 
     async def _health(self, visit: Visit) -> Response:
         status = "loading" if self.served is None else "draining" if self.draining else "ok"
@@ -338,7 +340,7 @@ class Door:
         if self.watchers >= WATCHERS:
             raise Refusal(429, f"{WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5")
         watched = Watched(
-            self.served.name,
+            self.served.names[0],
             self.served.engine,
             self.loop,
             texts=http.may_read(visit.request, self.options),

@@ -73,6 +73,7 @@ class Options(NamedTuple):
     api_key: str | None = None
     watch_key: str | None = None
     allow_hosts: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # more names of the model; a star is any
 
     @property
     def names(self) -> list[str]:

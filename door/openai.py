@@ -54,7 +54,8 @@ BIASES = 1000
 TOP = 20
 
 # These go to `Sampling` as they are, and are checked there.
-PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "ignore_eos")
+PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
+PLAIN += ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # The form of an answer: vLLM's name of the field, and the name in `Sampling.grammar`.
 GUIDED = {
     "guided_json": "json",
@@ -66,7 +67,7 @@ GUIDED = {
 NEUTRAL = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "flex"),
     "typical_p": (1,),
     "length_penalty": (1,),
     "reasoning_effort": ("none",),
@@ -81,8 +82,8 @@ NEUTRAL = {
 
 
 def understand(body: bytes, names: Sequence[str], is_chat: bool) -> Wish:
-    """The body of POST /v1/chat/completions, or of POST /v1/completions. `names`: the models that
-    are here."""
+    """The body of POST /v1/chat/completions, or of POST /v1/completions. `names`: those of the
+    model that is here."""
     asked = read_body(body, names)
     wish = read_chat(asked) if is_chat else Wish(read_prompts(asked))
     prompts = len(wish.prompts)
@@ -101,12 +102,15 @@ def understand(body: bytes, names: Sequence[str], is_chat: bool) -> Wish:
         asked.whole("max_tokens", 1),
         asked.whole("max_completion_tokens", 1),
     ]
+    options = asked.inner("stream_options")
+    usage = options.read("include_usage", bool, False)
+    options.refuse_rest(ignored=["continuous_usage_stats"])  # a wish for more, of vLLM's clients
     wish = wish._replace(
         settings=read_settings(asked) | {"logprobs": read_top(asked, is_chat)},
         max_tokens=min(filter(None, lengths), default=None),
         n=n,
         stream=stream,
-        usage=asked.inner("stream_options").read("include_usage", bool, False),
+        usage=usage,
         progress=progress,
     )
     asked.refuse_rest(NEUTRAL | {"best_of": (1, n)})
@@ -395,8 +399,8 @@ def written(usage: Usage) -> dict:
     }
 
 
-def models(name: str, created: int, max_len: int) -> dict:
-    return {"object": "list", "data": [model(name, created, max_len)]}
+def models(names: Sequence[str], created: int, max_len: int) -> dict:
+    return {"object": "list", "data": [model(name, created, max_len) for name in names]}
 
 
 def model(name: str, created: int, max_len: int) -> dict:

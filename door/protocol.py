@@ -131,7 +131,7 @@ class Speaks(Protocol):
 
 
 def read_body(body: bytes, names: Sequence[str]) -> Given:
-    """`names`: the models that are here."""
+    """`names`: those of the model that is here. A star is any."""
     asked = read_json(body)
     check_model(asked.get("model", names[0]), names)
     return asked
@@ -140,8 +140,9 @@ def read_body(body: bytes, names: Sequence[str]) -> Given:
 def check_model(model: Any, names: Sequence[str]) -> None:
     if not isinstance(model, str):
         raise bad("model", model, "a text")
-    if model not in names:
+    if model not in names and "*" not in names:
         words = f"the model {shown(model, 200)} does not exist here; there is {names[0]!r}, also as 'default'"
+        words += "; serve.py --alias gives it more names"
         raise Refusal(404, words, "model_not_found", "model")
 
 

@@ -42,7 +42,7 @@ from parts.text.tokens import Chat
 PLAIN = ("temperature", "top_p")
 NEUTRAL = {
     "include": (["reasoning.encrypted_content"],),  # thoughts come as they are
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "flex"),
     "stream_options": ({"include_obfuscation": False},),
     "truncation": ("disabled",),
 }

@@ -16,6 +16,7 @@ only imports one of ours, such as a test, keeps its own way with signals.
 """
 
 import os
+import re
 import signal
 import sys
 
@@ -128,10 +129,12 @@ def check_model(model: str) -> None:
 
 
 def name_of(model: str) -> str:
-    """As clients and the screen know it."""
-    return (
-        os.path.basename(os.path.abspath(os.path.expanduser(model))) if is_folder(model) else model
-    )
+    """As clients and the screen know it. A folder of the hub's cache is named by a hash."""
+    if not is_folder(model):
+        return model
+    path = os.path.abspath(os.path.expanduser(model))
+    hub = re.search(r"models--([^/]+)--([^/]+)/snapshots/[^/]+$", path)
+    return f"{hub[1]}/{hub[2]}" if hub else os.path.basename(path)
 
 
 def on_a_terminal() -> bool:
@@ -254,4 +257,11 @@ class Parser(argparse.ArgumentParser):
             default=[],
             metavar="NAME",
             help="a proxy's (repeatable)",
+        )
+        self.add_argument(
+            "--alias",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help="another name that clients may give the model (repeatable); '*' is any",
         )

@@ -291,6 +291,8 @@ def test_an_answers_message_may_come_back_as_clients_keep_it(server):
         {"response_format": {}},
         {"stream_options": {}},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
+        {"stream_options": {"include_obfuscation": False}, "max_completion_tokens": 9},
+        {"presence_penalty": -2, "frequency_penalty": 0.4, "service_tier": "flex"},
         {
             "user": "me",
             "metadata": {"a": "b"},
@@ -335,7 +337,10 @@ def test_what_asks_for_nothing_is_accepted(server, fields):
 REFUSED = {  # field: values
     "model": [5, [], True],
     "stream": ["yes", 1, {}],
-    "stream_options": [5, "x", [1], {"include_usage": "yes"}],
+    "stream_options": [5, "x", [1], {"include_usage": "yes"}, {"include_obfuscation": True}],
+    "store": [True],
+    "service_tier": ["priority", 5],
+    "parallel_tool_calls": ["no", 0],
     "max_tokens": [0, -1, 1.5, "5", True, []],
     "max_completion_tokens": [0, "5"],
     "temperature": [-1, "hot", [1], 10**400, True],
@@ -371,8 +376,8 @@ REFUSED = {  # field: values
     "guided_regex": [5, "(a", "a" * 40_000],
     "guided_choice": [[], [5], {}],
     "guided_grammar": ["start: x", 5],
-    "presence_penalty": [0.5],
-    "frequency_penalty": [-1],
+    "presence_penalty": [2.5, "x", True],
+    "frequency_penalty": [-2.5, [], 10**400],
     "best_of": [3],
     "echo": [True],
     "suffix": ["x"],
@@ -551,6 +556,33 @@ def test_unknown_paths_and_methods_say_what_there_is(server):
             reply = server.ask(path, method=method)
             assert (reply.status, reply.headers["allow"]) == (405, allow)
             assert reply.error["type"] == "invalid_request_error"
+
+
+def test_a_client_that_insists_on_a_name_may_be_given_it():
+    """Some clients cannot be told to ask for another model than their maker's."""
+    with Server("--alias", "gpt-4o", "--alias", "claude-x") as server:
+        assert server.says("answers 503 while demo is being loaded") and server.says("reading")
+        listed = [model["id"] for model in server.ask("/v1/models").json["data"]]
+        assert listed == ["demo", "gpt-4o", "claude-x"]
+        assert server.ask("/v1/models/claude-x").json["id"] == "claude-x"
+        for name in (*listed, "default"):
+            reply = server.chat(model=name, max_tokens=1)
+            assert (reply.status, reply.json["model"]) == (200, "demo")
+        reply = server.chat(model="gpt-5", max_tokens=1)
+        assert reply.status == 404 and "--alias" in reply.error["message"]
+    with Server("--alias", "*") as server:
+        assert server.chat(model="anything/at-all", max_tokens=1).status == 200
+        assert server.chat(model=5, max_tokens=1).status == 400
+        assert [model["id"] for model in server.ask("/v1/models").json["data"]] == ["demo"]
+
+
+def test_both_penalties_reach_the_model(server):
+    told = server.chat("Tell me a story.", temperature=0, max_tokens=60).json
+    other = server.chat("Tell me a story.", temperature=0, max_tokens=60, frequency_penalty=2).json
+    text = other["choices"][0]["message"]["content"]
+    assert text != told["choices"][0]["message"]["content"]
+    again = server.chat("Tell me a story.", temperature=0, max_tokens=60, frequency_penalty=2).json
+    assert again["choices"][0]["message"]["content"] == text
 
 
 def test_models_are_listed_and_found_by_name(server, client):
@@ -1036,7 +1068,7 @@ def test_a_silent_log_reader_does_not_stop_the_server(tmp_path):
     command = [sys.executable, str(ROOT / "serve.py"), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
-        line = process.stderr.readline().decode()
+        line = next(line for line in map(bytes.decode, process.stderr) if "/v1" in line)
         server = Server.__new__(Server)
         server.host, server.port = "127.0.0.1", int(re.search(r":(\d+)/v1", line)[1])
         connection = server.line()

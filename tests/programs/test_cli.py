@@ -761,6 +761,9 @@ def test_a_model_is_called_like_its_folder_however_that_is_written(tmp_path, mon
         "small"
     }
     assert program.name_of(".") == tmp_path.name
+    hub = tmp_path / "models--owner--name" / "snapshots" / "0a1b2c"
+    hub.mkdir(parents=True)
+    assert program.name_of(str(hub)) == "owner/name"
     assert (program.name_of("owner/name"), program.name_of("demo")) == ("owner/name", "demo")
 
 
