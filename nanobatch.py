@@ -52,7 +52,7 @@ from parts.device.mlx import device_lock, device_stream, mx
 from parts.device.roof import measure
 from parts.files import ModelError
 from parts.guess import Guesses, Hints
-from parts.model import find as models
+from parts.model.count import nbytes_of
 from parts.model.fit import (
     Sizes,
     agreed,
@@ -60,12 +60,12 @@ from parts.model.fit import (
     far_position,
     fit_beside,
     is_exact,
+    slab_of,
     slab_shape,
 )
 from parts.model.layers import Model
-from parts.model.load import ModelReader
 from parts.price import Price
-from parts.ranks.meet import join
+from parts.source import Checked, Report, Source
 from parts.text.tokens import Text
 from policies import DEFAULT, POLICIES, policy_of
 from sampling import PENALTY_CONTEXT, Logprobs, Pick, SlotState, choose
@@ -460,26 +460,6 @@ def count_right(plan: Plan) -> int:
     return sum(member.request.right for member in plan.emitters)
 
 
-Report = Callable[[str], None]  # is told what is done
-
-
-def open_model(
-    model: str, dtype: str, report: Report, options: Mapping[str, Any]
-) -> tuple[Model, Text, Sizes]:
-    """A folder becomes a model, or this rank's share of it. If the slab would not fit beside it,
-    nothing is read."""
-    report(f"finding {model}")
-    ranks = join()
-    with device_lock, device_stream():
-        reader = ModelReader(models.find(model), dtype, ranks)
-        text = Text(reader.folder, reader.config.V)
-        sizes = reader.fit(**options)
-        report(f"reading {device.readable(reader.nbytes)} of weights from {reader.folder.name}")
-        weights = reader.read()
-    report(f"allocating the slab: {described(weights, sizes)}")
-    return weights, text, sizes
-
-
 class Engine:
     """The scheduler and the runner, tied together. `step` is the heart.
 
@@ -520,26 +500,12 @@ class Engine:
             sizes = fit_beside(model, slots, max_len, chunk, budget, usual_len)
         sizes = agreed(model, sizes)
         summary = described(model, sizes)
-        self.model = model
-        self.text = text
         self.reuse = reuse
         self.run_ahead = run_ahead
         self.hurries = not device.has_gpu()  # see `_may_fly`
         self.clock = clock
         self.ranks = model.ranks
-        self.exact = is_exact(model)
-        self.price = Price(far_position(model.config))
-        self.guesses = Guesses(0 if guesses is None and not self.exact else guesses)
-        self.sched = Scheduler(
-            sizes.slots,
-            sizes.max_len,
-            policy_of(policy),
-            chunk=sizes.chunk,
-            budget=sizes.budget,
-            price=self.price,
-            guess=self.guesses,
-            max_queue=max_queue,
-        )
+        self.sched = Scheduler(sizes.slots, sizes.max_len, policy_of(policy), max_queue=max_queue)
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
         self.on_commit: Callable[[], None] | None = None
         self._has_news = False  # something was committed, or has ended, since the last `on_commit`
@@ -551,11 +517,28 @@ class Engine:
         self._loop: Loop | None = None
         self._closed = False
         self._slab_is_lost = False  # with a step that failed
+        self._source: Source | None = None  # where the model was read, if `load` has read it
+        self._is_reloading = False
         with device_lock, device_stream():
-            self.runner = runner or Runner(model, sizes, clock)
+            self.runner: Runner | None = runner or Runner(model, sizes, clock)
+        self._serve(model, text, sizes, guesses)
         settled = self.ranks.settle(model.config, partial(self._end_all, "error"))
         self.summary = f"{summary}; {device.named()}{settled}"
         device.close_at_exit(self)
+
+    def _serve(self, model: Model, text: Text, sizes: Sizes, guesses: int | None) -> None:
+        """All that follows from a model, and from what fits beside it."""
+        self.model = model
+        self.text = text
+        self.exact = is_exact(model)
+        self.price = Price(far_position(model.config))
+        self.guesses = Guesses(0 if guesses is None and not self.exact else guesses)
+        self._sizes = sizes
+        for name, size in sizes._asdict().items():
+            setattr(self.sched, name, size)
+        self.sched.price = self.price
+        self.sched.guess = self.guesses
+        self.sched.start_over(handle.request for handle in self._ledger.open.values())
 
     @classmethod
     def load(
@@ -570,9 +553,11 @@ class Engine:
 
         `report` is told what is being done.
         """
-        report = report or (lambda stage: None)
-        weights, text, sizes = open_model(str(model), dtype, report, options)
-        return cls(weights, text, sizes=sizes, **options)
+        source = Source(str(model), dtype, report or (lambda stage: None), options)
+        checked = source.check()
+        engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
+        engine._source = source
+        return engine
 
     # --- plan -> run -> commit
 
@@ -606,6 +591,8 @@ class Engine:
 
     def _plan(self) -> tuple[Plan, Order] | None:
         """What the scheduler decides, and the same in plain numbers, for the device."""
+        if self.is_released and self.has_work:  # if it cannot be read, this step fails
+            self._take(self._again().check(0, self.model.config, self.text))
         if self._slab_is_lost:  # if no new slab fits in memory, this step fails, too
             self.runner.reset()
             self._slab_is_lost = False
@@ -705,6 +692,94 @@ class Engine:
             self._has_news = True
             self.changed.notify_all()
         self._flights.popleft()
+
+    # --- weights come and go
+
+    @property
+    def is_released(self) -> bool:
+        """Have weights and slab been let go of, and not been read again?"""
+        return self.runner is None
+
+    def release(self) -> None:
+        """Let go of weights and slab. The next request's first step reads the weights again."""
+        self.step(plan=False)  # a ghost may be in flight
+        with Held(), device_lock, device_stream():
+            with self.changed:
+                self._check_unused()
+                self._let_go()
+            device.give_back()
+
+    def reload(self, model: str | Path | None = None, **sizes: int | None) -> None:
+        """Serve another model from here on, or this one read again, with other sizes if given.
+
+        `sizes`: slots, max_len, usual_len, chunk and budget, as `Engine` takes them.
+        What can be wrong with another model is looked at before this one goes. If the other one
+        cannot be read all the same, this one is read again. Meanwhile no request is taken.
+        """
+        if unknown := sizes.keys() - {*Sizes._fields, "usual_len"}:
+            raise ValueError(f"reload knows no size {min(unknown)!r}; see Engine")
+        self.step(plan=False)
+        with Held(), device_lock, device_stream():
+            with self.changed:
+                self._check_unused()
+                self._is_reloading = True
+            try:
+                self._exchange(model, sizes)
+            finally:
+                self._is_reloading = False
+
+    def _check_unused(self) -> None:
+        """Raise an error if weights and slab have to stay. Called under the lock."""
+        if self._closed:
+            raise RuntimeError("the engine is closed; load another")
+        if self.ranks.size > 1:
+            raise RuntimeError("several ranks share this model, so it stays to their end")
+        if self._source is None:
+            raise RuntimeError("this model came without its files; use an engine of Engine.load")
+        if count := len(self._ledger.open):
+            raise RuntimeError(f"requests that are open: {count}; wait for their end, or cancel")
+
+    def _let_go(self) -> None:
+        self.runner = None
+        self.model = self.model.without_weights()
+        self.sched.start_over(())  # no slot remembers anything
+
+    def _exchange(self, model: str | Path | None, sizes: Mapping[str, int | None]) -> None:
+        config = self.model.config
+        before = self._again()
+        source = before
+        if model is not None or sizes:
+            asked = {**self._source.asked, **sizes}
+            source = before._replace(model=str(model or before.model), asked=asked)
+        held = nbytes_of(self.model)
+        if not self.is_released:
+            held += slab_of(self.model, self._sizes)
+        checked = source.check(held)
+        self._let_go()
+        device.give_back()
+        try:
+            self._take(checked)
+            self._source = source
+        except BaseException:
+            self._take(before.check(0, config, self.text))
+            raise
+
+    def _again(self) -> Source:
+        """The same model and sizes."""
+        return self._source._replace(asked=self._sizes._asdict())
+
+    def _take(self, checked: Checked) -> None:
+        """Read what has been checked, and serve it from here on."""
+        model = checked.read()
+        sizes = checked.sizes
+        summary = described(model, sizes)
+        runner = Runner(model, sizes, self.clock)
+        with self.changed:
+            self.runner = runner
+            self._slab_is_lost = False
+            self._ledger.model = model.view
+            self._serve(model, checked.text, sizes, self.guesses.most)
+            self.summary = f"{summary}; {device.named()}"
 
     # --- around a step, and after a failure
 
@@ -830,14 +905,17 @@ class Engine:
             raise ValueError(f"sampling is a {type(sampling).__name__}; give a Sampling")
         if not isinstance(client, str):
             raise ValueError(f"client is a {type(client).__name__}; give a text")
-        self.text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
-        ids, shown, is_thinking = self.text.read(prompt)
+        text = self.text
+        text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
+        ids, shown, is_thinking = text.read(prompt)
         if sampling.grammar and grammar is None:
-            grammar = self.text.grammar(sampling.grammar)
+            grammar = text.grammar(sampling.grammar)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
         with Held(), self.changed:
             if self._closed:
                 raise RuntimeError("the engine is closed; load another")
+            if self._is_reloading or self.text is not text:  # the ids would mean something else
+                raise RuntimeError("the engine reads another model; try again in a while")
             shares = self.reuse and reuse
             request = Request(self._next_id, ids, max_tokens, self.clock(), shares, client)
             request.hints = Hints(grammar) if self.guesses.most != 0 else None
@@ -966,7 +1044,7 @@ class Engine:
     def check(self) -> None:
         """Assert the invariants of scheduler and slab. The tests do so after every step."""
         self.sched.check()
-        if self.runner.slab is not None:
+        if self.runner is not None and self.runner.slab is not None:
             self.runner.slab.check()
         assert self._ledger.open.keys() == self.sched.running.keys() | self.sched.waiting.keys()
 

@@ -37,6 +37,8 @@ from door.door import DRAIN_S, Door
 from door.http import Options
 from door.journal import log_to
 from parts.api import faults
+from parts.api.idle import Idle
+from parts.api.loop import Loop
 from parts.checks import one_line, read_whole
 from parts.device import blas
 from parts.files import check_writable
@@ -72,6 +74,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="256",
         help="requests that may wait; more are refused with 429 (default: 256)",
     )
+    add(
+        "--unload-after",
+        metavar="SECONDS",
+        help="let go of weights and slab when idle for so long; the next request reads them again",
+    )
     parser.add_guesses()
     parser.add_keys()
     add(
@@ -85,6 +92,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         args.slots = read_whole("--slots", args.slots, 1, 4096)
         args.max_len = args.max_len and read_whole("--max-len", args.max_len, 2, 2**24)
         args.max_queue = read_whole("--max-queue", args.max_queue, 1, 10**6)
+        if args.unload_after is not None:
+            args.unload_after = read_whole("--unload-after", args.unload_after, 1, 10**6)
+            if program.backend():
+                raise ValueError("--unload-after: several ranks share the model; leave it out")
         program.check_model(args.model)
         if args.log_file:
             check_writable(args.log_file)
@@ -168,7 +179,10 @@ def serve(door: Door, args: argparse.Namespace) -> int:
         name = program.name_of(args.model)
         say(f"{door.address} answers 503 while {name} is being loaded")
         engine = load(args, report=lambda stage: say(stage, is_last=False), guesses=args.guesses)
-        door.open(engine, engine.serving().start(), name)
+        loop = engine.serving()
+        if args.unload_after:
+            loop = Loop(engine, Idle(engine, args.unload_after))
+        door.open(engine, loop.start(), name)
         say(f"{name} at {door.address}/v1; {engine.summary}")
         if engine.text.unfit:
             say(engine.text.unfit)

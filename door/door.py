@@ -312,7 +312,10 @@ class Door:
         status = "loading" if self.served is None else "draining" if self.draining else "ok"
         if self.loop and not self.loop.is_alive:
             status = "stopped"
-        return reply({"status": status}, 200 if status == "ok" else 503)
+        code = 200 if status == "ok" else 503
+        if code == 200 and self.served.engine.is_released:
+            status = "unloaded"  # the next request is answered, but waits for the weights
+        return reply({"status": status}, code)
 
     async def _metrics(self, visit: Visit) -> Response:
         seen = self.served.engine.snapshot(self._scraped) if self.served else None

@@ -30,6 +30,7 @@ class AnyEngine(Protocol):
     summary: str
     has_work: bool
     exact: bool  # whether a request's bits are independent of its company
+    is_released: bool  # whether its weights have been let go of
     # Called after each commit, and after each end from elsewhere
     on_commit: Callable[[], None] | None
 
@@ -55,5 +56,7 @@ class AnyEngine(Protocol):
     def set_budget(self, budget: int, chunk: int) -> None: ...
 
     def running_on(self, runner: Any) -> AbstractContextManager[None]: ...
+
+    def release(self) -> None: ...
 
     def close(self) -> None: ...

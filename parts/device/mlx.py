@@ -11,6 +11,8 @@ other file takes its `mx` from here.
 """
 
 import atexit
+import ctypes
+import gc
 import sys
 import threading
 import weakref
@@ -131,6 +133,24 @@ def synchronize() -> None:
     """Wait until the device has nothing left to do."""
     for stream in _stream:
         mx.synchronize(stream)
+
+
+def give_back() -> None:
+    """Give the system all memory that nothing refers to any more.
+
+    subtle: a server has frozen what loading left (`gc.freeze`), and the collector looks at none of
+    that. And the C library keeps what is free, in case that it will be wanted again.
+    """
+    synchronize()
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    mx.clear_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
 
 
 def close_at_exit(engine) -> None:

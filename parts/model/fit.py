@@ -121,7 +121,7 @@ def agreed(model: Model, own: Sizes) -> Sizes:
 def described(model: Model, sizes: Sizes) -> str:
     """A line about a model, the slab beside it, and what is free before the slab is made."""
     c = model.config
-    slab = slab_nbytes(*slab_shape(c, *sizes[:3]), model.dtype.size)
+    slab = slab_of(model, sizes)
     slots = f"{sizes.slots} slot{'s' * (sizes.slots > 1)} of {sizes.max_len:,} tokens"
     said = [
         f"{c.model_type}, {c.layers} layer{'s' * (c.layers > 1)}",
@@ -132,6 +132,11 @@ def described(model: Model, sizes: Sizes) -> str:
     if free is not None and model.ranks.size == 1:
         said.append(f"{readable(free)} of memory are free")
     return "; ".join(said)
+
+
+def slab_of(model: Model, sizes: Sizes) -> int:
+    """The memory that a slab of these sizes takes beside this model."""
+    return slab_nbytes(*slab_shape(model.config, *sizes[:3]), model.dtype.size)
 
 
 def sources() -> list[Path]:

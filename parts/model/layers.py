@@ -309,7 +309,7 @@ class Model:
     config: Config
     layers: list[Layer]
     norm: Norm
-    table: Dense | Packed  # the embedding, as a projection D -> V
+    table: Dense | Packed | None  # the embedding, as a projection D -> V
     # By the table, where the checkpoint ties them. A rank that follows has none, and leaves x as it is.
     head: Step  # (n, D) -> (n, V)
     kinds: tuple[Kind, ...]  # how attention treats positions, each in some of the layers
@@ -327,6 +327,10 @@ class Model:
         such."""
         parts = tree_flatten((self.layers, self.norm, self.table, self.head), is_leaf=_is_claimed)
         return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))
+
+    def without_weights(self) -> Model:
+        """What is left to be known of a model that has been let go of."""
+        return replace(self, layers=[], table=None, head=chain(), kinds=(), choices=None)
 
     def for_slots_of(self, length: int) -> Model:
         """The same model, with the positions that it wants where sequences may be as long as

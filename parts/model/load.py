@@ -58,10 +58,10 @@ class ModelReader:
 
     `dtype` is "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`). Names,
     shapes and memory are checked at once; nothing is read before `read`. Of `ranks` each reads its
-    share.
+    share. `held`: so many bytes more will be free when it is read.
     """
 
-    def __init__(self, folder: Path, dtype: str = "auto", ranks: Ranks = ALONE):
+    def __init__(self, folder: Path, dtype: str = "auto", ranks: Ranks = ALONE, held: int = 0):
         if dtype not in ("auto", "float32", "checkpoint"):
             raise ValueError(f"dtype = {checks.shown(dtype)}; choose auto, float32 or checkpoint")
         self.folder = folder
@@ -76,9 +76,10 @@ class ModelReader:
         self.choices = Choices(config.layers) if config.experts else None
         self.nbytes = self.weights.nbytes(config, self.config, self.form, has_head=not ranks.rank)
         free = device.free_memory()
-        if free is not None and self.nbytes > free:
+        self.free = None if free is None else free + held
+        if self.free is not None and self.nbytes > self.free:
             raise ModelError(
-                f"{folder}: {readable(self.nbytes)} of weights, but {readable(free)} of memory are free; "
+                f"{folder}: {readable(self.nbytes)} of weights, but {readable(self.free)} of memory are free; "
                 f"choose a smaller model{', or more ranks' * (ranks.size > 1)}."
             )
 
@@ -92,9 +93,7 @@ class ModelReader:
     def fit(self, **options) -> Sizes:
         """What will fit beside the weights: a slab that is too large is refused before they are
         read."""
-        free = device.free_memory()
-        if free is not None:
-            free -= self.nbytes
+        free = None if self.free is None else self.free - self.nbytes
         return fit(self.config, self.itemsize, free, **options)
 
     def read(self) -> Model:

@@ -158,8 +158,9 @@ class Text:
         self, prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Chat | Prompt
     ) -> Prompt:
         """A prompt is a text, chat messages, or ids as they are. One that has been read stays as it
-        is."""
+        is, unless it was read for another model."""
         if isinstance(prompt, Prompt):
+            self.check_ids((min(prompt.ids), max(prompt.ids)))
             return prompt
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             prompt = Chat(prompt)

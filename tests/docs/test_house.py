@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "parts/price": "",
     "parts/program": "",
     "parts/replay": "sched parts/price",
+    "parts/source": "parts/device/* parts/model/* parts/ranks/* parts/text/*",
     "door/*": "parts/api/* parts/text/* sched",
     "web/*": "sched policies parts/replay",
     "measure/cost": "tui screen/*",

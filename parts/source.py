@@ -1,0 +1,75 @@
+"""Where an engine's model comes from, so that the model can be let go of and read again.
+
+The problem. Weights and slab are nearly all of an engine's memory, and an idle engine needs neither.
+But what was let go of has to come back: the same model, although its files may have changed
+meanwhile, or another one, although its files may be broken.
+
+What this file keeps. Nothing is read before it has been checked: the names and shapes of all tensors,
+the tokenizer, and the memory, with what the engine holds already counted as free. A `Checked` is
+read once.
+
+Where next: `Engine.release` and `Engine.reload` in `nanobatch.py`; `parts/model/load.py`, which reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from parts.device.mlx import device_lock, device_stream, readable
+from parts.files import ModelError
+from parts.model import find as models
+from parts.model.config import Config
+from parts.model.fit import Sizes, described
+from parts.model.layers import Model
+from parts.model.load import ModelReader
+from parts.ranks.meet import join
+from parts.text.tokens import Text
+
+Report = Callable[[str], None]  # is told what is done
+
+
+class Source(NamedTuple):
+    """A model's files, and the sizes that were asked for."""
+
+    model: str  # a folder, a hub id, or "demo"
+    dtype: str
+    report: Report
+    asked: Mapping[str, Any]  # slots, max_len and so on, as `fit` takes them
+
+    def check(
+        self, held: int = 0, config: Config | None = None, text: Text | None = None
+    ) -> Checked:
+        """Look at all that can be wrong before a tensor is read.
+
+        `held`: so many bytes will be free by then.
+        `config`, `text`: those of the model that is to come back.
+        """
+        self.report(f"finding {self.model}")
+        ranks = join()
+        with device_lock, device_stream():
+            reader = ModelReader(models.find(self.model), self.dtype, ranks, held)
+            if config not in (None, reader.config):
+                why = "holds another model than before, and prompts have been read for that one"
+                raise ModelError(f"{reader.folder} {why}; load it anew.")
+            text = text or Text(reader.folder, reader.config.V)
+            sizes = reader.fit(**self.asked)
+        return Checked(self, reader, text, sizes)
+
+
+class Checked(NamedTuple):
+    """A model that can be read, and what fits beside it."""
+
+    source: Source
+    reader: ModelReader
+    text: Text
+    sizes: Sizes
+
+    def read(self) -> Model:
+        report = self.source.report
+        reader = self.reader
+        report(f"reading {readable(reader.nbytes)} of weights from {reader.folder.name}")
+        with device_lock, device_stream():
+            model = reader.read()
+        report(f"allocating the slab: {described(model, self.sizes)}")
+        return model
