@@ -29,9 +29,11 @@ from __future__ import annotations
 import math
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -46,6 +48,7 @@ from parts.api.handle import Handle, Result, TokenLogprob
 from parts.api.ledger import Ledger
 from parts.api.loop import Loop
 from parts.api.settings import Sampling
+from parts.api.vectors import unit
 from parts.api.views import ExpertsView, Limits, Roof, Snapshot, StepView
 from parts.device import mlx as device
 from parts.device.mlx import device_lock, device_stream, mx
@@ -53,6 +56,7 @@ from parts.device.roof import measure
 from parts.files import ModelError
 from parts.guess import Guesses, Hints
 from parts.model.count import nbytes_of
+from parts.model.embed import check_embeds
 from parts.model.fit import (
     Sizes,
     agreed,
@@ -63,7 +67,7 @@ from parts.model.fit import (
     slab_of,
     slab_shape,
 )
-from parts.model.layers import Model
+from parts.model.layers import Chain, Model
 from parts.price import Price
 from parts.source import Checked, Report, Source
 from parts.text.tokens import Text
@@ -194,6 +198,7 @@ class Begun(NamedTuple):
     order: Order
     logits: list[mx.array]  # (n, V): one for each pass
     slots: list[int]  # whose rows of logits follow each other
+    vectors: dict[int, mx.array]  # (D,), by slot: the last states of prompts without an answer
     began: float
     took: float
 
@@ -205,20 +210,24 @@ class Flight(NamedTuple):
     # all second rows follow, then those of all third rows
     tokens: mx.array
     logprobs: list[Logprobs]
+    vectors: dict[int, mx.array]
     began: float
     build_s: float  # Python built the graph
     device_s: float  # MLX took the graph into its queue (`Runner._enqueue`)
     wait_s: float  # Python waited for the pass before (`Runner._start`)
 
-    def read(self) -> tuple[list[int], dict[tuple[int, int], TokenLogprob]]:
+    def read(self) -> tuple[list[int], dict[tuple[int, int], TokenLogprob | array]]:
         """Wait for the step: the tokens, and by slot and index the log probabilities that were asked
-        for."""
-        mx.eval(self.tokens, self.logprobs)  # here, in `_start` and in `_enqueue` Python waits
-        logprobs = {}
+        for, or the vector."""
+        # Here, in `_start` and in `_enqueue` Python waits
+        mx.eval(self.tokens, self.logprobs, self.vectors)
+        found = {}
         for part in self.logprobs:
             for pick, logprob, top, free in part.read():
-                logprobs[pick.slot, pick.index] = TokenLogprob(logprob, top, free)
-        return self.tokens.tolist(), logprobs
+                found[pick.slot, pick.index] = TokenLogprob(logprob, top, free)
+        for slot, vector in self.vectors.items():
+            found[slot, 0] = array("f", bytes(memoryview(vector)))
+        return self.tokens.tolist(), found
 
 
 class Runner:
@@ -230,6 +239,7 @@ class Runner:
 
     def __init__(self, model: Model, sizes: Sizes, clock: Callable[[], float] = time.perf_counter):
         self.model = model.for_slots_of(sizes.max_len)
+        self._body = replace(self.model, head=Chain(()))  # what comes out is a state
         self.ranks = model.ranks
         self.clock = clock
         self._device_s = 0.0  # of the step that is being started
@@ -270,8 +280,8 @@ class Runner:
             self.ranks.tell(pack(order))
         for slot, start, stop in order.scrubs:
             self.slab.scrub(slot, start, stop)
-        logits, slots = self._forward(order)
-        return Begun(order, logits, slots, began, took=self.clock() - began)
+        logits, slots, vectors = self._forward(order)
+        return Begun(order, logits, slots, vectors, began, took=self.clock() - began)
 
     def finish(self, begun: Begun, masks: Mapping[int, Sequence[bytes]] | None = None) -> Flight:
         """The second half: choose a token for each row, and start that, too.
@@ -284,26 +294,29 @@ class Runner:
         # With guesses, Python alone will know which token is the newest, and hand it in.
         first = emitted[: self.slab.slots]
         self._newest = mx.where(first >= 0, first, self._newest)
-        self._enqueue(emitted, self._newest, self._slot_state.history, logprobs)
+        self._enqueue(emitted, self._newest, self._slot_state.history, logprobs, begun.vectors)
         took = begun.took + self.clock() - resumed
         return Flight(
             tokens=emitted,
             logprobs=logprobs,
+            vectors=begun.vectors,
             began=begun.began,
             build_s=took - self._device_s - self._wait_s,
             device_s=self._device_s,
             wait_s=self._wait_s,
         )
 
-    def _forward(self, order: Order) -> tuple[list[mx.array], list[int]]:
-        """Run the passes of a step. Returns each pass's logits (n, V), and the slots whose rows they
-        are."""
+    def _forward(self, order: Order) -> tuple[list[mx.array], list[int], dict[int, mx.array]]:
+        """Run the passes of a step. Returns each pass's logits (n, V), the slots whose rows they
+        are, and the vectors that are wanted."""
         logits = []
         slots: list[int] = []
+        vectors: dict[int, mx.array] = {}
         for prefills, decodes in order.passes():
             ids: list[mx.array] = []
             windows: list[Window] = []
             asked: list[int] = []  # places among the tokens of this pass
+            embeds: dict[int, int] = {}  # by slot: which of those that are asked
             count = 0  # tokens of this pass so far
             for prefill in prefills:
                 self._copy_prefix(prefill)
@@ -312,6 +325,8 @@ class Runner:
                 ids.append(mx.array(padded))
                 windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(padded)))
                 if prefill.asked:
+                    if prefill.slot in order.picks and order.picks[prefill.slot].sampling.embeds:
+                        embeds[prefill.slot] = len(asked)
                     asked.append(count + len(prefill.ids) - 1)
                     slots.append(prefill.slot)
                 count += len(padded)
@@ -325,14 +340,16 @@ class Runner:
                 asked += range(count, count + tokens)
                 slots += decoding
                 count += tokens
-            found = forward(self.model, mx.concatenate(ids), windows, asked)
+            states = forward(self._body, mx.concatenate(ids), windows, asked)  # (n, D)
             if asked:
-                logits.append(found)
-                self._start([found], until=[self.slab.last_read])
-            else:  # `found` is never computed: we start what has been written
+                logits.append(self.model.head(states))
+                for slot, place in embeds.items():
+                    vectors[slot] = states[place].astype(mx.float32)
+                self._start([logits[-1]], until=[self.slab.last_read])
+            else:  # the states are never computed: we start what has been written
                 self.slab.last_read = None  # never computed, it would hold the slab's arrays
                 self._start(self.slab.written())
-        return logits, slots
+        return logits, slots, vectors
 
     def _padded(self, prefill: Prefill) -> list[int]:
         """The token ids of a chunk. On a GPU some zeros follow, so that the widths are few.
@@ -471,6 +488,7 @@ class Engine:
     chunk for every eight slots.
     `guesses`: so many tokens of each answer are guessed whenever there is something to guess, at any
     price. None: where it pays, and never if the engine is not `exact`. No token depends on it.
+    `embeds`: the model was made for embeddings, although its files do not say so.
     `exact` says whether a request's logits have the same bits beside any neighbours.
     `on_commit` is yours to set: a function that is called after each commit, and after each end
     from elsewhere (cancel, close, a failed step). No lock is held then, so the function may do
@@ -492,6 +510,7 @@ class Engine:
         reuse: bool = True,
         run_ahead: bool = True,
         guesses: int | None = 0,
+        embeds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         runner: Runner | None = None,  # another device half, for tests
         sizes: Sizes | None = None,  # what fits, if `load` has asked before it read the weights
@@ -502,6 +521,7 @@ class Engine:
         summary = described(model, sizes)
         self.reuse = reuse
         self.run_ahead = run_ahead
+        self.embeds = embeds
         self.hurries = not device.has_gpu()  # see `_may_fly`
         self.clock = clock
         self.ranks = model.ranks
@@ -906,6 +926,8 @@ class Engine:
         if not isinstance(client, str):
             raise ValueError(f"client is a {type(client).__name__}; give a text")
         text = self.text
+        if sampling.embeds or not self.model.config.has_head:
+            check_embeds(text.folder, sampling.embeds, self.embeds)
         text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
         ids, shown, is_thinking = text.read(prompt)
         if sampling.grammar and grammar is None:
@@ -943,6 +965,17 @@ class Engine:
         finally:
             for handle in handles:  # after a refusal or Ctrl-C; else all have ended
                 handle.cancel()
+
+    def embed(self, texts: Sequence, dimensions: int | None = None) -> list[array]:
+        """A vector of length 1 for each text, or for each list of token ids.
+
+        `dimensions`: only so many of its numbers, for models that were trained for that.
+        """
+        results = self.generate(texts, Sampling(embeds=True))
+        for result in results:
+            if result.vector is None:
+                raise RuntimeError(f"a text has no vector: {result.error or result.finish_reason}")
+        return [unit(result.vector, dimensions) for result in results]
 
     def serving(self) -> Loop:
         """Inside `with engine.serving():` a thread steps the engine whenever there is work."""

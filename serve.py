@@ -74,11 +74,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="256",
         help="requests that may wait; more are refused with 429 (default: 256)",
     )
-    add(
-        "--unload-after",
-        metavar="SECONDS",
-        help="let go of weights and slab when idle for so long; the next request reads them again",
-    )
+    add("--unload-after", metavar="SECONDS", help="idle for so long, let go of the weights")
+    add("--embeddings", action="store_true", help="the model embeds, though no file says so")
     parser.add_guesses()
     parser.add_keys()
     add(
@@ -178,7 +175,12 @@ def serve(door: Door, args: argparse.Namespace) -> int:
     try:
         name = program.name_of(args.model)
         say(f"{door.address} answers 503 while {name} is being loaded")
-        engine = load(args, report=lambda stage: say(stage, is_last=False), guesses=args.guesses)
+        engine = load(
+            args,
+            report=lambda stage: say(stage, is_last=False),
+            guesses=args.guesses,
+            embeds=args.embeddings,
+        )
         loop = engine.serving()
         if args.unload_after:
             loop = Loop(engine, Idle(engine, args.unload_after))

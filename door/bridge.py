@@ -120,6 +120,9 @@ class Answer:
         self._served = served
         self._protocol: type[Speaks] | None = None
         self._asks: Sequence[tuple] = ()  # prompts and settings, once they have been understood
+        self._later: deque[tuple] = deque()  # of these, what is not in line yet
+        self._client = ""
+        self._refusal: Refusal | None = None  # the line was full for the rest
         self._came = time.perf_counter()
         self._is_read = False  # has the client been told how far its prompt is read?
         self._news = asyncio.Event()
@@ -155,7 +158,7 @@ class Answer:
                     # Else the choices would be the same
                     if type(settings.get("seed")) is int:
                         settings["seed"] += 1
-            if len(asks) > engine.sched.max_queue:
+            if len(asks) > engine.sched.max_queue and not wish.is_many:
                 raise ValueError(
                     f"n: {len(asks)} choices are wanted, but the line holds {engine.sched.max_queue}"
                 )
@@ -169,16 +172,15 @@ class Answer:
         """Put the understood prompts in line. With a grammar this may take seconds."""
         engine = self._served.engine
         self.left = len(self._asks)
+        self._client = client
+        at_once = self._at_once if self.wish.is_many else self.left
         source = made = None  # the newest grammar. All choices of a prompt have the same
         try:
-            for prompt, sampling in self._asks:
+            for prompt, sampling in self._asks[:at_once]:
                 if sampling.grammar != source:
                     source = sampling.grammar
                     made = engine.text.grammar(source)
-                grammar = made and made.copy()
-                handle = engine.submit(prompt, sampling, client=client, grammar=grammar)
-                words = None if sampling.logprobs is None else Words(engine.text, handle)
-                self.choices.append(Choice(handle, self._parser(prompt), words))
+                self._begin(prompt, sampling, made and made.copy())
         except ValueError as error:
             raise refusal_of(error, self.wish, self._protocol.form) from None
         except QueueFull as error:
@@ -189,6 +191,13 @@ class Answer:
             raise ending() from None
         number = self.choices[0].handle.id
         self.shape = self._protocol(self.wish, number, SUFFIX, self._served.names[0])
+        self._later.extend(self._asks[at_once:])  # from here on, `look` puts them in line
+
+    def _begin(self, prompt: Prompt, sampling: Sampling, grammar: Any = None) -> None:
+        engine = self._served.engine
+        handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar)
+        words = None if sampling.logprobs is None else Words(engine.text, handle)
+        self.choices.append(Choice(handle, self._parser(prompt), words))
 
     def _parser(self, prompt: Prompt) -> Parser:
         chat = self.wish.prompts[0]
@@ -228,6 +237,23 @@ class Answer:
             for piece in choice.news(self.wish.stream):
                 self.left -= piece is None
                 self._take(index, piece)
+        while self._later and self.left - len(self._later) < self._at_once:
+            try:
+                self._begin(*self._later[0])
+            except RuntimeError as error:  # the line is full
+                if self.left > len(self._later):
+                    return  # until the next of its own has ended
+                self._refusal = Refusal(429, str(error), "rate_limit_exceeded", Retry_After="1")
+                self.left = 0
+                self._later.clear()
+                self._news.set()
+                return
+            self._later.popleft()
+
+    @property
+    def _at_once(self) -> int:
+        """Of many texts, so many stand in line: others need not wait for them all."""
+        return 2 * self._served.engine.sched.slots
 
     def _take(self, index: int, piece: str | None) -> None:
         if piece and self._straight and not (self._pieces or self._straight.connection.is_blocked):
@@ -254,26 +280,28 @@ class Answer:
         return joined
 
     async def whole(self, pool: Executor) -> Response:
-        """One JSON. With log probabilities the pool makes it: there may be megabytes."""
+        """One JSON. The pool makes it if there may be megabytes."""
         self.look()  # some tokens may have come before the last handle was known here
         while self.left:
             await self._come()
+        if self._refusal:
+            raise self._refusal
         if self._failure():
             raise self._failure()  # without a name: a name would refer to its own traceback
-        if self._has_words:
+        if self._is_large:
             body = await asyncio.get_running_loop().run_in_executor(pool, self._body)
         else:
             body = self._body()
         return Response(body, 200, {"X-Request-Id": self.shape.id}, "application/json")
 
     @property
-    def _has_words(self) -> bool:
-        return self.choices[0].words is not None
+    def _is_large(self) -> bool:
+        return self.choices[0].words is not None or self.wish.is_many
 
     def _body(self) -> bytes:
         for choice in self.choices:
             choice.read()
-        write = dump_politely if self._has_words else dump
+        write = dump_politely if self._is_large else dump
         return write(self.shape.whole(self.choices, self._usage()))
 
     async def stream(self, visit: Visit) -> None:
@@ -289,7 +317,7 @@ class Answer:
         if self.wish.progress:
             first += self.shape.progress(self._progress)
         await visit.write(first)
-        self._straight = visit if left == 1 and not self._has_words else None
+        self._straight = visit if left == 1 and not self._is_large else None
         while left:
             said = b""
             for index, piece in await self._come():
@@ -362,6 +390,7 @@ class Answer:
 
     def cancel(self) -> None:
         """End every choice that still runs. From now on this answer holds no slot."""
+        self._later.clear()
         for choice in self.choices if self.left else ():
             choice.handle.cancel()
 

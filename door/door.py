@@ -40,7 +40,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 
-from door import http, messages, openai, page, responses
+from door import embeddings, http, messages, openai, page, responses
 from door.bridge import Answer, Mailbox, Served, count, defaults_of
 from door.fields import Refusal
 from door.http import Gone, Options, Visit, refused, reply
@@ -57,6 +57,7 @@ from parts.text.grammar import TRIAL
 PROTOCOLS = {
     "/v1/chat/completions": openai.ChatCompletion,
     "/v1/completions": openai.Completion,
+    "/v1/embeddings": embeddings.Embedding,
     "/v1/responses": responses.Response,
     "/v1/messages": messages.Message,
 }

@@ -187,19 +187,19 @@ def read_message(message: Given) -> dict[str, Any]:
     return read
 
 
-def read_prompts(asked: Given) -> list:
+def read_prompts(asked: Given, name: str = "prompt", most: int = CHOICES) -> list:
     """A text, a list of texts, token ids, or a list of lists of ids: as a list of prompts."""
 
     def are_ids(value: Any) -> bool:
         is_list = isinstance(value, list) and bool(value)
         return is_list and all(type(token) is int for token in value)
 
-    prompt = asked.get("prompt")
+    prompt = asked.get(name)
     prompts = [prompt] if isinstance(prompt, str) or are_ids(prompt) else prompt
-    wrong = asked.bad("prompt", "a text, a list of texts, or token ids, and none of them empty")
+    wrong = asked.bad(name, "a text, a list of texts, or token ids, and none of them empty")
     if not isinstance(prompts, list) or not prompts or "" in prompts:
         raise wrong
-    check_count("prompt", len(prompts), "prompts", CHOICES)
+    check_count(name, len(prompts), "prompts", most)
     are_texts = all(isinstance(one, str) for one in prompts)
     if not are_texts and not all(map(are_ids, prompts)):
         raise wrong

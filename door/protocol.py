@@ -67,6 +67,11 @@ class Wish(NamedTuple):
     asked: Mapping[str, Any] = {}  # the body's fields that are not null
 
     @property
+    def is_many(self) -> bool:
+        """Vectors are wanted, perhaps thousands."""
+        return "embeds" in self.settings
+
+    @property
     def most_tokens(self) -> int:
         """How long an answer may be. Log probabilities of 20 tokens beside each token take
         kilobytes."""

@@ -82,6 +82,7 @@ class Result:
     metrics: Metrics
     logprobs: list[TokenLogprob] | None
     error: str | None
+    vector: array | None = None  # of a prompt without an answer, as the model computed it
 
 
 class Answering(Protocol):
@@ -122,6 +123,7 @@ class Handle:
             random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
         )
         self.logprobs = TokenLogprobs()
+        self.vector: array | None = None
         self.error: str | None = None  # why the request failed, in one line
         # What was raised, if the request failed by an exception
         self.exception: BaseException | None = None
@@ -143,7 +145,7 @@ class Handle:
 
     @property
     def tokens(self) -> list[int]:
-        return self.request.answer
+        return [] if self.sampling.embeds else self.request.answer
 
     @property
     def finish_reason(self) -> str | None:
@@ -176,7 +178,13 @@ class Handle:
             raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
         logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
         return Result(
-            self.text, list(self.tokens), self.finish_reason, self.metrics, logprobs, self.error
+            self.text,
+            list(self.tokens),
+            self.finish_reason,
+            self.metrics,
+            logprobs,
+            self.error,
+            self.vector,
         )
 
     @property
@@ -245,11 +253,15 @@ class Handle:
             seen.append((text, math.exp(value), id == token or id in allowed))
         return tuple(seen)
 
-    def take(self, token: int, now: float, logprob: TokenLogprob | None) -> str | None:
-        """Take a token from commit; says why the answer ends with it, or None."""
+    def take(self, token: int, now: float, logprob: TokenLogprob | array | None) -> str | None:
+        """Take a token from commit; says why the answer ends with it, or None. Of a prompt without
+        an answer, the token is dropped, and the vector comes with it."""
         if token < 0:
             self.error = "the model computed a number that is not finite"
             return "error"
+        if self.sampling.embeds:
+            self.vector = logprob
+            return "stop"
         if self.times:
             insort(self._gaps, now - self.times[-1])
         self.times.append(now)

@@ -12,6 +12,7 @@ Where next: `loop.py`, the thread that steps while owners wait and watchers look
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice, takewhile
@@ -86,7 +87,7 @@ class Ledger:
 
     def deliver(
         self,
-        logprobs: Mapping[tuple[int, int], TokenLogprob],
+        found: Mapping[tuple[int, int], TokenLogprob | array],
         clock: Callable[[], float],
         request: Request,
         token: int,
@@ -94,10 +95,10 @@ class Ledger:
         """Hand a request its token; says why it ends with it, or None. What goes wrong here is its
         own failure."""
         handle = self.open[request.id]
-        self.output_tokens += 1
+        self.output_tokens += not handle.sampling.embeds
         try:
             place = request.slot, request.committed - 1
-            return handle.take(token, clock(), logprobs.get(place))
+            return handle.take(token, clock(), found.get(place))
         except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
             handle.error = describe(error)
             handle.exception = error

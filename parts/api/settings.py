@@ -59,6 +59,8 @@ class Sampling:
     # The chosen token's log probability, and those of the n most likely
     logprobs: int | None = None
     ignore_eos: bool = False  # go on after the model's own end token
+    # No answer: the prompt's vector. All other settings count for nothing then
+    embeds: bool = False
     # What the answer must be: {"json": a schema}, {"regex": a text}, {"choice": several texts} or
     # {"lark": a grammar in Lark's notation}
     grammar: Mapping | None = None
@@ -78,8 +80,12 @@ class Sampling:
                 object.__setattr__(self, name, check(name, value, least, most))
         if self.top_p == 0:
             raise ValueError("top_p = 0 keeps no token; it must be above 0 and at most 1")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos = {shown(self.ignore_eos)}, but it must be True or False")
+        for name in ("ignore_eos", "embeds"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} = {shown(value)}, but it must be True or False")
+        if self.embeds:  # the step that ends the prompt is the last one; its token is dropped
+            object.__setattr__(self, "max_tokens", 1)
         self._check_stop()
         self._check_bias()
         if self.grammar is not None:

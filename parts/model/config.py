@@ -58,6 +58,7 @@ class Config:
     gelu: bool = False  # in the MLP, instead of SiLU
     cap: float | None = None  # what attention's scores come near to, and never exceed
     head_cap: float | None = None  # and the logits
+    has_head: bool = True  # a model that was made for embeddings may have none
     # The files hold q, k and v as one matrix, and gate and up (`Weights.split`)
     fused: bool = False
     # MLPs of a layer, of which each token takes some; 0 means one MLP for all tokens

@@ -25,6 +25,7 @@ from parts.device.packed import LEAST, pack
 from parts.files import ModelError
 from parts.model.config import read_config
 from parts.model.count import counted
+from parts.model.embed import why_not
 from parts.model.fit import Sizes, fit
 from parts.model.layers import (
     Capped,
@@ -69,6 +70,8 @@ class ModelReader:
         self.form = usual_form() if dtype == "auto" else dtype
         self.weights = Weights(folder)
         config = read_config(folder, self.weights.has_head)
+        if not (config.tied or self.weights.has_head or why_not(folder)):
+            config = replace(config, tied=True, has_head=False)
         self.weights.check_against(config)
         self.shapes = config.tensors()
         self.share = Share.of(config, ranks.rank, ranks.size)

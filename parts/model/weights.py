@@ -157,6 +157,10 @@ class Weights:
                     )
                 self.entries[name] = entry
                 self.files[name] = path
+        # As models without a head are saved
+        self._before = "model." if "embed_tokens.weight" in self.entries else ""
+        self.entries = {self._before + name: entry for name, entry in self.entries.items()}
+        self.files = {self._before + name: path for name, path in self.files.items()}
         if not self.entries:
             raise ModelError(
                 f"{folder}: its weight files hold no tensors; download the model again."
@@ -356,7 +360,8 @@ class Weights:
         path = self.files[name]
         if path not in self._lazy:
             try:
-                self._lazy[path] = mx.load(str(path))
+                arrays = mx.load(str(path))
+                self._lazy[path] = {self._before + name: array for name, array in arrays.items()}
             except (RuntimeError, MemoryError) as error:
                 raise ModelError(
                     f"{path} cannot be read ({one_line(error)}); download it again."

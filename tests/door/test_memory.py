@@ -35,6 +35,7 @@ BODIES = {
     "messages": (MESSAGES, {"messages": SAID, "max_tokens": 4}),
     "grammar": (CHAT, {"messages": SAID, "max_tokens": 4} | LETTERS),
     "tools": (CHAT, {"messages": SAID, "max_tokens": 9, "tools": TOOLS, "tool_choice": "required"}),
+    "vectors": ("/v1/embeddings", {"input": ["x " * 300] * 30}),
     "items": (RESPONSES, {"input": "x", "tools": FLAT, "max_output_tokens": 4}),
     "blocks": (MESSAGES, {"messages": SAID, "tools": SCHEMAS, "max_tokens": 4}),
     "choices": (CHAT, {"messages": SAID, "max_tokens": 4, "n": 3} | LETTERS),

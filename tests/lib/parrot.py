@@ -72,6 +72,8 @@ def teach(engine: Engine) -> None:
     def wrapped(prompt: Any, *arguments: Any, **options: Any):
         with engine.changed:
             handle = submit(prompt, *arguments, **options)
+            if handle.sampling.embeds:
+                return handle
             text = engine.text.tokenizer.decode(handle.request.prompt, skip_special_tokens=False)
             script = [*engine.text.encode(answer_to(text))[1:], EOS]
             take = handle.take
@@ -104,7 +106,7 @@ class Parrot:
         (folder / "chat_template.jinja").write_text(template)
         tokens = {"bos_token": "<s>", "eos_token": "</s>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
-        self.engine = Engine.load(folder, slots=slots, max_len=max_len)
+        self.engine = Engine.load(folder, slots=slots, max_len=max_len, embeds=True)
         if is_taught:
             teach(self.engine)
         self.door = Door(Options(port=port, **options)).start()

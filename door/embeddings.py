@@ -1,0 +1,67 @@
+"""OpenAI's protocol for vectors of texts.
+
+    POST /v1/embeddings   {"input": ["Why batch?", "What is a slot?"]}
+
+The problem. Clients send many texts at a time, thousands even, and chats wait beside them.
+
+What this file keeps. A text is a prompt without an answer. So a body becomes a `Wish` like any other,
+and its choices come to their end in the engine's own steps.
+
+Where next: `Answer.submit` in `bridge.py`, which lets a few of them stand in line at a time.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Sequence
+
+from door.choice import Choice
+from door.fields import invalid
+from door.openai import read_prompts
+from door.protocol import Usage, Wish, read_body
+from parts.api.vectors import unit
+
+TEXTS = 2048  # in one request, at most
+
+
+def understand(body: bytes, names: Sequence[str]) -> Wish:
+    asked = read_body(body, names)
+    prompts = read_prompts(asked, "input", TEXTS)
+    form = asked.one_of("encoding_format", ("float", "base64"), "float")
+    dimensions = asked.whole("dimensions", 1)
+    asked.refuse_rest()
+    settings = {"embeds": True}
+    return Wish(prompts, settings, asked={"form": form, "dimensions": dimensions})
+
+
+class Embedding:
+    """The body with the vectors. There is no stream of them."""
+
+    understand = staticmethod(understand)
+    form = "encoding_format"
+
+    def __init__(self, wish: Wish, number: int, suffix: str, model: str):
+        self.id = f"embd-{number}-{suffix}"
+        self._model = model
+        self._asked = wish.asked
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
+        data = []
+        for index, choice in enumerate(choices):
+            try:
+                vector = unit(choice.handle.vector, self._asked["dimensions"])
+            except ValueError as error:
+                raise invalid("dimensions", str(error)) from None
+            written = encoded(vector) if self._asked["form"] == "base64" else vector.tolist()
+            data.append({"object": "embedding", "index": index, "embedding": written})
+        counts = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
+        return {"object": "list", "data": data, "model": self._model, "usage": counts}
+
+
+def encoded(vector: array) -> str:
+    """Its numbers as they lie in a little machine's memory."""
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return base64.b64encode(vector.tobytes()).decode()
