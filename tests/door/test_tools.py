@@ -16,13 +16,14 @@ from conform import (
     POINTS,
     RESPONSES,
     SCHEMAS,
+    TAGGED,
     TOOLS,
     data,
     said,
 )
 from doors import CHAT
 from jsonschema import validate
-from parrot import Taught
+from parrot import IN_TAGS, Taught
 
 from parts.text.speech import FORMATS, Speech
 
@@ -33,13 +34,24 @@ def taught():
         yield taught
 
 
+@pytest.fixture(scope="module")
+def tagged():
+    with Taught(template=IN_TAGS) as tagged:
+        yield tagged
+
+
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.__name__)
 def test_the_protocols_are_kept(taught, point):
     point(taught)
 
 
+@pytest.mark.parametrize("point", TAGGED, ids=lambda point: point.__name__)
+def test_calls_in_tags_keep_the_protocols(tagged, point):
+    point(tagged)
+
+
 def test_enough_points_are_kept():
-    assert len(POINTS) >= 60
+    assert len(POINTS) >= 75 and len(TAGGED) >= 4
 
 
 def test_openais_own_client_puts_the_events_of_both_protocols_together(taught):

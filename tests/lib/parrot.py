@@ -54,6 +54,24 @@ TEMPLATE = """\
 """
 
 
+# In the manner of Qwen 3 Coder
+HERMES = """\
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+"""
+TAGS = """\
+            {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<parameter=' + key + '>\\n' }}
+                {{- value | string if value is not mapping else value | tojson }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+"""
+IN_TAGS = TEMPLATE.replace(HERMES, TAGS)
+assert IN_TAGS != TEMPLATE
+
+
 def answer_to(prompt: str) -> str:
     if "<|im_start|>" not in prompt:
         return "Hello there."

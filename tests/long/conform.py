@@ -843,35 +843,159 @@ def tokens_are_counted_without_an_answer(s):
     assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
+# --- names and penalties ------------------------------------------------------------------------
+
+
+@point
+def a_model_is_found_by_each_of_its_names(s):
+    (listed,) = s.ask("/v1/models").json["data"]
+    for name in (listed["id"], "default"):
+        assert s.ask(f"/v1/models/{name}").json == listed
+    refused(s.ask("/v1/models/gpt-5"), 404, "gpt-5")
+
+
+@point
+def penalties_are_numbers_within_openais_limits(s):
+    assert choice(chat(s, "Yes.", presence_penalty=-2, frequency_penalty=2))
+    for name in ("presence_penalty", "frequency_penalty"):
+        for wrong in (2.1, "1", True):
+            assert refused(chat(s, "Yes.", **{name: wrong}), 400, name)["param"] == name
+
+
+@point
+def what_a_front_end_sends_beside_its_wishes_is_accepted_or_refused_by_its_meaning(s):
+    asks = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    asks |= {"parallel_tool_calls": True, "max_completion_tokens": 300}
+    asks |= {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last, done = data(chat(s, "Yes.", **asks))
+    assert done == "[DONE]" and last["choices"] == [] and last["usage"]["completion_tokens"] > 0
+    refused(chat(s, "Yes.", store=True), 400, "store")
+    refused(chat(s, "Yes.", service_tier="priority"), 400, "service_tier")
+    refused(chat(s, "Yes.", stream_options={"include_obfuscation": True}), 400, "obfuscation")
+
+
+# --- calls in tags, as Qwen 3 Coder writes them -------------------------------------------------
+
+# Points for a server whose template writes calls so
+TAGGED: list[Callable[[Server], None]] = []
+LINES = 'One line,\n a < b, "two" </parameter> and a\\n.\n'
+IN_TAGS = f"""<tool_call>
+<function=write>
+<parameter=text>
+{LINES}
+</parameter>
+<parameter=times>
+3
+</parameter>
+<parameter=of>
+{{"deep": [1, true]}}
+</parameter>
+<parameter=on>
+True
+</parameter>
+</function>
+</tool_call>"""
+WRITTEN = {"text": LINES, "times": 3, "of": {"deep": [1, True]}, "on": True}
+KINDS = {"text": "string", "times": "integer", "of": "object", "on": "boolean"}
+WRITE = {"type": "object", "properties": {name: {"type": kind} for name, kind in KINDS.items()}}
+WRITE |= {"required": ["times", "on"]}
+WRITES = {"name": "write", "description": "It writes.", "parameters": WRITE}
+
+
+def tagged(function: Callable[[Server], None]) -> Callable[[Server], None]:
+    TAGGED.append(function)
+    return function
+
+
+@tagged
+def a_call_in_tags_has_arguments_of_the_schemas_types(s):
+    tools = [{"type": "function", "function": WRITES}]
+    for stream in (False, True):
+        reply = chat(
+            s, f"I write.\n{IN_TAGS}\n{IN_TAGS}", tools=tools, stream=stream, max_tokens=999
+        )
+        if not stream:
+            message = choice(reply)["message"]
+            assert message["content"] == "I write."
+            told = [call["function"]["arguments"] for call in message["tool_calls"]]
+        else:
+            told = ["", ""]
+            for delta in deltas(reply):
+                for call in delta.get("tool_calls", ()):
+                    told[call["index"]] += call["function"]["arguments"]
+        assert [json.loads(each) for each in told] == [WRITTEN, WRITTEN]
+
+
+@tagged
+def a_text_in_tags_comes_as_it_is_written(s):
+    tools = [{"type": "function", "function": WRITES}]
+    told = [
+        d["tool_calls"][0]["function"]
+        for d in deltas(chat(s, IN_TAGS, tools=tools, stream=True))
+        if "tool_calls" in d
+    ]
+    assert len([call for call in told if call["arguments"]]) > len(LINES) // 2
+
+
+@tagged
+def a_call_in_tags_is_an_item_of_a_response_and_its_output_goes_back_in(s):
+    tools = [{"type": "function", **WRITES}]
+    thought, call = output(respond(s, THOUGHT + IN_TAGS, tools=tools))
+    assert (thought["type"], call["type"]) == ("reasoning", "function_call")
+    assert json.loads(call["arguments"]) == WRITTEN
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
+    reply = items(s, said(IN_TAGS), thought, call, result, tools=tools)
+    assert output(reply)[0]["content"][0]["text"] == "The tool says: done"
+
+
+@tagged
+def a_call_in_tags_is_a_block_of_a_message_behind_its_thinking(s):
+    tools = [{"name": "write", "description": "It writes.", "input_schema": WRITE}]
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    first = content(message(s, THOUGHT + IN_TAGS, tools=tools, thinking=thinking))
+    assert [block["type"] for block in first] == ["thinking", "tool_use"]
+    assert first[1]["input"] == WRITTEN
+    result = {"type": "tool_result", "tool_use_id": first[1]["id"], "content": "done"}
+    turns = [
+        said(IN_TAGS),
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": [result]},
+    ]
+    again = content(message(s, messages=turns, tools=tools, thinking=thinking))
+    assert again == [{"type": "text", "text": "The tool says: done"}]
+
+
 # --- the program --------------------------------------------------------------------------------
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--serve", type=int, metavar="PORT", help="only serve, for other clients")
+    parser.add_argument("--tags", action="store_true", help="its template writes calls in tags")
     parser.add_argument("--max-len", type=int, default=16384)
     parser.add_argument("-k", default="", help="only points with this in their name")
     args = parser.parse_args()
-    from parrot import Parrot
+    from parrot import IN_TAGS, TEMPLATE, Parrot, Taught
 
-    parrot = Parrot(args.serve or 0, max_len=args.max_len)
     if args.serve:
+        template = IN_TAGS if args.tags else TEMPLATE
+        parrot = Parrot(args.serve, max_len=args.max_len, template=template, aliases=("*",))
         print(parrot.door.address, flush=True)
         while True:
             time.sleep(60)
-    server = Server.__new__(Server)
-    server.host, _, port = parrot.door.address.removeprefix("http://").rpartition(":")
-    server.port = int(port)
-    failed = 0
-    chosen = [point for point in POINTS if args.k in point.__name__]
-    for point in chosen:
-        try:
-            point(server)
-        except Exception:
-            failed += 1
-            print(f"FAILED {point.__name__}\n{traceback.format_exc(limit=-2)}")
-    print(f"{len(chosen) - failed} of {len(chosen)} points")
-    parrot.close()
+    failed = count = 0
+    for template, points in ((TEMPLATE, POINTS), (IN_TAGS, TAGGED)):
+        with Taught(template=template, max_len=args.max_len) as server:
+            for point in points:
+                if args.k not in point.__name__:
+                    continue
+                count += 1
+                try:
+                    point(server)
+                except Exception:
+                    failed += 1
+                    print(f"FAILED {point.__name__}\n{traceback.format_exc(limit=-2)}")
+    print(f"{count - failed} of {count} points")
     return 1 if failed else 0
 
 
