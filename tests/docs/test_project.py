@@ -220,10 +220,11 @@ def test_every_picture_in_the_pages_is_there_and_shows_text():
 
 def test_the_python_of_the_page_about_use_runs_as_printed(capsys):
     codes = re.findall(r"```python\n(.*?)```", USE, re.DOTALL)
-    assert len(codes) == 2
+    assert len(codes) == 3
     for code in codes:
         exec(code, {})
     said = capsys.readouterr().out
+    assert "2 slots of 512 tokens" in said and re.search(r"^0\.\d+$", said, re.M)
     assert "ttft_s" in said and re.search(r"^[0-9]{3}-[a-z]{2}\n(yes|no)\n\Z", said, re.M)
 
 
