@@ -35,12 +35,12 @@ BODIES = {
     "messages": (MESSAGES, {"messages": SAID, "max_tokens": 4}),
     "grammar": (CHAT, {"messages": SAID, "max_tokens": 4} | LETTERS),
     "tools": (CHAT, {"messages": SAID, "max_tokens": 9, "tools": TOOLS, "tool_choice": "required"}),
-    "vectors": ("/v1/embeddings", {"input": ["x " * 300] * 30}),
     "items": (RESPONSES, {"input": "x", "tools": FLAT, "max_output_tokens": 4}),
     "blocks": (MESSAGES, {"messages": SAID, "tools": SCHEMAS, "max_tokens": 4}),
     "choices": (CHAT, {"messages": SAID, "max_tokens": 4, "n": 3} | LETTERS),
     "scores": (CHAT, {"messages": SAID, "max_tokens": 4, "logprobs": True, "top_logprobs": 3}),
 }
+VECTORS = ("/v1/embeddings", {"input": ["x " * 100] * 40})
 WRONG = {
     "no JSON": (CHAT, b"{", 400),
     "no messages": (CHAT, {"messages": []}, 400),
@@ -57,6 +57,7 @@ def taught() -> Iterator[Taught]:
         for path, body in BODIES.values():  # what is made once is there
             for stream in (False, True):
                 taught.ask(path, body | {"stream": stream})
+        taught.ask(*VECTORS)
         yield taught
 
 
@@ -105,6 +106,20 @@ def test_nothing_is_left_of_requests_that_have_ended(taught, census, kind):
     path, body = BODIES[kind]
     for number in range(REQUESTS):
         assert taught.ask(path, body | {"stream": bool(number % 2)}).status == 200
+    census()
+
+
+def test_nothing_is_left_of_vectors(taught, census):
+    """Of most of a request's texts the line has not heard when the request begins."""
+    for _ in range(10):
+        assert taught.ask(*VECTORS).status == 200
+    taught.parrot.loop.pause()
+    lines = [taught.line().post(*VECTORS) for _ in range(MANY)]
+    wait_until(lambda: sum(bool(call.requests) for call in taught.parrot.door.journal.look()[0]))
+    for line in lines:
+        line.hang_up()
+    wait_until(lambda: not taught.parrot.door.journal.look()[0])
+    taught.parrot.loop.resume()
     census()
 
 
