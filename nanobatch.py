@@ -611,9 +611,10 @@ class Engine:
 
     def _plan(self) -> tuple[Plan, Order] | None:
         """What the scheduler decides, and the same in plain numbers, for the device."""
-        if self.is_released and self.has_work:  # if it cannot be read, this step fails
-            self._take(self._again().check(0, self.model.config, self.text))
-        if self._slab_is_lost:  # if no new slab fits in memory, this step fails, too
+        if self.is_released:
+            if self.has_work:  # if the weights cannot be read, this step fails
+                self._take(self._again().check(0, self.model.config, self.text))
+        elif self._slab_is_lost:  # if no new slab fits in memory, this step fails, too
             self.runner.reset()
             self._slab_is_lost = False
         with self.changed:

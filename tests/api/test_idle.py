@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -133,12 +134,21 @@ def test_weights_that_cannot_be_read_again_end_the_requests_with_the_reason(tmp_
         file.rename(tmp_path / "elsewhere")
         result = engine.generate([PROMPTS[0]], GREEDY)[0]
         assert result.finish_reason == "error" and "only safetensors" in result.error
-        assert engine.is_released
+        assert engine.is_released and not engine.step() and not engine.snapshot().requests
         make_checkpoint(folder, seed=1, num_hidden_layers=1)  # of another shape
         result = engine.generate([PROMPTS[0]], GREEDY)[0]
         assert "holds another model than before" in result.error
         make_checkpoint(folder, seed=1)
         assert answers(engine) == alone[0]
+
+
+def test_ranks_keep_their_weights(engine, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "ranks", SimpleNamespace(size=2))
+        for change in (engine.release, engine.reload):
+            with pytest.raises(RuntimeError, match="several ranks share this model"):
+                change()
+    assert not engine.is_released
 
 
 # --- another model ------------------------------------------------------------------------------
