@@ -8,9 +8,10 @@ from stage import Stage, at_every_size, drawn, like_golden, plain, show, turned_
 
 import llama
 from nanobatch import Engine
+from parts.api.answer import Answer
 from screen import ink, keys, room, session
 from screen.pages import same
-from screen.pages.same import Answer, Company
+from screen.pages.same import Company
 from screen.room import BURST
 
 SHORT = "Tell me a story about a fox."
