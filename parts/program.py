@@ -22,6 +22,7 @@ import sys
 
 BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+IS_INSTALLED = os.path.basename(ROOT) == "nanobatch_checkout"  # by a wheel (`parts/wheel`)
 
 
 def _on_ctrl_c(handler) -> None:
@@ -175,8 +176,7 @@ def read_guesses(text: str) -> int | None:
 def version() -> str:
     """Which nanobatch this is, and what it runs on: the first line of a report.
 
-    `pyproject.toml` alone holds the number. The programs run from the checkout, so no installed
-    package knows it.
+    `pyproject.toml` alone holds the number, also where a wheel has brought the checkout.
     """
     import platform  # these three are imported here, because most runs need none of them
     import tomllib
@@ -189,6 +189,14 @@ def version() -> str:
     except metadata.PackageNotFoundError:
         mlx = "no mlx"
     return f"nanobatch {number} ({mlx}, Python {platform.python_version()}, {platform.system()} {platform.machine()})"
+
+
+def install(extra: str, package: str) -> str:
+    """What to type for an extra of ours: in a checkout, and for each way to install a wheel."""
+    if not IS_INSTALLED:
+        return f"pip install -e '.[{extra}]' in the checkout"
+    inject = f"pipx inject nanobatch '{package}'"
+    return f"pip install '{package}' (with pipx: {inject}; with uv: add --with '{package}')"
 
 
 def processor() -> str:
@@ -215,8 +223,10 @@ class ShowVersion(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage, and exits with 2."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
+    def __init__(self, name: str, **options):
+        """`name`: of the program, such as ask.py."""
+        called = name.removesuffix(".py").replace("tui", "screen")
+        super().__init__(f"nanobatch {called}" if IS_INSTALLED else name, **options)
         self.add_argument(
             "--version", action=ShowVersion, nargs=0, help="say which version this is, and exit"
         )

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parts.device import rows
+from parts.program import install
 
 # Of OpenBLAS's kernels for x86-64, the newest first: what a processor must be able to do to run
 # them
@@ -118,19 +119,24 @@ def preload() -> Blas:
         )
     return Blas(
         "mlx",
-        why_not=f"{why_not}, or for another fast BLAS, pip install -e '.[cpu]' in the checkout",
+        why_not=f"{why_not}, or for another fast BLAS, {install('cpu', 'scipy-openblas32')}",
     )
 
 
 def _needs_blas() -> bool:
     """Only MLX's CPU wheel for Linux is slow; a CUDA wheel computes elsewhere."""
-    if sys.platform != "linux":
-        return False
-    return not [
-        d
-        for version in (12, 13)
-        for d in importlib.metadata.distributions(name=f"mlx-cuda-{version}")
-    ]
+    found = backends()
+    if len(found) > 1:
+        both = " and ".join(found)
+        remedy = f"pip uninstall {' '.join(found)}, then {install('cpu', 'mlx[cpu]')}"
+        say(f"{both} own the same file, and the newest computes; to have one: {remedy}")
+    return sys.platform == "linux" and not any("cuda" in name for name in found)
+
+
+def backends() -> list[str]:
+    """Those of MLX that are installed on Linux. Each brings a file `mlx/lib/libmlx.so`."""
+    names = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
+    return [name for name in names if [*importlib.metadata.distributions(name=name)]]
 
 
 def _thread_count() -> dict[str, str]:

@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from parts.device.blas import Blas, preload
+from parts.program import install
 
 
 def _fail(line: str) -> None:
@@ -45,8 +46,8 @@ try:
 except ImportError as error:
     if sys.platform == "linux":  # `pip install mlx` alone brings no backend there: no libmlx.so
         _fail(
-            "MLX has no backend here: run pip install -e '.[cpu]' (any Linux), or pip install -e '.[cuda]' "
-            f"(NVIDIA GPU), in the checkout. [{error}]"
+            f"MLX has no backend here: run {install('cpu', 'mlx[cpu]')}. "
+            f"With an NVIDIA GPU write cuda instead of cpu. [{error}]"
         )
     raise
 

@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "parts/program": "",
     "parts/replay": "sched parts/price",
     "parts/source": "parts/device/* parts/model/* parts/ranks/* parts/text/*",
+    "parts/wheel/*": "",
     "door/*": "parts/api/* parts/text/* sched",
     "web/*": "sched policies parts/replay",
     "measure/cost": "tui screen/*",
@@ -58,6 +59,7 @@ MAY_IMPORT = {
     "serve": "door/* parts/* policies",
     "tui": "screen/* door/* serve parts/* policies",
     "bench": "measure/* parts/* policies",
+    "verify": "nanobatch policies parts/*",
 }
 ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
 # What a program imports inside a function: `tui.py` shows a frame, and `serve.py` binds its port,

@@ -1,0 +1,340 @@
+"""The promise, checked at home: the same question has the same answer, bit by bit, in any company.
+
+    python verify.py
+    python verify.py --model mlx-community/Llama-3.2-1B-Instruct-4bit
+    NANOBATCH_BLAS=openblas python verify.py        what a product shows that sums in another order
+
+The problem. Many servers say that temperature 0 gives the same answer each time. Then a request has
+other neighbours, a product of eight rows sums in another order than one of a single row, and a token
+differs. A claim that nobody can check is no claim.
+
+The way out. Some questions are asked alone, one after the other. Then each is asked again in many
+ways: among neighbours that come, go and are cancelled, in other chunks, with other slots, policies,
+threads and weights. An answer is its tokens, their log probabilities, and those of the likeliest
+tokens beside them. All of these numbers have to be the same to the last bit.
+
+What this file keeps: nothing is compared with its own cache. Each way has an engine of its own, and
+only the one that tries reuse may take over rows. All random choices come from one seed, so a second
+run asks the same.
+
+Where next: `parts/api/answer.py`, which compares; `parts/device/rows.c`, the reason why it holds.
+"""
+
+from __future__ import annotations
+
+try:
+    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
+    from parts import program
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
+
+import argparse
+import json
+import math
+import os
+import pickle
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import file_digest, sha256
+from typing import Any, NamedTuple
+
+from nanobatch import POLICIES, Engine, Handle, Sampling
+from parts.api.answer import Answer, difference
+from parts.checks import one_line, read_whole
+from parts.device import mlx as device
+from parts.model import find
+from policies import DEFAULT
+
+EVENING = "One evening, when the lamps were lit and the rain had ended, " * 12
+QUESTIONS = (
+    "Count from 3 to 12.",
+    "What is 17 + 6?",
+    "Why batch?",
+    "Spell the word lantern.",
+    "Tell me a story about a fox and a lantern.",
+    f"{EVENING}Tell me a long story about a fox.",
+    f"{EVENING}Say the alphabet from f.",
+)
+TOKENS = 24  # of each answer
+LIKELIEST = 10  # so many tokens are compared at each place, beside the one that was chosen
+LENGTH = 512  # of a slot
+SLOTS = 8
+THREADS = ("1", "3")
+WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: an engine's options
+    "company": {},  # among neighbours, as in all but the last two
+    "chunks": {"chunk": 32, "budget": 40},
+    "slots": {"slots": 13},
+    **{name: {"policy": name} for name in POLICIES if name != DEFAULT},
+    "no run-ahead": {"run_ahead": False},
+    "reuse": {"reuse": True},
+    "guesses": {"guesses": 4},
+    "widened": {},  # the weights as float32, where they are packed
+    "threads": {},  # other processes, with 1 thread and with 3
+    "prefill": {},  # each answer is read as a prompt
+}
+
+
+class Ask(NamedTuple):
+    question: str
+    prompt: Any
+    sampling: Sampling
+
+
+class Tally(NamedTuple):
+    """What was found in one way of asking."""
+
+    way: str
+    answers: int = 0
+    numbers: int = 0
+    differ: int = 0  # answers
+    place: int = 0  # the earliest token that differs, counted from 1
+    first: str = ""  # the first of these, as a sentence
+    note: str = ""  # what else ran, or why nothing was compared
+
+    def add(self, ask: Ask, right: Answer, other: Answer) -> Tally:
+        sums = self._replace(answers=self.answers + 1, numbers=self.numbers + right.numbers)
+        found = difference(right, other)
+        if not found:
+            return sums
+        first = f"{self.way}: “{ask.question[-40:]}”: {found.words}"
+        place = min(found.place + 1, self.place or math.inf)
+        return sums._replace(differ=self.differ + 1, place=place, first=self.first or first)
+
+
+# --- asking -------------------------------------------------------------------------------------
+
+
+def asks(engine: Engine) -> list[Ask]:
+    """Each question twice: greedy, and drawn at random."""
+    found = []
+    for seed, question in enumerate(QUESTIONS):
+        for temperature in (0.0, 0.9):
+            settings = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": LIKELIEST}
+            sampling = Sampling(temperature=temperature, seed=seed, **settings)
+            found.append(Ask(question, engine.text.ask(question), sampling))
+    return found
+
+
+def ended(handle: Handle) -> Answer:
+    if error := handle.result().error:
+        raise ValueError(f"a request failed: {error}")
+    return Answer.of(handle)
+
+
+def ask_alone(model: str) -> list[Answer]:
+    with Engine.load(model, slots=1, max_len=LENGTH, reuse=False) as engine:
+        return [ended(engine.submit(ask.prompt, ask.sampling)) for ask in asks(engine)]
+
+
+def ask_in_company(engine: Engine, dice: random.Random) -> list[Handle]:
+    """Each question at a random moment, among neighbours that come, go and are cancelled. The
+    handles come in the questions' order."""
+    waiting = list(enumerate(asks(engine)))
+    dice.shuffle(waiting)
+    handles: dict[int, Handle] = {}
+    others: list[Handle] = []
+    while waiting or any(handle.finish_reason is None for handle in handles.values()):
+        if waiting and dice.random() < 0.3:
+            number, ask = waiting.pop()
+            handles[number] = engine.submit(ask.prompt, ask.sampling, client=dice.choice("ab"))
+        others = [other for other in others if other.finish_reason is None]
+        if len(others) < engine.sched.slots and dice.random() < 0.3:
+            words = dice.choice(QUESTIONS).split()
+            prompt = " ".join(words[: dice.randint(1, len(words))])
+            settings = {"temperature": dice.choice((0.0, 1.0)), "seed": dice.getrandbits(31)}
+            sampling = Sampling(max_tokens=dice.randint(1, 40), **settings)
+            others.append(engine.submit(prompt, sampling, client=dice.choice("ab")))
+        if others and dice.random() < 0.05:
+            dice.choice(others).cancel()
+        engine.step()
+    return [handle for _, handle in sorted(handles.items())]
+
+
+# --- the ways -----------------------------------------------------------------------------------
+
+
+def compare(args: argparse.Namespace, alone: Sequence[Answer]) -> Iterator[Tally]:
+    for way in args.ways:
+        try:
+            yield compare_one(args.model, way, args.rounds, alone)
+        except ValueError as error:  # such as weights that do not fit the memory when widened
+            yield Tally(way, note=f"not compared: {one_line(error)}")
+
+
+def compare_one(model: str, way: str, rounds: int, alone: Sequence[Answer]) -> Tally:
+    if way == "threads":
+        return compare_threads(model, alone)
+    options = {"slots": SLOTS, "max_len": LENGTH, "reuse": False} | WAYS[way]
+    dtype = "float32" if way == "widened" else "auto"
+    with Engine.load(model, dtype=dtype, **options) as engine:
+        if way == "prefill":
+            return compare_prefill(engine, Tally(way), alone)
+        tally = Tally(way)
+        dice = random.Random(way)
+        metrics = []
+        for _ in range(rounds):
+            handles = ask_in_company(engine, dice)
+            metrics += [handle.metrics for handle in handles]
+            for ask, right, handle in zip(asks(engine), alone, handles, strict=True):
+                tally = tally.add(ask, right, ended(handle))
+        if way == "reuse":  # conversations go on, too, from rows that were decoded
+            tally = compare_prefill(engine, tally, alone)
+            tally = tally._replace(note=f"{sum(m.cached_tokens for m in metrics):,} tokens reused")
+        if way == "guesses":
+            right = sum(m.right for m in metrics)
+            guessed = sum(m.guessed for m in metrics)
+            tally = tally._replace(note=f"{right:,} of {guessed:,} guesses right")
+        return tally
+
+
+def compare_prefill(engine: Engine, tally: Tally, alone: Sequence[Answer]) -> Tally:
+    """A token that was decoded one by one has the bits of one that follows a prompt."""
+    for ask, answer in zip(asks(engine), alone, strict=True):
+        if ask.sampling.temperature:  # what is drawn depends on the place in an answer
+            continue
+        ids = engine.text.read(ask.prompt)[0]
+        for place in range(1, len(answer.tokens), 4):
+            prompt = [*ids, *answer.tokens[:place]]
+            sampling = Sampling(max_tokens=1, ignore_eos=True, logprobs=LIKELIEST)
+            read = ended(engine.submit(prompt, sampling))
+            tally = tally.add(ask, answer.only(place), read)
+    return tally
+
+
+def compare_threads(model: str, alone: Sequence[Answer]) -> Tally:
+    """Threads belong to a process, so each number of them gets its own."""
+    if device.has_gpu() or device.blas.name == "mlx":
+        raise ValueError("threads are counted for our own product and for OpenBLAS")
+    tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
+    with Engine.load(model, slots=1, max_len=LENGTH) as engine:
+        asked = asks(engine)
+    for threads in THREADS:
+        command = [sys.executable, os.path.realpath(__file__), "--model", model, "--answers"]
+        environment = os.environ | {"NANOBATCH_THREADS": threads}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
+        if done.returncode:
+            raise RuntimeError(f"the process with {threads} threads ended with {done.returncode}")
+        for ask, right, other in zip(asked, alone, pickle.loads(done.stdout), strict=True):
+            tally = tally.add(ask, right, other)
+    return tally
+
+
+# --- the receipt --------------------------------------------------------------------------------
+
+
+def hash_of(model: str) -> str:
+    """Of the files that decide what a model answers."""
+    folder = find.find(model)
+    digest = sha256()
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def receipt(model: str, alone: Sequence[Answer], tallies: Sequence[Tally]) -> dict[str, Any]:
+    return {
+        "model": model,
+        "model_sha256": hash_of(model),
+        "processor": program.processor(),
+        "product": device.named(),
+        "promises": device.is_exact(),
+        "version": program.version(),
+        "answers": sum(tally.answers for tally in tallies),
+        "numbers": sum(tally.numbers for tally in tallies),
+        "differ": sum(tally.differ for tally in tallies),
+        "first": next((tally.first for tally in tallies if tally.first), ""),
+        "answers_sha256": sha256(" ".join(answer.digest for answer in alone).encode()).hexdigest(),
+        "ways": [tally._asdict() for tally in tallies],
+    }
+
+
+def shown(found: dict[str, Any]) -> Iterator[str]:
+    compared = f"{found['answers']:,} answers, {found['numbers']:,} numbers"
+    if found["differ"]:
+        yield f"{found['differ']:,} differ, of {compared}. The first:"
+        yield f"  {found['first']}"
+    else:
+        yield f"Not one bit differs: {compared}."
+    if not found["promises"]:
+        yield "  Nothing is promised here: this product may sum in another order beside others."
+    yield f"  model      {found['model']}, sha256 {found['model_sha256'][:16]}"
+    yield f"  product    {found['product']}"
+    yield f"  processor  {found['processor']}"
+    yield f"  version    {found['version']}"
+    yield f"  answers    sha256 {found['answers_sha256'][:16]}"
+
+
+def line(tally: Tally) -> str:
+    note = f"   {tally.note}" if tally.note else ""
+    if not tally.answers:
+        return f"  {tally.way:<14}{note}"
+    counts = f"{tally.answers:>4} answers {tally.numbers:>8,} numbers {tally.differ:>5,} differ"
+    counts += f", from token {tally.place}" if tally.differ else ""
+    return f"  {tally.way:<14}{counts}{note}"
+
+
+# --- the program --------------------------------------------------------------------------------
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = program.Parser(
+        "verify.py", description="Does an answer keep its bits in any company? Try it here."
+    )
+    add = parser.add_argument
+    add("--model", default="demo", help="a model folder, a hub id such as owner/name, or 'demo'")
+    add("--ways", default=",".join(WAYS), help="which to try (default: %(default)s)")
+    add("--rounds", default="3", help="so often each question is asked in company (default: 3)")
+    add("--json", action="store_true", help="write the receipt as JSON")
+    add("--answers", action="store_true", help=argparse.SUPPRESS)  # alone, for `compare_threads`
+    args = parser.parse_args(arguments)
+    args.ways = args.ways.split(",")
+    try:
+        args.rounds = read_whole("--rounds", args.rounds, 1, 1000)
+        program.check_model(args.model)
+    except ValueError as error:
+        parser.error(str(error))
+    for way in args.ways:
+        if way not in WAYS:
+            parser.error(f"--ways: {way!r} is none; choose among {','.join(WAYS)}")
+    if program.backend():
+        parser.error(
+            "verify.py compares engines of one process; start it without mpirun or mlx.launch"
+        )
+    return args
+
+
+def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    began = time.perf_counter()
+    alone = ask_alone(args.model)
+    say(f"nanobatch: {args.model}; {device.named()}")
+    say(
+        f"{len(alone)} answers of {TOKENS} tokens alone, in one slot. In company, or in other ways:"
+    )
+    tallies = []
+    for tally in compare(args, alone):
+        say(line(tally))
+        tallies.append(tally)
+    return receipt(args.model, alone, tallies) | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    try:
+        if args.answers:
+            sys.stdout.buffer.write(pickle.dumps(ask_alone(args.model)))
+            return 0
+        out = sys.stderr if args.json else sys.stdout
+        found = verify(args, lambda text: print(text, file=out, flush=True))
+    except ValueError as error:
+        print(f"nanobatch: {one_line(error)}", file=sys.stderr)
+        return 2
+    print(json.dumps(found, indent=1) if args.json else "\n".join(shown(found)))
+    return 1 if found["differ"] or not found["answers"] else 0
+
+
+if __name__ == "__main__":
+    program.run(main)
