@@ -1,0 +1,59 @@
+"""Wheel, tag and changelog agree: what `.ci/release.py` looks at before anything is released."""
+
+import importlib.util
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("release", ROOT / ".ci" / "release.py")
+release = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(release)
+NUMBER = release.version()
+ENTRY = "# Changelog\n\n## 0.9.0, 2030-01-02\n\n- It is.\n\n## 0.8.0, 2029-01-02\n\n- It was.\n"
+
+
+def test_the_newest_entry_of_the_changelog_is_this_version_with_its_date():
+    """What is not released yet may stand above it, but no tag may be set then."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert release.wrong_with_changelog(text, NUMBER, None) == []
+    if "## Unreleased" in text:
+        (line,) = release.wrong_with_changelog(text, NUMBER, f"v{NUMBER}")
+        assert "there is an entry Unreleased" in line
+
+
+@pytest.mark.parametrize(
+    "text, tag, said",
+    [
+        (ENTRY, "v0.9.0", []),
+        (ENTRY, None, []),
+        (ENTRY, "v0.9.1", ["the tag is v0.9.1, and the version is 0.9.0"]),
+        (ENTRY.replace("0.9.0", "0.9.1"), None, ["its newest entry is '0.9.1, 2030-01-02'"]),
+        (ENTRY.replace(", 2030-01-02", ""), None, ["its newest entry is '0.9.0'"]),
+        (ENTRY.replace("- It is.\n", "- It is.\n" * 41), None, ["more than 40 lines"]),
+        (ENTRY.replace("## 0.9", "## Unreleased\n\n- New.\n\n## 0.9"), None, []),
+        (ENTRY.replace("## 0.9", "## Unreleased\n\n- New.\n\n## 0.9"), "v0.9.0", ["Unreleased"]),
+    ],
+)
+def test_a_changelog_that_is_not_ready_is_told_of(text, tag, said):
+    found = release.wrong_with_changelog(text, "0.9.0", tag)
+    assert len(found) == len(said)
+    assert all(words in line for words, line in zip(said, found, strict=True))
+
+
+def test_a_wheel_that_lacks_a_file_or_has_one_too_many_is_told_of(tmp_path):
+    """A build folder that lies about still holds what was deleted since."""
+    wheel = tmp_path / "nanobatch-0.9.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("nanobatch-0.9.0.dist-info/METADATA", "Name: nanobatch\nVersion: 0.9.0\n\n")
+        for name in ("nanobatch.py", "nanobatch_checkout/kv.py", "nanobatch_checkout/old.py"):
+            file.writestr(name, "")
+    assert release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "old.py"}) == []
+    lacks, carries = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "sched.py"})
+    assert lacks.endswith("git knows sched.py, and the wheel lacks it")
+    assert carries.endswith("it carries old.py, unknown to git")
+    with zipfile.ZipFile(wheel, "a") as file:
+        file.writestr("sched.py", "")
+    (beside,) = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "old.py"})
+    assert beside.endswith("it puts sched.py into site-packages")
