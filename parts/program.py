@@ -195,8 +195,8 @@ def install(extra: str, package: str) -> str:
     """What to type for an extra of ours: in a checkout, and for each way to install a wheel."""
     if not IS_INSTALLED:
         return f"pip install -e '.[{extra}]' in the checkout"
-    inject = f"pipx inject nanobatch '{package}'"
-    return f"pip install '{package}' (with pipx: {inject}; with uv: add --with '{package}')"
+    pipx = f"pipx runpip nanobatch install '{package}'"
+    return f"pip install '{package}' (with pipx: {pipx}; with uv: add --with '{package}')"
 
 
 def processor() -> str:

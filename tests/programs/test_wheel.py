@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from parts import program
 from parts.device import blas
 from parts.wheel import launch
 
@@ -145,3 +146,13 @@ def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
     monkeypatch.setattr(blas, "backends", lambda: ["mlx-cpu"])
     blas._needs_blas()
     assert len(said) == 1
+
+
+def test_what_to_type_for_a_backend_is_said_for_each_way_of_installing(monkeypatch):
+    """`pipx inject nanobatch 'mlx[cpu]'` finds that mlx is there, and does nothing."""
+    assert program.install("cpu", "mlx[cpu]") == "pip install -e '.[cpu]' in the checkout"
+    monkeypatch.setattr(program, "IS_INSTALLED", True)
+    said = program.install("cpu", "mlx[cpu]")
+    assert said.startswith("pip install 'mlx[cpu]' (")
+    assert "pipx runpip nanobatch install 'mlx[cpu]'" in said and "--with 'mlx[cpu]'" in said
+    assert program.Parser("tui.py").prog == "nanobatch screen"
