@@ -33,7 +33,7 @@ nanobatch verify             does an answer keep its bits in any company?
 nanobatch bench              how fast is it here?
 nanobatch learn FOLDER       a copy to read, run and change: ladder, exercises, book
 nanobatch page IN.json OUT   a recording as a page that plays in any browser
-Each of them takes --help; `nanobatch --version` says what you have."""
+The programs take --help; `nanobatch --version` says what you have."""
 LEARN = """{folder} holds all of nanobatch, to read and to change. Begin with README.md there. The ladder:
     cd {folder}
     {python} docs/learn/1_one_token.py

@@ -71,8 +71,8 @@ def test_nothing_lands_in_site_packages_that_could_shadow_a_module():
 
 
 def test_each_program_is_started_by_the_command_as_in_a_checkout(site):
-    for word, program in launch.PROGRAMS.items():
-        assert (ROOT / program).is_file()
+    for word, file in launch.PROGRAMS.items():
+        assert (ROOT / file).is_file()
         if word != "page":
             assert f"nanobatch {word}" in launch.USAGE.replace("[OPTION", "screen")
     version = command(site, "ask", "--version")
