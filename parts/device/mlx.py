@@ -26,9 +26,11 @@ from parts.program import install
 
 def _fail(line: str) -> None:
     """One line if a program of ours was run; an exception with the same line if we were imported by
-    another."""
+    another. The thread in which a screen loads cannot end the program, so the screen shows it."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     checkout = Path(__file__).resolve().parents[2]
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(line) from None
     if program and Path(program).resolve().parent in (checkout, checkout / "docs" / "learn"):
         print(f"nanobatch: {line}", file=sys.stderr)
         sys.exit(2)

@@ -724,6 +724,15 @@ def test_a_missing_backend_says_which_extra_to_install(model, tmp_path):
     done = run("--model", model, "--prompt", "x", PYTHONPATH=str(tmp_path), NANOBATCH_BLAS="off")
     assert done.returncode == 2
     assert len(lines(done.stderr)) == 1 and "pip install -e '.[cpu]'" in lines(done.stderr)[0]
+    # The screen loads in a thread of its own, and had lost the line.
+    watched = subprocess.run(
+        [sys.executable, str(ROOT / "tui.py"), "--plain", "--script", "burst1"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "NANOBATCH_BLAS": "off"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+    )
+    assert watched.returncode == 2
+    assert len(lines(watched.stderr)) == 1 and "pip install -e '.[cpu]'" in lines(watched.stderr)[0]
     imported = python(
         "import nanobatch", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", NANOBATCH_BLAS="off"
     )
