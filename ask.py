@@ -59,6 +59,7 @@ def options() -> program.Parser:
     )
     add("--policy", default=next(iter(POLICIES)), help=", ".join(POLICIES))
     parser.add_guesses()
+    parser.add_book()
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     add(
         "--top-p",

@@ -118,6 +118,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="show what --json has written; measure nothing",
     )
+    parser.add_book()
     add("--sample", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:

@@ -52,6 +52,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from parts import book
 from parts.api import faults
 from parts.api.engine import AnyEngine
 from parts.api.views import RequestView
@@ -114,6 +115,7 @@ def options() -> program.Parser:
         metavar="[HOST:]PORT",
         help="let programs ask that speak OpenAI's protocol (default: 4 slots)",
     )
+    parser.add_book()
     parser.add_keys()
     add(
         "--watch",
@@ -305,6 +307,8 @@ def command_of(args: argparse.Namespace) -> str:
         words += [f"--{option.replace('_', '-')}", str(value)] if value is not None else []
     if args.policy != next(iter(POLICIES)):
         words += ["--policy", args.policy]
+    if own := book.opened():
+        words += ["--book", own.folder.name]
     if args.script:
         words += ["--script", args.script]
     if args.watch:
@@ -368,6 +372,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanobatch: {error}", file=sys.stderr)
         return 2
     session = Session(room, State(args.model, settings=settings, prompts=prompts))
+    if own := book.opened():
+        session.state.book = own.folder.name
+        print(f"nanobatch: {own}", file=sys.stderr)
     if args.asks:
         room.fire(session.asks(len(prompts)))
     # A first burst of the demo model is watched slowly, but not by a script or in a log.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from measure.peers import ENVIRONMENT, PEERS
-from parts import program
+from parts import book, program
 from parts.checks import shown
 from parts.device.mlx import mx
 from parts.model.config import read_config
@@ -157,11 +157,15 @@ def read_rival(name: str, policy: str) -> Column:
             raise ValueError(f"--vs: llama.cpp has products of its own; leave out @{shown(blas)}")
         return Column(name, rival, ENVIRONMENT[rival] | environment)
     checkout = Path(rival).expanduser().absolute()
-    if not rival or not (checkout / "bench.py").is_file():
-        raise ValueError(
-            f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, WIDENED))} nor a folder that holds a bench.py"
-        )
-    return Column(name, f"nanobatch {policy}", environment, checkout)
+    if rival and (checkout / "bench.py").is_file():
+        # A book that we run is none of its
+        return Column(name, f"nanobatch {policy}", {book.VARIABLE: ""} | environment, checkout)
+    if rival and book.Book(checkout).files:  # a reader's chapters, and all else of this checkout
+        return Column(name, f"nanobatch {policy}", {book.VARIABLE: str(checkout)} | environment)
+    raise ValueError(
+        f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, WIDENED))} nor a folder that holds "
+        "a bench.py or a chapter such as llama.py"
+    )
 
 
 class Setup(NamedTuple):

@@ -35,7 +35,8 @@ def _leave(*_) -> None:
 
 
 _started = getattr(sys.modules["__main__"], "__file__", None)
-if _started and os.path.dirname(os.path.realpath(_started)) == ROOT:
+_is_ours = bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT
+if _is_ours:
     _on_ctrl_c(_leave)
 
 # These, too, may be interrupted.
@@ -44,7 +45,15 @@ from collections.abc import Callable, Iterator  # noqa: E402
 from contextlib import contextmanager, suppress  # noqa: E402
 from typing import NoReturn, TextIO  # noqa: E402
 
+from parts import book  # noqa: E402
 from parts.checks import one_line, read_whole, shown  # noqa: E402
+
+if _is_ours and book.asked():
+    try:
+        book.open_book(book.asked())
+    except ValueError as error:
+        print(f"nanobatch: --book {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
 
 
 class Stderr:
@@ -240,6 +249,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"nanobatch: {one_line(message)}\n")
+
+    def add_book(self) -> None:
+        """It was read when this file was imported: here it is named in the help."""
+        says = "run the chapters in this folder in the place of ours (docs/zero; $NANOBATCH_BOOK)"
+        self.add_argument("--book", metavar="DIR", help=says)
 
     def add_guesses(self) -> None:
         self.add_argument(

@@ -97,6 +97,8 @@ def parts_of_status(state: State, on: Paper) -> Iterator[tuple[str, str, bool, s
     if past:
         yield f"◀ back at step {state.cursor:,} of {newest:,}", on.accent, True, "follow"
     yield shorten(state.model.rstrip("/").rsplit("/", 1)[-1], 28), on.muted, False, ""
+    if state.book:
+        yield shorten(f"book {state.book}", 20), on.accent, False, ""
     colour = on.muted
     if view.gone_s is not None:
         colour = on.bad

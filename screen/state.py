@@ -56,6 +56,7 @@ class State:
     """All that is drawn. `absorb` takes in a new view; the other changes are the user's choices."""
 
     model: str = "demo"
+    book: str = ""  # whose chapters run; empty: ours
     view: View = field(default_factory=View)
     settings: Settings = field(default_factory=Settings)
     prompts: Sequence[tuple[str, int]] = BURST

@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from parts.book import opened
 from parts.device.blas import Blas, preload
 from parts.program import install
 
@@ -77,8 +78,11 @@ def is_exact() -> bool:
 
 
 def named() -> str:
-    """What multiplies matrices here, and on a CPU with which kernels."""
-    return str(mx.device_info().get("device_name", "GPU")) if has_gpu() else str(blas)
+    """What multiplies matrices here, on a CPU with which kernels; and whose chapters run, if they are
+    not ours."""
+    name = str(mx.device_info().get("device_name", "GPU")) if has_gpu() else str(blas)
+    book = opened()
+    return f"{name}, {book}" if book else name
 
 
 def free_memory() -> int | None:

@@ -1,0 +1,211 @@
+"""Another book: a reader's chapters run in place of ours.
+
+The problem. Whoever writes the chapters anew (docs/zero) wants to see them at work: on the screen,
+in the benchmark, with all that lies around the book. For weeks some of their functions are blank.
+
+The way out. Python finds a chapter by its name. So a finder that stands before all others hands out
+the file of that name in the reader's folder, if there is one. `--book DIR` or the environment's
+NANOBATCH_BOOK names the folder, and processes that we start inherit it. A function is blank if its
+body is `raise NotImplementedError("stage 3: ...")`. Ours stands in for it: its code is put into the
+reader's function, where it calls the reader's other functions.
+
+What this file keeps. The book is chosen before the first chapter is imported, and once for a
+process. A line of a traceback belongs to the file that was written. And whoever runs another book is
+told so, in the engine's first line: of its bits nothing is promised.
+
+Where next: `docs/zero/start.py`, which makes such a folder.
+"""
+
+from __future__ import annotations
+
+import __future__
+import ast
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+VARIABLE = "NANOBATCH_BOOK"
+CHAPTERS = (
+    "llama",
+    "parts.model.ops",
+    "parts.model.rope",
+    "kv",
+    "sampling",
+    "sched",
+    "policies",
+    "prefix",
+    "nanobatch",
+)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def our_file(chapter: str) -> Path:
+    return ROOT / f"{chapter.replace('.', '/')}.py"
+
+
+def file_in(folder: Path, chapter: str) -> Path:
+    """The chapters of a reader lie side by side."""
+    return folder / f"{chapter.rpartition('.')[2]}.py"
+
+
+def functions(text: str) -> dict[str, Function]:
+    """All functions of a chapter, by name: "forward", "Window.write"."""
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, Function):
+            found[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, Function):
+                    found[f"{node.name}.{inner.name}"] = inner
+    return found
+
+
+def blanks(text: str) -> dict[str, int]:
+    """The functions that are still blank, and the stage of each."""
+    found = {}
+    for name, node in functions(text).items():
+        body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+        if len(body) == 1 and isinstance(body[0], ast.Raise):
+            said = re.match(r"NotImplementedError\('stage (\d+)\b", ast.unparse(body[0].exc or body[0]))
+            if said:
+                found[name] = int(said[1])
+    return found
+
+
+# --- our functions in the place of others -------------------------------------------------------
+
+
+def function_of(module: ModuleType, name: str) -> FunctionType:
+    """The function behind a name such as "Window.write"; a property's, too."""
+    found = module
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part, None)
+    found = getattr(found, "fget", found)
+    found = getattr(found, "__func__", found)
+    if not isinstance(found, FunctionType):
+        raise ImportError(f"{module.__file__} has no function {name} any more: write it again")
+    return found
+
+
+def code_of(node: Function, file: Path) -> CodeType:
+    """A function's code, as if the file were run. Annotations, defaults and decorators belong to the
+    function that the code is put into."""
+    node.decorator_list = []
+    node.returns = None
+    node.args.defaults = []
+    node.args.kw_defaults = [None] * len(node.args.kwonlyargs)
+    for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+        arg.annotation = None
+    flags = __future__.annotations.compiler_flag
+    whole = compile(ast.Module([node], []), str(file), "exec", flags, dont_inherit=True)
+    (code,) = (const for const in whole.co_consts if isinstance(const, CodeType))
+    return code
+
+
+def stand_in(module: ModuleType, names: Iterable[str], file: Path) -> None:
+    """Put the code of another file into these functions, wherever they are held already."""
+    theirs = functions(file.read_text(encoding="utf-8"))
+    for name in names:
+        function_of(module, name).__code__ = code_of(theirs[name], file)
+
+
+# --- the book of this process -------------------------------------------------------------------
+
+
+class Chapter(SourceFileLoader):
+    """Runs a reader's file, and puts our code into what is blank."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        text = Path(self.path).read_text(encoding="utf-8")
+        stand_in(module, blanks(text), our_file(self.name))
+
+
+class Book(MetaPathFinder):
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @property
+    def files(self) -> list[Path]:
+        files = (file_in(self.folder, chapter) for chapter in CHAPTERS)
+        return [file for file in files if file.is_file()]
+
+    def blanks(self) -> Iterator[tuple[str, int]]:
+        for file in self.files:
+            for name, stage in blanks(file.read_text(encoding="utf-8")).items():
+                yield f"{file.stem}.{name}", stage
+
+    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+        if name not in CHAPTERS:
+            return None
+        file = file_in(self.folder, name)
+        if not file.is_file():
+            return None
+        return spec_from_file_location(name, file, loader=Chapter(name, str(file)))
+
+    def __str__(self) -> str:
+        """What runs: which book, and what in it is ours."""
+        left = dict(self.blanks())
+        named = f"book {self.folder.name}"
+        if not left:
+            return named
+        stages = sorted(set(left.values()))
+        which = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        count = f"{len(left)} function{'s' * (len(left) > 1)}"
+        return f"{named} (still blank: {count} of {which}; ours stand in)"
+
+
+def check_book(folder: str) -> Path:
+    """A folder with chapters in it, or a ValueError."""
+    path = Path(folder).expanduser().resolve()
+    if not Book(path).files:
+        raise ValueError(
+            f"{folder!r} is no folder with a chapter such as llama.py in it; "
+            "python docs/zero/start.py mine makes one"
+        )
+    return path
+
+
+def asked() -> str:
+    """The book that the command line names, or the environment. Read before the other options are,
+    because these need the chapters."""
+    words = sys.argv[1:]
+    named = os.environ.get(VARIABLE, "")
+    for at, word in enumerate(words):
+        if word == "--":
+            break
+        if word == "--book" and words[at + 1 :]:
+            named = words[at + 1]
+        elif word.startswith("--book="):
+            named = word.removeprefix("--book=")
+    return named
+
+
+def open_book(folder: str) -> Book:
+    """From now on its chapters are found in the place of ours."""
+    book = Book(check_book(folder))
+    os.environ[VARIABLE] = str(book.folder)
+    sys.meta_path.insert(0, book)
+    return book
+
+
+def opened() -> Book | None:
+    """The book that runs in the place of ours."""
+    books = (finder for finder in sys.meta_path if isinstance(finder, Book))
+    return next(books, None)
+
+
+def chapter_file(chapter: str) -> Path:
+    """The file of a chapter that runs here."""
+    book = opened()
+    own = book and file_in(book.folder, chapter)
+    return own if own and own.is_file() else our_file(chapter)
