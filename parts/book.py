@@ -17,8 +17,8 @@ Where next: `docs/zero/start.py`, which makes such a folder.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import ast
 import inspect
 import os
@@ -75,7 +75,9 @@ def blanks(text: str) -> dict[str, int]:
     for name, node in functions(text).items():
         body = node.body[1:] if ast.get_docstring(node) is not None else node.body
         if len(body) == 1 and isinstance(body[0], ast.Raise):
-            said = re.match(r"NotImplementedError\('stage (\d+)\b", ast.unparse(body[0].exc or body[0]))
+            said = re.match(
+                r"NotImplementedError\('stage (\d+)\b", ast.unparse(body[0].exc or body[0])
+            )
             if said:
                 found[name] = int(said[1])
     return found

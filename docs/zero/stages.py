@@ -419,7 +419,7 @@ return Plan(step=self.steps, at=now, admitted=tuple(admitted), ..., emitters=tup
                 (
                     "`request.finish_reason` is None until the request has ended.",
                     "First append, then ask `accept`, then count: the reason that accept gives comes "
-                    "before \"length\".",
+                    'before "length".',
                     """for member, token in zip(plan.emitters, tokens, strict=True):
     request = member.request
     if request.finish_reason is not None: continue

@@ -18,8 +18,7 @@ import textwrap
 import zlib
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from stages import STAGES, Task, tasks
 

@@ -1,0 +1,1368 @@
+"""What the stages must keep: the checks that `check.py` runs, each stage in a process of its own.
+
+A check is a function without arguments. It raises `Wrong` with what came out, and what should have;
+and it may `tell` something that is worth seeing when all is right. Each compares with the plain
+formula, or with a drawing: what is clever in the book is not used to examine it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from story import Story, name
+
+import kv
+import llama
+import sampling
+import sched
+from nanobatch import Engine, Handle, Order, Pick, Prefill, Runner, Sampling
+from parts.api.faults import LOG
+from parts.device.mlx import mx
+from parts.model import ops, rope
+from parts.model.find import DEMO
+from parts.model.fit import Sizes, slab_shape
+from parts.model.load import read_model
+from parts.text.tokens import Text
+
+ANSWERS = {
+    "What is 17 + 6?": "7 + 6 = 13, so 17 + 6 = 23.",
+    "Spell lantern.": "l-a-n-t-e-r-n.",
+    "Reverse the word stone.": "s-t-o-n-e becomes enots.",
+    "Count from 5 to 9.": "5, 6, 7, 8, 9.",
+    "Is fox in this list: owl, fox, bee?": "owl, fox: yes, fox is in the list.",
+    "Name the months from March to June.": "March, April, May, June.",
+}
+SUM = "What is 17 + 6?"
+STEPS = 300  # a story that has not ended by then will not end
+
+
+class Wrong(AssertionError):
+    """What came out, and what should have."""
+
+
+class Check(NamedTuple):
+    says: str
+    function: Callable[[], None]
+    about: str  # the functions that a hint should be about; empty: all of the stage
+
+
+CHECKS: dict[int, list[Check]] = {}
+told: list[str] = []  # by the checks of this process
+
+
+def check(stage: int, says: str, about: str = "") -> Callable:
+    def note(function: Callable[[], None]) -> Callable[[], None]:
+        CHECKS.setdefault(stage, []).append(Check(says, function, about))
+        return function
+
+    return note
+
+
+def tell(line: str) -> None:
+    told.append(line)
+
+
+# --- comparing ----------------------------------------------------------------------------------
+
+
+def compare(what: str, found: object, wanted: mx.array, tolerance: float = 1e-4) -> None:
+    """Are these numbers the same, but for rounding?"""
+    if not isinstance(found, mx.array):
+        raise Wrong(f"{what} is {found!r}, and should be an mx.array")
+    if found.shape != wanted.shape:
+        raise Wrong(f"{what} has the shape {found.shape}, and should have {wanted.shape}")
+    found = found.astype(mx.float32)
+    wanted = wanted.astype(mx.float32)
+    off = mx.where(found == wanted, 0, mx.abs(found - wanted))  # infinities, too
+    off = mx.where(mx.isnan(found), math.inf, off)
+    worst = off.max().item()
+    if worst > tolerance * max(1.0, mx.where(mx.isfinite(wanted), mx.abs(wanted), 0).max().item()):
+        place = mx.argmax(off).item()
+        index = []
+        for size in reversed(found.shape):
+            index.insert(0, place % size)
+            place //= size
+        at = tuple(index)
+        came = f"{found[at].item():.6g} came out at {list(at)}"
+        raise Wrong(f"{what}: {came}, and should be {wanted[at].item():.6g}")
+
+
+def beside(came: Sequence[str], wanted: Sequence[str], what: str) -> None:
+    """Two pictures side by side, and a mark where they begin to differ."""
+    if list(came) == list(wanted):
+        return
+    width = max(20, *(len(line) for line in (*came, *wanted)))
+    lines = [f"{what}:", f"  {'came out':<{width}}   should come out"]
+    is_first = True
+    for left, right in itertools.zip_longest(came, wanted, fillvalue=""):
+        mark = ""
+        if left != right and is_first:
+            mark = "   <- here"
+            is_first = False
+        lines.append(f"  {left:<{width}}   {right:<{width}}{mark}".rstrip())
+    raise Wrong("\n".join(lines))
+
+
+def equal(what: str, found: object, wanted: object) -> None:
+    if found != wanted:
+        raise Wrong(f"{what} is {found!r}, and should be {wanted!r}")
+
+
+# --- the plain formulas -------------------------------------------------------------------------
+
+
+@cache
+def demo() -> tuple:
+    return read_model(DEMO), Text(DEMO, 1536)
+
+
+def plain_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    return x / mx.sqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def plain_turn(x: mx.array, positions: mx.array) -> mx.array:  # (N, heads, Dh)
+    half = x.shape[-1] // 2
+    base = demo()[0].kinds[0].rope.theta
+    angles = positions[:, None, None] * base ** (-mx.arange(half) / half)
+    a = x[..., :half]
+    b = x[..., half:]
+    cos = mx.cos(angles)
+    sin = mx.sin(angles)
+    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def plain_attention(
+    q: mx.array,  # (L, H, Dh)
+    k: mx.array,  # (Hkv, T, Dh)
+    v: mx.array,  # (Hkv, T, Dh)
+    seen: Sequence[Sequence[int]],  # for each query, the rows that it sees
+) -> mx.array:  # (L, H * Dh)
+    """One query of one head after the other."""
+    L, H, Dh = q.shape
+    shared = H // len(k)
+    sums = []
+    for token in range(L):
+        rows = mx.array(list(seen[token]))
+        for head in range(H):
+            keys = k[head // shared][rows]
+            values = v[head // shared][rows]
+            scores = (keys * q[token, head]).sum(axis=-1) / math.sqrt(Dh)
+            weights = mx.exp(scores - scores.max())
+            sums.append((weights[:, None] * values).sum(axis=0) / weights.sum())
+    return mx.concatenate(sums).reshape(L, H * Dh)
+
+
+def plain_logits(ids: Sequence[int]) -> mx.array:  # (N, V)
+    """The whole model, all tokens at once, without slab and window."""
+    model, _ = demo()
+    c = model.config
+    positions = mx.arange(len(ids))
+    hidden = mx.triu(mx.full((len(ids), len(ids)), -mx.inf), k=1)
+    x = model.table.embed(mx.array(list(ids)))
+    for layer in model.layers:
+        h = plain_norm(x, layer.attn_norm.weight, c.norm_eps)
+        qkv = layer.qkv(h).reshape(len(ids), -1, c.Dh)
+        q = plain_turn(qkv[:, : c.H], positions).swapaxes(0, 1)
+        k = plain_turn(qkv[:, c.H : c.H + c.Hkv], positions).swapaxes(0, 1)
+        k = mx.repeat(k, c.H // c.Hkv, axis=0)
+        v = mx.repeat(qkv[:, c.H + c.Hkv :].swapaxes(0, 1), c.H // c.Hkv, axis=0)
+        weights = mx.softmax(q @ k.swapaxes(-1, -2) / math.sqrt(c.Dh) + hidden, axis=-1)
+        x = x + layer.out((weights @ v).swapaxes(0, 1).reshape(len(ids), -1))
+        h = plain_norm(x, layer.mlp_norm.weight, c.norm_eps)
+        gate, up = mx.split(layer.mlp.gate_up(h), 2, axis=-1)
+        x = x + layer.mlp.down(gate * mx.sigmoid(gate) * up)
+    return model.head(plain_norm(x, model.norm.weight, c.norm_eps))
+
+
+def new_slab(slots: int = 1, length: int = 128) -> kv.Slab:
+    model, _ = demo()
+    return kv.Slab(*slab_shape(model.config, slots, length, 32), model.dtype)
+
+
+def logits(ids: Sequence[int], slab: kv.Slab, start: int = 0, asked=None) -> mx.array:
+    """By the book: these tokens go into slot 0, from row `start` on."""
+    model, _ = demo()
+    window = kv.Window(slab, [0], [start], len(ids))
+    asked = range(len(ids)) if asked is None else asked
+    return llama.forward(model, mx.array(list(ids)), [window], asked)
+
+
+def answer(prompt: str, keeps: bool) -> tuple[str, int]:
+    """An answer, token by token, and how many tokens were computed for it."""
+    _, text = demo()
+    ids = list(text.ask(prompt))
+    length = len(ids)
+    slab = new_slab()
+    start = 0
+    computed = 0
+    while ids[-1] not in text.end_tokens and len(ids) < 120:
+        new = ids[start:]
+        found = logits(new, slab, start, asked=[len(new) - 1])
+        computed += len(new)
+        if keeps:
+            start = len(ids)
+        ids.append(mx.argmax(found).item())
+    return text.tokenizer.decode(ids[length:]), computed
+
+
+def drawn(shape: Sequence[int], seed: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+# --- 1: one token says something ----------------------------------------------------------------
+
+
+def try_attention(H: int, Hkv: int, B: int, L: int, T: int) -> None:
+    """The tokens of each sequence are its last ones."""
+    q = drawn((B * L, H, 8), 1)
+    k = drawn((B, Hkv, T, 8), 2)
+    v = drawn((B, Hkv, T, 8), 3)
+    seen = [range(T - L + token + 1) for token in range(L)]
+    hidden = [[0.0 if row in rows else -math.inf for row in range(T)] for rows in seen]
+    mask = mx.broadcast_to(mx.array(hidden), (B, 1, L, T))
+    wanted = [plain_attention(q[b * L : (b + 1) * L], k[b], v[b], seen) for b in range(B)]
+    kind = demo()[0].kinds[0]
+    found = llama.attention(q, k, v, mask, kind)
+    compare(f"attention (H={H}, Hkv={Hkv}, B={B}, L={L}, T={T})", found, mx.concatenate(wanted))
+
+
+@check(1, "a query weighs the values by their keys", "attention")
+def _() -> None:
+    try_attention(H=1, Hkv=1, B=1, L=1, T=4)
+
+
+@check(1, "no query sees what the mask hides", "attention")
+def _() -> None:
+    try_attention(H=1, Hkv=1, B=1, L=3, T=5)
+
+
+@check(1, "neighbouring query heads share a key head", "attention")
+def _() -> None:
+    try_attention(H=6, Hkv=2, B=1, L=1, T=5)
+    try_attention(H=6, Hkv=2, B=1, L=3, T=5)
+
+
+@check(1, "several sequences stand beside each other, and none sees another", "attention")
+def _() -> None:
+    try_attention(H=6, Hkv=2, B=3, L=1, T=7)
+    try_attention(H=6, Hkv=2, B=2, L=3, T=7)
+
+
+@check(1, "queries and keys are turned, values are not", "heads")
+def _() -> None:
+    model, _ = demo()
+    c = model.config
+    layer = model.layers[0]
+    x = drawn((5, c.D), 4)
+    qkv = layer.qkv(x).reshape(5, -1, c.Dh)
+    found = llama.heads(model, layer, x, lambda x: 3 * x)
+    if not isinstance(found, tuple) or len(found) != 3:
+        raise Wrong(f"heads returned a {type(found).__name__}, and should return q, k and v")
+    q, k, v = mx.split(qkv, [c.H, c.H + c.Hkv], axis=1)
+    for what, came, wanted in zip("qkv", found, (3 * q, 3 * k, v), strict=True):
+        compare(what, came, wanted)
+
+
+@check(1, "the logits of a prompt are those of the plain formula", "forward")
+def _() -> None:
+    ids = demo()[1].ask(SUM)
+    compare("the logits", logits(ids, new_slab()), plain_logits(ids), 1e-3)
+
+
+@check(1, "only the tokens that are asked come out", "forward")
+def _() -> None:
+    ids = demo()[1].ask(SUM)
+    few = logits(ids, new_slab(), asked=[3, 7])
+    compare("the logits of tokens 3 and 7", few, plain_logits(ids)[mx.array([3, 7])], 1e-3)
+
+
+@check(1, "one token says something")
+def _() -> None:
+    _, text = demo()
+    ids = text.ask(SUM)
+    token = mx.argmax(logits(ids, new_slab(), asked=[len(ids) - 1])).item()
+    said = text.tokenizer.decode([token])
+    equal(f"what follows on {SUM!r}", said, "7")
+    tell(f"{SUM}  ->  {said}")
+
+
+# --- 2: norms and rotation ----------------------------------------------------------------------
+
+
+@check(2, "a norm gives each row the same size", "rms_norm")
+def _() -> None:
+    weight = drawn((12,), 5)
+    x = drawn((3, 12), 6) * mx.array([[1.0], [100.0], [0.001]])
+    norm = ops.rms_norm(weight, 1e-5)
+    if not callable(norm):
+        raise Wrong(f"rms_norm returned a {type(norm).__name__}, and should return a function of x")
+    compare("the norm", norm(x), plain_norm(x, weight, 1e-5))
+
+
+@check(2, "eps keeps a row of zeros from being divided by zero", "rms_norm")
+def _() -> None:
+    compare("the norm of zeros", ops.rms_norm(mx.ones(4), 1e-5)(mx.zeros((1, 4))), mx.zeros((1, 4)))
+
+
+@check(2, "the gate opens for what is above zero", "swiglu")
+def _() -> None:
+    x = drawn((5, 14), 7)
+    gate = x[:, :7]
+    wanted = gate / (1 + mx.exp(-gate)) * x[:, 7:]
+    compare("swiglu", ops.swiglu(x), wanted)
+
+
+@check(2, "a turn turns number i and number i + Dh/2 as a point in a plane", "rotate")
+def _() -> None:
+    angles = mx.array([[[0.0, math.pi / 2]], [[math.pi, 0.3]]])  # (2, 1, Dh/2)
+    cos, sin = rope.both_of_a_plane(mx.cos(angles), mx.sin(angles))
+    x = mx.array([[[1.0, 2.0, 3.0, 4.0]], [[1.0, 0.0, 5.0, 1.0]]])
+    wanted = [[1.0, -4.0, 3.0, 2.0], [-1.0, -math.sin(0.3), -5.0, math.cos(0.3)]]
+    compare("rotate", rope.rotate(x, cos, sin), mx.array(wanted)[:, None])
+
+
+@check(
+    2, "position 0 is not turned, and position p by p times each plane's frequency", "rope_angles"
+)
+def _() -> None:
+    model, _ = demo()
+    kind = model.kinds[0]
+    positions = mx.array([0, 1, 40])
+    found = rope.rope_angles(kind, positions)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise Wrong("rope_angles should return cos and sin")
+    x = drawn((3, 2, model.config.Dh), 8)
+    for what, came in zip(("cos", "sin"), found, strict=True):
+        equal(f"the shape of {what}", came.shape, (3, 1, model.config.Dh))
+    compare("what is turned", rope.rotate(x, *found), plain_turn(x, positions))
+
+
+@check(2, "an answer comes out, with your norms and your rotation")
+def _() -> None:
+    said, _ = answer(SUM, keeps=True)
+    equal(f"the answer to {SUM!r}", said, ANSWERS[SUM])
+    tell(f"{SUM}  ->  {said}")
+
+
+# --- 3: the slab --------------------------------------------------------------------------------
+
+
+def picture(seen: mx.array) -> list[str]:  # (B, 1, L, T)
+    """A line for each token: x for a row that it sees."""
+    if not isinstance(seen, mx.array) or seen.ndim != 4:
+        raise Wrong(f"_seen returned {seen!r}, and should return True and False as (B, 1, L, T)")
+    B, _, L, _ = seen.shape
+    lines = []
+    for b in range(B):
+        for token in range(L):
+            row = seen[b, 0, token].tolist()
+            lines.append(f"{b}, token {token}  {''.join('x' if each else '.' for each in row)}")
+    return lines
+
+
+@check(3, "a token sees itself and all before it", "_seen")
+def _() -> None:
+    chunk = kv.Window(new_slab(), [0], [2], 3)
+    wanted = ["0, token 0  xxx...", "0, token 1  xxxx..", "0, token 2  xxxxx."]
+    beside(picture(chunk._seen(6, None)), wanted, "rows that are seen (x), 3 tokens from row 2 on")
+    decoding = kv.Window(new_slab(3), [0, 2], [4, 1], 1)
+    wanted = ["0, token 0  xxxxx.", "1, token 0  xx...."]
+    beside(picture(decoding._seen(6, None)), wanted, "rows that are seen, two sequences")
+
+
+@check(3, "with a span, a token sees the last rows only", "_seen")
+def _() -> None:
+    chunk = kv.Window(new_slab(), [0], [2], 3)
+    wanted = ["0, token 0  .xx...", "0, token 1  ..xx..", "0, token 2  ...xx."]
+    beside(picture(chunk._seen(6, 2)), wanted, "rows that are seen, with a span of 2")
+
+
+def holds(slab: kv.Slab, array: mx.array, head: int) -> list[str]:
+    """A line for each slot: which token stands in its first rows."""
+    lines = []
+    for slot in range(slab.slots):
+        rows = array[slot, head, :10, 0].tolist()
+        cells = ["." if row == 0 else f"{row:.0f}" for row in rows]
+        lines.append(f"slot {slot}  {' '.join(f'{cell:>2}' for cell in cells)}")
+    return lines
+
+
+def try_write(slots: list[int], starts: list[int], L: int, what: str) -> None:
+    """Token i of a head has the key 10 * i + 1 + head, and a value that is a half more."""
+    slab = kv.Slab(2, 3, 2, 32, 4, mx.float32)
+    window = kv.Window(slab, slots, starts, L)
+    N = len(slots) * L
+    k = 10 * mx.arange(1, N + 1)[:, None, None] + mx.arange(2)[None, :, None]
+    k = mx.broadcast_to(k, (N, 2, 4)).astype(mx.float32)
+    window.write(1, k, k + 100)
+    for head, (array, more) in itertools.product(range(2), ((slab.k, 0), (slab.v, 100))):
+        letter = "v" if more else "k"
+        wanted = [["."] * 10 for _ in range(3)]
+        for i, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+            for at in range(L):
+                wanted[slot][start + at] = f"{10 * (i * L + at + 1) + head + more}"
+        lines = [
+            f"slot {s}  {' '.join(f'{cell:>2}' for cell in row)}" for s, row in enumerate(wanted)
+        ]
+        beside(holds(slab, array[1], head), lines, f"{what}, {letter}, head {head}, rows 0 to 9")
+        is_clean = mx.all(array[0] == 0).item() and mx.all(array[1][:, :, 10:] == 0).item()
+        if not is_clean:
+            raise Wrong(f"{what}: something was written in another layer, or behind row 9")
+    slab.check()
+
+
+@check(3, "a chunk lands in its slot and its rows, in every head", "write")
+def _() -> None:
+    try_write([1], [2], 3, "a chunk of 3 tokens from row 2 of slot 1")
+    try_write([0], [0], 1, "a token in row 0 of slot 0")
+
+
+@check(3, "tokens of several sequences land each in its own slot", "write")
+def _() -> None:
+    try_write([0, 2], [5, 1], 1, "two tokens, slot 0 row 5 and slot 2 row 1")
+    try_write([1, 2], [3, 6], 2, "two tokens each, from slot 1 row 3 and slot 2 row 6")
+
+
+@check(3, "what was written is read", "read")
+def _() -> None:
+    slab = kv.Slab(2, 4, 2, 32, 4, mx.float32)
+    slab.k[1] = drawn(slab.shape, 9)
+    slab.v[1] = drawn(slab.shape, 10)
+    window = kv.Window(slab, [1, 2], [4, 5], 1)
+    found = window.read(1, kv.Look(slice(1, 3), 6, "causal"))
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise Wrong("read should return keys and values")
+    compare("the keys", found[0], slab.k[1][1:3, :, :6])
+    compare("the values", found[1], slab.v[1][1:3, :, :6])
+
+
+@check(3, "a prompt in two pieces is the prompt as a whole", "attend")
+def _() -> None:
+    ids = demo()[1].ask(SUM)
+    slab = new_slab()
+    first = logits(ids[:6], slab)
+    second = logits(ids[6:], slab, start=6)
+    wanted = plain_logits(ids)
+    compare("the first piece's logits", first, wanted[:6], 1e-3)
+    compare("the second piece's logits", second, wanted[6:], 1e-3)
+
+
+@check(3, "rows of an earlier owner do not show")
+def _() -> None:
+    slab = new_slab()
+    for layer in range(len(slab.k)):
+        slab.k[layer] = 5 * drawn(slab.shape, 11)
+        slab.v[layer] = 5 * drawn(slab.shape, 12)
+    ids = demo()[1].ask(SUM)
+    compare("the logits", logits(ids, slab), plain_logits(ids), 1e-3)
+
+
+@check(3, "several windows share a pass, and `last_read` says when the slab is read", "attend")
+def _() -> None:
+    model, text = demo()
+    prompts = [list(text.ask(prompt)) for prompt in (SUM, "Spell lantern.", "Count from 5 to 9.")]
+    slab = new_slab(slots=4)
+    slots = (2, 0, 1)
+    windows = [
+        kv.Window(slab, [slot], [0], len(ids)) for slot, ids in zip(slots, prompts, strict=True)
+    ]
+    ids = mx.array([*itertools.chain(*prompts)])
+    found = llama.forward(model, ids, windows, range(ids.size))
+    wanted = [plain_logits(prompt) for prompt in prompts]
+    compare("the logits of three prompts", found, mx.concatenate(wanted), 1e-3)
+    if slab.last_read is None:
+        raise Wrong("after a pass, slab.last_read is None")
+    # Now one token of each decodes; neighbouring slots share a look
+    order = [1, 2, 0]
+    newest = [mx.argmax(logits[-1]).item() for logits in wanted]
+    decoding = kv.Window(slab, [0, 1, 2], [len(prompts[i]) for i in order], 1)
+    ids = mx.array([newest[i] for i in order])
+    found = llama.forward(model, ids, [decoding], range(3))
+    wanted = [plain_logits([*prompts[i], newest[i]])[-1:] for i in order]
+    compare("the logits of three tokens", found, mx.concatenate(wanted), 1e-3)
+
+
+@check(3, "the same tokens, and each step computes one")
+def _() -> None:
+    said, few = answer(SUM, keeps=True)
+    equal(f"the answer to {SUM!r}", said, ANSWERS[SUM])
+    again, many = answer(SUM, keeps=False)
+    equal("the answer without the slab", again, said)
+    tell(f"{SUM}  ->  {said}")
+    tell(f"without the slab {many} tokens are computed, with it {few}")
+
+
+# --- 4: sampling --------------------------------------------------------------------------------
+
+
+@check(4, "the best of a row is its largest number, and of equals the first", "argmax")
+def _() -> None:
+    x = drawn((4, 300), 13)
+    x[1, 7] = x[1, 200] = 9.0
+    best, ids = sampling.argmax(x)
+    compare("the best", best, x.max(axis=-1, keepdims=True))
+    equal("their ids", ids.tolist(), mx.argmax(x, axis=-1, keepdims=True).tolist())
+    equal("the id of two equals", ids[1].item(), 7)
+
+
+@check(4, "noise depends on seed and index alone, and is spread evenly", "uniform")
+def _() -> None:
+    first = [[sampling.uniform(seed, index) for index in range(64)] for seed in range(64)]
+    again = [[sampling.uniform(seed, index) for index in range(64)] for seed in range(64)]
+    equal("the noise, asked for again", again, first)
+    values = [*itertools.chain(*first)]
+    if not all(0 < mx.array(value).item() < 1 for value in values):
+        raise Wrong(
+            f"{min(values)} to {max(values)}: each must lie above 0 and, as a float32, below 1"
+        )
+    for what, some in (
+        ("of 64 seeds, 64 indices of each", values),
+        ("of 64 indices of seed 5", first[5]),
+        ("of index 0 of 64 seeds", [row[0] for row in first]),
+        ("of the difference to the next index", [(b - a) % 1 for a, b in itertools.pairwise(values)]),
+        ("of the difference to the next seed", [(b[3] - a[3]) % 1 for a, b in itertools.pairwise(first)]),
+    ):  # fmt: skip
+        bins = [0] * 8
+        for value in some:
+            bins[int(8 * value)] += 1
+        mean = len(some) / 8
+        chi = sum((each - mean) ** 2 / mean for each in bins)
+        if chi > 35:  # by chance once in 100,000
+            raise Wrong(f"{what}, eight equal parts of 0 to 1 have {bins}")
+    if sampling.uniform(2**64 - 1, 2**20) == sampling.uniform(2**63 - 1, 2**20):
+        raise Wrong("seeds that differ in their highest bit have the same noise")
+
+
+@check(4, "a mark lands where the running sum passes it, and never on a weight of 0", "land")
+def _() -> None:
+    weights = mx.array([[0.0, 5.0, 0.0, 3.0, 2.0, *[0.0] * 59]])  # whole blocks, as they always are
+    marks = {0.0001: 1, 0.3: 1, 0.499: 1, 0.501: 3, 0.6: 3, 0.799: 3, 0.801: 4, 0.9999999: 4}
+    for u, wanted in marks.items():
+        found = sampling.land(weights, mx.array([[u]]))
+        equal(f"land([0, 5, 0, 3, 2, 0, ...], {u})", found.tolist(), [[wanted]])
+    many = mx.zeros((2, 5120))
+    many[0, 4321] = 1.0
+    many[1, 17] = many[1, 4000] = 1.0
+    found = sampling.land(many, mx.array([[0.5], [0.75]]))
+    equal("land, in rows of 5,120 weights", found.tolist(), [[4321], [4000]])
+
+
+def spread_of(probabilities: Sequence[float], rows: int) -> tuple[mx.array, sampling.Spread]:
+    logits = mx.log(mx.array([*probabilities, *[1e-30] * (300 - len(probabilities))]))
+    logits = mx.broadcast_to(logits, (rows, 300))
+    return logits, sampling.Spread.of(logits)
+
+
+@check(4, "top_k keeps a number of tokens, top_p a part of the probability", "keep_first")
+def _() -> None:
+    _, spread = spread_of((0.4, 0.3, 0.2, 0.06, 0.04), 4)
+    spread = spread.only(mx.broadcast_to(mx.arange(5), (4, 5)))
+    settings = [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 1, "top_p": 0.99}, {"top_p": 0.01}]
+    filters = sampling.Filters.of(spread, [Sampling(**each) for each in settings])
+    found = sampling.keep_first(spread, filters)
+    lines = []
+    for row in found.tolist():
+        lines.append("".join("x" if each else "." for each in row))
+    beside(lines, ["xxx..", "xx...", "x....", "x...."], f"kept (x) of 5 tokens under {settings}")
+    filters = sampling.Filters.of(spread, [Sampling(top_k=2)] * 4)
+    found = sampling.keep_first(spread, filters)[0].tolist()
+    equal("what top_k = 2 keeps", found, [True, True, False, False, False])
+
+
+DRAWS = 4_000
+
+
+def drawn_tokens(settings: Sequence[dict], slots: Sequence[int] | None = None) -> list[int]:
+    """A token for each of 4,000 rows, with settings in turn. Row i has seed and index of its own."""
+    logits, _ = spread_of((0.4, 0.3, 0.2, 0.06, 0.04), DRAWS)
+    slots = slots or range(DRAWS)
+    picks = []
+    for row, slot in enumerate(slots):
+        options = Sampling(**settings[row % len(settings)])
+        picks.append(Pick(slot, options, seed=row % 50, index=row // 50))
+    state = sampling.SlotState(DRAWS, 300)
+    return sampling.choose(logits, picks, state)[0].tolist()
+
+
+def is_likely(what: str, tokens: Sequence[int], probabilities: Sequence[float]) -> None:
+    for token, probability in enumerate(probabilities):
+        found = tokens.count(token) / len(tokens)
+        if abs(found - probability) > 0.001 + 5 * math.sqrt(probability / len(tokens)):
+            raise Wrong(
+                f"{what}: token {token} came in {found:.1%} of the draws, not in {probability:.1%}"
+            )
+    others = [token for token in tokens if not 0 <= token < len(probabilities)]
+    if others:
+        raise Wrong(f"{what}: token {others[0]} came, which is forbidden or next to impossible")
+
+
+@check(4, "tokens come as often as they are likely, at each temperature", "draw")
+def _() -> None:
+    both = drawn_tokens([{"temperature": 1.0}, {"temperature": 2.0}])
+    roots = [math.sqrt(p) for p in (0.4, 0.3, 0.2, 0.06, 0.04)]
+    is_likely("temperature 1", both[0::2], (0.4, 0.3, 0.2, 0.06, 0.04))
+    is_likely("temperature 2", both[1::2], [root / sum(roots) for root in roots])
+
+
+@check(4, "each row has filters of its own, and they look at temperature 1", "draw")
+def _() -> None:
+    settings = [
+        {"temperature": 2.0, "top_p": 0.6},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 1.0, "min_p": 0.45},
+    ]
+    tokens = drawn_tokens(settings)
+    equal("tokens under top_p = 0.6, temperature 2", {*tokens[0::3]}, {0, 1})
+    equal("tokens under top_k = 3", {*tokens[1::3]}, {0, 1, 2})
+    equal("tokens under min_p = 0.45", {*tokens[2::3]}, {0, 1, 2})
+    is_likely("top_k = 3", tokens[1::3], [p / 0.9 for p in (0.4, 0.3, 0.2)])
+
+
+@check(4, "a draw depends on seed and index, and not on slot or neighbours", "draw")
+def _() -> None:
+    warm = {"temperature": 1.0}
+    alone = drawn_tokens([warm])
+    equal("the tokens, asked for again", drawn_tokens([warm]), alone)
+    equal("the tokens, in other slots", drawn_tokens([warm], [*reversed(range(DRAWS))]), alone)
+    beside_others = drawn_tokens([warm, {"temperature": 1.0, "top_k": 1}, {}, {"min_p": 0.3}])
+    equal("the tokens beside others' settings", beside_others[0::4], alone[0::4])
+    equal("the tokens under top_k = 1", {*beside_others[1::4]}, {0})
+
+
+@check(4, "an engine with your sampler says the same for the same seed")
+def _() -> None:
+    with engine(slots=2) as ours:
+        prompt = ours.text.ask("Tell me a story about a fox.")
+        warm = Sampling(temperature=0.9, top_p=0.95, seed=7, max_tokens=12)
+        asks = [warm, warm, Sampling(temperature=0.9, seed=8, max_tokens=12)]
+        handles = [ours.submit(prompt, each) for each in asks]
+        run_all(ours)
+        one, same, other = [handle.tokens for handle in handles]
+    equal("the same seed's tokens", same, one)
+    if other == one:
+        raise Wrong("seed 8 says the same as seed 7")
+    tell(f"seed 7: {demo()[1].tokenizer.decode(one)!r}, twice")
+
+
+# --- engines ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine(slots: int, policy: str = "continuous", **options) -> Iterator[Engine]:
+    model, text = demo()
+    options = {"max_len": 128, "chunk": 32, "reuse": False, "guesses": 0} | options
+    ours = Engine(model, text, slots=slots, policy=policy, **options)
+    with ours:
+        yield ours
+
+
+def run_all(ours: Engine) -> None:
+    """Step until nothing is left."""
+    for _ in range(10 * STEPS):
+        worked = ours.step()
+        ours.check()
+        if not worked:
+            return
+    raise Wrong(f"after {10 * STEPS} steps, requests still run or wait")
+
+
+def ask(ours: Engine, prompt: str = SUM, max_tokens: int = 40) -> Handle:
+    return ours.submit(ours.text.ask(prompt), Sampling(max_tokens=max_tokens))
+
+
+def answers(ours: Engine, prompts: Iterable[str]) -> int:
+    """All at once. Returns how many steps were run."""
+    handles = {prompt: ask(ours, prompt) for prompt in prompts}
+    run_all(ours)
+    for prompt, handle in handles.items():
+        if handle.exception:
+            raise handle.exception
+        equal(f"the answer to {prompt!r}", handle.result().text, ANSWERS[prompt])
+    return ours.steps
+
+
+# --- a scheduler without a model ----------------------------------------------------------------
+
+
+class Tale(Story):
+    """A story whose slab is drawn, and which says in plain words what is wrong with it.
+
+    `slab[slot][row]` is the token whose key stands there: what the device would have written.
+    """
+
+    def __init__(self, *rest, **options):
+        super().__init__(*rest, **options)
+        self.fails: set[int] = set()  # requests whose rows are NaN, and whose tokens are -1
+
+    def submit(self, *rest, **options) -> sched.Request:
+        return super().submit(*rest, **({"shares": False} | options))
+
+    def write(self, plan: sched.Plan) -> None:
+        for slot, start, stop in plan.scrubs:
+            rows = self.rows[slot]
+            rows[start:stop] = [None] * len(rows[start:stop])
+        for chunk in plan.chunks:
+            request = chunk.request
+            who = f"step {plan.step}, prompt {name(request)}"
+            rows = self.rows[chunk.slot]
+            equal(f"{who}: the chunk's slot", chunk.slot, request.slot)
+            if chunk.start == 0 and "NaN" in rows:
+                raise Wrong(f"{who} begins in slot {chunk.slot}, in which rows of NaN are left")
+            before = rows[: chunk.start]
+            fails = request.id in self.fails
+            if not fails and before != list(request.prompt[: chunk.start]):
+                raise Wrong(
+                    f"{who}: the chunk begins at row {chunk.start}, but before it stand {before}"
+                )
+            piece = list(request.prompt[chunk.start : chunk.stop])
+            rows[chunk.start : chunk.stop] = ["NaN"] * len(piece) if fails else piece
+        for request, slot, position, _ in plan.decodes:
+            who = f"step {plan.step}, {name(request)}"
+            rows = self.rows[slot]
+            said = position - len(request.prompt)
+            right = len(request.prompt) + request.planned - 2  # the plan has counted this token
+            equal(f"{who}: the row of its newest token", position, right)
+            rows[position] = "NaN" if request.id in self.fails else self.says(request, said)
+
+    def run(self, plan: sched.Plan) -> list[int]:
+        cost = len(plan.decodes) + sum(chunk.cost for chunk in plan.chunks)
+        most = max(self.sched.budget, self.sched.chunk + len(plan.decodes))
+        if cost > most:
+            raise Wrong(f"step {plan.step} costs {cost}, but no step may cost more than {most}")
+        self.write(plan)
+        self.plans.append(plan)
+        said = []
+        for member in plan.emitters:
+            request = member.request
+            token = self.says(request, request.planned - 1)
+            said.append(-1 if request.id in self.fails else token)
+        return said
+
+    def accept(self, request: sched.Request, token: int) -> str | None:
+        if token < 0:
+            return "error"
+        said = self.tokens[request.id]
+        wanted = self.says(request, len(said))
+        if token != wanted:
+            raise Wrong(
+                f"{name(request)} was handed token {token}, and should get {wanted}, its {len(said) + 1}th"
+            )
+        equal(f"the tokens of {name(request)} so far", request.answer, [*said, token])
+        said.append(token)
+        return "stop" if len(said) == self.eos.get(request.id) else None
+
+    def drawn(self) -> list[str]:
+        """A line for each step, to the end."""
+        while self.step():
+            if len(self.plans) > STEPS:
+                shown = "\n  ".join(self.lines()[:6])
+                raise Wrong(f"after {STEPS} steps it has not ended; it begins\n  {shown}")
+        return self.lines()
+
+    def lines(self) -> list[str]:
+        lines = []
+        for plan in self.plans:
+            cells = [f"{name(c.request)}:{'p' if c.emits else 'P'}" for c in plan.chunks]
+            cells += [f"{name(d.request)}:d" for d in plan.decodes]
+            lines.append(f"{plan.step:>2} | {' '.join(sorted(cells))}")
+        return lines
+
+
+def timeline(text: str) -> list[str]:
+    """The lines of a drawing, as `Tale.lines` writes them."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    return [f"{line.partition(' ')[0]:>2} {line.partition(' ')[2]}" for line in lines]
+
+
+LETTERS = "timeline (p: a prompt's last chunk, P: any other, d: decode)"
+
+# --- 5: static batching -------------------------------------------------------------------------
+
+
+@check(5, "a batch is admitted, and the next one when all of it has ended", "_admit")
+def _() -> None:
+    tale = Tale(slots=2, policy="static")
+    for tokens in (2, 5, 2):
+        tale.submit(3, tokens)
+    wanted = timeline("""
+         1 | A:p B:p
+         2 | A:d B:d
+         3 | B:d
+         4 | B:d
+         5 | B:d
+         6 | C:p
+         7 | C:d
+    """)
+    beside(tale.drawn(), wanted, LETTERS)
+
+
+@check(
+    5,
+    "who is admitted has a slot of its own, a moment and a policy, and is in line no more",
+    "_admit",
+)
+def _() -> None:
+    tale = Tale(slots=2, policy="static")
+    first, second, third = [tale.submit(3, 2) for _ in range(3)]
+    tale.now = 5.0
+    admitted = tale.sched._admit(5.0)
+    equal("what _admit returns", [*admitted], [first, second])
+    equal("their slots", [first.slot, second.slot], [0, 1])
+    equal(
+        "their moment and policy", [(r.admitted, r.policy) for r in admitted], [(5.0, "static")] * 2
+    )
+    equal("those who run", [*tale.sched.running], [0, 1])
+    equal("those who wait", [*tale.sched.waiting], [2])
+    equal("the slot of one that waits", third.slot, None)
+
+
+def try_orders(orders: Sequence[Order], wanted: Sequence[dict[int, str]]) -> None:
+    """By step and slot: what is said."""
+    model, text = demo()
+    runner = Runner(model, Sizes(slots=3, max_len=128, chunk=32, budget=64))
+    for number, (order, said) in enumerate(zip(orders, wanted, strict=True), 1):
+        tokens, _ = runner.run(order).read()
+        if len(tokens) != 3:
+            raise Wrong(
+                f"order {number}: {len(tokens)} tokens came out, and should be one for each of 3 slots"
+            )
+        found = {slot: text.tokenizer.decode([t]) for slot, t in enumerate(tokens) if t >= 0}
+        equal(f"order {number}: what is said, by slot,", found, said)
+
+
+def order(
+    prefills: Sequence[Prefill] = (), decodes: Sequence[tuple[int, int]] = (), index=0
+) -> Order:
+    slots = [prefill.slot for prefill in prefills if prefill.asked]
+    slots += [slot for slot, _ in decodes]
+    picks = {slot: Pick(slot, Sampling(), 0, index) for slot in slots}
+    return Order((), tuple(prefills), tuple(decodes), picks)
+
+
+@check(
+    5, "prompts of different lengths go in side by side, then a token of each", "_forward, _choose"
+)
+def _() -> None:
+    _, text = demo()
+    one = tuple(text.ask(SUM))
+    two = tuple(text.ask("Count from 5 to 9."))
+    prompts = [Prefill(2, one, 0, None, True), Prefill(0, two, 0, None, True)]
+    rows = [(0, len(two)), (2, len(one))]
+    later = [(slot, row + 1) for slot, row in rows]
+    orders = [order(prompts), order((), rows, 1), order((), later, 2)]
+    try_orders(orders, [{0: "5", 2: "7"}, {0: ",", 2: " +"}, {0: " 6", 2: " 6"}])
+
+
+@check(
+    5,
+    "a chunk that does not end its prompt says nothing, and others decode beside it",
+    "_forward, _choose",
+)
+def _() -> None:
+    _, text = demo()
+    one = tuple(text.ask(SUM))
+    two = tuple(text.ask("Count from 5 to 9."))
+    orders = [
+        order([Prefill(1, one[:4], 0, None, False)]),
+        order([Prefill(0, two, 0, None, True), Prefill(1, one[4:7], 4, None, False)]),
+        order([Prefill(1, one[7:], 7, None, True)], [(0, len(two))]),
+    ]
+    try_orders(orders, [{}, {0: "5"}, {0: ",", 1: "7"}])
+
+
+@check(5, "six prompts, three at a time, have the answers that they have alone")
+def _() -> None:
+    with engine(slots=3, policy="static", run_ahead=False) as ours:
+        steps = answers(ours, ANSWERS)
+    with engine(slots=1, policy="serial", run_ahead=False) as ours:
+        alone = answers(ours, ANSWERS)
+    tell(f"six prompts: {alone} steps one at a time, {steps} in batches of three")
+
+
+# --- 6: slots, and continuous batching ----------------------------------------------------------
+
+
+@check(6, "the newest token goes into the row behind all before it", "next_row")
+def _() -> None:
+    request = sched.Request(1, (5, 6, 7), 10, 0.0)
+    for planned, row in ((1, 3), (2, 4), (9, 11)):
+        request.planned = planned
+        equal(f"next_row, behind a prompt of 3 with {planned} planned,", request.next_row, row)
+
+
+@check(6, "the timeline at the top of sched.py comes out", "plan, commit, finish")
+def _() -> None:
+    tale = Tale(slots=2)
+    for tokens in (3, 5, 2):
+        tale.submit(3, tokens)
+    wanted = timeline("""
+         1 | A:p B:p
+         2 | A:d B:d
+         3 | A:d B:d
+         4 | B:d C:p
+         5 | B:d C:d
+    """)
+    came = tale.drawn()
+    beside(came, wanted, LETTERS)
+    for line in came:
+        tell(line)
+
+
+@check(6, "answers end by themselves or at max_tokens, and one token may be all", "commit, plan")
+def _() -> None:
+    tale = Tale(slots=3, budget=20)
+    requests = [tale.submit(3, 9, eos=2), tale.submit(2, 1), tale.submit(4, 3), tale.submit(1, 2)]
+    wanted = timeline("""
+         1 | A:p B:p C:p
+         2 | A:d C:d D:p
+         3 | C:d D:d
+    """)
+    beside(tale.drawn(), wanted, LETTERS)
+    reasons = [request.finish_reason for request in requests]
+    equal("why they ended", reasons, ["stop", "length", "length", "length"])
+    if not all(request.ended for request in requests):
+        raise Wrong("a request has ended, and `ended` does not say when")
+
+
+@check(6, "a plan says who is admitted, what is blocked, and how many wait", "plan")
+def _() -> None:
+    tale = Tale(slots=2, policy="serial")
+    for _ in range(3):
+        tale.submit(3, 2)
+    plan = tale.sched.plan(4.0)
+    if plan is None:
+        raise Wrong("plan returned None, though three requests wait")
+    found = {
+        field: getattr(plan, field) for field in ("step", "at", "blocked", "waiting", "policy")
+    }
+    wanted = {"step": 1, "at": 4.0, "blocked": (1,), "waiting": 2, "policy": "serial"}
+    equal("the plan", found, wanted)
+    equal("those admitted", [name(r) for r in plan.admitted], ["A"])
+    equal("those who emit", [name(each.request) for each in plan.emitters], ["A"])
+    equal("what is planned when nobody is there", Tale().sched.plan(0.0), None)
+
+
+@check(6, "a request that is cancelled leaves the line, or its slot", "finish")
+def _() -> None:
+    tale = Tale(slots=1)
+    first, second, third = [tale.submit(3, 5) for _ in range(3)]
+    tale.step()
+    tale.sched.finish(second, "cancelled", 1.0)
+    tale.sched.finish(second, "error", 2.0)  # changes nothing
+    tale.sched.finish(first, "cancelled", 2.0)
+    equal("reasons", [first.finish_reason, second.finish_reason], ["cancelled"] * 2)
+    equal("the moment of the second's end", second.ended, 1.0)
+    equal("those who wait", [*tale.sched.waiting], [third.id])
+    wanted = timeline("""
+         1 | A:p
+         2 | C:p
+         3 | C:d
+         4 | C:d
+         5 | C:d
+         6 | C:d
+    """)
+    beside(tale.drawn(), wanted, LETTERS)
+
+
+@check(
+    6, "rows that may hold NaN are scrubbed before the next owner reads them", "_leave_slot, plan"
+)
+def _() -> None:
+    tale = Tale(slots=1, chunk=4)
+    failing = tale.submit(6, 4)
+    tale.fails.add(failing.id)
+    tale.submit(3, 3)
+    wanted = timeline("""
+         1 | A:P
+         2 | A:p
+         3 | B:p
+         4 | B:d
+         5 | B:d
+    """)
+    beside(tale.drawn(), wanted, LETTERS)
+    equal("why A ended", failing.finish_reason, "error")
+    # One is cancelled in mid-prompt: no token has shown that its rows are numbers
+    tale = Tale(slots=1, chunk=4)
+    first = tale.submit(9, 4)
+    tale.fails.add(first.id)
+    tale.step()
+    tale.sched.finish(first, "cancelled", 1.0)
+    tale.submit(2, 2)
+    beside(tale.drawn()[1:], timeline(" 2 | B:p\n 3 | B:d"), LETTERS)
+
+
+@check(6, "many requests at random moments: every plan keeps every invariant")
+def _() -> None:
+    for seed in range(40):
+        dice = random.Random(seed)
+        tale = Tale(
+            slots=dice.randint(1, 4), chunk=dice.choice((2, 4, 8)), budget=dice.randint(1, 20)
+        )
+        left = 12
+        open_ones: list[sched.Request] = []
+        while left or tale.sched.running or tale.sched.waiting:
+            if left and dice.random() < 0.5:
+                left -= 1
+                eos = dice.choice((None, dice.randint(1, 9)))
+                request = tale.submit(dice.randint(1, 20), dice.randint(1, 9), eos=eos)
+                if dice.random() < 0.15:
+                    tale.fails.add(request.id)
+                open_ones.append(request)
+            if open_ones and dice.random() < 0.1:
+                tale.sched.finish(
+                    open_ones.pop(dice.randrange(len(open_ones))), "cancelled", tale.now
+                )
+            tale.step()
+            if len(tale.plans) > STEPS:
+                raise Wrong(f"seed {seed}: after {STEPS} steps requests still run or wait")
+
+
+@check(6, "six prompts in two slots: the same answers, in fewer steps")
+def _() -> None:
+    with engine(slots=2, policy="static", run_ahead=False) as ours:
+        batches = answers(ours, ANSWERS)
+    with engine(slots=2, run_ahead=False) as ours:
+        steps = answers(ours, ANSWERS)
+    tell(
+        f"six prompts in two slots: {batches} steps in batches, {steps} if a free slot is taken at once"
+    )
+
+
+# --- 7: chunks under a budget -------------------------------------------------------------------
+
+
+def cuts(tale: Tale) -> list[str]:
+    lines = []
+    for plan in tale.plans:
+        cells = [f"{name(c.request)}[{c.start}:{c.stop}]" for c in plan.chunks]
+        cells += [f"{name(d.request)}:d" for d in plan.decodes]
+        lines.append(f"{plan.step:>2} | {' '.join(cells)}")
+    return lines
+
+
+def try_cuts(asks: Sequence[tuple[int, int]], wanted: str, what: str, **options) -> Tale:
+    tale = Tale(**options)
+    for prompt, tokens in asks:
+        tale.submit(prompt, tokens)
+    tale.drawn()
+    beside(cuts(tale), timeline(wanted), f"{what} (A[0:4]: rows 0 to 3 of A's prompt)")
+    for plan in tale.plans:
+        for chunk in plan.chunks:
+            is_last = chunk.stop == len(chunk.request.prompt)
+            equal(f"step {plan.step}, {name(chunk.request)}: `emits`", chunk.emits, is_last)
+    return tale
+
+
+@check(7, "a prompt is cut into chunks, and the others decode beside it")
+def _() -> None:
+    wanted = """
+         1 | A[0:2] B[0:4]
+         2 | B[4:8] A:d
+         3 | B[8:11] A:d
+         4 | A:d B:d
+         5 | A:d
+    """
+    try_cuts([(2, 5), (11, 2)], wanted, "chunks of 4, a budget of 8", slots=2, chunk=4, budget=8)
+
+
+@check(7, "the last chunk is cut where the budget ends, and nobody overtakes")
+def _() -> None:
+    wanted = """
+         1 | A[0:4] B[0:2]
+         2 | A[4:6] B[2:6]
+         3 | B[6:7] C[0:4] A:d
+         4 | C[4:5] B:d
+         5 | C:d
+    """
+    asks = [(6, 2), (7, 2), (5, 2)]
+    tale = try_cuts(asks, wanted, "chunks of 4, a budget of 6", slots=3, chunk=4, budget=6)
+    held = [[name(r) for r in plan.held] for plan in tale.plans]
+    equal("who has no chunk in a step", held, [["C"], ["C"], [], [], []])
+
+
+@check(7, "one whole chunk is let in, however many decode")
+def _() -> None:
+    wanted = """
+         1 | A[0:1] B[0:1] C[0:1]
+         2 | D[0:3] A:d B:d C:d
+         3 | D[3:5] A:d B:d C:d
+         4 | A:d B:d C:d D:d
+    """
+    asks = [(1, 4), (1, 4), (1, 4), (5, 2)]
+    options = {"slots": 4, "chunk": 3, "budget": 2}
+    tale = Tale(**options)
+    for prompt, tokens in asks[:3]:
+        tale.submit(prompt, tokens)
+    tale.step()
+    tale.submit(*asks[3])
+    tale.drawn()
+    beside(cuts(tale), timeline(wanted), "chunks of 3, a budget of 2")
+
+
+@check(7, "a token takes its price of the budget")
+def _() -> None:
+    def price(row: int, chunk: int) -> float:
+        return 1.0 if row < 4 else 1.6
+
+    wanted = """
+         1 | A[0:4] B[0:4]
+         2 | A[4:6] B[4:6]
+         3 | A[6:8] B[6:8]
+    """
+    options = {"slots": 2, "chunk": 4, "budget": 8, "price": price}
+    tale = try_cuts([(8, 1), (8, 1)], wanted, "a token costs 1.6 from row 4 on", **options)
+    costs = [[chunk.cost for chunk in plan.chunks] for plan in tale.plans]
+    equal("what the chunks cost", costs, [[4, 4], [4, 4], [4, 4]])
+
+
+@check(7, "who begins later has no chunk yet")
+def _() -> None:
+    tale = Tale(slots=2)
+    tale.submit(3, 1).begins = 3
+    tale.submit(3, 3)
+    wanted = timeline("""
+         1 | B:p
+         2 | B:d
+         3 | A:p B:d
+    """)
+    beside(tale.drawn(), wanted, LETTERS)
+
+
+@check(7, "a long prompt in chunks says what it says as a whole")
+def _() -> None:
+    said = []
+    for chunk in (32, 128):
+        with engine(slots=2, max_len=384, chunk=chunk, budget=chunk + 8, run_ahead=False) as ours:
+            story = (
+                "Once there was a fox. The fox was kind, and went to the lake with a lantern. " * 8
+            )
+            long = ask(ours, story + SUM, max_tokens=12)
+            short = ask(ours)
+            run_all(ours)
+            for handle in (long, short):
+                if handle.exception:
+                    raise handle.exception
+            most = 0
+            for step in ours.snapshot().steps:
+                read = sum(stop - start for _, _, start, stop in step.prefill)
+                most = max(most, read + len(step.decode))
+            said.append((long.tokens, short.result().text))
+            tell(
+                f"{len(long.request.prompt)} tokens in chunks of {chunk}: {most} tokens in a step at most"
+            )
+    equal("the answers", said[0], said[1])
+    equal("the short one's", said[0][1], ANSWERS[SUM])
+
+
+# --- 8: run-ahead -------------------------------------------------------------------------------
+
+
+class Diary(Runner):
+    """A runner that writes down when steps are started, and when they are read."""
+
+    def __init__(self, *rest):
+        super().__init__(*rest)
+        self.lines: list[str] = []
+
+    def finish(self, begun, masks=None):
+        flight = super().finish(begun, masks)
+        number = 1 + sum(line.startswith("start") for line in self.lines)
+        self.lines.append(f"start {number}")
+        return Page(flight, self.lines, number)
+
+
+class Page:
+    def __init__(self, flight, lines: list[str], number: int):
+        self.flight = flight
+        self.lines = lines
+        self.number = number
+
+    def read(self):
+        self.lines.append(f"read {self.number}")
+        return self.flight.read()
+
+    def __getattr__(self, name: str):
+        return getattr(self.flight, name)
+
+
+def diary(run_ahead: bool, hurries: bool) -> list[str]:
+    model, text = demo()
+    sizes = Sizes(slots=2, max_len=128, chunk=32, budget=64)
+    runner = Diary(model, sizes)
+    ours = Engine(
+        model, text, sizes=sizes, runner=runner, run_ahead=run_ahead, reuse=False, guesses=0
+    )
+    with ours:
+        ours.hurries = hurries
+        handle = ask(ours, max_tokens=4)
+        run_all(ours)
+        if handle.exception:
+            raise handle.exception
+        equal("its tokens", len(handle.tokens), 4)
+    return runner.lines
+
+
+@check(8, "without run-ahead, a step is read before the next one starts", "_may_fly, step")
+def _() -> None:
+    wanted = [f"{what} {step}" for step in range(1, 5) for what in ("start", "read")]
+    beside(diary(run_ahead=False, hurries=False), wanted, "starts and reads of four steps")
+
+
+@check(
+    8, "with run-ahead, the next step starts before the last one is read", "_may_fly, step, finish"
+)
+def _() -> None:
+    wanted = ["start 1", "start 2", "read 1", "start 3", "read 2", "start 4", "read 3", "read 4"]
+    beside(diary(run_ahead=True, hurries=False), wanted, "starts and reads of four steps")
+
+
+@check(8, "a first token is read at once, where the engine hurries", "_may_fly")
+def _() -> None:
+    wanted = ["start 1", "read 1", "start 2", "start 3", "read 2", "start 4", "read 3", "read 4"]
+    beside(diary(run_ahead=True, hurries=True), wanted, "starts and reads of four steps")
+
+
+@check(8, "a flight holds what was asked of it: tokens, and -1 for the others", "finish")
+def _() -> None:
+    model, text = demo()
+    runner = Runner(model, Sizes(slots=3, max_len=128, chunk=32, budget=64))
+    ids = tuple(text.ask(SUM))
+    flight = runner.run(order([Prefill(1, ids, 0, None, True)]))
+    tokens, _ = flight.read()
+    equal("slots without a token", [tokens[0], tokens[2]], [-1, -1])
+    newest = runner._newest.tolist()
+    equal("the newest tokens on the device", newest, [0, tokens[1], 0])
+    times = (flight.build_s, flight.device_s, flight.wait_s)
+    if not all(isinstance(each, float) and each >= 0 for each in times):
+        raise Wrong(f"build_s, device_s and wait_s are {times}; each is a time")
+
+
+@check(8, "a ghost's token is dropped, and its row harms nobody")
+def _() -> None:
+    tale = Tale(slots=1, lag=1)
+    first = tale.submit(3, 9, eos=2)
+    tale.submit(3, 2)
+    wanted = timeline("""
+         1 | A:p
+         2 | A:d
+         3 | A:d
+         4 | B:p
+         5 | B:d
+    """)
+    beside(
+        tale.drawn(), wanted, f"{LETTERS}; A ends with its 2nd token, and runs once more as a ghost"
+    )
+    equal("what A said", len(first.answer), 2)
+    # A ghost whose numbers are not finite
+    tale = Tale(slots=1, lag=1)
+    tale.fails.add(tale.submit(3, 9).id)
+    tale.submit(2, 2)
+    tale.drawn()
+
+
+@check(8, "a step that fails ends its requests, and the engine goes on", "step")
+def _() -> None:
+    before = LOG.disabled
+    LOG.disabled = True  # else the traceback, which belongs to the check, would be shown
+    try:
+        with engine(slots=2) as ours:
+            run = ours.runner.begin
+
+            def fail(order: Order):
+                raise ZeroDivisionError("planted by the check")
+
+            ours.runner.begin = fail
+            handle = ask(ours)
+            try:
+                worked = ours.step()
+            except ZeroDivisionError:
+                raise Wrong(
+                    "an exception in a step came out of Engine.step: tell self._fail of it"
+                ) from None
+            equal("what step returns after a failure", worked, True)
+            equal("why the request ended", handle.finish_reason, "error")
+            ours.runner.begin = run
+            answers(ours, [SUM])
+            ours.runner.begin = partial(leave, run)
+            ask(ours)
+            try:
+                ours.step()
+            except SystemExit:
+                return
+            raise Wrong("SystemExit is for the whole program: raise it again, after self._fail")
+    finally:
+        LOG.disabled = before
+
+
+def leave(run: Callable, order: Order):
+    raise SystemExit(3)
+
+
+@check(8, "`plan=False` plans nothing, and what is in flight is read", "step")
+def _() -> None:
+    with engine(slots=1) as ours:
+        ours.hurries = False
+        handle = ask(ours)
+        ours.step()
+        ours.step(plan=False)
+        equal("tokens that were read", len(handle.tokens), 1)
+        equal("what an idle step returns", ours.step(plan=False), False)
+        run_all(ours)
+
+
+@check(8, "in company each answer is the one that it has alone")
+def _() -> None:
+    dice = random.Random(3)
+    asks = []
+    for number in range(18):
+        settings = {} if number % 3 else {"temperature": 0.8, "seed": number}
+        ids = [dice.randrange(5, 1500) for _ in range(dice.randint(1, 60))]
+        asks.append(
+            (ids, Sampling(max_tokens=dice.randint(1, 10), ignore_eos=True, logprobs=3, **settings))
+        )
+    with engine(slots=5, budget=48) as ours:
+        handles = [ours.submit(*ask) for ask in asks]
+        run_all(ours)
+        together = [(handle.tokens, handle.logprobs, handle.exception) for handle in handles]
+    same_bits = 0
+    for number, (ask, (tokens, numbers, exception)) in enumerate(zip(asks, together, strict=True)):
+        if exception:
+            raise exception
+        with engine(slots=1, policy="serial", run_ahead=False) as ours:
+            alone = ours.submit(*ask)
+            run_all(ours)
+        equal(
+            f"request {number}, of {len(ask[0])} tokens: its answer in company",
+            tokens,
+            alone.tokens,
+        )
+        same_bits += numbers == alone.logprobs
+    tell(
+        f"{len(asks)} answers in company and alone: the same tokens, {same_bits} with the same bits"
+    )
+
+
+# --- running them -------------------------------------------------------------------------------
+
+
+def trouble(stage: int) -> tuple[Check, Exception] | None:
+    """The first check of a stage that fails, and why; None if all pass. Ends at the first, since the
+    others often fail for the same reason."""
+    told.clear()
+    for each in CHECKS[stage]:
+        try:
+            each.function()
+        except Exception as error:
+            return each, error
+    return None
