@@ -70,9 +70,14 @@ def functions(text: str) -> dict[str, Function]:
 
 
 def blanks(text: str) -> dict[str, int]:
-    """The functions that are still blank, and the stage of each."""
+    """The functions that are still blank, and the stage of each. (None of a file that is no Python:
+    whoever imports it is told.)"""
+    try:
+        nodes = functions(text)
+    except SyntaxError:
+        return {}
     found = {}
-    for name, node in functions(text).items():
+    for name, node in nodes.items():
         body = node.body[1:] if ast.get_docstring(node) is not None else node.body
         if len(body) == 1 and isinstance(body[0], ast.Raise):
             said = re.match(

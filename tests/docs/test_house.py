@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "parts/ranks/*": "parts/api/views parts/device/*",
     "parts/model/*": "parts/api/views parts/ranks/* parts/device/*",
     "parts/bill": "parts/api/views",
+    "parts/book": "",
     "parts/clock": "parts/api/views parts/replay policies sched",
     "parts/checks": "",
     "parts/dialogue": "parts/text/speech",
@@ -61,7 +62,7 @@ MAY_IMPORT = {
     "bench": "measure/* parts/* policies",
     "verify": "nanobatch policies parts/*",
 }
-ANY_FILE_MAY_IMPORT = "parts/checks parts/files parts/program"
+ANY_FILE_MAY_IMPORT = "parts/book parts/checks parts/files parts/program"
 # What a program imports inside a function: `tui.py` shows a frame, and `serve.py` binds its port,
 # before MLX is loaded.
 INSIDE_A_FUNCTION = {"serve": "nanobatch", "tui": "nanobatch"}
@@ -86,12 +87,13 @@ SCREEN = """
 """
 SCREEN_MAY_IMPORT = """parts/api/* parts/bill parts/clock parts/price parts/replay parts/device/cores
     parts/text/speech door/journal door/wire sched policies"""
-WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/checks parts/clock parts/dialogue
-    parts/files parts/guess parts/price parts/program parts/replay parts/text/* door/* screen/* serve tui"""
+WITHOUT_MLX = """sched policies prefix parts/api/* parts/bill parts/book parts/checks parts/clock
+    parts/dialogue parts/files parts/guess parts/price parts/program parts/replay parts/text/* door/* screen/* serve tui"""
 STANDARD_LIBRARY = {
     "sched": "",
     "policies": "",
     "prefix": "",
+    "parts/book": "",
     "parts/checks": "",
     "parts/files": "",
     "parts/guess": "",

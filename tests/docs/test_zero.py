@@ -1,0 +1,368 @@
+"""The blank book of docs/zero: each stage passes on the full book, and says what is wrong with
+another one.
+
+The checks of a stage are run in this process, on our chapters, into which other code is put and
+taken out again. `NANOBATCH_ZERO=all` also tries each function by itself, and each mistake as a
+reader meets it: with `check.py`, in processes of their own.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from measure.plan import read_rival
+from parts import book
+
+ROOT = Path(__file__).parents[2]
+ZERO = ROOT / "docs" / "zero"
+FIRST = ROOT / "tests" / "lib" / "firstbook.py"
+sys.path.append(str(ZERO))
+
+import check  # noqa: E402
+import checks  # noqa: E402
+import start  # noqa: E402
+from stages import STAGES, tasks  # noqa: E402
+
+EVERYTHING = os.environ.get("NANOBATCH_ZERO") == "all"
+CHAPTER = {name.rpartition(".")[2]: name for name in book.CHAPTERS}
+
+
+@contextmanager
+def put(names: Sequence[str], file: Path) -> Iterator[None]:
+    """Inside, these functions of ours ("kv.Window.write") have the code of this file."""
+    before = []
+    try:
+        for name in names:
+            chapter, _, function = name.partition(".")
+            module = import_module(CHAPTER[chapter])
+            ours = book.function_of(module, function)
+            before.append((ours, ours.__code__))
+            book.stand_in(module, [function], file)
+        yield
+    finally:
+        for ours, code in before:
+            ours.__code__ = code
+
+
+class Mistake(NamedTuple):
+    stage: int  # that names it
+    name: str  # of the function
+    right: str  # in `firstbook.py`
+    wrong: str
+    says: str  # what the stage says of it
+
+
+MISTAKES = [
+    Mistake(1, "llama.attention", " / Dh**0.5", "", "not divided by sqrt"),
+    Mistake(1, "llama.attention", " + mask", "", "the mask is not added"),
+    Mistake(
+        2, "rope.rope_angles", "positions.res", "(positions + 1).res", "position 0 is not turned"
+    ),
+    Mistake(2, "ops.rms_norm", " + eps", "", "a norm gives each row"),
+    Mistake(
+        3, "kv.Window._seen", "rows <= at", "rows <= at + 1", "a token sees itself and all before"
+    ),
+    Mistake(3, "kv.Window.write", "[slot, :, rows] = k", "[0, :, rows] = k", "lands in its slot"),
+    Mistake(
+        4, "sampling.draw", "uniform(pick.seed", "uniform(pick.slot", "not on slot or neighbours"
+    ),
+    Mistake(4, "sampling.keep_first", " - shares", "", "top_k keeps"),
+    Mistake(4, "sampling.land", "mx.minimum(place, last)", "place", "never on a weight of 0"),
+    Mistake(5, "nanobatch.Runner._forward", "(count - 1)", "(0)", "side by side"),
+    Mistake(5, "sched.Scheduler._admit", "[:room]", "[: len(free)]", "when all of it has ended"),
+    Mistake(6, "sched.Request.next_row", " - 1", "", "the row behind all before it"),
+    Mistake(
+        6, "sched.Scheduler._leave_slot", "(0, self.max_len)", "(0, 0)", "rows of NaN are left"
+    ),
+    Mistake(6, "sched.Scheduler.commit", "== request.max", "> request.max", "timeline"),
+    Mistake(7, "sched.Scheduler._chunks", "left -= cost", "pass", "costs"),
+    Mistake(
+        7, "sched.Scheduler._chunks", "max(left, self.chunk)", "left", "one whole chunk is let in"
+    ),
+    Mistake(
+        8, "sched.Scheduler.commit", "if request.finish_reason:", "if False:", "a ghost's token"
+    ),
+    Mistake(
+        8, "nanobatch.Engine._may_fly", "return 1", "return 0", "starts before the last one is"
+    ),
+    Mistake(
+        8, "nanobatch.Runner.finish", "tokens < 0", "tokens < -1", "newest tokens on the device"
+    ),
+    Mistake(8, "nanobatch.Engine.step", "self._fail(error)", "raise", "came out of Engine.step"),
+]
+
+
+def with_mistake(mistake: Mistake, text: str, name: str) -> str:
+    """This text, with the mistake in this function."""
+    lines = text.splitlines(keepends=True)
+    node = book.functions(text)[name]
+    body = "".join(lines[node.lineno - 1 : node.end_lineno])
+    assert mistake.right in body, f"{mistake.name} has no {mistake.right!r} any more"
+    lines[node.lineno - 1 : node.end_lineno] = [body.replace(mistake.right, mistake.wrong)]
+    return "".join(lines)
+
+
+def verdict(stage: int) -> str:
+    """What the checks of a stage say; empty if all pass."""
+    found = checks.trouble(stage)
+    return f"{found[0].says}: {found[1]!r}".replace("\\n", "\n") if found else ""
+
+
+def names_of(stage: int) -> list[str]:
+    return [task.name for task in STAGES[stage - 1].tasks]
+
+
+# --- the blank book -----------------------------------------------------------------------------
+
+
+def without_bodies(text: str, names: Sequence[str]) -> str:
+    """A chapter's code, in which these functions have no body."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            node.body = [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def test_the_blank_book_is_ours_but_for_the_bodies_that_are_to_be_written():
+    """A name that has gone, or a check of bounds that was blanked, would be seen here."""
+    wanted = tasks()
+    written = start.blank_book()
+    assert sum(map(len, wanted.values())) >= 25 and len(written) == len(wanted)
+    for name, text in written.items():
+        chapter = name.removesuffix(".py")
+        assert book.blanks(text).keys() == wanted[chapter].keys()
+        ours = book.our_file(CHAPTER[chapter]).read_text()
+        if chapter == "nanobatch":
+            for switch, off in start.SWITCHES.items():
+                ours = re.sub(switch, off, ours, count=1)
+        short = [function.rpartition(".")[2] for function in wanted[chapter]]
+        assert without_bodies(text, short) == without_bodies(ours, short)
+    assert "start <= slab.length - L" in written["kv.py"]
+    assert "reuse: bool = False" in written["nanobatch.py"]
+
+
+def test_a_later_stage_can_be_begun_with():
+    written = start.blank_book(first=6)
+    left = [stage for text in written.values() for stage in book.blanks(text).values()]
+    assert sorted(left) == [6] * 5 + [7] + [8] * 3
+
+
+def test_every_function_that_is_to_be_written_has_three_hints_and_a_check():
+    for stage in STAGES:
+        assert stage.minutes <= 60
+        about = {name for each in checks.CHECKS[stage.number] for name in each.about.split(", ")}
+        for task in stage.tasks:
+            assert task.does.strip() and all(hint.strip() for hint in task.hints)
+            assert task.name.rpartition(".")[2] in about or len(stage.tasks) == 1, task.name
+        names = {task.name.rpartition(".")[2] for task in stage.tasks}
+        assert about - {""} <= names
+    assert [stage.number for stage in STAGES] == [*checks.CHECKS] == list(range(1, 9))
+
+
+# --- the checks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", range(1, 9))
+def test_a_stage_passes_on_our_book_and_on_a_simple_one_and_fails_on_a_blank_one(stage, tmp_path):
+    """Whoever writes otherwise than we do must pass, too."""
+    assert not verdict(stage)
+    with put(names_of(stage), FIRST):
+        assert not verdict(stage)
+    assert len(checks.told) > 0 or stage == 7
+    empty = tmp_path / "blank.py"
+    empty.write_text("\n".join(start.blank_book().values()).replace("from __future__ import", "# "))
+    each = [[name] for name in names_of(stage)] if EVERYTHING else [names_of(stage)]
+    for names in each:
+        with put(names, empty):
+            assert f"stage {stage}: " in verdict(stage), names
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: f"{m.stage}-{m.name}-{m.right}")
+def test_a_plausible_mistake_is_named_by_its_stage(mistake, tmp_path):
+    file = tmp_path / "wrong.py"
+    file.write_text(with_mistake(mistake, FIRST.read_text(), mistake.name.partition(".")[2]))
+    with put([mistake.name], file):
+        assert mistake.says in verdict(mistake.stage)
+
+
+# --- as a reader meets them ---------------------------------------------------------------------
+
+
+def run(*command: object, **options) -> subprocess.CompletedProcess:
+    words = [sys.executable, *map(str, command)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600, **options)
+
+
+def full_book(folder: Path) -> Path:
+    folder.mkdir()
+    for chapter in tasks():
+        shutil.copy(book.our_file(CHAPTER[chapter]), folder)
+    return folder
+
+
+def change(folder: Path, name: str, right: str, wrong: str) -> None:
+    chapter, _, function = name.partition(".")
+    file = folder / f"{chapter}.py"
+    file.write_text(with_mistake(Mistake(0, name, right, wrong, ""), file.read_text(), function))
+
+
+def test_a_blank_book_is_made_once_and_check_says_what_is_blank(tmp_path):
+    folder = tmp_path / "mine"
+    assert run(ZERO / "start.py", folder).returncode == 0
+    again = run(ZERO / "start.py", folder)
+    assert again.returncode == 2 and "is there already; name another folder" in again.stderr
+    said = run(ZERO / "check.py", folder)
+    assert said.returncode == 1 and "llama.py, attention is blank" in said.stdout
+    hint = run(ZERO / "check.py", folder, "--hint", 3)
+    assert "llama.attention, hint 3 of 3:" in hint.stdout and "scores = q @" in hint.stdout
+    assert (folder / ".gitignore").read_text() == "*\n"
+
+
+def test_a_mistake_of_a_later_stage_does_not_show_in_an_earlier_one_and_its_line_is_named(tmp_path):
+    folder = full_book(tmp_path / "mine")
+    change(
+        folder, "sched.Scheduler.plan", "admitted = self._admit(now)", "admitted = self._admit(new)"
+    )
+    before = run(ZERO / "check.py", folder, 5)
+    assert before.returncode == 0, before.stdout + before.stderr
+    said = run(ZERO / "check.py", folder, 6)
+    assert said.returncode == 1 and "sched.py, line" in said.stdout and "in plan" in said.stdout
+    assert "NameError: name 'new' is not defined" in said.stdout
+    assert "Traceback" not in said.stdout + said.stderr
+
+
+def test_a_crash_and_an_endless_loop_are_a_line_each(tmp_path, monkeypatch, capsys):
+    """A wrong index is no exception in MLX: the process may die of it."""
+    folder = full_book(tmp_path / "mine")
+    change(folder, "kv.Window.read", "return k, v", "import os; os.kill(os.getpid(), 11)")
+    assert not check.show_book(str(folder), [STAGES[2]], None, trace=False)
+    said = capsys.readouterr().out
+    assert "the process crashed (signal 11)" in said and re.search(
+        r"kv.py, line \d+, in read", said
+    )
+    change(folder, "sched.Scheduler._chunks", "left = max(left, self.chunk)", "while True: pass")
+    monkeypatch.setenv("NANOBATCH_ZERO_LIMIT", "3")
+    assert not check.show_book(str(folder), [STAGES[6]], None, trace=False)
+    said = capsys.readouterr().out
+    assert "no end after 3 s: an endless loop?" in said
+    assert re.search(r"sched.py, line \d+, in _chunks", said)
+
+
+def test_a_book_that_cannot_be_imported_says_where(tmp_path):
+    folder = full_book(tmp_path / "mine")
+    (folder / "kv.py").write_text("import math\n\ndef write(:\n")
+    said = run(ZERO / "check.py", folder, 3)
+    assert said.returncode == 1 and "SyntaxError" in said.stdout and "kv.py" in said.stdout
+
+
+def test_a_teacher_sees_who_is_where(tmp_path, capsys):
+    anna = tmp_path / "anna"
+    ben = tmp_path / "ben"
+    start.main([str(anna)])
+    start.main([str(ben), "--from", "2"])
+    capsys.readouterr()
+    assert check.main([str(anna), str(ben)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "········  at stage 1, one token says something: 0 of 3 written" in first
+    assert "■·······  at stage 2" in second
+
+
+@pytest.mark.skipif(
+    not EVERYTHING, reason="NANOBATCH_ZERO=all: a process for each stage and mistake"
+)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: f"{m.stage}-{m.name}-{m.right}")
+def test_check_finds_each_mistake_in_the_stage_that_should_name_it(mistake, tmp_path):
+    """The first stage that fails, in a whole book of simple functions."""
+    folder = tmp_path / "mine"
+    start.main([str(folder)])
+    text = FIRST.read_text()
+    for chapter, functions in tasks().items():
+        file = folder / f"{chapter}.py"
+        for name in functions:
+            file.write_text(with_body(file.read_text(), text, name))
+    assert not dict(book.Book(folder).blanks())
+    chapter, _, name = mistake.name.partition(".")
+    file = folder / f"{chapter}.py"
+    file.write_text(with_mistake(mistake, file.read_text(), name))
+    said = run(ZERO / "check.py", folder).stdout
+    stage = STAGES[mistake.stage - 1]
+    assert f"stage {stage.number}, {stage.name}: not right yet" in said, said
+    assert said.count("not right yet") == 1
+
+
+def with_body(text: str, other: str, name: str) -> str:
+    """A chapter, in which a blank function has the body of another file."""
+    lines = text.splitlines(keepends=True)
+    node = book.functions(text)[name]
+    theirs = book.functions(other)[name]
+    body = other.splitlines(keepends=True)[theirs.body[0].lineno - 1 : theirs.end_lineno]
+    lines[node.end_lineno - 1 : node.end_lineno] = body
+    return "".join(lines)
+
+
+# --- programs run another book ------------------------------------------------------------------
+
+
+def test_a_program_runs_another_book_says_so_and_goes_on_after_a_mistake_in_it(tmp_path):
+    """`forward` fails for the longest prompt: the traceback names the reader's line."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    text = book.our_file("llama").read_text()
+    wrong = "assert ids.size < 13, 'a mistake in mine'\n    x = model.table.embed(ids)  # (N, D)"
+    text = text.replace("x = model.table.embed(ids)  # (N, D)", wrong)
+    blank = {"attention": tasks()["llama"]["attention"]}
+    (folder / "llama.py").write_text(start.blank(text, blank))
+    said = run(
+        "ask.py",
+        "--book",
+        folder,
+        "--slots",
+        1,
+        "What is 17 + 6?",
+        "Tell me a very short story about an owl.",
+        "Spell cat.",
+    )
+    assert said.returncode == 1
+    assert "book mine (still blank: 1 function of stage 1; ours stand in)" in said.stderr
+    assert f'File "{folder}/llama.py", line ' in said.stderr and "a mistake in mine" in said.stderr
+    assert "17 + 6 = 23" in said.stdout and "c-a-t" in said.stdout
+    wrong = run("ask.py", "--book", tmp_path / "none", "hi")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+    assert "start.py mine makes one" in wrong.stderr
+
+
+def test_of_another_book_no_bits_are_promised_and_its_screen_and_benchmark_know_it(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(ROOT / "kv.py", folder)
+    code = """
+import sys
+from parts import book
+book.open_book(sys.argv[1])
+from nanobatch import Engine
+import kv
+with Engine.load("demo", slots=1, max_len=64) as engine:
+    print(kv.__file__, engine.exact, engine.summary.rpartition("; ")[2])
+"""
+    said = run("-c", code, folder)
+    file, exact, *named = said.stdout.split()
+    assert (file, exact) == (str(folder / "kv.py"), "False"), said.stderr
+    assert " ".join(named).endswith(", book mine")
+    column = read_rival(str(folder), "continuous")
+    assert (column.checkout, column.environment) == (None, {"NANOBATCH_BOOK": str(folder)})
+    assert read_rival(str(ROOT), "continuous").environment == {"NANOBATCH_BOOK": ""}
+    log = run(
+        "tui.py", "--book", folder, "--plain", "--script", "burst2 wait", stdin=subprocess.DEVNULL
+    )
+    assert "nanobatch: book mine\n" in log.stderr and log.returncode == 0, log.stderr

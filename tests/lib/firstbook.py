@@ -1,0 +1,365 @@
+"""A first book: the functions of docs/zero, each as simple as can be, written from the blank book alone.
+
+A test puts them into our chapters: whoever writes otherwise than we do must pass, too. The names
+that they use stand in those chapters.
+"""
+# ruff: noqa: F821, B905, RUF059
+
+
+# --- llama.py ---
+
+
+def forward(model, ids, windows, asked):
+    positions = mx.concatenate([window.positions for window in windows])
+    x = model.table.embed(ids)
+    for layer in model.layers:
+        turn = turning(model.kinds[layer.kind], positions)
+        q, k, v = heads(model, layer, layer.attn_norm(x), turn)
+        x = x + layer.out(attend(model, layer, q, k, v, windows))
+        x = x + layer.mlp(layer.mlp_norm(x))
+    return model.head(model.norm(only(x, asked)))
+
+
+def heads(model, layer, x, turn):
+    c = model.config
+    qkv = layer.qkv(x).reshape(-1, c.H + 2 * c.Hkv, c.Dh)
+    qk = qkv[:, : c.H + c.Hkv]
+    v = qkv[:, c.H + c.Hkv :]
+    qk = turn(layer.qk_norm(qk))
+    return qk[:, : c.H], qk[:, c.H :], v
+
+
+def attend(model, layer, q, k, v, windows):
+    kind = model.kinds[layer.kind]
+    at = 0
+    for window in windows:
+        size = window.B * window.L
+        window.write(layer.index, k[at : at + size], v[at : at + size])
+        at += size
+    at = 0
+    sums = []
+    for window in windows:
+        for look in window.looks(kind.span, kind.has_kernel, model.config.H):
+            size = look.B * window.L
+            keys, values = window.read(layer.index, look)
+            sums.append(attention(q[at : at + size], keys, values, look.mask, kind))
+            at += size
+    read = mx.concatenate(sums)
+    windows[0].slab.last_read = read
+    return read
+
+
+def attention(q, k, v, mask, kind):
+    count, H, Dh = q.shape
+    B, Hkv, T, _ = k.shape
+    L = count // B
+    G = H // Hkv
+    q = q.reshape(B, L, H, Dh).transpose(0, 2, 1, 3)  # (B, H, L, Dh)
+    k = mx.repeat(k, G, axis=1)
+    v = mx.repeat(v, G, axis=1)
+    scores = q @ k.transpose(0, 1, 3, 2) / Dh**0.5 + mask
+    weights = softmax(scores)
+    sums = weights @ v
+    return sums.transpose(0, 2, 1, 3).reshape(count, H * Dh)
+
+
+# --- ops.py ---
+
+
+def swiglu(gate_up):
+    half = gate_up.shape[-1] // 2
+    gate = gate_up[..., :half]
+    return gate * mx.sigmoid(gate) * gate_up[..., half:]
+
+
+def rms_norm(weight, eps):
+    def norm(x):
+        return x * weight / mx.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
+
+    return norm
+
+
+# --- rope.py ---
+
+
+def rotate(x, cos, sin):
+    half = x.shape[-1] // 2
+    swapped = mx.concatenate([x[..., half:], x[..., :half]], axis=-1)
+    return x * cos + swapped * sin
+
+
+def rope_angles(kind, positions):
+    angles = positions.reshape(-1, 1, 1) * kind.frequencies
+    return both_of_a_plane(mx.cos(angles), mx.sin(angles))
+
+
+# --- kv.py ---
+
+
+class Window:
+    def write(self, layer, k, v):
+        for i, (slot, start) in enumerate(zip(self.slots, self.starts)):
+            mine = slice(i * self.L, (i + 1) * self.L)
+            rows = slice(start, start + self.L)
+            self.slab.k[layer][slot, :, rows] = k[mine].swapaxes(0, 1)
+            self.slab.v[layer][slot, :, rows] = v[mine].swapaxes(0, 1)
+
+    def read(self, layer, look):
+        return tuple(array[layer][look.slots, :, : look.T] for array in (self.slab.k, self.slab.v))
+
+    def _seen(self, T, span):
+        rows = mx.arange(T)
+        at = self.positions.reshape(self.B, 1, self.L, 1)
+        if span is None:
+            return rows <= at
+        return (rows <= at) & (at - rows < span)
+
+
+# --- sampling.py ---
+
+
+def argmax(x):
+    return x.max(axis=-1, keepdims=True), mx.argmax(x, axis=-1, keepdims=True)
+
+
+def draw(spread, picks, group):
+    settings = [pick.sampling for pick in picks]
+    filters = Filters.of(spread, settings)
+    ids = None
+    if group == "short list":
+        ids = likeliest(spread.gap, SHORT_LIST)
+    if group == "long list":
+        ids = likeliest(spread.gap, spread.gap.shape[-1])
+    if ids is not None:
+        spread = spread.only(ids)
+    temperatures = column([s.temperature for s in settings])
+    weights = shrink(spread.gap / temperatures)
+    if ids is not None:
+        weights = weights * keep_first(spread, filters)
+    for gap in filters.gaps:
+        weights = weights * (spread.gap <= gap)
+    places = land(weights, column([uniform(pick.seed, pick.index) for pick in picks]))
+    return places if ids is None else gather(ids, places)
+
+
+def keep_first(spread, filters):
+    k = spread.gap.shape[-1]
+    keep = mx.arange(k) < filters.count
+    if filters.mass is not None:
+        shares = spread.weights / spread.total
+        before = mx.cumsum(shares, axis=-1) - shares
+        keep = keep & (before < filters.mass)
+    return keep
+
+
+def land(weights, u):
+    sums = mx.cumsum(weights, axis=-1)
+    mark = u * sums[:, -1:]
+    place = (sums <= mark).sum(axis=-1, keepdims=True)
+    last = (sums < sums[:, -1:]).sum(axis=-1, keepdims=True)
+    return mx.minimum(place, last)
+
+
+def uniform(seed, index):
+    from random import Random
+
+    return Random(f"{seed} {index}").random()
+
+
+# --- sched.py ---
+
+
+class Request:
+    def next_row(self):
+        return len(self.prompt) + self.planned - 1
+
+
+class Scheduler:
+    def plan(self, now):
+        admitted = self._admit(now)
+        blocked = self.free if self.waiting else []
+        decoding = []
+        prefilling = []
+        for r in self.running.values():
+            if r.phase == "prefill":
+                prefilling.append(r)
+            elif r.planned < r.max_tokens:
+                decoding.append(r)
+        chunks = self._chunks(prefilling, self.budget - len(decoding))
+        if not chunks and not decoding:
+            return None
+        decodes = [Decode(r, r.slot, r.next_row) for r in decoding]
+        scrubs = [
+            (r.slot, *self._to_scrub.pop(r.slot))
+            for r in self.running.values()
+            if r.slot in self._to_scrub
+        ]
+        emitters = [chunk for chunk in chunks if chunk.emits] + decodes
+        for each in emitters:
+            each.request.planned += 1
+        self.steps += 1
+        with_chunk = [chunk.request for chunk in chunks]
+        return Plan(
+            self.steps,
+            now,
+            tuple(admitted),
+            tuple(scrubs),
+            tuple(chunks),
+            tuple(decodes),
+            tuple(r for r in prefilling if r not in with_chunk),
+            tuple(blocked),
+            len(self.waiting),
+            self.policy.name,
+            tuple(emitters),
+        )
+
+    def _admit(self, now):
+        admitted = []
+        free = self.free
+        room = self._room()
+        for request in list(self.policy.next(self))[:room]:
+            self.waiting.pop(request.id)
+            slot, why = self.prefixes.choose_slot(request.trail, free)
+            free.remove(slot)
+            request.slot = slot
+            request.why = why
+            request.admitted = now
+            request.policy = self.policy.name
+            self.running[request.id] = request
+            admitted.append(request)
+        return admitted
+
+    def _chunks(self, requests, left):
+        left = max(left, self.chunk)
+        chunks = []
+        for request in requests:
+            if request.begins > self.steps + 1:
+                continue
+            start = request.prefilled
+            price = self.price(start, self.chunk)
+            tokens = int(min(left, self.chunk) // price)
+            if tokens == 0:
+                break
+            stop = min(len(request.prompt), start + tokens)
+            cost = math.ceil((stop - start) * price)
+            left -= cost
+            self._note(request, start, stop, None)
+            emits = stop == len(request.prompt)
+            chunks.append(Chunk(request, request.slot, start, stop, cost, None, emits))
+        return chunks
+
+    def commit(self, plan, tokens, accept, now):
+        ended = []
+        for member, token in zip(plan.emitters, tokens):
+            request = member.request
+            if request.finish_reason:
+                continue
+            if token >= 0:
+                request.answer.append(token)
+            reason = accept(request, token)
+            if not reason and request.committed == request.max_tokens:
+                reason = "length"
+            if reason:
+                self.finish(request, reason, now)
+                ended.append(request)
+        return ended
+
+    def finish(self, request, reason, now):
+        if request.finish_reason:
+            return
+        request.finish_reason = reason
+        request.ended = now
+        if request.id in self.waiting:
+            del self.waiting[request.id]
+        elif request.id in self.running:
+            del self.running[request.id]
+            self._leave_slot(request)
+            self._end_drain()
+
+    def _leave_slot(self, request):
+        self.prefixes.use(request.slot)
+        self.prefixes.forget(request.slot)
+        self._to_scrub[request.slot] = (0, self.max_len)
+
+
+# --- nanobatch.py ---
+
+
+class Runner:
+    def finish(self, begun, masks):
+        resumed = self.clock()
+        tokens, logprobs = self._choose(begun, masks or {})
+        self._newest = mx.where(tokens < 0, self._newest, tokens)
+        self._enqueue(tokens, self._newest, self._slot_state.recent, logprobs)
+        took = begun.took + self.clock() - resumed
+        return Flight(
+            tokens,
+            logprobs,
+            begun.began,
+            took - self._device_s - self._wait_s,
+            self._device_s,
+            self._wait_s,
+        )
+
+    def _forward(self, order):
+        ids = []
+        windows = []
+        asked = []
+        slots = []
+        count = 0
+        for prefill in order.prefills:
+            ids.append(mx.array(prefill.ids))
+            windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(prefill.ids)))
+            count += len(prefill.ids)
+            if prefill.asked:
+                asked.append(count - 1)
+                slots.append(prefill.slot)
+        if order.decodes:
+            decoding = [slot for slot, _ in order.decodes]
+            windows.append(Window(self.slab, decoding, [row for _, row in order.decodes], 1))
+            ids.append(self._newest[mx.array(decoding)])
+            asked += range(count, count + len(decoding))
+            slots += decoding
+        logits = forward(self.model, mx.concatenate(ids), windows, asked)
+        if asked:
+            self._start([logits], until=[self.slab.last_read])
+            return [logits], slots
+        self.slab.last_read = None
+        self._start(self.slab.written())
+        return [], []
+
+    def _choose(self, begun, masks):
+        emitted = mx.full(self.slab.slots, -1, mx.int32)
+        if not begun.slots:
+            return emitted, []
+        picks = [begun.order.picks[slot] for slot in begun.slots]
+        tokens, logprobs = choose(begun.logits[0], picks, self._slot_state)
+        emitted[mx.array(begun.slots)] = tokens
+        return emitted, logprobs
+
+
+class Engine:
+    def step(self, plan):
+        with self._changing(), device_lock, device_stream():
+            try:
+                planned = None
+                if plan:
+                    planned = self._plan()
+                if planned is not None:
+                    self._run(*planned)
+                worked = len(self._flights) > 0
+                while len(self._flights) > self._may_fly(planned):
+                    self._commit()
+                return worked
+            except BaseException as error:
+                self._fail(error)
+                if isinstance(error, Exception):
+                    return True
+                raise
+
+    def _may_fly(self, planned):
+        if planned is None or not self.run_ahead:
+            return 0
+        if self.hurries and planned[0].has_first_token:
+            return 0
+        return 1
