@@ -70,14 +70,9 @@ def functions(text: str) -> dict[str, Function]:
 
 
 def blanks(text: str) -> dict[str, int]:
-    """The functions that are still blank, and the stage of each. (None of a file that is no Python:
-    whoever imports it is told.)"""
-    try:
-        nodes = functions(text)
-    except SyntaxError:
-        return {}
+    """The functions that are still blank, and the stage of each."""
     found = {}
-    for name, node in nodes.items():
+    for name, node in functions(text).items():
         body = node.body[1:] if ast.get_docstring(node) is not None else node.body
         if len(body) == 1 and isinstance(body[0], ast.Raise):
             said = re.match(
@@ -172,13 +167,21 @@ class Book(MetaPathFinder):
 
 
 def check_book(folder: str) -> Path:
-    """A folder with chapters in it, or a ValueError."""
+    """A folder with chapters in it that are Python, or a ValueError."""
     path = Path(folder).expanduser().resolve()
-    if not Book(path).files:
+    files = Book(path).files
+    if not files:
         raise ValueError(
             f"{folder!r} is no folder with a chapter such as llama.py in it; "
             "python docs/zero/start.py mine makes one"
         )
+    for file in files:
+        try:
+            ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None) or 1
+            said = getattr(error, "msg", error)
+            raise ValueError(f"{folder!r}: {file.name}, line {line}: {said}") from None
     return path
 
 

@@ -183,18 +183,25 @@ def first_open(folder: Path) -> Iterator[Stage]:
             return
 
 
-def show_class(folders: list[Path]) -> None:
+def show_class(books: list[str]) -> None:
     """Who is where."""
-    width = max(len(str(folder)) for folder in folders)
-    for folder in folders:
-        stage = next(first_open(folder), None)
-        if stage is None:
-            line = f"{'■' * len(STAGES)}  done"
-        else:
-            bar = "■" * (stage.number - 1) + "·" * (len(STAGES) - stage.number + 1)
-            written = len(stage.tasks) - len(blank_tasks(folder, stage))
-            line = f"{bar}  at stage {stage.number}, {stage.name}: {written} of {len(stage.tasks)} written"
-        print(f"{folder!s:<{width}}  {line}", flush=True)
+    width = max(map(len, books))
+    for shown in books:
+        try:
+            line = progress(book.check_book(shown))
+        except ValueError as error:
+            line = str(error)
+        print(f"{shown:<{width}}  {line}", flush=True)
+
+
+def progress(folder: Path) -> str:
+    stage = next(first_open(folder), None)
+    if stage is None:
+        return f"{'■' * len(STAGES)}  done"
+    bar = "■" * (stage.number - 1) + "·" * (len(STAGES) - stage.number + 1)
+    count = len(stage.tasks)
+    written = count - len(blank_tasks(folder, stage))
+    return f"{bar}  at stage {stage.number}, {stage.name}: {written} of {count} written"
 
 
 def show_book(shown: str, chosen: list[Stage], hint: int | None, trace: bool) -> bool:
@@ -241,18 +248,18 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"check.py: {number} is no stage; there are 1 to {len(STAGES)}", file=sys.stderr)
             return 2
         stages = [STAGES[number - 1]]
+    if len(books) > 1:
+        show_class(books)
+        return 0
     try:
-        folders = [book.check_book(folder) for folder in books]
+        folder = book.check_book(books[0])
     except ValueError as error:
         print(f"check.py: {error}", file=sys.stderr)
         return 2
     if args.inside:
-        code = try_stage(folders[0], stages[0].number, args.trace)
+        code = try_stage(folder, stages[0].number, args.trace)
         sys.stdout.flush()
         os._exit(code)  # whatever the reader's engine has left running
-    if len(folders) > 1:
-        show_class(folders)
-        return 0
     return 0 if show_book(books[0], stages, args.hint, args.trace) else 1
 
 

@@ -259,11 +259,18 @@ def test_a_crash_and_an_endless_loop_are_a_line_each(tmp_path, monkeypatch, caps
     assert re.search(r"sched.py, line \d+, in _chunks", said)
 
 
-def test_a_book_that_cannot_be_imported_says_where(tmp_path):
+def test_a_book_that_is_no_python_or_cannot_be_imported_says_where(tmp_path):
     folder = full_book(tmp_path / "mine")
-    (folder / "kv.py").write_text("import math\n\ndef write(:\n")
+    with (folder / "kv.py").open("a") as file:
+        file.write("import nothing_of_this_name\n")
     said = run(ZERO / "check.py", folder, 3)
-    assert said.returncode == 1 and "SyntaxError" in said.stdout and "kv.py" in said.stdout
+    assert said.returncode == 1 and "✗ the chapters can be imported" in said.stdout
+    assert "No module named 'nothing_of_this_name'" in said.stdout and "kv.py, line" in said.stdout
+    (folder / "kv.py").write_text("import math\n\ndef write(:\n")
+    for program in (("ask.py", "--book", folder, "hi"), (ZERO / "check.py", folder)):
+        said = run(*program)
+        assert said.returncode == 2 and said.stderr.count("\n") == 1
+        assert "kv.py, line 3: invalid syntax" in said.stderr
 
 
 def test_a_teacher_sees_who_is_where(tmp_path, capsys):
@@ -272,10 +279,10 @@ def test_a_teacher_sees_who_is_where(tmp_path, capsys):
     start.main([str(anna)])
     start.main([str(ben), "--from", "2"])
     capsys.readouterr()
-    assert check.main([str(anna), str(ben)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    assert check.main([str(anna), str(ben), str(tmp_path / "carl")]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
     assert "········  at stage 1, one token says something: 0 of 3 written" in first
-    assert "■·······  at stage 2" in second
+    assert "■·······  at stage 2" in second and "is no folder" in third
 
 
 @pytest.mark.skipif(
