@@ -36,6 +36,11 @@ TIMELINE = [line.strip().partition("        ")[0] for line in __doc__.splitlines
 def story() -> Story:
     if "gentle" not in POLICIES:
         not_done("policies.py has no policy 'gentle': add a record to TABLE")
+    says = POLICIES["gentle"].does
+    if not isinstance(says, str) or len(says.split()) < 4 or not says.endswith("."):
+        not_done(
+            f"the policy's `does` is {says!r}, and should be a sentence for people, as others have"
+        )
     return Story(slots=3, policy="gentle")
 
 
@@ -54,6 +59,8 @@ def test_gentle_fills_a_free_slot_in_mid_answer():
     assert gentle.step() and gentle.step()
     gentle.submit(4, 5, shares=False)
     assert gentle.step() and len(gentle.sched.running) == 2
+    room = POLICIES["gentle"].room
+    assert [room(0, 3), room(1, 2), room(3, 0)] == [0, 1, 1], "room: never more than there is"
 
 
 def test_the_other_policies_are_as_before():

@@ -25,6 +25,7 @@ one more gap in `Filters.of` in `sampling.py`, beside that of `min_p`; in `ask.p
 How to know: the command above, and `python -m pytest tests/book/test_sampling.py`.
 """
 
+import json
 import math
 from dataclasses import fields
 
@@ -33,12 +34,15 @@ from hints import not_done
 
 import ask
 import sampling
+from door.fields import Refusal
+from door.openai import understand
 from parts.api.settings import Sampling
 from parts.device.mlx import mx
 from sampling import Pick, SlotState, choose
 
 PROBABILITIES = (0.50, 0.30, 0.10, 0.06, 0.04)
 DRAWS = 1_000
+MESSAGE = {"role": "user", "content": "Why?"}
 
 
 def drawn(**options) -> set[int]:
@@ -98,3 +102,15 @@ def test_top_a_is_checked_and_is_an_option_of_the_command_line():
     except SystemExit:
         not_done("ask.py has no option --top-a")
     assert args.top_a == 0.3
+
+
+def test_a_client_may_ask_for_top_a_over_http():
+    """As a client writes it: the body of a request, in both of OpenAI's forms."""
+    drawn(top_a=0.3)
+    for body, is_chat in (({"prompt": "Why?"}, False), ({"messages": [MESSAGE]}, True)):
+        body = json.dumps({"model": "demo", "top_a": 0.3, **body})
+        try:
+            wish = understand(body.encode(), ["demo"], is_chat)
+        except Refusal as refusal:
+            not_done(f"door/openai.py refuses top_a ({refusal}): is its name in PLAIN?")
+        assert wish.settings["top_a"] == 0.3

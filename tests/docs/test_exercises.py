@@ -21,7 +21,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from door import openai
 from door.journal import Call, Figures
+from policies import POLICIES
 from screen import app, places
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +160,27 @@ def test_a_pane_that_is_half_done_is_told_what_is_missing_and_not_what_is_there(
     with pytest.raises(pytest.fail.Exception, match="LOWER"):
         test()
     monkeypatch.setattr(places, "LOWER", (*places.LOWER, "memory"))
+    test()
+
+
+def test_a_policy_is_told_to_people_in_a_sentence(monkeypatch):
+    """A number in place of the sentence passed."""
+    test = exercise_of("policy", monkeypatch)["test_gentle_admits_one_newcomer_a_step"]
+    gentle = POLICIES["continuous"]._replace(room=lambda free, running: min(1, free))
+    monkeypatch.setitem(POLICIES, "gentle", gentle)
+    test()
+    monkeypatch.setitem(POLICIES, "gentle", gentle._replace(does=1))
+    with pytest.raises(pytest.fail.Exception, match="should be a sentence for people"):
+        test()
+
+
+def test_a_sampler_is_done_when_clients_may_ask_for_it(monkeypatch):
+    """Without its name in `PLAIN` all tests passed."""
+    test = exercise_of("sampler", monkeypatch)["test_a_client_may_ask_for_top_a_over_http"]
+    monkeypatch.setitem(test.__globals__, "drawn", lambda **options: None)
+    with pytest.raises(pytest.fail.Exception, match="is its name in PLAIN"):
+        test()
+    monkeypatch.setattr(openai, "PLAIN", (*openai.PLAIN, "top_a"))
     test()
 
 
