@@ -168,7 +168,7 @@ Question: a prompt of 1,000 tokens is admitted while three neighbours decode. Ho
 that step compute, and how many did the step before it? What do the neighbours' readers see? How
 much does the real scheduler let a step cost at most, and how?
 The real code answers: sched.py, Scheduler._chunks.
-Next: python docs/learn/5_run_ahead.py""")
+Next: python docs/learn/4b_chunks.py""")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python docs/learn/5_run_ahead.py
 
-A long prompt makes its neighbours wait: rung 4 lets it in as a whole, and no reader gets a token
-until that long step is over. So a prompt is cut into *chunks*, one for each step, and the others
-decode beside it. They hardly notice. The long prompt's own answer may begin later.
+Rung 4 and a half cut each prompt into *chunks*, and the others decode beside them. But it gave
+every prompt a chunk in each step: ten long prompts would make a long step all the same. So a step
+has a *budget* of tokens, and prompts share it in the order in which they came.
 
-The device, too, has to wait: rung 4 reads a step's tokens, then plans and builds the next step
+The device, too, has to wait: so far we read a step's tokens, then plan and build the next step
 while the device stands still. But the newest tokens, which the next step needs, are on the device
 already. So step N + 1 is started before N's tokens are read, and Python's work hides behind the
 device's. The price: an answer's end is seen one step late. By then its sequence has been planned
@@ -15,10 +15,10 @@ once more. It runs as a *ghost* (▚), and that token is dropped.
     device   |   run N             |   run N+1           |   run N+2
     Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
 
-Compared with rung 4 the scheduler is the real one (`sched.py`). It does what ours did, and knows of
-chunks, of a budget for each step, and of tokens that are planned but not yet read. `run` starts a
-step and returns at once; `commit` waits for its tokens. The program serves the same requests three
-times: with whole prompts, with chunks, and with chunks and running ahead. (Running ahead gains
+Compared with rung 4 and a half the scheduler is the real one (`sched.py`). It does what ours did, in
+a class of its own, and knows of a budget for each step, and of tokens that are planned but not yet
+read. `run` starts a step and returns at once; `commit` waits for its tokens. The program serves the
+same requests three times: with whole prompts, with chunks, and with chunks and running ahead. (Running ahead gains
 little on a CPU, since there the device and Python share the cores.)
 """
 
@@ -168,8 +168,8 @@ def main() -> None:
 Question: the loop is whole: `turn` has a twin, `Engine.step`. What stands around it there, and what
 may fail here?
 The real code answers: nanobatch.py, Engine.step.
-Next: `Runner.run` is the twin of `run`. Now read llama.py, and then the other chapters of the
-book.""")
+Next: `Runner.run` is the twin of `run`. Now read llama.py and the other chapters of the book; or
+write them yourself: python docs/zero/start.py mine""")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,9 @@ def check_stage(folder: Path, stage: Stage, trace: bool) -> bool:
     said = ""
     if len(blank) < len(stage.tasks):  # what is written of a stage is tried
         code, said = run_stage(folder, stage, trace)
-    state = "not right yet" if code != DONE else "still blank" if blank else "done"
+    state = "done" if code == DONE else "not right yet"
+    if blank and code == DONE:
+        state = "right so far" if said else "still blank"
     print(f"{head}: {state}")
     print(said, end="")
     for task in blank:

@@ -33,6 +33,7 @@ from parts.model import ops, rope
 from parts.model.find import DEMO
 from parts.model.fit import Sizes, slab_shape
 from parts.model.load import read_model
+from parts.replay import Stuck
 from parts.text.tokens import Text
 
 ANSWERS = {
@@ -803,6 +804,13 @@ class Tale(Story):
         equal(f"the tokens of {name(request)} so far", request.answer, [*said, token])
         said.append(token)
         return "stop" if len(said) == self.eos.get(request.id) else None
+
+    def step(self) -> bool:
+        try:
+            return super().step()
+        except Stuck as error:
+            shown = "\n  ".join(["so far:", *self.lines()[-6:]])
+            raise Wrong(f"{error}; {shown}") from None
 
     def drawn(self) -> list[str]:
         """A line for each step, to the end."""

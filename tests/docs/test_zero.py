@@ -170,6 +170,25 @@ def test_every_function_that_is_to_be_written_has_three_hints_and_a_check():
     assert [stage.number for stage in STAGES] == [*checks.CHECKS] == list(range(1, 9))
 
 
+def test_the_page_names_every_stage_with_its_time_and_its_functions():
+    page = (ZERO / "README.md").read_text()
+    rows = re.findall(r"^\| (\d) \| (.*?) \| (\d+) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
+    wanted = [(f"{s.number}", s.name, f"{s.minutes}", s.runs) for s in STAGES]
+    assert [
+        (number, name, minutes, runs) for number, name, minutes, _, runs in rows[: len(wanted)]
+    ] == wanted
+    for stage, row in zip(STAGES, rows, strict=False):
+        assert re.findall(r"`(\w+)`", row[3]) == [task.name.split(".")[-1] for task in stage.tasks]
+    assert f"{sum(len(stage.tasks) for stage in STAGES)} functions without a body" in page
+
+
+def test_the_recording_shows_what_the_first_stage_says_today():
+    """`python docs/make/stage.py docs/zero/stage.svg` makes it anew."""
+    shown = re.findall(r">   ✓ ([^<]*)<", (ZERO / "stage.svg").read_text())
+    says = [each.says for each in checks.CHECKS[1]]
+    assert shown[-len(says) :] == says
+
+
 # --- the checks ---------------------------------------------------------------------------------
 
 
