@@ -13,11 +13,11 @@ Where next: `pages/totals.py`, a small page; `keys.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from screen.ink import DARK
 from screen.paper import Paper
-from screen.room import Ask, EngineRoom, Finding
+from screen.room import Ask, EngineRoom, Finding, View
 from screen.state import State
 
 LOG = (100, 40)  # the size of a page in a log
@@ -30,7 +30,6 @@ class Desk(Protocol):
     room: EngineRoom
     stays: bool  # a trial with a page goes on until the page is left
     heard: bool  # the view shows the effect of every wish
-    kept: dict[str, Any]  # by page: notes of this session
 
     def asks(self, count: int) -> list[Ask]: ...
 
@@ -75,6 +74,7 @@ class Page(NamedTuple):
     )
     # More keys while the page is open: each with a line to obey, or with a function
     own: Mapping[str, str | Callable[[State], None]] = {}
+    take: Callable[[State, View], None] | None = None  # after each new view, with the view before
     look: Callable[[Desk], None] | None = None  # ten times a second, while the page is open
     leave: Callable[[Desk], None] | None = None  # when the page is closed
     repeats: bool = (

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import Any
 
 from parts.api.views import Limits, RequestView, Snapshot
 from parts.checks import read_real, read_whole, shown
@@ -31,8 +30,7 @@ from screen.keys import COMMANDS, PAGES
 from screen.page import Page
 from screen.periods import words
 from screen.room import SCHEMA, Ask, EngineRoom, Finding, View, is_mute, turned
-from screen.runs import Contest
-from screen.state import State, client_of, lines_of, prompt_of
+from screen.state import State, client_of, prompt_of
 
 
 def read_name(name: str, text: str, least: int, most: int) -> str:
@@ -77,7 +75,6 @@ class Session:
         self._coming: dict[str, object] = {}  # what wishes will change in the view
         self._limits: Limits | None = None  # what the last wish for a budget will lead to
         self.stays = False
-        self.kept: dict[str, Any] = {}  # by page: what it remembers of this session
 
     @property
     def heard(self) -> bool:
@@ -103,7 +100,11 @@ class Session:
         """Take in the news; False if there is none."""
         seen, self._seen = self._seen, self.room.news
         if seen != self._seen:
-            self.state.absorb(self.room.look(self.state.view))
+            before = self.state.view
+            self.state.absorb(self.room.look(before))
+            for page in PAGES.values():
+                if page.take:
+                    page.take(self.state, before)
         return seen != self._seen
 
     def asks(self, count: int) -> list[Ask]:
@@ -339,7 +340,6 @@ class PlainLog:
         # Open requests, as they were when last written about
         self._told: dict[int, RequestView] = {}
         self._done = self._faults = 0  # how many stages and faults have been written
-        self._raced: Contest | None = None  # the last race that has been written
         self._tried: Sequence[str] = ()  # the lines of the newest trial that have been written
         # (when, what): not written yet, since something earlier may be told
         self._late: list[tuple[float, str]] = []
@@ -348,6 +348,7 @@ class PlainLog:
         self._asked: list[Page] = []  # pages that were asked for, and not told yet
 
     def look(self) -> None:
+        before = self.session.state.view
         if not self.session.look():
             return
         state, view = self.session.state, self.session.state.view
@@ -397,9 +398,9 @@ class PlainLog:
             (state.history[-1].step, state.history[-1].view.began) if state.history else (0, 0.0)
         )
         self.flush(began if view.busy and engine.planned > step else math.inf)
-        if state.raced is not self._raced:
-            self._raced = state.raced
-            self.tell(lines_of(self._raced))
+        page = PAGES.get(view.trial.name) if view.trial else None
+        if before.trying and not view.trying and page and page.tell:
+            self.tell(page.tell(state))
         self._tell_pages()
 
     def flush(self, until: float = math.inf) -> None:

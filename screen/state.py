@@ -15,24 +15,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from door.journal import Call
-from parts.api.views import ExpertsView, Limits, RequestView, SlotView, Snapshot, StepView
-from parts.clock import LEAST, Prices
-from policies import POLICIES
-from screen.ink import EMPTY, NAMES, clean, count, span
+from parts.api.views import Limits, RequestView, SlotView, Snapshot, StepView
+from parts.clock import Prices
+from screen.ink import EMPTY, NAMES, clean, count
 from screen.life import Life, life_of
 from screen.periods import Period, Price
-from screen.room import BURST, RIVALS, Ask, Fault, Settings, View, is_mute
-from screen.runs import FIGURES, KNOWN, Contest, Run, measured, on_clock, renumbered, replay
+from screen.room import BURST, Ask, Fault, Finding, Settings, View, is_mute
+from screen.runs import KNOWN
 from screen.timeline import Column, column, gap, merge
-
-ASKED = 100  # of so many steps it is known which experts they took
 
 
 class Telling(NamedTuple):
@@ -80,12 +77,8 @@ class State:
     zoom: int | None = None  # steps in a column; None: so many that the latest busy period fits
     lower: str = "timeline"  # the pane that is shown if there is room for one only
     opened: int | None = None  # the request that is open; None: the newest that has ended
-    # The comparison, or the old race, that is shown; None: the race that runs
-    contest: Contest | None = None
-    raced: Contest | None = None  # the last race that has ended
-    # How far a race's two legs are shown, in seconds of their clock; None: to the end
-    film: float | None = None
-    found: dict[str, Any] = field(default_factory=dict)  # by page: what it has found last
+    found: dict[str, Finding] = field(default_factory=dict)  # by trial: what it has found last
+    kept: dict[str, Any] = field(default_factory=dict)  # by page: its own notes
     typing: bool = False  # the prompt box has the keyboard
     has_typed: bool = False  # it has had the keyboard
     # What was asked for while the model loads: prompts, and commands that need the engine
@@ -99,8 +92,6 @@ class State:
     periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))
     # By rows: seconds of the last steps that only decode
     costs: dict[int, deque[float]] = field(default_factory=dict)
-    # By step: which experts it took, as far as that was asked
-    experts: dict[int, ExpertsView] = field(default_factory=dict)
     _tries: bool = False  # the latest busy period is that of the trial which runs
     _delivered: int = 0  # the engine's count of tokens at the last look
     # By zoom: the full columns of the history
@@ -121,12 +112,6 @@ class State:
         begins = view.life != before.life
         if begins:
             self._forget()
-        if self.contest and not self.contest.runs and (view.racing or view.legs != before.legs):
-            self.contest = None  # the race that was asked for has begun
-        if view.experts:
-            self.experts[view.experts.step] = view.experts
-            for step in [*self.experts][:-ASKED]:
-                del self.experts[step]
         if view.door:
             self._absorb_calls(view.door.ended)
         if view.engine is not None:
@@ -135,8 +120,6 @@ class State:
             self._absorb_requests(view.engine, begins)
             self._tell_unseen(view)
             self._absorb_steps(view.engine, view.busy)
-            if before.racing and not view.racing:
-                self.raced = race(self)
             self._shorten_history()
 
     def _meet(self, limits: Limits) -> None:
@@ -153,12 +136,10 @@ class State:
 
     def _forget(self) -> None:
         kept = (self.history, self.requests, self.ended, self.calls, self.owners, self._merged)
-        for each in (*kept, self.periods, self.costs, self.experts, self.found):
+        for each in (*kept, self.periods, self.costs, self.found, self.kept):
             each.clear()
         self.cursor = None
         self.opened = None
-        self.contest = None
-        self.film = None
         self.selected = 0
         self.woke = 0
         self.refused = 0
@@ -488,7 +469,7 @@ def client_of(request: RequestView) -> str:
     return clean(request.client)
 
 
-# --- comparing policies -------------------------------------------------------------------------
+# --- what steps cost ----------------------------------------------------------------------------
 
 
 def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
@@ -526,123 +507,3 @@ def life_in(state: State, request: RequestView) -> Life:
     step = state.history[steps[-1]].step if steps else None
     usual, now = prices(state, one_in=2, step=step), state.view.engine.now
     return life_of(request, state.requests.values(), state.history, usual, now)
-
-
-def compare(state: State, rival: str = "") -> Contest:
-    """What just ran, replayed under its own policy and under another.
-
-    Both runs are simulated, since a measured time and a simulated one differ by the simulation's
-    faults, too. If there is nothing to compare, a ValueError says why.
-    """
-    columns = state.history[state.woke :]
-    if not columns:
-        raise ValueError("nothing has run yet; b fires a burst")
-    seen = {cell.request for column in columns for cell in column.cells} - {None}
-    requests = [
-        r for id in sorted(seen) if (r := state.requests.get(id)) and r.metrics.output_tokens
-    ]
-    if len(requests) < 2:
-        raise ValueError("one request alone takes as long under every policy; b fires a burst")
-    limits = state.limits_of(columns[0].step, columns[-1].step)
-    # More than one, if the user changed it meanwhile
-    policies = Counter(column.view.policy for column in columns)
-    ran, costs = policies.most_common(1)[0][0], prices(state, step=columns[0].step)
-    rival = rival or next(policy for policy in POLICIES if policy != ran)
-    _, moment = on_clock(columns, costs)
-    runs = [replay(limits, requests, policy, moment, costs) for policy in (ran, rival)]
-    real = measured(", then ".join(policies), columns, requests, costs)
-    paid = (
-        (costs.of(1, 0), "with one row"),
-        (costs.row, "more for each row"),
-        (costs.chunk, "for a chunk"),
-    )
-    said = (
-        f"{span(s)} {what}" if s > LEAST else f"too noisy to say how much {what}"
-        for s, what in paid
-    )
-    note = (
-        f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
-        f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
-    )
-    if left := state.view.engine.submitted - state.view.engine.finished:
-        run = sum(r.reason is None for r in requests)
-        mute = f"; {left - run:,} more have no token yet" if left > run else ""
-        note = f"Not over: {run:,} of them still run, and count as far as they are{mute}. {note}"
-    return Contest(f"Compare: {ran} and {rival}, {count(len(requests), 'request')}", runs, note)
-
-
-def race(state: State) -> Contest:
-    """The race so far, measured. In every leg the requests are numbered from 1, so that legs can be
-    compared."""
-    runs, legs, costs = [], state.view.legs, prices(state)
-    for leg in legs:
-        first, last = (
-            bisect_left(state.history, step, key=lambda c: c.step)
-            for step in (leg.first_step, leg.stop)
-        )
-        columns = renumbered(
-            state.history[first:last], {request: i + 1 for i, request in enumerate(leg.requests)}
-        )
-        known = {i + 1: state.requests.get(id) for i, id in enumerate(leg.requests)}
-        known = {number: request for number, request in known.items() if request}
-        requests = list(known.values())
-        how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
-        run = measured(leg.policy, columns, requests, costs, how)
-        runs.append(run._replace(requests=known))
-    if legs and state.view.racing:
-        runs += [Run(policy, NEXT, [], []) for policy in state.view.trial.to_race]
-    size = f", {count(len(legs[0].requests), 'request')}" if legs else ""
-    title = f"Race: {' and '.join([run.policy for run in runs] or RIVALS)}{size}"
-    if state.view.paused:
-        return Contest(title, runs, "Paused: space goes on.")
-    if not runs:
-        return asked(state, RIVALS)
-    if state.view.racing:
-        return Contest(title, runs, RACE_RUNS)
-    took = "; ".join(f"{run.policy} {run.on_the_engines}" for run in runs)
-    note = f"Each step counts as long as steps of its kind take undisturbed. On the engine's clock: {took}."
-    return Contest(title, runs, note)
-
-
-def asked(state: State, policies: Sequence[str]) -> Contest:
-    """A race that has not begun: what is shown from the key on, while the engine has yet to hear of
-    it."""
-    view = state.view
-    note = RACE_WAITS if view.works else RACE_BEGINS
-    if view.trying and not view.racing:
-        note = "No race while a trial runs: X ends the trial."
-    return Contest(f"Race: {' and '.join(policies)}", [], note)
-
-
-RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
-NEXT = "runs next"
-RACE_WAITS = "The race begins when everything that runs now has ended."
-RACE_BEGINS = "The race begins."
-
-
-def verdict(runs: Sequence[Run]) -> str:
-    """One sentence that compares two runs, once both have ended."""
-    if len(runs) < 2 or any(
-        run.how in ("running …", "cut short") or not run.makespan for run in runs
-    ):
-        return ""
-    slow, fast = sorted(runs, key=lambda run: -run.makespan)
-    if len(fast.columns) == len(slow.columns) and len(fast.ttfts) <= len(fast.columns[0].cells):
-        alike = f"{fast.policy} and {slow.policy} take {len(fast.columns):,} steps each"
-        return f"{alike}: there are no more requests than slots, so none ever waits for one."
-    steps = f"{len(fast.columns):,} steps instead of {len(slow.columns):,}"
-    times = f"{span(fast.makespan)} instead of {span(slow.makespan)}: {slow.makespan / fast.makespan:.2f} times as fast"
-    words = f"{fast.policy} takes {steps}, {times} as {slow.policy}"
-    if slow.ttft_mean and fast.ttft_mean:
-        words += f"; the first token comes after {span(fast.ttft_mean)} instead of {span(slow.ttft_mean)} on average"
-    return words + "."
-
-
-def lines_of(contest: Contest) -> list[str]:
-    """The same for a log."""
-    lines = []
-    for run in contest.runs:
-        figures = zip(FIGURES, run.figures, strict=True)
-        told = ", ".join(f"{name} {figure}" for name, figure in figures)
-        lines.append(f"{run.policy}, {run.how}: {told}")
-    return [line for line in (*lines, verdict(contest.runs), contest.note) if line]

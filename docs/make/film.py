@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import tui
 from parts.files import write_whole
 from screen.ink import BLOCKED, DARK, DECODE, LIGHT, PREFILL, Palette, ink_on, span
+from screen.pages.race import shown_in, verdict
 from screen.room import EngineRoom
 from screen.runs import Contest, Run
 from screen.session import Session
-from screen.state import State, verdict
+from screen.state import State
 from screen.timeline import Column, useful_of
 
 PLAYS, WHOLE = 14.0, 19.0  # seconds: the longest leg, and before all begins anew
@@ -154,15 +155,15 @@ def main() -> int:
     room.start()
     session.obey(f"/race {args.burst}")
     try:
-        while not session.state.raced and session.state.view.stage != "failed":
+        while not shown_in(session.state).last and session.state.view.stage != "failed":
             time.sleep(0.05)
             session.look()
     finally:
         room.stop(10)
-    if not session.state.raced:
+    if not shown_in(session.state).last:
         sys.exit(f"film.py: {session.state.view.error}")
     try:
-        write_whole(args.path, draw(session.state.raced))
+        write_whole(args.path, draw(shown_in(session.state).last))
     except OSError as error:
         sys.exit(f"docs/make/film.py: {error.filename}: {error.strerror}")
     return 0

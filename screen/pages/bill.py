@@ -25,13 +25,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-from parts.api.views import ModelView, Roof, StepView
+from parts.api.views import ExpertsView, ModelView, Roof, StepView
 from parts.bill import Bill, Part, Work, bill_of, expected, floors_of, of_rows
 from parts.checks import shown
 from screen.charts import cost_of
 from screen.ink import HUES, count, number, shorten, span
 from screen.page import Desk, Page
 from screen.paper import Figure, Paper, fitting
+from screen.room import View
 from screen.state import State
 from screen.timeline import Column
 
@@ -41,6 +42,7 @@ NAMES = 13  # characters of an entry's name
 NEARER = 1.2  # weights that are read so much faster than memory lie in a cache
 DISTURBED = 1.5  # times as long as usual
 MOST = 2**16  # rows: no batch is larger
+ASKED = 100  # of so many steps the experts are kept
 
 
 def parts_of(column: Column) -> list[Part]:
@@ -63,7 +65,7 @@ def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
     It is not if the step took two passes, since only the second one is remembered; nor on a GPU of a
     step with chunks, since their padding takes experts, too.
     """
-    found = state.experts.get(column.step)
+    found = experts_in(state).get(column.step)
     model = state.view.engine.model
     tokens = sum(part.tokens for part in parts_of(column))
     if found is None or len(found.layers) != model.layers:
@@ -404,9 +406,23 @@ def look(desk: Desk) -> None:
     """Which experts the newest step takes: one question at a time, and one for each step."""
     engine = desk.state.view.engine
     newest = engine.planned if engine and engine.model.experts else None
-    if newest and desk.heard and newest != desk.kept.get("bill"):
-        desk.kept["bill"] = newest
+    known = experts_in(desk.state)
+    if newest and desk.heard and newest not in known:
+        known[newest] = None
         desk.room.ask_experts()
+
+
+def take(state: State, before: View) -> None:
+    if state.view.experts:
+        known = experts_in(state)
+        known[state.view.experts.step] = state.view.experts
+        for step in [*known][:-ASKED]:
+            del known[step]
+
+
+def experts_in(state: State) -> dict[int, ExpertsView | None]:
+    """By step: which experts the step took. None: the question has no answer yet."""
+    return state.kept.setdefault("bill", {})
 
 
 PAGE = Page(
@@ -420,6 +436,7 @@ PAGE = Page(
     words=("again",),
     tell=lambda state: [bill_line(state)],
     own={"left": lambda state: state.move(-1), "right": lambda state: state.move(1)},
+    take=take,
     look=look,
     is_live=True,
 )

@@ -574,7 +574,7 @@ def obey(desk: Desk, rest: str) -> None:
     budgets = [as_budget(word) for word in rest.split()]
     for budget in budgets if state.view.engine else ():  # else the room refuses it
         with_budget(state.view.made_with, budget)
-    trial = desk.kept.get(NAME)
+    trial = desk.state.kept.get(NAME)
     begins = not is_running(desk)
     if begins:
         found = state.found.get(NAME)
@@ -583,12 +583,12 @@ def obey(desk: Desk, rest: str) -> None:
         trial.drop(budget)
     if begins:
         desk.try_out("elephant", trial.run)
-        desk.kept[NAME] = trial
+        desk.state.kept[NAME] = trial
 
 
 def is_running(desk: Desk) -> bool:
     """Does the trial run, or has the engine yet to hear of it?"""
-    trial = desk.kept.get(NAME)
+    trial = desk.state.kept.get(NAME)
     if trial is None or trial.is_over:
         return False
     view = desk.state.view
@@ -600,7 +600,7 @@ def leave(desk: Desk) -> None:
     """The trial ends, and puts back what it has changed."""
     if is_running(desk):
         desk.room.end_trial()
-        del desk.kept[NAME]  # the next one is another trial, though the engine may not know
+        del desk.state.kept[NAME]  # the next one is another trial, though the engine may not know
 
 
 PAGE = Page(

@@ -6,40 +6,76 @@ never if each fills the width.
 What this file keeps. What is drawn is a `Contest` (`runs.py`), whether it was measured or simulated;
 each run says which.
 
-Where next: `runs.py`, the clock and the replay; `state.py`, which races and compares.
+Where next: `runs.py`, the clock and the replay.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from parts.api.handle import Handle
 from parts.checks import read_whole
+from parts.clock import LEAST
 from policies import POLICIES, policy_of
 from screen import ink
-from screen.ink import clean, wrap
+from screen.ink import clean, count, span, wrap
 from screen.page import Desk, Page
 from screen.panes import aligned, draw_cells, fit_slots
 from screen.paper import Paper
-from screen.room import RIVALS, EngineRoom, Leg, Race, Read
-from screen.runs import FIGURES, Contest, Run, answer_in, in_time, until
-from screen.state import NEXT, State, asked, compare, lines_of, race, verdict
+from screen.room import RIVALS, EngineRoom, Leg, Race, Read, View
+from screen.runs import (
+    FIGURES,
+    Contest,
+    Run,
+    answer_in,
+    in_time,
+    measured,
+    on_clock,
+    renumbered,
+    replay,
+    until,
+)
+from screen.state import State, prices
 
 FILM = (4.0, 10.0)  # seconds for which the two legs of a race are shown, at least and at most
 WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then its figures
 NARROW = (12, 7, 11, 11, 0, 9, 0)
+RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
+NEXT = "runs next"
+RACE_WAITS = "The race begins when everything that runs now has ended."
+RACE_BEGINS = "The race begins."
+
+
+@dataclass
+class Shown:
+    """What the two pages show."""
+
+    # The comparison, or the race, that was asked for; None: the race that runs, or ran last
+    contest: Contest | None = None
+    last: Contest | None = None  # the last race that has ended
+    # How far both of its legs are shown, in seconds of their clock; None: to the end
+    film: float | None = None
+    looked: float = 0.0  # the time of the last look at the film
+
+
+def shown_in(state: State) -> Shown:
+    return state.kept.setdefault("race", Shown())
 
 
 def draw(state: State, on: Paper) -> None:
     """Each run under its figures, and a sentence that says which policy won."""
     contest = contest_of(state)
+    film = shown_in(state).film
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
-    is_film = state.film is not None and contest is state.raced
+    is_film = film is not None and contest is shown_in(state).last
     result = "" if is_film else verdict(contest.runs)
     if is_film:
-        runs = [until(run, state.film) for run in contest.runs]
-        seconds = f"{state.film:.2f} of {longest:.2f} s"
+        runs = [until(run, film) for run in contest.runs]
+        seconds = f"{film:.2f} of {longest:.2f} s"
         shown = f"Both legs on one clock: {seconds}. End leads to the result."
         contest = contest._replace(runs=runs, note=shown)
     below = Paper(on.p, on.width, on.height)
@@ -51,15 +87,15 @@ def draw(state: State, on: Paper) -> None:
         on.lines += below.lines
         return
     room = (on.height - 7 - len(below.lines)) // 2  # lines for each run
-    count = len(state.view.engine.slots)
+    many = len(state.view.engine.slots)
     slots = fit_slots(state, max(1, room + 1))
-    part = f"slots {slots[0]}–{slots[-1]}" if len(slots) < count else ""
+    part = f"slots {slots[0]}–{slots[-1]}" if len(slots) < many else ""
     figures = aligned(("", *FIGURES), WIDE if on.width >= 80 else NARROW)
     indent = len(figures) - len(figures.lstrip())
     on.axis((1, part), (indent, figures.lstrip()))
     for run in contest.runs:
         draw_run(run, on, slots, longest)
-        if room > count:
+        if room > many:
             on.lines.append([])
     half, whole = f"{longest / 2:.2f} s", f"{longest:.2f} s"
     middle = 4 + (on.width - 5) // 2 - len(half) // 2
@@ -70,11 +106,12 @@ def draw(state: State, on: Paper) -> None:
 
 def contest_of(state: State) -> Contest:
     """What was asked for; else the race that runs, or ran last."""
-    if state.contest:
-        return state.contest
-    if state.raced and not state.view.racing:
-        return state.raced
-    return race(state)
+    shown = shown_in(state)
+    if shown.contest:
+        return shown.contest
+    if shown.last and not state.view.racing:
+        return shown.last
+    return race_in(state)
 
 
 def draw_run(run: Run, on: Paper, slots: Sequence[int], longest: float) -> None:
@@ -109,6 +146,123 @@ def draw_answers(state: State, on: Paper, runs: Sequence[Run]) -> None:
                 pen.put(f"r{number:<3}", bold=True)
                 room = (i + 1) * wide - pen.width - 2
                 pen.put((wrap(clean(text), room) or [""])[-1])
+
+
+# --- comparing policies -------------------------------------------------------------------------
+
+
+def compare(state: State, rival: str = "") -> Contest:
+    """What just ran, replayed under its own policy and under another.
+
+    Both runs are simulated, since a measured time and a simulated one differ by the simulation's
+    faults, too. If there is nothing to compare, a ValueError says why.
+    """
+    columns = state.history[state.woke :]
+    if not columns:
+        raise ValueError("nothing has run yet; b fires a burst")
+    seen = {cell.request for column in columns for cell in column.cells} - {None}
+    requests = [
+        r for id in sorted(seen) if (r := state.requests.get(id)) and r.metrics.output_tokens
+    ]
+    if len(requests) < 2:
+        raise ValueError("one request alone takes as long under every policy; b fires a burst")
+    limits = state.limits_of(columns[0].step, columns[-1].step)
+    # More than one, if the user changed it meanwhile
+    policies = Counter(column.view.policy for column in columns)
+    ran, costs = policies.most_common(1)[0][0], prices(state, step=columns[0].step)
+    rival = rival or next(policy for policy in POLICIES if policy != ran)
+    _, moment = on_clock(columns, costs)
+    runs = [replay(limits, requests, policy, moment, costs) for policy in (ran, rival)]
+    real = measured(", then ".join(policies), columns, requests, costs)
+    paid = (
+        (costs.of(1, 0), "with one row"),
+        (costs.row, "more for each row"),
+        (costs.chunk, "for a chunk"),
+    )
+    said = (
+        f"{span(s)} {what}" if s > LEAST else f"too noisy to say how much {what}"
+        for s, what in paid
+    )
+    note = (
+        f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
+        f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
+    )
+    if left := state.view.engine.submitted - state.view.engine.finished:
+        run = sum(r.reason is None for r in requests)
+        mute = f"; {left - run:,} more have no token yet" if left > run else ""
+        note = f"Not over: {run:,} of them still run, and count as far as they are{mute}. {note}"
+    return Contest(f"Compare: {ran} and {rival}, {count(len(requests), 'request')}", runs, note)
+
+
+def race_in(state: State) -> Contest:
+    """The race so far, measured. In every leg the requests are numbered from 1, so that legs can be
+    compared."""
+    runs, legs, costs = [], state.view.legs, prices(state)
+    for leg in legs:
+        first, last = (
+            bisect_left(state.history, step, key=lambda c: c.step)
+            for step in (leg.first_step, leg.stop)
+        )
+        columns = renumbered(
+            state.history[first:last], {request: i + 1 for i, request in enumerate(leg.requests)}
+        )
+        known = {i + 1: state.requests.get(id) for i, id in enumerate(leg.requests)}
+        known = {number: request for number, request in known.items() if request}
+        requests = list(known.values())
+        how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
+        run = measured(leg.policy, columns, requests, costs, how)
+        runs.append(run._replace(requests=known))
+    if legs and state.view.racing:
+        runs += [Run(policy, NEXT, [], []) for policy in state.view.trial.to_race]
+    size = f", {count(len(legs[0].requests), 'request')}" if legs else ""
+    title = f"Race: {' and '.join([run.policy for run in runs] or RIVALS)}{size}"
+    if state.view.paused:
+        return Contest(title, runs, "Paused: space goes on.")
+    if not runs:
+        return asked(state, RIVALS)
+    if state.view.racing:
+        return Contest(title, runs, RACE_RUNS)
+    took = "; ".join(f"{run.policy} {run.on_the_engines}" for run in runs)
+    note = f"Each step counts as long as steps of its kind take undisturbed. On the engine's clock: {took}."
+    return Contest(title, runs, note)
+
+
+def asked(state: State, policies: Sequence[str]) -> Contest:
+    """A race that has not begun: what is shown from the key on, while the engine has yet to hear of
+    it."""
+    view = state.view
+    note = RACE_WAITS if view.works else RACE_BEGINS
+    if view.trying and not view.racing:
+        note = "No race while a trial runs: X ends the trial."
+    return Contest(f"Race: {' and '.join(policies)}", [], note)
+
+
+def verdict(runs: Sequence[Run]) -> str:
+    """One sentence that compares two runs, once both have ended."""
+    if len(runs) < 2 or any(
+        run.how in ("running …", "cut short") or not run.makespan for run in runs
+    ):
+        return ""
+    slow, fast = sorted(runs, key=lambda run: -run.makespan)
+    if len(fast.columns) == len(slow.columns) and len(fast.ttfts) <= len(fast.columns[0].cells):
+        alike = f"{fast.policy} and {slow.policy} take {len(fast.columns):,} steps each"
+        return f"{alike}: there are no more requests than slots, so none ever waits for one."
+    steps = f"{len(fast.columns):,} steps instead of {len(slow.columns):,}"
+    times = f"{span(fast.makespan)} instead of {span(slow.makespan)}: {slow.makespan / fast.makespan:.2f} times as fast"
+    words = f"{fast.policy} takes {steps}, {times} as {slow.policy}"
+    if slow.ttft_mean and fast.ttft_mean:
+        words += f"; the first token comes after {span(fast.ttft_mean)} instead of {span(slow.ttft_mean)} on average"
+    return words + "."
+
+
+def lines_of(contest: Contest) -> list[str]:
+    """The same for a log."""
+    lines = []
+    for run in contest.runs:
+        figures = zip(FIGURES, run.figures, strict=True)
+        told = ", ".join(f"{name} {figure}" for name, figure in figures)
+        lines.append(f"{run.policy}, {run.how}: {told}")
+    return [line for line in (*lines, verdict(contest.runs), contest.note) if line]
 
 
 # --- the commands -------------------------------------------------------------------------------
@@ -150,7 +304,7 @@ def obey_race(desk: Desk, rest: str) -> None:
     shows the last."""
     state = desk.state
     if rest == "last":
-        if not state.raced:
+        if not shown_in(state).last:
             raise ValueError("no race has been run yet; r runs one")
         show_again(state)
         return
@@ -161,51 +315,55 @@ def obey_race(desk: Desk, rest: str) -> None:
     asks = desk.asks(how_many(size))
     # The same seeds in each leg, so that all legs sample alike
     seed = state.settings.seed or 0
-    state.contest = None if state.view.racing else asked(state, policies)
-    desk.kept["race"] = (state.raced, time.monotonic())
+    shown = shown_in(state)
+    shown.contest = None if state.view.racing else asked(state, policies)
     # A chat template may take long, so this is not left to the thread that steps
     reads = [desk.room.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     desk.try_out("race", lambda room: run(room, reads, policies))
 
 
 def obey_compare(desk: Desk, rest: str) -> None:
-    desk.state.contest = compare(desk.state, policy_of(rest).name if rest else "")
+    rival = policy_of(rest).name if rest else ""
+    shown_in(desk.state).contest = compare(desk.state, rival)
 
 
 def show_again(state: State) -> None:
     """The last race, and both of its legs on one clock, if there are two."""
-    state.contest = state.raced
-    state.film = 0.0 if verdict(state.raced.runs) else None
+    shown = shown_in(state)
+    shown.contest = shown.last
+    shown.film = 0.0 if verdict(shown.last.runs) else None
+    shown.looked = time.monotonic()
+
+
+def take(state: State, before: View) -> None:
+    """A race that was asked for may have begun. When a race has ended, it is shown once more: both legs
+    side by side, on one clock; but not if a comparison has been asked for meanwhile."""
+    shown = shown_in(state)
+    view = state.view
+    has_begun = view.racing or view.legs != before.legs
+    if has_begun and shown.contest and not shown.contest.runs:
+        shown.contest = None
+    if before.racing and not view.racing:
+        shown.last = race_in(state)
+        if shown.contest is None:
+            show_again(state)
 
 
 def look(desk: Desk) -> None:
-    """A race that has ended is shown once more: both legs side by side, on one clock."""
-    state = desk.state
+    """The film goes on."""
+    shown = shown_in(desk.state)
     now = time.monotonic()
-    raced = state.raced
-    shown, before = desk.kept.get("race", (None, now))
-    # Not if a comparison has been asked for meanwhile
-    if raced is not shown and raced and state.contest is None and verdict(raced.runs):
-        show_again(state)
-    elif state.film is not None:
-        longest = max(run.makespan for run in raced.runs)
+    if shown.film is not None:
+        longest = max(run.makespan for run in shown.last.runs)
         least, most = FILM
-        state.film += longest / min(max(longest, least), most) * (now - before)
-        if state.film >= longest:
-            state.film = None
-    desk.kept["race"] = (raced, now)
-
-
-def leave(desk: Desk) -> None:
-    desk.state.film = None
+        shown.film += longest / min(max(longest, least), most) * (now - shown.looked)
+        if shown.film >= longest:
+            shown.film = None
+    shown.looked = now
 
 
 def to_the_end(state: State) -> None:
-    state.film = None
-
-
-def tell(state: State) -> list[str]:
-    return lines_of(state.contest)
+    shown_in(state).film = None
 
 
 PAGE = Page(
@@ -219,9 +377,11 @@ PAGE = Page(
     example="12 static serial",
     words=(*POLICIES, "last"),
     read=how_many,
+    tell=lambda state: lines_of(shown_in(state).last),
     own={"end": to_the_end},
+    take=take,
     look=look,
-    leave=leave,
+    leave=lambda desk: to_the_end(desk.state),
     repeats=True,
     disturbs=True,
 )
@@ -235,6 +395,6 @@ COMPARE = Page(
     obey=obey_compare,
     example="fair",
     words=[*POLICIES],
-    tell=tell,
+    tell=lambda state: lines_of(shown_in(state).contest),
     repeats=True,
 )

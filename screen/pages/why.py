@@ -180,7 +180,7 @@ def draw_outcomes(state: State, on: Paper, r: RequestView) -> None:
         (LATE, on.text, "the rest"),
     )
     on.heading("Once more, without the model", legend=legend)
-    id, found = state.found.get("why", (r.id, "w replays it"))
+    id, found = state.kept.get("why", (r.id, "w replays it"))
     if id != r.id:
         found = "w replays it"
     if isinstance(found, str):
@@ -257,7 +257,7 @@ def look_into(state: State, request: RequestView) -> None:
         found = outcomes(request, requests, state.history, limits, prices(state, step=step))
     except ValueError as error:
         found = str(error)
-    state.found["why"] = (request.id, found)
+    state.kept["why"] = (request.id, found)
 
 
 def lead(state: State, by: int) -> None:
@@ -281,7 +281,7 @@ def to_mark(state: State) -> None:
 
 
 def tell(state: State) -> list[str]:
-    return [sentence(state.open, life_in(state, state.open), state.found["why"][1])]
+    return [sentence(state.open, life_in(state, state.open), state.kept["why"][1])]
 
 
 PAGE = Page(

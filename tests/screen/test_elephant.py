@@ -89,7 +89,7 @@ def test_a_run_in_which_the_budget_was_turned_is_not_replayed_and_says_so():
     with pytest.raises(ValueError, match=words):
         stage.session.obey("/compare")
     stage.session.obey("/why p95")
-    assert stage.state.found["why"][1] == words
+    assert stage.state.kept["why"][1] == words
 
 
 def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_now():
@@ -103,7 +103,7 @@ def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_n
             compared = 0
             for request in stage.state.ended[::4]:
                 why.look_into(stage.state, request)
-                found = {each.name: each.steps for each in stage.state.found["why"][1]}
+                found = {each.name: each.steps for each in stage.state.kept["why"][1]}
                 assert found["measured"] == found["continuous"]
                 compared += 1
             assert compared == 5

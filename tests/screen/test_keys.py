@@ -415,9 +415,9 @@ def test_requests_that_have_ended_can_be_read_and_copied(size):
 def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
     """It had titles of figures, and a scale of one second, with nothing above it."""
     stage = Stage().load()
-    stage.state.contest = runs.Contest("Race", [], state.RACE_WAITS)
+    race.shown_in(stage.state).contest = runs.Contest("Race", [], race.RACE_WAITS)
     heading, *lines = plain(drawn(race.draw, stage.state, 80, 24))
-    assert "Esc back" in heading and [line.strip() for line in lines] == [state.RACE_WAITS]
+    assert "Esc back" in heading and [line.strip() for line in lines] == [race.RACE_WAITS]
 
 
 def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
@@ -429,7 +429,7 @@ def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
         stage.session.obey("/race 4 serial continuous")
         assert (
             seen()[0].startswith("── Race: serial and continuous ")
-            and seen()[1].strip() == state.RACE_BEGINS
+            and seen()[1].strip() == race.RACE_BEGINS
         )
         stage.turns(5)
         assert "running …" in "".join(seen())
@@ -438,9 +438,9 @@ def test_a_race_that_is_asked_for_is_shown_before_the_engine_has_heard_of_it():
     stage.session.obey("one")
     stage.turns(3)
     stage.session.obey("/race 4")
-    assert state.RACE_WAITS in "".join(seen())
+    assert race.RACE_WAITS in "".join(seen())
     stage.turns(3)
-    assert state.RACE_WAITS in "".join(seen())
+    assert race.RACE_WAITS in "".join(seen())
 
 
 def test_a_number_and_its_unit_stand_in_one_line():

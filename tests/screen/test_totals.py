@@ -11,7 +11,7 @@ from stage import Stage, at_every_size, drawn, like_golden, plain, show
 from nanobatch import Sampling
 from parts.api.views import RanksView
 from screen import panes, periods, steps, timeline
-from screen.pages import requests, totals
+from screen.pages import race, requests, totals
 
 
 def test_a_busy_periods_figures_are_those_of_its_requests_and_steps():
@@ -107,12 +107,12 @@ def test_the_totals_of_a_race_compare_as_the_race_does(monkeypatch):
         [row[titles.index(name)] for row in rows[::-1]] for name in ("took", "makespan")
     )
     assert (
-        makespan == [run.figures[1] for run in stage.state.raced.runs]
+        makespan == [run.figures[1] for run in race.shown_in(stage.state).last.runs]
         and makespan[0] != makespan[1]
     )
     assert (
         stage.state.periods[1].ended - stage.state.periods[1].began
-        > 2 * stage.state.raced.runs[1].makespan
+        > 2 * race.shown_in(stage.state).last.runs[1].makespan
     )
     said = (
         totals.farewell(stage.state, 120),

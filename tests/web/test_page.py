@@ -19,6 +19,7 @@ from docs.make import page as page_program
 from door import page
 from screen import record
 from screen.ink import clean
+from screen.pages import race
 from screen.widgets import NEWLINE
 
 ROOT = Path(__file__).parents[2]
@@ -300,7 +301,9 @@ def test_the_player_says_of_a_run_what_the_screen_says(tmp_path):
     said = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert not said.returncode, said.stderr
     texts = [r.text for r in stage.state.requests.values()][:12]
-    for lane, measured in zip(json.loads(said.stdout), stage.state.raced.runs, strict=True):
+    for lane, measured in zip(
+        json.loads(said.stdout), race.shown_in(stage.state).last.runs, strict=True
+    ):
         steps, _, _, _, useful, _ = measured.figures
         assert f"{lane['figures']['steps']:,}" == steps
         assert f"{100 * lane['figures']['useful']:.0f} %" == useful
