@@ -27,6 +27,7 @@ from datetime import datetime
 from itertools import chain, takewhile
 from pathlib import Path
 
+from rich.cells import cell_len
 from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding
@@ -302,9 +303,12 @@ class Screen(App):
         """The tour goes on by itself. Once anything has been fired, no tour is offered any more."""
         if self.tour:
             before = self.state.tour
+            lower = self.state.lower
             self.tour.look()
             if self.state.tour is not before:
                 self.paint()
+            if self.state.lower != lower:
+                self.place(self.size)
         elif self.state.offers_tour and self.session.room.posted:
             self.decline_tour()
 
@@ -352,8 +356,10 @@ class Screen(App):
         self.paint()
 
     def say(self, message: str) -> None:
-        """Words for the user: beside the prompt, for a while."""
-        if message and len(self.screen_stack) > 1:
+        """Words for the user, for a while: beside the prompt; in a notice, if they find no room there."""
+        beside = self.screen_stack[0].query_one("#settings")
+        is_long = beside.display and cell_len(message) > beside.size.width - 2
+        if message and (is_long or len(self.screen_stack) > 1):
             self.notify(message, markup=False, timeout=3)
         elif message:
             self.state.said = message

@@ -134,7 +134,7 @@ class Palette(NamedTuple):
     def cell(self, kind: int, request: int | None, reverse: bool = False) -> Style:
         if kind in (EMPTY, REMEMBERED, UNSEEN):
             return style(self.faint if kind == EMPTY else self.muted, reverse=reverse)
-        if kind == BLOCKED:
+        if kind in (BLOCKED, FAILED):
             return style(self.bad, mixed(self.back, self.bad, 0.18), reverse=reverse)
         hue = self.fill(request)
         if kind == REUSED:
@@ -249,8 +249,10 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 # What a slot did in a step, and two more kinds of rows: those that came from an earlier request,
-# and those that a free slot still holds. Last, steps that the screen has missed. Each kind has a
+# and those that a free slot still holds. Last, steps that the screen has missed, and steps that have
+# raised an exception. Each kind has a
 # glyph of its own, so it can be told without any colour.
-NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "remembered", "unseen")
-PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED, UNSEEN = range(9)
-GLYPHS = "▒█┈╳▚·▓░?"
+NAMES = ("prefill", "decode", "held", "blocked", "ghost", "empty", "reused", "remembered")
+NAMES += ("unseen", "failed")
+PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED, UNSEEN, FAILED = range(10)
+GLYPHS = "▒█┈╳▚·▓░?✗"

@@ -161,7 +161,7 @@ WORDS = (
     ("makespan", "from the first arrival to the last token of all, without interruptions."),
     (
         "✗ ✓",
-        "with a grammar: the newest token (100% if it was forced), and what the model would have said. ✗: forbidden.",
+        "with a grammar: the newest token (100% if it was forced), │ and the likeliest without it. ✗: forbidden.",
     ),
     (
         "demo",

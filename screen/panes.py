@@ -283,7 +283,8 @@ def draw_cells(
 def draw_timeline(state: State, on: Paper) -> None:
     """Slots x steps: what each slot did in each step. This picture shows what batching is about."""
     zoom, columns, cursor = state.window(on.width - 4)
-    rare = (ink.UNSEEN,) if any(column.unseen for column in columns) else ()
+    there = {column.cells[0].kind for column in columns}
+    rare = there & {ink.UNSEEN, ink.FAILED}
     kinds = on.legend(*rare, ink.PREFILL, ink.DECODE, ink.BLOCKED, ink.HELD, ink.GHOST, ink.EMPTY)
     on.heading("Timeline", f"useful {useful_of(columns):.0f} %", kinds)
     hints = [OFFER, *FIRST] if state.offers_tour else FIRST
@@ -339,24 +340,23 @@ def draw_stream(state: State, on: Paper, slot: int) -> None:
     for kind, text in marked(clean(request.text) + growing, request.is_thinking):
         for line in wrap(text, on.width - 1):
             below.pen().put(line, hue_of(on, kind))
-    # Of the newest token alone: back in time there is none
-    glass = []
-    if state.cursor is None and on.height > 2:
-        glass = draw_glass(request, on)
+    glass = draw_glass(request, on) if on.height > 2 else []
     room = on.room - len(glass)
     on.lines += below.lines[-room:] if room > 0 else []
     on.lines += glass
 
 
 def draw_glass(request: RequestView, on: Paper) -> list[Line]:
-    """JSON under glass: the likeliest tokens for the newest place, the forbidden struck through.
-    A blank is drawn (␣), for a token may be nothing else."""
+    """JSON under glass: the newest token; then, without the grammar, the likeliest others, the forbidden
+    struck through. A blank is drawn (␣), for a token may be nothing else."""
     pen = Pen()
-    for text, probability, is_allowed in request.glass:
+    for i, (text, probability, is_allowed) in enumerate(request.glass):
         said = clean(repr(text)[1:-1]).replace(" ", "␣")
         words = f"{'✓' if is_allowed else '✗'}{said} {probability:.0%}"
         if pen.width + cell_len(words) + 2 > on.width:
             break
+        if i == 1:
+            pen.put("│ ", on.faint)
         pen.put(words, on.accent if is_allowed else Style(color=on.muted, strike=True)).put("  ")
     return [pen.line] if pen.line else []
 

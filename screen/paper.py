@@ -95,7 +95,7 @@ class Paper:
         self.heading(title, note, legend, BACK)
 
     def legend(self, *kinds: int) -> Legend:
-        hues = {ink.BLOCKED: self.bad, ink.EMPTY: self.muted}
+        hues = {ink.BLOCKED: self.bad, ink.FAILED: self.bad, ink.EMPTY: self.muted}
         return [(GLYPHS[kind], hues.get(kind, self.text), NAMES[kind]) for kind in kinds]
 
     def say(self, words: str, hue: str = "", bold: bool = False, indent: int = 1) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from door.journal import Call
 from parts.api.views import Limits, RequestView, SlotView, Snapshot, StepView
 from parts.clock import Prices
-from screen.ink import EMPTY, NAMES, clean, count
+from screen.ink import EMPTY, FAILED, NAMES, UNSEEN, clean, count
 from screen.life import Life, life_of
 from screen.periods import Period, Price
 from screen.room import BURST, Ask, Fault, Finding, Settings, View, is_mute
@@ -79,6 +79,8 @@ class State:
     opened: int | None = None  # the request that is open; None: the newest that has ended
     found: dict[str, Finding] = field(default_factory=dict)  # by trial: what it has found last
     kept: dict[str, Any] = field(default_factory=dict)  # by page: its own notes
+    # By request and number of tokens: the newest token, and the likeliest others
+    glass: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(default_factory=dict)
     typing: bool = False  # the prompt box has the keyboard
     has_typed: bool = False  # it has had the keyboard
     # What was asked for while the model loads: prompts, and commands that need the engine
@@ -87,6 +89,7 @@ class State:
     said: str = ""  # what the last command answered; shown for a while
     tour: Telling | None = None  # None: no tour
     offers_tour: bool = False  # it was neither taken nor declined so far
+    hidden: int = 0  # requests up to this one are not taken in, nor their steps
     woke: int = 0  # index of the first step of the latest busy period
     # Busy periods, the newest last
     periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))
@@ -99,6 +102,7 @@ class State:
 
     KEPT = 20_000  # so many steps are kept
     REMEMBERED = 2_000  # so many ended requests can still be opened
+    GLASS = 1_000  # so many tokens are kept under glass
     TEXTS = 2**25  # if their texts take so many bytes at most
 
     def absorb(self, view: View) -> None:
@@ -106,7 +110,7 @@ class State:
         self.model = view.model or self.model
         self.faults += view.faults[len(before.faults) :]
         self._tries = self._tries and view.trying
-        if view.trial is not None:
+        if view.trial is not None and view.trial is not before.trial:
             self.found[view.trial.name] = view.trial
         # Another engine begins, or the same one is told once more from its start.
         begins = view.life != before.life
@@ -117,9 +121,10 @@ class State:
         if view.engine is not None:
             if before.engine is None:
                 self._meet(view.engine.limits)
-            self._absorb_requests(view.engine, begins)
+            news = without(view.engine, self.hidden)
+            self._absorb_requests(news, begins)
             self._tell_unseen(view)
-            self._absorb_steps(view.engine, view.busy)
+            self._absorb_steps(news, view.busy)
             self._shorten_history()
 
     def _meet(self, limits: Limits) -> None:
@@ -134,14 +139,22 @@ class State:
         if self.view.engine:
             self.selected %= len(self.view.engine.slots)
 
+    def begin_anew(self) -> None:
+        """Forget all that has run, and do not take in what still comes of it."""
+        newest = max(self.requests, default=0)
+        self._forget()
+        self.hidden = newest
+
     def _forget(self) -> None:
         kept = (self.history, self.requests, self.ended, self.calls, self.owners, self._merged)
-        for each in (*kept, self.periods, self.costs, self.found, self.kept):
+        kept += (self.periods, self.costs, self.found, self.kept, self.glass)
+        for each in kept:
             each.clear()
         self.cursor = None
         self.opened = None
         self.selected = 0
         self.woke = 0
+        self.hidden = 0
         self.refused = 0
         self.gone = 0
 
@@ -154,6 +167,10 @@ class State:
         self.faults += [Fault(clean(fault)) for fault in news.faults]
         for r in (*news.requests, *news.ended):
             self.requests[r.id] = r
+            if r.glass:
+                self.glass[r.id, r.metrics.output_tokens] = r.glass
+        for old in [*self.glass][: -self.GLASS]:
+            del self.glass[old]
         self.ended += news.ended
         if not begins:
             failed = [r for r in news.ended if r.error and not is_mute(r)]
@@ -181,7 +198,8 @@ class State:
     def _absorb_steps(self, news: Snapshot, busy: bool) -> None:
         if news.missed and self.history:
             lost = news.output_tokens - self._delivered - sum(step.tokens for step in news.steps)
-            self.history.append(gap(news.missed, max(0, lost), news.steps[0], self.history[-1]))
+            first, last = news.steps[0], self.history[-1]
+            self.history.append(gap(UNSEEN, first, last, news.missed, max(0, lost)))
             self._count(self.history[-1])
         # These are gone: requests older than all that are open, and without an end
         if news.missed_ends:
@@ -221,6 +239,10 @@ class State:
 
     def _add(self, step: StepView, ended: deque[RequestView]) -> None:
         last = self.history[-1] if self.history else None
+        # A number is left out where a step has failed
+        if last and step.step > last.step + 1:
+            last = gap(FAILED, step, last._replace(rows=(0,) * len(last.rows)))
+            self.history.append(last)
         new = column(step, self.view.engine.limits.slots, last)
         working = {
             slot: cell.request for slot, cell in enumerate(new.cells) if cell.request is not None
@@ -402,7 +424,9 @@ class State:
         rate = (said - 1) / lasted if said > 1 and lasted > 0 else None
         text = request.text[: sum(request.lengths[:said])]
         metrics = replace(m, ttft_s=first, tokens_per_s=rate, output_tokens=said)
-        return replace(request, metrics=metrics, text=text, reason=None, error=None, ended=None)
+        glass = self.glass.get((request.id, said), ())
+        request = replace(request, metrics=metrics, text=text, glass=glass)
+        return replace(request, reason=None, error=None, ended=None)
 
     def owner(self, slot: int) -> RequestView | None:
         """The request that holds a slot, or held it last."""
@@ -456,6 +480,19 @@ class State:
             if cell and cell.request is not None and cell.request == slot.request
             else slot.phase
         )
+
+
+def without(news: Snapshot, hidden: int) -> Snapshot:
+    """The news without requests up to `hidden`, and without steps of no other request."""
+    if not hidden:
+        return news
+    steps = []
+    for step in news.steps:
+        if any(request > hidden for _, request, *_ in (*step.prefill, *step.decode)):
+            steps.append(step)
+    requests = tuple(r for r in news.requests if r.id > hidden)
+    ended = tuple(r for r in news.ended if r.id > hidden)
+    return replace(news, requests=requests, ended=ended, steps=tuple(steps))
 
 
 def prompt_of(request: RequestView) -> str:

@@ -25,9 +25,8 @@ def draw_step(state: State, on: Paper) -> None:
         on.say("plan → run → commit: nothing has run yet", on.muted)
         return
     on.heading(f"Step {step.step:,}", which_step(state))
-    if unseen := state.here.unseen:
-        went = f"{unseen:,} steps up to this one went by before the screen looked"
-        on.say(f"{went}, and {step.tokens:,} tokens came.", on.muted)
+    if state.here.lost:
+        on.say(state.here.lost, on.muted)
         return
     for name, text in entries_of(state, step).items():
         on.entry(name, text)

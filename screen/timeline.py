@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parts.api.views import StepView
-from screen.ink import BLOCKED, DECODE, EMPTY, GHOST, HELD, PREFILL, UNSEEN
+from screen.ink import BLOCKED, DECODE, EMPTY, FAILED, GHOST, HELD, PREFILL, UNSEEN
 
 
 class Cell(NamedTuple):
@@ -52,6 +52,14 @@ class Column(NamedTuple):
     total: int = 0  # tokens delivered up to and with this step
     steps: int = 1
     unseen: int = 0  # so many steps went by before the screen looked: nothing else is known of them
+
+    @property
+    def lost(self) -> str:
+        """Why nothing is known of a step; empty: the step is known."""
+        if self.cells[0].kind == FAILED:
+            return "This step failed: its requests ended with it, and E shows where."
+        went = f"{self.unseen:,} steps up to this one went by before the screen looked"
+        return f"{went}, and {self.tokens:,} tokens came." if self.unseen else ""
 
 
 def column(step: StepView, slots: int, before: Column | None = None) -> Column:
@@ -95,25 +103,24 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
     )
 
 
-def gap(missed: int, tokens: int, first: StepView, before: Column) -> Column:
-    """Steps that were missed, and in which so many tokens came: between `before` and `first`, which
-    was seen again."""
+def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int = 0) -> Column:
+    """Steps of which nothing is known, between `before` and `first`: so many were missed, and so many
+    tokens came in them; or they have failed."""
     nothing = dict.fromkeys(
         ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked"), ()
     )
     nothing |= dict.fromkeys(("cost", "plan_s", "build_s", "device_s", "wait_s", "commit_s"), 0)
     times = {"began": before.ended, "ended": max(before.ended, first.began)}
     view = replace(first, step=first.step - 1, tokens=tokens, **nothing, **times)
-    total, cells = before.total + tokens, (Cell(UNSEEN),) * len(before.cells)
     return Column(
-        view.step,
-        *times.values(),
-        cells,
-        tokens,
-        0,
-        view,
-        before.rows,
-        total,
+        step=view.step,
+        **times,
+        cells=(Cell(kind),) * len(before.cells),
+        tokens=tokens,
+        useful=0,
+        view=view,
+        rows=before.rows,
+        total=before.total + tokens,
         steps=0,
         unseen=missed,
     )
@@ -126,7 +133,7 @@ def merge(columns: Sequence[Column]) -> Column:
         return columns[0]
     cells = []
     for slot in zip(*(column.cells for column in columns), strict=True):
-        rare = max((cell for cell in slot if cell.kind in (PREFILL, UNSEEN)), default=None)
+        rare = max((cell for cell in slot if cell.kind in (PREFILL, UNSEEN, FAILED)), default=None)
         cells.append(rare or Counter(slot).most_common(1)[0][0])
     names = ("tokens", "useful", "steps", "unseen")
     sums = {name: sum(getattr(column, name) for column in columns) for name in names}

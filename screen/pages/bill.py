@@ -180,7 +180,7 @@ def draw(state: State, on: Paper) -> None:
     column = state.here
     model = state.view.engine.model
     length = usual_length(state)
-    is_seen = column is not None and not column.unseen
+    is_seen = column is not None and not column.lost
     keys = "←→ steps  Esc"
     if on.width >= 100:
         step = "" if state.view.watches else "  s takes one"
@@ -191,7 +191,7 @@ def draw(state: State, on: Paper) -> None:
     elif is_seen:
         draw_entries(state, on, column)
     else:
-        on.say("Steps went by before the screen looked.", on.muted)
+        on.say(column.lost, on.muted)
     on.entry("roof", roof_of(state))
     if is_seen:
         draw_floors(state, on, column)
@@ -369,8 +369,8 @@ def bill_line(state: State) -> str:
     engine = state.view.engine
     if column is None:
         return f"no step has run yet; the roof: {roof_of(state)}"
-    if column.unseen:
-        return f"steps went by before the screen looked; the roof: {roof_of(state)}"
+    if column.lost:
+        return f"{column.lost} The roof: {roof_of(state)}"
     bill = this_bill(state, column)
     floors = floors_of(bill, engine.roof)
     step = column.view

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from parts.api.views import RequestView
 from parts.bill import of_rows
 from parts.clock import undisturbed
-from screen.ink import clean, count, span
+from screen.ink import FAILED, clean, count, span
 from screen.life import outcomes
 from screen.pages.bill import scaled
 from screen.pages.breakage import FEWEST, Breakage
@@ -134,6 +134,15 @@ def usual(times: Sequence[float]) -> float:
     return undisturbed(times, one_in=8)
 
 
+def back_to(state: State, column: Column) -> str:
+    """Put the cursor on a step, so that a reader sees what the text says. What came before the step is
+    in sight, too."""
+    state.zoom = 1
+    state.look_at(state.index_of(column.step))
+    state.edge = state.at + 12
+    return "←"
+
+
 def is_settled(seen: Seen) -> bool:
     return not seen.state.view.busy and not seen.state.view.stepping
 
@@ -173,6 +182,14 @@ def ask_rows(seen: Seen) -> str:
 def times_as_long(seen: Seen) -> list[float]:
     """The answers: for 8 slots 8, 4, 2 and 1 times."""
     return sorted({seen.slots, seen.slots / 2, 2, 1}, reverse=True)
+
+
+def back_to_a_usual(rows: int | None, seen: Seen) -> str:
+    """A step that took as long as the text says. The newest before a pause is often slower."""
+    rows = rows or seen.slots
+    steps = [c for c in seen.columns if len(c.view.decode) == rows and not c.view.prefill]
+    time = usual(seen.decodes(rows))
+    return back_to(seen.state, min(steps[::-1], key=lambda c: abs(c.view.seconds - time)))
 
 
 def row_answers(seen: Seen) -> Sequence[str]:
@@ -397,15 +414,8 @@ def ghosts(seen: Seen) -> list[Column]:
 
 
 def back_to_a_ghost(seen: Seen) -> str:
-    """Put the cursor on the step with the most ghosts, so that they can be seen."""
-    if not any(column.view.ghosts for column in seen.columns):
-        return ""
-    state = seen.state
-    step = max(ghosts(seen), key=lambda column: len(column.view.ghosts)).step
-    state.zoom = 1
-    state.look_at(state.index_of(step))
-    state.edge = state.at + 12  # what came before is in sight, too
-    return "←"
+    """The step with the most ghosts."""
+    return back_to(seen.state, max(seen.columns, key=lambda column: len(column.view.ghosts)))
 
 
 def judge_ghosts(seen: Seen) -> int:
@@ -433,12 +443,32 @@ def ask_json(seen: Seen) -> str:
     return f"{asked} What makes its answer fit?"
 
 
-def note_glass(seen: Seen) -> bool:
-    """Note what the model would have said at each token. Has the answer ended?"""
+def show_answers(seen: Seen) -> str:
+    """Where room is short, the answers are in sight, and with them the glass."""
+    seen.state.lower = "streams"
+    return ""
+
+
+def glasses(seen: Seen) -> dict[int, tuple[tuple[str, float, bool], ...]]:
+    """By number of tokens: what was seen under glass."""
+    id = seen.requests[0].id
+    return {said: glass for (request, said), glass in seen.state.glass.items() if request == id}
+
+
+def ban_in(glass: Sequence[tuple[str, float, bool]]) -> float:
+    """The chance of the likeliest other token, if this token was forbidden; else 0."""
+    _, chance, is_allowed = max(glass[1:], key=lambda token: token[1], default=("", 0.0, True))
+    return 0.0 if is_allowed else chance
+
+
+def back_to_a_ban(seen: Seen) -> str:
+    """The step at which the likeliest of the forbidden tokens was struck out."""
     r = seen.requests[0]
-    if r.glass:
-        seen.notes[r.metrics.output_tokens] = r.glass
-    return r.reason is not None
+    seen_glass = glasses(seen)
+    said = max(seen_glass, key=lambda said: ban_in(seen_glass[said]), default=1)
+    rows = r.metrics.prompt_tokens + said - 1
+    column = next((c for c in seen.columns if c.rows[r.slot] == rows), None)
+    return back_to(seen.state, column) if column else ""
 
 
 def json_figures(seen: Seen) -> tuple[int, int, int]:
@@ -448,11 +478,9 @@ def json_figures(seen: Seen) -> tuple[int, int, int]:
         json.loads(r.text)
     except ValueError:
         raise ValueError(f"the answer of r{r.id} was cut off ({r.reason or 'not over'})") from None
-    struck = forced = 0
-    for (_, chance, _), *others in seen.notes.values():
-        likeliest = max(others, key=lambda token: token[1], default=("", 0.0, True))
-        struck += not likeliest[2] and len(others) > 0
-        forced += chance > 0.999
+    seen_glass = glasses(seen).values()
+    struck = sum(ban_in(glass) > 0 for glass in seen_glass)
+    forced = sum(glass[0][1] > 0.999 for glass in seen_glass)
     return r.metrics.output_tokens, struck, forced
 
 
@@ -466,8 +494,8 @@ def tell_json(seen: Seen) -> str:
     r = seen.requests[0]
     tokens, struck, forced = json_figures(seen)
     return (
-        f"{tokens} tokens in {len(seen.columns)} steps. At {struck} of {len(seen.notes)} the "
-        "likeliest was forbidden (✗), its chance set to 0 before the choice; "
+        f"{tokens} tokens in {len(seen.columns)} steps, {len(glasses(seen))} under glass: at {struck} "
+        "the likeliest was forbidden (✗), its chance set to 0 before the choice; "
         f"{forced} times a single one was allowed. "
         f"Said: {' '.join(clean(r.text).split())}"
     )
@@ -538,6 +566,11 @@ def was_broken(seen: Seen) -> bool:
     return was_tried(seen)
 
 
+def back_to_the_crash(seen: Seen) -> str:
+    failed = [c for c in seen.state.history if c.step > seen.first and c.cells[0].kind == FAILED]
+    return back_to(seen.state, failed[0]) if failed else ""
+
+
 def broken(seen: Seen) -> Breakage:
     found = seen.notes.get("step")
     if found is None or not found.did:
@@ -558,7 +591,7 @@ def tell_breakage(seen: Seen) -> str:
 
 
 def tell_broken(seen: Seen) -> str:
-    names = {"step": "A step raised", "client": "A client hung up"}
+    names = {"step": "A step raised (✗)", "client": "A client hung up"}
     said = []
     changed = tokens = 0
     for what, found in seen.notes.items():
@@ -584,6 +617,7 @@ SCENES = (
             Until(partial(has_decoded, 1, WATCHED)),
             "/slow off",
             Until(partial(has_decoded, 1, TIMED)),
+            partial(back_to_a_usual, 1),
         ),
         question=ask_rows,
         answers=row_answers,
@@ -594,6 +628,7 @@ SCENES = (
             Until(partial(has_decoded, None, WATCHED)),
             "/slow off",
             Until(partial(has_decoded, None, TIMED)),
+            partial(back_to_a_usual, None),
         ),
         judge=judge_rows,
         tell=tell_rows,
@@ -674,7 +709,11 @@ SCENES = (
             "the text is mended at its end",
             "before each token, what does not fit is struck out",
         ),
-        run=(Until(note_glass, each="/step 1"),),
+        run=(
+            show_answers,
+            Until(lambda seen: seen.requests[0].reason is not None, each="/step 1"),
+            back_to_a_ban,
+        ),
         judge=judge_json,
         tell=tell_json,
         place=("nanobatch.py", "Engine._masks"),
@@ -699,7 +738,13 @@ SCENES = (
             "those in that step; the line goes on",
             "one: the engine goes on without it",
         ),
-        run=("/break step", Until(was_broken), "/break client", Until(was_broken)),
+        run=(
+            "/break step",
+            Until(was_broken),
+            "/break client",
+            Until(was_broken),
+            back_to_the_crash,
+        ),
         judge=judge_broken,
         tell=tell_broken,
         place=("nanobatch.py", "Engine._fail"),

@@ -67,6 +67,7 @@ class Before(NamedTuple):
     slow: float
     eases: bool
     stays: bool
+    is_fresh: bool  # nothing had run
     fields: dict[str, object]  # of the state
 
     FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
@@ -77,8 +78,16 @@ class Before(NamedTuple):
         fields = {name: getattr(session.state, name) for name in Before.FIELDS}
         policy = view.engine.draining_to or view.engine.policy
         limits = view.engine.limits
-        budget = None if limits == view.made_with else limits.budget
-        return Before(policy, budget, view.paused, view.slow, session.eases, session.stays, fields)
+        return Before(
+            policy=policy,
+            budget=None if limits == view.made_with else limits.budget,
+            paused=view.paused,
+            slow=view.slow,
+            eases=session.eases,
+            stays=session.stays,
+            is_fresh=not session.state.history,
+            fields=fields,
+        )
 
     def put_back(self, session: Session) -> None:
         room = session.room
@@ -89,6 +98,8 @@ class Before(NamedTuple):
         room.pause(self.paused)
         session.eases = self.eases
         session.stays = self.stays
+        if self.is_fresh:
+            session.state.begin_anew()
         for name, value in self.fields.items():
             setattr(session.state, name, value)
 

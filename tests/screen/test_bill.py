@@ -9,6 +9,7 @@ from words import VIEW
 
 from parts.api.views import ExpertsView, ModelView, RanksView, Roof
 from parts.bill import Floors, Part, Work, bill_of, floors_of, of_rows
+from screen.ink import UNSEEN
 from screen.pages import bill
 from screen.remote import RemoteRoom
 from screen.session import PlainLog, orders_of
@@ -314,12 +315,12 @@ def test_of_steps_that_the_screen_has_missed_there_is_no_bill():
     stage.session.obey("/burst 4")
     stage.turns(20)
     here = stage.state.history[-1]
-    stage.state.history[-1] = gap(9, 9, here.view, stage.state.history[-2])
+    stage.state.history[-1] = gap(UNSEEN, here.view, stage.state.history[-2], 9, 9)
     text = page(stage)
-    assert "Steps went by before the screen looked." in text and "roof" in text
+    assert "9 steps up to this one went by before the screen looked" in text and "roof" in text
     assert "in products" not in text and "measured  " not in text.replace("measured │", "")
     assert bill.bill_line(stage.state).startswith(
-        "steps went by before the screen looked; the roof"
+        "9 steps up to this one went by before the screen looked, and 9 tokens came. The roof"
     )
 
 

@@ -10,7 +10,8 @@ from words import WordRunner
 
 import kv
 from nanobatch import Engine, Runner
-from screen import ink, keys, session
+from screen import ink, keys, panes, session, steps
+from screen.pages import bill
 from screen.pages.breakage import BREAKS, Breakage
 
 
@@ -282,3 +283,18 @@ def test_the_plain_log_tells_who_ended_who_went_on_and_what_was_compared():
         "1 ended by it, 11 went on to the end of their answers; no bit changed",
         "compared: 531 tokens and 1,062 log probabilities with those of the same requests alone, all bits",
     ]
+
+
+def test_a_failed_step_stands_in_all_lanes_of_the_timeline_and_says_so():
+    """The numbers went from 7 to 9, and nothing told that a step had failed between them."""
+    stage = Stage().load()
+    broken(stage, "step")
+    failed = [c for c in stage.state.history if c.cells[0].kind == ink.FAILED]
+    assert len(failed) == 1 and failed[0].step in range(2, 30)
+    stage.state.look_at(stage.state.index_of(failed[0].step))
+    text = "\n".join(plain(drawn(panes.draw_timeline, stage.state, 100, 10)))
+    assert sum("✗" in line for line in text.splitlines()[1:-1]) == 8 and "✗failed" in text
+    assert "This step failed" in "".join(plain(drawn(steps.draw_step, stage.state, 80, 10)))
+    assert "This step failed" in "".join(plain(drawn(bill.draw, stage.state, 80, 24)))
+    steps_seen = [column.step for column in stage.state.history]
+    assert steps_seen == [*range(steps_seen[0], steps_seen[-1] + 1)], "no number is left out"

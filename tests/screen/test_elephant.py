@@ -5,9 +5,8 @@ from rich.cells import cell_len
 from stage import Stage, at_every_size, drawn, like_golden, plain, show
 
 from parts.price import NARROWEST
-from screen import state as state_
 from screen.ink import span
-from screen.pages import elephant, totals, why
+from screen.pages import elephant, race, totals, why
 from screen.room import WIDEST, bounds
 from screen.session import PlainLog, orders_of
 
@@ -107,7 +106,7 @@ def test_a_run_is_replayed_with_the_budget_that_it_had_and_not_with_the_one_of_n
                 assert found["measured"] == found["continuous"]
                 compared += 1
             assert compared == 5
-            replays[turn, now] = len(state_.compare(stage.state).runs[0].columns)
+            replays[turn, now] = len(race.compare(stage.state).runs[0].columns)
         assert len({steps for (each, _), steps in replays.items() if each == turn}) == 1
         assert replays[turn, "/budget off"] == len(stage.state.history)
     assert replays["before", "/budget off"] != replays["never", "/budget off"]

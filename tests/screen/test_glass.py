@@ -19,7 +19,7 @@ def test_the_forbidden_is_struck_through_and_what_finds_no_room_is_left_out():
     seen = (('"', 1.0, True), (" go", 0.79, False), ("\n", 0.06, True), ("best", 0.05, False))
     request = RequestView(1, "p", "", None, "", 0, 0.0, METRICS, glass=seen)
     (line,) = panes.draw_glass(request, Paper(ink.DARK, 32, 1))
-    assert plain([line]) == ['✓" 100%  ✗␣go 79%  ✓\\n 6%  ']
+    assert plain([line]) == ['✓" 100%  │ ✗␣go 79%  ✓\\n 6%  ']
     struck = [
         segment.text
         for segment in line

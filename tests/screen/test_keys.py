@@ -412,6 +412,20 @@ def test_requests_that_have_ended_can_be_read_and_copied(size):
     show(scenario, size=size)
 
 
+def test_words_without_room_beside_the_prompt_are_a_notice():
+    """At 120 columns "a step's budget: at most so many" was cut behind 38 letters."""
+
+    async def scenario(it):
+        it.app.say("fired")
+        it.app.paint()
+        assert it.stage.state.said == "fired" and not it.app._notifications
+        words = "budget 30: at most 22 tokens of a prompt in a step"
+        it.app.say(words)
+        assert [told.message for told in it.app._notifications] == [words]
+
+    show(scenario, size=(120, 40))
+
+
 def test_a_race_that_has_not_begun_shows_no_scale_of_nothing():
     """It had titles of figures, and a scale of one second, with nothing above it."""
     stage = Stage().load()

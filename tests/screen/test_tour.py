@@ -4,9 +4,11 @@ Most scenes are played on an engine of words. Its answers end by themselves here
 ghosts. JSON needs a real tokenizer, so that scene is played on the demo model.
 """
 
+import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +156,7 @@ def test_the_figures_of_the_rows_are_those_of_the_steps():
     assert "8 rows took 24.0 ms, one row 10.0 ms: 2.40 times the time" in told.text
     assert "Each row adds 2.00 ms: from 4 on, they cost more" in told.text
     assert told.verdict == "As you said: 3, 2 times as long, 20.0 ms."
+    assert f"{1000 * stage.state.step.seconds:.1f}" == "24.0", "the pane shows a step of the text"
 
 
 def test_the_parts_of_a_slow_first_token_add_up():
@@ -208,9 +211,25 @@ def test_who_ends_and_who_goes_on_is_counted_for_a_crash_and_for_a_hang_up():
     crash, _ = stage.tour.seen.notes.values()
     ended = len(crash.ended)
     assert 2 < ended <= 8, "those in slots; one whose prompt had no chunk in that step begins again"
-    assert f"A step raised: {ended} ended, {12 - ended} went on" in told.text
+    assert f"A step raised (✗): {ended} ended, {12 - ended} went on" in told.text
     assert "A client hung up: 1 ended, 11 went on" in told.text and "No bit changed" in told.text
     assert not stage.state.view.trying
+    assert {cell.kind for cell in stage.state.here.cells} == {ink.FAILED}, "the cursor is there"
+
+
+def test_json_is_told_with_a_forbidden_token_in_sight_and_with_figures_of_one_scale():
+    """The text spoke of ✗ beside an empty line, and of 71 of 73 beside 85 tokens."""
+    stage = staged(JSON).until("ask")
+    stage.tour.go_on()
+    told = stage.until("tell").state.tour.text
+    r = stage.state.requests[1]
+    said = stage.state.here.rows[r.slot] - r.metrics.prompt_tokens + 1
+    glass = stage.state.glass[r.id, said]
+    assert scenes.ban_in(glass) > 0.5 and stage.state.lower == "streams"
+    then = stage.state.then(replace(r, ended=math.inf))
+    assert then.glass == glass, "a pane that goes back in time shows it, too"
+    seen = len(stage.state.glass)
+    assert f"{r.metrics.output_tokens} tokens in " in told and f", {seen} under glass" in told
 
 
 @pytest.mark.parametrize("guess", [1, 2, 3, 4])
@@ -304,6 +323,26 @@ def test_a_tour_right_behind_another_puts_back_what_was_before_the_first():
     stage.begin(0).until("ask").tour.leave()
     stage.turns(2)
     assert stage.engine.sched.policy.name == "static"
+
+
+def test_after_a_tour_the_stage_is_as_fresh_as_before():
+    """260 requests of the tour stood in the histogram, and its trials on the pages."""
+    stage = staged(BREAK).until("ask")
+    stage.tour.go_on()
+    for _ in range(60):
+        stage.turn()
+    assert stage.state.history and stage.state.requests
+    stage.tour.leave()
+    stage.turns(20)
+    state = stage.state
+    gone = (state.history, state.requests, state.ended, state.periods, state.costs, state.found)
+    assert not any(gone) and not stage.engine.has_work
+    stage.session.obey("/burst 3")
+    stage.finish()
+    assert len(state.ended) == state.periods[-1].requests == 3 and not state.here.lost
+    stage.begin(0).until("ask").tour.leave()
+    stage.turns(20)
+    assert len(state.requests) == 4, "what a user has fired before a tour is not forgotten"
 
 
 def test_a_pause_that_was_not_there_before_does_not_stay():
