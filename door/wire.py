@@ -25,6 +25,9 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 from door.journal import DoorView
 from parts.api.views import RequestView, Snapshot
 
+STEPS = 4096  # that have come and were not looked at are kept, the newest
+ENDS = 500  # and so many ends of requests
+
 
 class Frame(NamedTuple):
     """Everything that a watcher is told at a time."""
@@ -152,3 +155,43 @@ class Receiver:
         text = known.text + request.text
         lengths = known.lengths + request.lengths
         return replace(request, prompt=known.prompt, text=text, lengths=lengths)
+
+
+# --- frames that nobody has looked at yet ---------------------------------------------------------
+
+
+def joined(before: Frame | None, frame: Frame) -> Frame:
+    """Two frames as one: the state of the later one, and what happened up to it since the earlier
+    one began."""
+    new, door = frame.engine, frame.door
+    requests, ended = new.requests, new.ended
+    if before is None:  # what was over long before is no news
+        new, door = replace(new, missed=0, missed_ends=0, faults=()), replace(door, missed=0)
+    else:
+        old = before.engine
+        ended = (*old.ended, *ended)
+        over = {request.id for request in ended}
+        requests = tuple({r.id: r for r in (*old.requests, *requests) if r.id not in over}.values())
+        counts = {
+            "missed": old.missed + new.missed,
+            "missed_ends": old.missed_ends + new.missed_ends,
+        }
+        steps = (*old.steps, *new.steps)
+        faults = (*old.faults, *new.faults)
+        calls = (*before.door.ended, *door.ended)
+        # A screen whose terminal is stopped does not look, and all this would pile up
+        counts["missed"] += len(steps[:-STEPS])
+        counts["missed_ends"] += len(ended[:-ENDS])
+        missed = before.door.missed + door.missed + len(calls[:-ENDS])
+        ended = ended[-ENDS:]
+        new = replace(new, steps=steps[-STEPS:], faults=faults[-ENDS:], **counts)
+        door = replace(door, ended=calls[-ENDS:], missed=missed)
+    return frame._replace(engine=replace(new, requests=requests, ended=ended), door=door)
+
+
+def told(frame: Frame) -> Frame:
+    """The same state, once what happened up to it has been told."""
+    engine = replace(
+        frame.engine, requests=(), ended=(), missed_ends=0, steps=(), missed=0, faults=()
+    )
+    return frame._replace(engine=engine, door=replace(frame.door, ended=(), missed=0))

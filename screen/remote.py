@@ -39,8 +39,6 @@ from screen.room import Ask, Room, View
 RETRY_S = 1.0
 SILENT_S = 5.0  # a server says something every second, even if nothing happens
 LINE = 2**26  # bytes; a longer one is none of ours
-STEPS = 4096  # that have come and were not looked at are kept, the newest
-ENDS = 500  # and so many ends of requests
 SENDERS = 64  # prompts at once on their way; more wait here
 
 
@@ -109,7 +107,7 @@ class RemoteRoom(Room):
             frame, lost_at = self._frame, self._lost_at
             if frame is None:
                 return self._known
-            self._frame = told(frame)
+            self._frame = wire.told(frame)
             gone = None if lost_at is None else time.monotonic() - lost_at
             return self._known._replace(life=self._life, gone_s=gone, **frame._asdict())
 
@@ -159,7 +157,7 @@ class RemoteRoom(Room):
                     self._life + 1,
                     None,
                 )
-            self._frame = joined(self._frame, frame)
+            self._frame = wire.joined(self._frame, with_asks(frame))
             self._over += (request.id for request in frame.engine.ended)
             self._came.notify_all()
             self.note(stage="ready")
@@ -271,41 +269,10 @@ def read_events(answer: http.client.HTTPResponse) -> Iterator:
             yield json.loads(line.removeprefix(b"data: "))
 
 
-def joined(before: wire.Frame | None, frame: wire.Frame) -> wire.Frame:
-    """Two frames as one: the state of the later one, and what happened up to it since the earlier
-    one began."""
-    new, door = frame.engine, frame.door
-    requests, ended = (tuple(map(with_ask, many)) for many in (new.requests, new.ended))
-    if before is None:  # what was over long before is no news
-        new, door = replace(new, missed=0, missed_ends=0, faults=()), replace(door, missed=0)
-    else:
-        old = before.engine
-        ended = (*old.ended, *ended)
-        over = {request.id for request in ended}
-        requests = tuple({r.id: r for r in (*old.requests, *requests) if r.id not in over}.values())
-        counts = {
-            "missed": old.missed + new.missed,
-            "missed_ends": old.missed_ends + new.missed_ends,
-        }
-        steps = (*old.steps, *new.steps)
-        faults = (*old.faults, *new.faults)
-        calls = (*before.door.ended, *door.ended)
-        # A screen whose terminal is stopped does not look, and all this would pile up
-        counts["missed"] += len(steps[:-STEPS])
-        counts["missed_ends"] += len(ended[:-ENDS])
-        missed = before.door.missed + door.missed + len(calls[:-ENDS])
-        ended = ended[-ENDS:]
-        new = replace(new, steps=steps[-STEPS:], faults=faults[-ENDS:], **counts)
-        door = replace(door, ended=calls[-ENDS:], missed=missed)
-    return frame._replace(engine=replace(new, requests=requests, ended=ended), door=door)
-
-
-def told(frame: wire.Frame) -> wire.Frame:
-    """The same state, once what happened up to it has been told."""
-    engine = replace(
-        frame.engine, requests=(), ended=(), missed_ends=0, steps=(), missed=0, faults=()
-    )
-    return frame._replace(engine=engine, door=replace(frame.door, ended=(), missed=0))
+def with_asks(frame: wire.Frame) -> wire.Frame:
+    engine = frame.engine
+    requests, ended = (tuple(map(with_ask, many)) for many in (engine.requests, engine.ended))
+    return frame._replace(engine=replace(engine, requests=requests, ended=ended))
 
 
 def with_ask(request: RequestView) -> RequestView:

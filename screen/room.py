@@ -37,7 +37,6 @@ from parts.api.loop import Loop, Stopwatch
 from parts.api.settings import Sampling
 from parts.api.views import ExpertsView, Limits, RequestView, Snapshot
 from parts.device.cores import Others
-from parts.price import NARROWEST
 from policies import POLICIES
 from sched import QueueFull
 from screen.ink import clean
@@ -229,47 +228,6 @@ class View(NamedTuple):
     @property
     def racing(self) -> bool:
         return self.trying and isinstance(self.trial, Race)
-
-
-# --- the budget ----------------------------------------------------------------------------------
-
-WIDEST = 8  # times as wide as the engine's own, a chunk may become
-
-
-def bounds(own: Limits) -> tuple[int, int]:
-    """The least and the largest budget of an engine: with a row for each slot, the narrowest chunk
-    and the widest."""
-    return own.slots + min(NARROWEST, own.chunk), own.slots + min(own.max_len, WIDEST * own.chunk)
-
-
-def with_budget(own: Limits, budget: int | None) -> Limits:
-    """An engine's limits with another budget; None: its own.
-
-    One whole chunk is let into every step, however small the budget is, and a prompt has one chunk
-    in a step, however large it is. So the chunk goes with the budget: it gets what a row for each
-    slot leaves.
-    """
-    if budget in (None, own.budget):
-        return own
-    least, most = bounds(own)
-    if not least <= budget <= most:
-        raise ValueError(
-            f"budget = {budget:,}, but here it is {least:,} to {most:,}: a row for each of "
-            f"{own.slots:,} slots, and a chunk of {least - own.slots:,} to {most - own.slots:,}"
-        )
-    return own._replace(budget=budget, chunk=budget - own.slots)
-
-
-def turned(own: Limits, now: Limits, budget: int | str | None) -> Limits:
-    """An engine's limits with another budget. "-" and "+": with a chunk half as wide as now, or
-    twice."""
-    if budget not in ("-", "+"):
-        return with_budget(own, budget)
-    least, most = bounds(own)
-    chunk = now.chunk // 2 if budget == "-" else now.chunk * 2
-    if chunk == own.chunk:
-        return own
-    return with_budget(own, max(least, min(own.slots + chunk, most)))
 
 
 # --- the rooms ----------------------------------------------------------------------------------
@@ -641,7 +599,7 @@ class EngineRoom(Room):
         """
         now = self.engine.snapshot().limits
         turns = self._known.turns or ((1, now),)
-        limits = turned(turns[0][1], now, budget)
+        limits = turns[0][1].turned(now, budget)
         if limits == now:
             return
         self.engine.set_budget(limits.budget, limits.chunk)

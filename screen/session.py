@@ -29,7 +29,7 @@ from screen.ink import clean, count, number, shorten, span
 from screen.keys import COMMANDS, PAGES
 from screen.page import Page
 from screen.periods import words
-from screen.room import SCHEMA, Ask, EngineRoom, Finding, View, is_mute, turned
+from screen.room import SCHEMA, Ask, EngineRoom, Finding, View, is_mute
 from screen.state import State, client_of, prompt_of
 
 
@@ -251,7 +251,7 @@ class Session:
             budget = None if rest == "off" else number_for("budget", rest)
         said = ""
         if own:  # else the room itself refuses what cannot be
-            self._limits = turned(own, now, budget)
+            self._limits = own.turned(now, budget)
             said = said_of(self._limits)
         self.room.set_budget(budget)
         return said

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple
 
+from parts.price import NARROWEST
 from sched import Plan, Request, Scheduler
 
 
@@ -36,6 +37,9 @@ class Metrics:
     output_tokens: int
     guessed: int = 0  # so many tokens were guessed
     right: int = 0  # and so many of these were right
+
+
+WIDEST = 8  # times as wide as the engine's own, a chunk may become
 
 
 class Limits(NamedTuple):
@@ -60,6 +64,40 @@ class Limits(NamedTuple):
             max_queue=sched.max_queue,
             hurry=hurry,
         )
+
+    @property
+    def budgets(self) -> tuple[int, int]:
+        """The least and the largest budget that an engine can be turned to: a row for each slot, and
+        the narrowest chunk or the widest."""
+        least = min(NARROWEST, self.chunk)
+        return self.slots + least, self.slots + min(self.max_len, WIDEST * self.chunk)
+
+    def with_budget(self, budget: int | None) -> Limits:
+        """The same with another budget; None: as the engine was made.
+
+        One whole chunk is let into every step, however small the budget is, and a prompt has one
+        chunk in a step, however large it is. So the chunk goes with the budget: it gets what a row
+        for each slot leaves.
+        """
+        if budget in (None, self.budget):
+            return self
+        least, most = self.budgets
+        if not least <= budget <= most:
+            raise ValueError(
+                f"budget = {budget:,}, but here it is {least:,} to {most:,}: a row for each of "
+                f"{self.slots:,} slots, and a chunk of {least - self.slots:,} to {most - self.slots:,}"
+            )
+        return self._replace(budget=budget, chunk=budget - self.slots)
+
+    def turned(self, now: Limits, budget: int | str | None) -> Limits:
+        """The same with another budget. "-" and "+": with a chunk half as wide as now, or twice."""
+        if budget not in ("-", "+"):
+            return self.with_budget(budget)
+        least, most = self.budgets
+        chunk = now.chunk // 2 if budget == "-" else now.chunk * 2
+        if chunk == self.chunk:
+            return self
+        return self.with_budget(max(least, min(self.slots + chunk, most)))
 
 
 class RanksView(NamedTuple):

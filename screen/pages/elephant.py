@@ -36,7 +36,7 @@ from screen.page import Desk, Page
 from screen.panes import fit_slots, others_of
 from screen.paper import Figure, Paper
 from screen.periods import percentile
-from screen.room import Ask, EngineRoom, with_budget
+from screen.room import Ask, EngineRoom
 from screen.state import State
 from screen.timeline import Column
 
@@ -573,7 +573,7 @@ def obey(desk: Desk, rest: str) -> None:
     state = desk.state
     budgets = [as_budget(word) for word in rest.split()]
     for budget in budgets if state.view.engine else ():  # else the room refuses it
-        with_budget(state.view.made_with, budget)
+        state.view.made_with.with_budget(budget)
     trial = desk.state.kept.get(NAME)
     begins = not is_running(desk)
     if begins:

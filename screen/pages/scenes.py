@@ -33,7 +33,7 @@ from screen.pages.bill import scaled
 from screen.pages.breakage import FEWEST, Breakage
 from screen.pages.elephant import Drop
 from screen.pages.same import Company
-from screen.room import BURST, EVENING, Finding, bounds
+from screen.room import BURST, EVENING, Finding
 from screen.state import State, life_in, prices
 from screen.timeline import Column
 
@@ -294,7 +294,7 @@ def ask_elephant(seen: Seen) -> str:
 
 def elephants(seen: Seen) -> str:
     """One with the least budget, one with the most."""
-    least, most = bounds(seen.state.view.made_with)
+    least, most = seen.state.view.made_with.budgets
     return f"/elephant {least} {most}"
 
 

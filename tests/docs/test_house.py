@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "nanobatch": "llama kv sched policies sampling parts/*",
     "parts/device/*": "",
     "parts/text/*": "",
-    "parts/api/*": "sched",
+    "parts/api/*": "sched parts/price",
     "parts/ranks/*": "parts/api/views parts/device/*",
     "parts/model/*": "parts/api/views parts/ranks/* parts/device/*",
     "parts/bill": "parts/api/views",

@@ -4,10 +4,10 @@ import pytest
 from rich.cells import cell_len
 from stage import Stage, at_every_size, drawn, like_golden, plain, show
 
+from parts.api.views import WIDEST
 from parts.price import NARROWEST
 from screen.ink import span
 from screen.pages import elephant, race, totals, why
-from screen.room import WIDEST, bounds
 from screen.session import PlainLog, orders_of
 
 
@@ -38,7 +38,7 @@ def test_a_budget_that_is_turned_while_prompts_are_read_bounds_each_step_from_th
 
 def test_a_budget_without_room_for_a_chunk_or_beyond_a_slot_is_refused_with_the_limits():
     stage = Stage().load()
-    least, most = bounds(stage.state.view.made_with)
+    least, most = stage.state.view.made_with.budgets
     assert (least, most) == (8 + NARROWEST, 8 + WIDEST * 16)
     for wrong in (least - 1, most + 1):
         with pytest.raises(ValueError, match=rf"budget = {wrong}, .* {least} to {most}: a row"):

@@ -529,7 +529,7 @@ def test_a_screen_that_does_not_look_keeps_the_newest_and_counts_what_it_misses(
         for _ in range(3):
             engine.submit([number], Sampling(max_tokens=4, ignore_eos=True)).result()
         seen = engine.snapshot(seen)
-        heard = remote.joined(heard, wire.Frame(False, 0, 0.0, seen, door))
+        heard = wire.joined(heard, wire.Frame(False, 0, 0.0, seen, door))
     assert [step.step for step in heard.engine.steps][-1] == engine.steps
     assert len(heard.engine.steps) == 20 and heard.engine.missed == engine.steps - 20
     assert [view.id for view in heard.engine.ended] == list(range(14, 19))
