@@ -1,30 +1,30 @@
 """Watch it happen: slots, waiting line, timeline, charts and answers of a running engine, in a
 terminal.
 
-The problem. A serving engine takes hundreds of decisions a second, and its source shows none of
-them. This program shows them all: which request holds which slot, how far its KV cache is filled,
-what waits and why, and what every slot did in every step.
+The problem. A serving engine takes hundreds of decisions a second, and the source shows no
+decision. This program shows all of them: the request in each slot, how far the KV cache is filled,
+who waits and why, and the work of every slot in every step.
 
-How it hangs together. The folder `screen/` holds the parts, and each part knows only those before
-it:
+How it hangs together. The folder `screen/` holds the parts, and each part knows only the parts
+above:
 
-    room.py      owns the engine. It fulfils wishes between two steps, and shows what happens as a frozen `View`.
-    remote.py    the same for an engine elsewhere: it reads a server's `/watch`.
-    runs.py      races and replays on a clock that interruptions do not reach.
-    life.py      a request's life in parts that add up, and what it would have been in another company.
-    state.py     all that the screen knows: the newest view, past steps and requests, what is selected.
-    paper.py     what panes and pages write their lines on.
+    room.py      owns the engine, fulfils wishes between two steps, and shows all that happens as a frozen `View`.
+    remote.py    the same for an engine elsewhere, by a server's `/watch`.
+    runs.py      races and replays on a clock without interruptions.
+    life.py      a request's life in parts, with the right sum; and the same life in another company.
+    state.py     all knowledge of the screen: the newest view, past steps and requests, the selection.
+    paper.py     the paper for the lines of panes and pages.
     panes.py     pure functions from the state to lines. So are steps.py and charts.py.
     places.py    where each pane goes, on a screen of any size.
-    terminal.py  a terminal that may send anything, and go away.
-    widgets.py   what Textual needs of a pane and of the prompt box.
-    record.py    a run as a file, from which a page is made.
-    page.py      what a page is: a record. pages/ has a file for each page that a key opens.
+    terminal.py  a terminal may send anything, and go away.
+    widgets.py   a pane and the prompt box, for Textual.
+    record.py    a run as a file, and later as a page of the web.
+    page.py      a page is a record. pages/ has a file for each page with a key.
     keys.py      all keys and pages in one table, the footer, and the help.
-    session.py   what a user can say: commands, scripts, and the same run as a plain log.
-    app.py       the screen: which function draws which pane, and what each key does.
+    session.py   the words of a user: commands, scripts; and the same run as a plain log.
+    app.py       the screen: the function for each pane, and the action of each key.
 
-This file is the command line: it opens a room, and shows what is in it on a screen or in a log.
+This file is the command line: it opens a room, and shows the room on a screen or in a log.
 
 The invariant: the picture depends only on `State` and on the size. The engine never waits for the
 screen, and every picture can be tested without a terminal.
@@ -36,7 +36,7 @@ engine of words.
 from __future__ import annotations
 
 try:
-    # `program` comes first, so that Ctrl-C is quiet during the other imports, too.
+    # `program` comes first, so Ctrl-C is quiet during the other imports, too.
     from parts import program
 except KeyboardInterrupt:
     raise SystemExit(130) from None
@@ -71,7 +71,7 @@ from screen.session import SCRIPT, Session, orders_of, run_plain
 from screen.state import State
 from screen.terminal import HUNG_UP
 
-WRITTEN = ("screenshot", "record")  # options that name a file, which is written at the end
+WRITTEN = ("screenshot", "record")  # options with a file, written at the end
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_tour(args: argparse.Namespace) -> None:
-    """The tour fires prompts of its own, at an engine that is its own."""
+    """The tour fires prompts of its own, at an engine of its own."""
     others = ("script", "prompts", "screenshot", "serve", "watch")
     given = [name for name in others if getattr(args, name)]
     if args.tour and given:
@@ -175,14 +175,14 @@ def check_tour(args: argparse.Namespace) -> None:
 
 
 def tour_note() -> Path | None:
-    """The file that says that the tour was taken or declined. It lies beside the compiled product;
-    None if nothing can be kept there."""
+    """A file from the moment when the tour was taken or declined. The place is beside the compiled
+    product; None if nothing can be kept there."""
     folder, _ = rows.cache_folder()
     return folder and folder / "tour"
 
 
 def read_prompts(file: str | None) -> list[str]:
-    """The lines of the file that `--prompts` names."""
+    """The lines of the file behind `--prompts`."""
     if not file:
         return []
     with about(f"--prompts {shown(file)}", "name a text file with a prompt in each line"):
@@ -205,7 +205,7 @@ def load_engine(
     from parts.device import mlx as device
 
     options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
-    # Its prompts and answers are short: so they fill more of a slot, and some take two chunks
+    # Prompts and answers of the demo are short. So they fill more of a slot, and some take two chunks
     if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
@@ -216,7 +216,7 @@ def load_engine(
 
 
 def open_room(args: argparse.Namespace) -> Room:
-    """A room with an engine in it or elsewhere. A door's port is bound here, before anything is
+    """A room, with the engine inside or elsewhere. A door's port is bound here, before anything is
     loaded."""
     if args.watch:
         return RemoteRoom(
@@ -242,8 +242,8 @@ def open_room(args: argparse.Namespace) -> Room:
 
 
 def failed(state: State) -> int:
-    """The exit code of a screen that was left: 2 if its model could not be loaded, and then it says
-    why once more."""
+    """The exit code behind a screen: 2 if the model could not be loaded, and then the reason is told
+    once more."""
     if state.view.stage != "failed":
         return 0
     print(f"nanobatch: {state.view.error or state.printed}", file=sys.stderr)
@@ -251,7 +251,8 @@ def failed(state: State) -> int:
 
 
 def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
-    """What ran last, and what a reader needs to run it again: as a file, and what it holds."""
+    """The last run, and all that a reader needs for the same run: as a file, and its contents in
+    words."""
     session.look()
     engine = session.room.engine if isinstance(session.room, EngineRoom) else None
     about = {
@@ -271,7 +272,7 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
 
 
 def write_files(args: argparse.Namespace, session: Session, picture: str) -> bool:
-    """Write what the options ask for. False, and a line for each reason, if not all could be."""
+    """Write the files of the options. False, and a line for each reason, if not all could be."""
     makers = {
         "screenshot": lambda: (picture, ""),
         "record": lambda: recording_of(args, session),
@@ -288,7 +289,7 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
         except (
             ValueError,
             OSError,
-        ) as error:  # nothing has run; its folder is gone; the disk is full
+        ) as error:  # nothing has run; the folder is gone; the disk is full
             is_done = False
             said = f"--{option} {shown(file, 200)}: {getattr(error, 'strerror', None) or error}"
         if said:
@@ -297,8 +298,7 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """The command that runs the same again, as far as options say it. It names no folder and no
-    key."""
+    """The command for the same run, as far as options can say. No folder and no key is named."""
     words = ["python", "tui.py"]
     if args.model != "demo":
         words += ["--model", program.name_of(args.model)]
@@ -321,12 +321,12 @@ def leave(*_) -> NoReturn:
 
 
 def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
-    """The screen, to its end. Answers with the exit code, and the picture if one was asked for."""
+    """The screen, to the end. Answers with the exit code, and with the picture, if one was wanted."""
     note = tour_note() if session.eases else None
     app = Screen(session, args.script, bool(args.screenshot), args.tour, note)
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
     code = app.return_code or 0
-    if app.return_code is None and not BROWSER:  # a browser ends it without a word
+    if app.return_code is None and not BROWSER:  # a browser ends the screen without a word
         print("nanobatch: the screen has ended by itself, a mistake in it", file=sys.stderr)
         code = 1
     for block in session.state.tracebacks[-5:]:
@@ -339,14 +339,14 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
 def run_log(args: argparse.Namespace, session: Session) -> int:
     """The same as a plain log."""
     signal.signal(signal.SIGTERM, leave)
-    # A server goes on without its log
+    # A server goes on without the log
     write = LineFile(sys.stdout).write if args.serve else partial(print, flush=True)
     try:
         if args.tour:
             return run_plain_tour(session)
         stays = bool(args.serve or args.watch)
         return run_plain(session, args.script, write, stays)
-    except BrokenPipeError:  # the program that read the log has seen enough
+    except BrokenPipeError:  # the reader of the log has seen enough
         sys.stdout = None
         return 141
     except OSError as error:  # a full disk
@@ -390,11 +390,11 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = 130
     finally:
-        code = 0 if args.serve and code in (130, 143) else code  # for a server, this is how it ends
+        code = 0 if args.serve and code in (130, 143) else code  # a server ends so
         room.drain()
         if not write_files(args, session, picture):
             code = code or 1
-        # A download or a very long step cannot be interrupted, but it can be left
+        # A download or a very long step cannot be interrupted, but we can leave
         if not room.stop(patience=0.6):
             if sys.stdout:
                 sys.stdout.flush()

@@ -1,15 +1,15 @@
-"""What a busy period came to: requests, tokens, seconds, waits, and how much of the work was
-useful.
+"""The figures of a busy period: requests, tokens, seconds, waits, and the useful part of the
+work.
 
-The problem. When a burst is over, the slots are free and nothing moves. Nothing tells how it went,
-nor whether it went better than the one before, which ran under another policy.
+The problem. When a burst is over, the slots are free and nothing moves. Nothing tells how the
+burst went, nor whether an earlier burst, under another policy, went better.
 
 What this file keeps. A `Period` takes in steps and ended requests one by one, in bounded memory
-however long it lasts. It counts on the engine's clock, so neither a pause nor slow motion changes a
-figure; an interruption does. The makespan alone leaves interruptions out. It stands beside the
-others, so two legs of a race compare here as they do on its page.
+however long the period is. All times are on the engine's clock, so neither a pause nor slow motion changes a
+figure; an interruption does. The makespan alone leaves interruptions out. The makespan stands
+beside the others, so two legs of a race compare here as on the race's page.
 
-Where next: `state.py`, which keeps the periods.
+Where next: `state.py`, the memory of periods.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from screen.ink import number, span
 from screen.timeline import Column
 
 Price = Callable[[int, int], float]  # of a step with so many rows and so many chunks, undisturbed
-KEPT = 10_000  # so many waits and gaps of a period are kept for its percentiles
+KEPT = 10_000  # so many waits and gaps of a period are kept for percentiles
 
 
 def percentile(values: Iterable[float], part: float) -> float | None:
-    """The smallest value that is at least as large as this part of them."""
+    """The smallest value at least as large as this part of all values."""
     ordered = sorted(values)
     return ordered[math.ceil(part * len(ordered)) - 1] if ordered else None
 
@@ -42,20 +42,20 @@ class Period:
     first_step: int = 0
     last_step: int = 0
     over: bool = False
-    policies: dict[str, None] = field(default_factory=dict)  # in the order in which they ran
+    policies: dict[str, None] = field(default_factory=dict)  # in the order of the run
     requests: int = 0
     lost: int = 0  # of these, cancelled or failed
     tokens: int = 0
-    useful: int = 0  # slots that did something for a request, added up over all steps
+    useful: int = 0  # slots at work for a request, added up over all steps
     cells: int = 0  # all slots of all steps
-    # Of steps: (rows that decode, chunks that go in)
+    # Of steps: (decoding rows, chunks)
     kinds: Counter[tuple[int, int]] = field(default_factory=Counter)
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    # From each token to the next of its answer
+    # From each token to the next one of the answer
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def take_step(self, step: Column) -> None:
-        """A slot that decodes does so in every step: its tokens are as far apart as the ends of two
+        """A decoding slot does so in every step: the tokens are as far apart as the ends of two
         steps."""
         if self.cells:
             tokens = len(step.view.decode) - len(step.view.ghosts)

@@ -1,19 +1,18 @@
-"""A run as a file that a page plays: plans, tokens, texts and times, as the engine told them.
+"""A run as a file, to be played by a page: plans, tokens, texts and times, from the engine.
 
-The problem. A page on the web should show a real run, to people who have installed nothing. It may
-not make anything up, and whoever doubts it must be able to run the same again and compare.
+The problem. A page on the web should show a real run, to people who have installed nothing. The
+page may not make anything up, and a doubter must be able to run the same again and compare.
 
-The way out. What the screen has seen, snapshot by snapshot, is written down: each step and each
-request as `door/wire.py` packs it, which is a list of fields. The file says the names of the fields,
-so it explains itself. Beside the engine's own times stand those of a clock that interruptions do not
-reach (`runs.py`), since a page that compares two policies must not compare two moods of a machine.
-Beside each answer stands its hash, and in front of all the command that makes the same again. A seal,
-which is a hash of all the rest, shows whether a file is still what was written.
+The way out. All snapshots of the screen are written down: each step and each request as a list of
+fields, packed by `door/wire.py`. The file names the fields, and so explains itself. Beside the
+engine's own times stand the times of a clock without interruptions (`runs.py`): a page must compare
+two policies, and not two moods of a machine. Beside each answer stands a hash, and in front of all
+the command for the same run. A seal, a hash of all the rest, shows whether a file was changed.
 
-What this file keeps. A recording holds no client's address and no path. It is bounded, in steps, in
-requests and in letters. And what it will hold is said before anything runs.
+What this file keeps. A recording holds no client's address and no path. Steps, requests
+and letters are bounded. And the contents are told before anything runs.
 
-Where next: `door/page.py`, which makes a page of it, and `web/recording.js`, which reads it.
+Where next: `door/page.py`, the maker of a page, and `web/recording.js`, the reader.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from screen.state import State, prices, prompt_of
 from screen.timeline import Column
 
 FORMAT = 2
-STEPS = 5_000  # so many of a run are recorded, from its first one on
+STEPS = 5_000  # so many of a run are recorded, from the first one on
 REQUESTS = 500  # and so many requests
 LETTERS = 20_000  # and of each text so many
 FIELDS = {
@@ -67,7 +66,7 @@ def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
 
 
 def parts_of(state: State) -> list[tuple[Sequence[Column], Sequence[int]]]:
-    """What is recorded: of each run its steps, and its requests in the order of their arrival."""
+    """Each run: the steps, and the requests in the order of arrival."""
     history = state.history
     legs = state.view.legs
     is_race = legs and history and history[-1].step < legs[-1].stop
@@ -90,7 +89,7 @@ def run_of(
     costs: Prices,
     ids: Ids,
 ) -> dict[str, Any]:
-    """One run. Its steps and its requests are numbered from 1, and its times begin at 0."""
+    """One run. Steps and requests are numbered from 1, and times begin at 0."""
     numbers = {request.id: number for number, request in enumerate(requests, start=1)}
     first = columns[0].view.step
     began = min([columns[0].view.began, *(request.arrived for request in requests)])
@@ -104,7 +103,7 @@ def run_of(
         "limits": limits,
         "missed": sum(column.unseen for column in columns),
         "steps": [renumbered(column.view, numbers, first, began) for column in columns],
-        # When each step began and ended on the clock that interruptions do not reach
+        # When each step began and ended on the clock without interruptions
         "clock": [(column.began, column.ended) for column in clocked],
         "requests": [
             replace(
@@ -122,7 +121,7 @@ def run_of(
 
 
 def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float) -> StepView:
-    """The step with other numbers; a request that is not recorded is number 0."""
+    """The step with other numbers; a request without a record is number 0."""
 
     def named(members: Sequence[tuple[int, ...]]) -> tuple:
         return tuple((slot, numbers.get(id, 0), *rest) for slot, id, *rest in members)
@@ -140,12 +139,12 @@ def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float
 
 
 def clients_of(requests: Sequence[RequestView]) -> list[str]:
-    """Each client once, in the order in which they came; those without a name are none."""
+    """Each client once, in the order of arrival; without a name there is no client."""
     return [client for client in dict.fromkeys(r.client for r in requests) if client]
 
 
 def shortened(request: RequestView, number: int, began: float) -> RequestView:
-    """The request with another number, with the prompt as it was typed, and without its client."""
+    """The request with another number, with the prompt as typed, and without the client."""
     return replace(
         request,
         id=number,
@@ -154,7 +153,7 @@ def shortened(request: RequestView, number: int, began: float) -> RequestView:
         arrived=request.arrived - began,
         ended=None if request.ended is None else request.ended - began,
         text=request.text[:LETTERS],
-        error=request.error and "error",  # its words may name a path
+        error=request.error and "error",  # the words may name a path
     )
 
 
@@ -170,7 +169,7 @@ def rounded(value: Any, digits: int = 6) -> Any:
 
 
 def contents(recording: dict[str, Any]) -> str:
-    """What a recording holds, in words."""
+    """The contents of a recording, in words."""
     runs = recording["runs"]
     requests = sum(len(run["requests"]) for run in runs)
     steps = sum(len(run["steps"]) for run in runs)
@@ -182,8 +181,8 @@ def contents(recording: dict[str, Any]) -> str:
 
 
 def seal_of(recording: dict[str, Any]) -> str:
-    """A hash of all but the seal. A page that is made of a recording may say that the run was real,
-    so what has been changed, or has been cut on its way, is no recording any more."""
+    """A hash of all but the seal. A page of a recording may say: the run was real. So a changed
+    file, or a file without an end, is no recording any more."""
     rest = {name: value for name, value in recording.items() if name != "seal"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 

@@ -1,19 +1,19 @@
-"""The room of a screen that watches an engine in another process, or on another machine: a server's
+"""The room for watching an engine in another process, or on another machine: a server's
 `/watch`.
 
-The problem. A server has no terminal, or one that is far away. What it does should be seen all the
-same, by the same screen; and neither the network nor a screen that hangs may disturb it.
+The problem. A server has no terminal, or a terminal far away. The server's work should be seen all
+the same, by the same screen; and neither the network nor a hanging screen may disturb the server.
 
-The way out. `/watch` sends differences of all that can be seen, as server-sent events
-(`door/wire.py`). A thread here reads them and adds them up, until the screen looks. Prompts go the
+The way out. `/watch` sends differences of the whole view, as server-sent events
+(`door/wire.py`). A thread here reads the events and adds up, until the screen looks. Prompts go the
 way of every other client's: each has a connection of its own, and closing it cancels the request.
-Nothing else can be wished for, since others use that engine, too.
+There are no other wishes, since others use the engine, too.
 
-The invariant: when the other end has gone, the screen shows the last it knew and says since when,
-and a thread tries again and again. What comes then begins a new life of the view: numbers may begin
+The invariant: when the other end has gone, the screen shows the last view and says since when,
+and a thread tries again and again. The next frame begins a new life of the view: numbers may begin
 anew there.
 
-Where next: `door/wire.py`; `state.py`, which keeps what the views tell.
+Where next: `door/wire.py`; `state.py`, the memory of all views.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from screen.room import Ask, Room, View
 RETRY_S = 1.0
 SILENT_S = 5.0  # a server says something every second, even if nothing happens
 LINE = 2**26  # bytes; a longer one is none of ours
-SENDERS = 64  # prompts at once on their way; more wait here
+SENDERS = 64  # prompts at once on the way; more wait here
 
 
 class Loading(ValueError):
@@ -66,19 +66,19 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 class RemoteRoom(Room):
-    """Sees what `/watch` tells. It has one watcher: `look` answers with all that has come since it
-    was called last."""
+    """Sees the news of `/watch`. There is one watcher: `look` answers with all news since the last
+    call."""
 
     def __init__(self, url: str, key: str = "", ask_key: str = ""):
         """`key` is for watching, `ask_key` for firing prompts."""
         super().__init__()
         self.url, self._keys = base_of(url), (key, ask_key or key)
         self.own: dict[int, socket.socket] = {}  # by request: closing it cancels the request
-        self._frame: wire.Frame | None = None  # what has come, and was not looked at yet
+        self._frame: wire.Frame | None = None  # the news since the last look
         self._life, self._lost_at = 0, None  # `_lost_at`: when the other end went
         self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
         self._senders, self._cancels, self._ending = 0, 0, threading.Event()
-        # The last requests whose end has come with a frame
+        # The last requests with an end
         self._over: deque[int] = deque(maxlen=2**12)
         self._came = threading.Condition(self._lock)  # told of each frame
         self.note(watches=True, done=(f"asking {self.url}",))
@@ -202,7 +202,7 @@ class RemoteRoom(Room):
 
     def cancel(self, request: int | None) -> None:
         """Hang up: one of our own requests, or all of them."""
-        self._cancels += request is None  # those that have no number yet are ended by their senders
+        self._cancels += request is None  # without a number yet, a request is ended by the sender
         for number, line in list(self.own.items()):
             if request in (None, number):
                 self.own.pop(number, None)
@@ -212,7 +212,7 @@ class RemoteRoom(Room):
     def _send(self) -> None:
         while True:
             ask, cancels = self._asks.get()
-            with self._came:  # a server that loads its model refuses all
+            with self._came:  # a loading server refuses all
                 self._came.wait_for(lambda: self._known.stage == "ready")
             try:
                 if cancels == self._cancels:
@@ -259,7 +259,7 @@ class RemoteRoom(Room):
             self._came.wait_for(lambda: number in self._over or self._lost_at is not None, SILENT_S)
 
 
-# --- what comes over the wire -------------------------------------------------------------------
+# --- news over the wire -------------------------------------------------------------------------
 
 
 def read_events(answer: http.client.HTTPResponse) -> Iterator:

@@ -1,21 +1,21 @@
-"""The engine room: it owns the engine, and fulfils the screen's wishes. Also: the workload of a
+"""The engine room owns the engine, and fulfils the screen's wishes. Also: the workload of a
 burst.
 
 The problem. A screen draws ten times a second and must never wait for an engine. An engine takes
 hundreds of steps a second and must never wait for a screen. So they meet in two places only. A wish
 (fire, cancel, pause, race, another policy) is written down, and the engine's loop fulfils it
-between two steps. What the screen may see is a frozen `View`: the engine's snapshot, and what the
-room itself knows. `look` answers with it.
+between two steps. The screen sees a frozen `View`: the engine's snapshot, and the room's own
+knowledge. `look` answers with a view.
 
-Those who watch speak one protocol, `Room`: `news`, a number that changes when there is something to
-see; `look(since)`, which answers with it; and the wishes. `EngineRoom` has an engine of its own. If
+All watchers speak one protocol, `Room`: `news`, a number, changes when there is something to
+see; `look(since)` answers with a view; and the wishes. `EngineRoom` has an engine of its own. If
 a door is open (`serve.py`), strangers ask the same engine, and the door's ledger joins the view.
-`RemoteRoom` in `remote.py` sees an engine that is elsewhere.
+`RemoteRoom` in `remote.py` sees an engine elsewhere.
 
 The invariant: only the loop's thread steps or changes the engine, and loading it happens behind the
 first frame.
 
-Where next: `remote.py`, the other room; `state.py`, which keeps what the views tell.
+Where next: `remote.py`, the other room; `state.py`, the memory of all views.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from policies import POLICIES
 from sched import QueueFull
 from screen.ink import clean
 
-DRAIN_S = 20.0  # at the end, what clients have asked may go on so long
+DRAIN_S = 20.0  # at the end, clients' requests may go on so long
 
 # --- the workload --------------------------------------------------------------------------------
 
-# Two prompts begin with this text, which is longer than a chunk of the demo. So the second reuses
+# Two prompts begin with this text, longer than a chunk of the demo. So the second reuses
 # rows of the first.
 CHUNK = 64
 EVENING = (
@@ -74,26 +74,26 @@ BURST = (
     (f"{EVENING} Tell me a story about a cat and a drum.", 320),
     ("Count from 30 to 41.", 64),
 )
-# What "/json" asks for: 2.7 million parameters, and never a broken brace.
+# The schema of "/json": 2.7 million parameters, and never a broken brace.
 SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["who", "age", "likes"],
 "properties": {"who": {"enum": ["a fox", "an owl", "a cat"]}, "age": {"type": "integer",
 "minimum": 1, "maximum": 20}, "likes": {"type": "array", "minItems": 1, "maxItems": 3, "items":
 {"type": "string", "pattern": "^[a-z ]{3,16}$"}}}}"""
 SEEN = 6  # so many of the likeliest tokens are shown under glass
-RIVALS = tuple(POLICIES)[1::-1]  # the policies of a race, in its order: static, continuous
+RIVALS = tuple(POLICIES)[1::-1]  # the policies of a race, in order: static, continuous
 
 
 class Ask(NamedTuple):
-    """A prompt, and the settings for its answer."""
+    """A prompt, and the settings for the answer."""
 
     prompt: str
     max_tokens: int
     temperature: float
     seed: int | None
-    schema: str = ""  # of the JSON that the answer must be
-    logprobs: int | None = None  # so many of the likeliest tokens, with their log probabilities
-    mute: bool = False  # a log does not tell of it: it is one of a trial's hundreds
-    client: str = ""  # under whose name it is asked
+    schema: str = ""  # of the answer's JSON
+    logprobs: int | None = None  # so many of the likeliest tokens, with log probabilities
+    mute: bool = False  # no log tells of this prompt, one of a trial's hundreds
+    client: str = ""  # the name of the client
 
 
 def is_mute(request: RequestView) -> bool:
@@ -115,7 +115,7 @@ class Settings(NamedTuple):
     seed: int | None = None
     burst: int = 24
     rate: float = 2.0  # of the steady load, requests a second
-    client: str = ""  # under whose name prompts are fired: `fair` goes by clients
+    client: str = ""  # the name for prompts from here: `fair` goes by clients
 
     @property
     def words(self) -> str:
@@ -133,7 +133,7 @@ class Settings(NamedTuple):
         return Ask(prompt, most, self.temperature, seed, client=self.client)
 
 
-# --- what the screen may know -------------------------------------------------------------------
+# --- the knowledge of the screen -----------------------------------------------------------------
 
 
 class Leg(NamedTuple):
@@ -141,12 +141,12 @@ class Leg(NamedTuple):
 
     policy: str
     first_step: int
-    last_step: int | None  # None while it runs
+    last_step: int | None  # None while the leg runs
     requests: tuple[int, ...]
 
     @property
     def stop(self) -> float:
-        """The step behind its last one."""
+        """The step behind the last one."""
         return math.inf if self.last_step is None else self.last_step + 1
 
 
@@ -154,7 +154,7 @@ class Race(NamedTuple):
     """How far a race is: a trial's finding."""
 
     legs: tuple[Leg, ...]
-    to_race: tuple[str, ...]  # the policies of the legs that are still to come
+    to_race: tuple[str, ...]  # the policies of the legs to come
     lines: tuple[str, ...] = ()
     name: str = "race"
 
@@ -167,22 +167,22 @@ class Fault(NamedTuple):
 
 
 class Finding(Protocol):
-    """What a trial has found so far. Each trial has a frozen record of its own."""
+    """The findings of a trial so far. Each trial has a frozen record of its own."""
 
-    name: str  # of the trial, and of the page that draws its findings
+    name: str  # of the trial, and of the page for the findings
     lines: Sequence[
         str
     ]  # the same in words, for a log: only lines are added from finding to finding
 
 
 class View(NamedTuple):
-    """What the screen may know at one moment."""
+    """The screen's knowledge at one moment."""
 
     stage: str = "loading"  # "loading" | "ready" | "failed"
-    done: tuple[str, ...] = ()  # the stages of loading so far; the last is what it does now
+    done: tuple[str, ...] = ()  # the stages of loading so far; the last one goes on
     error: str = ""
     paused: bool = False
-    stepping: int = 0  # steps that are still to be run by hand
+    stepping: int = 0  # steps to come, by hand
     slow: float = 0.0  # slow motion, steps a second; 0: full speed
     load: float = 0.0  # the steady load, requests a second
     faults: tuple[Fault, ...] = ()
@@ -191,21 +191,21 @@ class View(NamedTuple):
     door: DoorView | None = None  # None: no clients can ask
     # The engine is elsewhere: only our own prompts can be fired and cancelled
     watches: bool = False
-    model: str = ""  # its name, if it is elsewhere
+    model: str = ""  # the name of a model elsewhere
     life: int = 0  # changes when a view begins anew: another process has other numbers
     gone_s: float | None = None  # since then the other end is gone
     trying: bool = False  # a trial runs
-    # What the trial that runs, or ran last, has found so far: a record of its own, with its `name`
+    # The findings of the running trial, or of the last one: a record of its own, with a `name`
     trial: Finding | None = None
-    experts: ExpertsView | None = None  # of the step for which it was asked last
-    others: float = 0.0  # cores that other programs take, while none is idle
-    cores: int = 0  # that this process may use
-    # If the budget has been turned: (a step, what holds from this step on), the oldest first
+    experts: ExpertsView | None = None  # of the step of the last question
+    others: float = 0.0  # cores in the hands of other programs, while none is idle
+    cores: int = 0  # for this process
+    # If the budget has been turned: (a step, the limits from this step on), the oldest first
     turns: tuple[tuple[int, Limits], ...] = ()
 
     @property
     def made_with(self) -> Limits:
-        """What the engine was made with, whatever budget it has now."""
+        """The limits of the engine at first, whatever the budget is now."""
         return self.turns[0][1] if self.turns else self.engine.limits
 
     @property
@@ -222,7 +222,7 @@ class View(NamedTuple):
 
     @property
     def legs(self) -> tuple[Leg, ...]:
-        """Of the race that runs, or has run last."""
+        """Of the running race, or of the last one."""
         return self.trial.legs if isinstance(self.trial, Race) else ()
 
     @property
@@ -234,23 +234,22 @@ class View(NamedTuple):
 
 
 class Room:
-    """The protocol of those who watch. A wish that a room does not fulfil is refused."""
+    """The protocol of all watchers. If a room cannot fulfil a wish, the wish is refused."""
 
     def __init__(self) -> None:
         self.posted = 0  # how many wishes there have been
-        self.own: Collection[int] = ()  # the open requests that were fired from here
-        self._known = View()  # all of the view but what `look` adds
+        self.own: Collection[int] = ()  # the open requests from here
+        self._known = View()  # the view, before `look` adds the rest
         self._news = 1
-        self._lock = threading.RLock()  # held while it changes
+        self._lock = threading.RLock()  # held while the view changes
 
     @property
     def news(self) -> int:
-        """It changes whenever there is something new to see."""
+        """Another number whenever there is something new to see."""
         return self._news
 
     def look(self, since: View | None = None) -> View:
-        """All that can be seen, and what has happened since an earlier look. Any thread may call
-        it."""
+        """The whole view, with all news since an earlier look. For any thread."""
         return self._known
 
     def note(self, **changes) -> None:
@@ -273,7 +272,7 @@ class Room:
     def cancel(self, request: int | None) -> None: ...
 
     def measure_roof(self) -> None:
-        """Nothing is measured on a machine that is only watched."""
+        """Nothing is measured on a watched machine."""
 
     def ask_experts(self) -> None: ...
 
@@ -286,7 +285,7 @@ class Room:
 
 
 def wish(method: Callable) -> Callable:
-    """Makes a method that any thread may call. The call returns at once; the loop runs the method
+    """Makes a method for any thread. The call returns at once; the loop runs the method
     between two steps."""
 
     def post(self: EngineRoom, *arguments) -> None:
@@ -308,7 +307,7 @@ Loader = Callable[[Callable[[str], None], Callable[[], float]], AnyEngine]
 
 
 class AnyDoor(Protocol):
-    """What a room needs of a door (`door/door.py`)."""
+    """A door, as far as a room knows (`door/door.py`)."""
 
     journal: Journal
 
@@ -335,7 +334,7 @@ class EngineRoom(Room):
         self.door, self._name = door, name
         # Held while a wish is written down, and while the loop is made
         self._desk = threading.Lock()
-        self._early: list[Callable[[], None]] = []  # wishes that came before there was a loop
+        self._early: list[Callable[[], None]] = []  # wishes from before there was a loop
         self._stopping = False
         self._load, self._loader = (
             load,
@@ -362,7 +361,7 @@ class EngineRoom(Room):
     def load(self) -> None:
         try:
             self.engine = self._load(self._report, self.clock)
-        # The view must tell of it; a missing backend raises SystemExit
+        # The view must tell of the error; a missing backend raises SystemExit
         except BaseException as error:
             # These are mistakes of a user's
             if not isinstance(error, (SystemExit, ValueError, OSError, RuntimeError)):
@@ -371,7 +370,7 @@ class EngineRoom(Room):
             self.note(stage="failed", error=clean(said))
             return
         gc.collect()
-        # What loading has left is never garbage, so the collector need not search it in mid-step
+        # Objects from loading are never garbage, so the collector need not search there in mid-step
         gc.freeze()
         with self._desk:
             self.loop = Loop(self.engine, self._between, self.clock)
@@ -382,8 +381,8 @@ class EngineRoom(Room):
         self.note(stage="ready")
 
     def drain(self) -> None:
-        """Shut the door: what its clients have asked goes on to its end, for a while; a second
-        Ctrl-C ends that."""
+        """Shut the door: requests of clients go on to the end, for a while; a second Ctrl-C ends
+        them."""
         with suppress(KeyboardInterrupt, OSError):
             if self.door and self.loop and any(call.requests for call in self.door.look().open):
                 print(
@@ -449,7 +448,7 @@ class EngineRoom(Room):
         )
 
     def _let_go(self) -> None:
-        """Those of our requests that have ended are ours no more.
+        """Our ended requests are ours no more.
 
         Thousands may be in line, so not all are asked after each step. Most have been in a slot
         before; if these are not all that have ended since, each request is asked after all.
@@ -485,7 +484,7 @@ class EngineRoom(Room):
         for ask, ids in reads:
             try:
                 handle = self._submit(ask, ids)
-            # It does not fit a slot, or the line is full
+            # The prompt does not fit a slot, or the line is full
             except (ValueError, RuntimeError) as error:
                 self.fault(f"not fired: {error}", ask.prompt)
                 break
@@ -516,10 +515,10 @@ class EngineRoom(Room):
         return handle
 
     def submit(self, ask: Ask, reuse: bool = True, read: Read | None = None) -> Handle:
-        """For a trial: put this in line, and keep what answers. What cannot be submitted raises.
+        """For a trial: put a prompt in line, and keep the handle. A prompt that does not fit raises.
 
         `reuse`: whether rows of a beginning may be taken over.
-        `read`: the prompt in tokens, if it has been read already.
+        `read`: the prompt in tokens, if known.
         """
         return self._submit(ask, read and read.ids, reuse)
 
@@ -588,7 +587,7 @@ class EngineRoom(Room):
             return
         try:
             self.turn_budget(budget)
-        except ValueError as error:  # it was asked for before the limits were known
+        except ValueError as error:  # from before the limits were known
             self.fault(str(error), f"/budget {budget}")
 
     def turn_budget(self, budget: int | str | None) -> None:
@@ -625,16 +624,16 @@ class EngineRoom(Room):
 
     @property
     def next_policy(self) -> str:
-        """The policy that holds, or that will hold when the slots are drained."""
+        """The policy now; or, while the slots are drained, the policy to come."""
         sched = self.engine.sched
         return (sched.draining_to or sched.policy).name
 
-    # --- what the bill of a step needs
+    # --- for the bill of a step
 
     @wish
     def measure_roof(self) -> None:
-        """How fast this machine is. What is in flight is read before, and the clock stands still,
-        so no figure of a request or of a step counts it."""
+        """How fast this machine is. A step in flight is read before, and the clock stands still,
+        so no figure of a request or of a step counts the measurement."""
         self.engine.step(plan=False)
         self.clock.stop()
         self.engine.measure_roof(self.others.look())

@@ -1,16 +1,16 @@
-"""A workload under a policy: as it ran, or replayed; on a clock that interruptions do not reach.
+"""A workload under a policy: as measured, or replayed; on a clock without interruptions.
 
-The problem. Two policies are to be compared by their seconds. But other programs take the processor
+The problem. Two policies are to be compared by seconds. But other programs take the processor
 away in mid-step, and the same race comes out as 1.0 or 3.9 times as fast.
 
-The way out. A run's seconds are the prices of its steps, added up (`parts/clock.py`). What the
-engine's clock shows beyond that is named: interruptions. And the number of steps is printed; nothing
+The way out. A run's seconds are the prices of all steps, added up (`parts/clock.py`). All other
+seconds on the engine's clock have a name: interruptions. And the number of steps is printed; nothing
 can disturb it.
 
 What this file keeps. Every time in a `Run` but `took` is on the clock of the prices, which begins
 at 0.
 
-Where next: `state.py`, which compares and races; `panes.py`, which draws both.
+Where next: `pages/race.py`, races and comparisons.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FIGURES = ("steps", "makespan", "TTFT mean", "TTFT p95", "useful", "tok/s")
 
 
 class Run(NamedTuple):
-    """A workload under one policy, measured or simulated: its timeline and its figures."""
+    """A workload under one policy, measured or simulated: timeline and figures."""
 
     policy: str
     how: str  # "measured" | "simulated" | "running …" | "cut short"
     columns: Sequence[Column]
     ttfts: Sequence[float]
     took: float = 0.0  # seconds on the engine's clock; 0 if simulated
-    # Of a race: by the number that a request has in `columns`
+    # Of a race: by the number in `columns`
     requests: Mapping[int, RequestView] = {}
 
     @property
@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """Its figures as texts, in the order of `FIGURES`."""
+        """The figures as texts, in the order of `FIGURES`."""
         p95 = sorted(self.ttfts)[math.ceil(0.95 * len(self.ttfts)) - 1] if self.ttfts else None
         rate = sum(c.tokens for c in self.columns) / self.makespan if self.makespan else 0.0
         times = map(span, (self.makespan, self.ttft_mean, p95))
@@ -57,7 +57,7 @@ class Run(NamedTuple):
 
     @property
     def on_the_engines(self) -> str:
-        """Its seconds on the engine's clock, and how many of them were none of its own."""
+        """The seconds on the engine's clock, and the seconds of interruptions among them."""
         lost = self.took - self.makespan
         return span(self.took) + (
             f", of it interruptions: {span(lost)}" if lost > self.took / 50 else ""
@@ -74,18 +74,18 @@ class Contest(NamedTuple):
 
 # --- the clock ----------------------------------------------------------------------------------
 
-# So many of the newest steps are asked for their times, so races in a row have one clock
+# So many of the newest steps make the prices, so races in a row have one clock
 KNOWN = 10_000
 
 
 def on_clock(
     columns: Sequence[Column], prices: Prices
 ) -> tuple[list[Column], Callable[[float], float]]:
-    """The same steps on the clock of the prices, and a function that says what that clock shows at
-    a moment."""
+    """The same steps on the clock of the prices, and a function from a moment to the time on this
+    clock."""
     out, now = [], 0.0
     for i, c in enumerate(columns):
-        # A time in which nothing was to do stays as it is
+        # An idle time stays the same
         began = now + (c.began - columns[i - 1].ended if i else 0.0)
         now = began + prices.of(len(c.view.decode), len(c.view.prefill))
         out.append(c._replace(began=began, ended=now))
@@ -115,7 +115,7 @@ def measured(
     prices: Prices,
     how: str = "measured",
 ) -> Run:
-    """What ran. The first token of a request comes with the last piece of its prompt."""
+    """A real run. The first token of a request comes with the last piece of the prompt."""
     steps, moment = on_clock(columns, prices)
     ends = {(request, stop): c.ended for c in steps for _, request, _, stop in c.view.prefill}
     firsts = (
@@ -147,7 +147,7 @@ def replay(
     prices: Prices,
 ) -> Run:
     """The same requests through the same scheduler under another policy, on the clock of the
-    prices: its timeline and its figures."""
+    prices: timeline and figures."""
     columns: list[Column] = []
     firsts: dict[int, float] = {}  # by request: the time to its first token
     guests = [guest_of(request, moment) for request in requests]
@@ -171,16 +171,16 @@ def replay(
 
 
 def until(run: Run, moment: float) -> Run:
-    """A run as far as it had come at a moment of its clock. Of a race: all requests came at 0."""
+    """A run up to a moment of the clock. Of a race: all requests came at 0."""
     columns = run.columns[: bisect_right(run.columns, moment, key=lambda c: c.ended)]
     ttfts = [ttft for ttft in run.ttfts if ttft <= moment]
     return run._replace(columns=columns, ttfts=ttfts)
 
 
 def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
-    """The number and the text so far of the request that had this slot last; None: none had it."""
+    """The last request in this slot: number and text so far; None: there was none."""
     number = None
-    said = 0  # tokens of its answer
+    said = 0  # tokens of the answer
     for step in reversed(run.columns):
         kind, request = step.cells[slot]
         if number is None:

@@ -1,14 +1,14 @@
-"""All that the screen knows: the newest view, past steps and requests, and what the user has
-selected.
+"""All knowledge of the screen: the newest view, past steps and requests, and the user's
+selection.
 
-The problem. A view tells what has happened since the last one. The screen draws more than that:
-charts of the last seconds, a timeline that can be scrolled back, requests that ended long ago.
+The problem. A view tells the news since the last view. The screen draws more: charts of the last
+seconds, a timeline from the first step on, requests from long ago.
 
 What this file keeps. The picture on the screen depends only on `State` and on the size. Nothing
 here refers to an engine or an array. So the engine never waits for the screen, and every picture
 can be tested without a terminal.
 
-Where next: `panes.py`, which draws it.
+Where next: `panes.py`, the drawing.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from screen.timeline import Column, column, gap, merge
 
 
 class Telling(NamedTuple):
-    """What the tour says now (`tour.py`)."""
+    """The words of the tour now (`tour.py`)."""
 
     scene: int  # from 1
     scenes: int
     title: str
-    text: str  # the question, or what came of it
+    text: str  # the question, or the explanation
     answers: tuple[str, ...] = ()
-    asks: bool = False  # waits for one of them
+    asks: bool = False  # waits for an answer
     guess: int | None = None  # from 1
-    verdict: str = ""  # which answer was right
-    pressed: tuple[str, ...] = ()  # the keys that do the same
+    verdict: str = ""  # the right answer
+    pressed: tuple[str, ...] = ()  # keys for the same
     place: str = ""  # the line of code
-    hint: str = ""  # what the keys do now
+    hint: str = ""  # the effect of the keys now
 
 
 @dataclass
 class State:
-    """All that is drawn. `absorb` takes in a new view; the other changes are the user's choices."""
+    """Everything for the picture. `absorb` takes in a new view; the other changes are the user's choices."""
 
     model: str = "demo"
     book: str = ""  # whose chapters run; empty: ours
@@ -58,44 +58,44 @@ class State:
     settings: Settings = field(default_factory=Settings)
     prompts: Sequence[tuple[str, int]] = BURST
     history: list[Column] = field(default_factory=list)  # a column for each step, oldest first
-    # By id, as the newest view that holds them has them
+    # By id, from the newest view of each
     requests: dict[int, RequestView] = field(default_factory=dict)
-    ended: list[RequestView] = field(default_factory=list)  # in the order in which they ended
-    # At the door: those that have ended, in the order of their ends
+    ended: list[RequestView] = field(default_factory=list)  # in the order of their ends
+    # At the door: ended calls, in the order of their ends
     calls: list[Call] = field(default_factory=list)
-    refused: int = 0  # so many of all that came to the door, those that are kept no more among them
+    refused: int = 0  # so many calls, forgotten ones too
     gone: int = 0  # so many hung up
-    faults: list[Fault] = field(default_factory=list)  # all that went wrong so far
-    # Of what has failed in this process: what failed, then where
+    faults: list[Fault] = field(default_factory=list)  # all faults so far
+    # Of failures in this process: the message, then the place
     tracebacks: list[str] = field(default_factory=list)
-    # Slot -> the request that holds it or held it last
+    # Slot -> its owner, or its last owner
     owners: dict[int, int] = field(default_factory=dict)
-    printed: str = ""  # what a library printed last while loading: a download's progress
+    printed: str = ""  # the last line of a library while loading: a download's progress
     selected: int = 0  # a slot
     cursor: int | None = None  # a step; None: always the newest one
     edge: int = 0  # the index of the newest step in sight when the cursor was set
-    zoom: int | None = None  # steps in a column; None: so many that the latest busy period fits
-    lower: str = "timeline"  # the pane that is shown if there is room for one only
-    opened: int | None = None  # the request that is open; None: the newest that has ended
-    found: dict[str, Finding] = field(default_factory=dict)  # by trial: what it has found last
+    zoom: int | None = None  # steps in a column; None: the latest busy period fits
+    lower: str = "timeline"  # the pane in sight, if there is room for one only
+    opened: int | None = None  # the open request; None: the newest of the ended ones
+    found: dict[str, Finding] = field(default_factory=dict)  # by trial: the last finding
     kept: dict[str, Any] = field(default_factory=dict)  # by page: its own notes
     # By request and number of tokens: the newest token, and the likeliest others
     glass: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(default_factory=dict)
     typing: bool = False  # the prompt box has the keyboard
-    has_typed: bool = False  # it has had the keyboard
-    # What was asked for while the model loads: prompts, and commands that need the engine
+    has_typed: bool = False  # the prompt box has had the keyboard
+    # Wishes while the model loads: prompts, and commands for the engine
     waiting: list[str] = field(default_factory=list)
-    has_chosen: bool = False  # which pane is shown where room is short; else it follows the keys
-    said: str = ""  # what the last command answered; shown for a while
+    has_chosen: bool = False  # the pane where room is short; else the pane follows the keys
+    said: str = ""  # the answer of the last command, for a while
     tour: Telling | None = None  # None: no tour
-    offers_tour: bool = False  # it was neither taken nor declined so far
+    offers_tour: bool = False  # neither taken nor declined so far
     hidden: int = 0  # requests up to this one are not taken in, nor their steps
     woke: int = 0  # index of the first step of the latest busy period
     # Busy periods, the newest last
     periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))
-    # By rows: seconds of the last steps that only decode
+    # By rows: seconds of the last steps with nothing but decode
     costs: dict[int, deque[float]] = field(default_factory=dict)
-    _tries: bool = False  # the latest busy period is that of the trial which runs
+    _tries: bool = False  # the latest busy period belongs to the running trial
     _delivered: int = 0  # the engine's count of tokens at the last look
     # By zoom: the full columns of the history
     _merged: dict[int, list[Column]] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class State:
     KEPT = 20_000  # so many steps are kept
     REMEMBERED = 2_000  # so many ended requests can still be opened
     GLASS = 1_000  # so many tokens are kept under glass
-    TEXTS = 2**25  # if their texts take so many bytes at most
+    TEXTS = 2**25  # with texts of so many bytes at most
 
     def absorb(self, view: View) -> None:
         before, self.view = self.view, view
@@ -112,7 +112,7 @@ class State:
         self._tries = self._tries and view.trying
         if view.trial is not None and view.trial is not before.trial:
             self.found[view.trial.name] = view.trial
-        # Another engine begins, or the same one is told once more from its start.
+        # Another engine begins, or the same one is told once more from the start.
         begins = view.life != before.life
         if begins:
             self._forget()
@@ -128,7 +128,7 @@ class State:
             self._shorten_history()
 
     def _meet(self, limits: Limits) -> None:
-        """What a user has chosen before anything was known of the engine, as far as it has that."""
+        """A user's choices from before the engine was known, as far as the engine can fulfil them."""
         self.select(self.selected)
         most = min(self.settings.max_tokens, limits.max_len)
         self.settings = self.settings._replace(max_tokens=most)
@@ -140,7 +140,7 @@ class State:
             self.selected %= len(self.view.engine.slots)
 
     def begin_anew(self) -> None:
-        """Forget all that has run, and do not take in what still comes of it."""
+        """Forget all requests so far. Their late news is not taken in."""
         newest = max(self.requests, default=0)
         self._forget()
         self.hidden = newest
@@ -179,7 +179,7 @@ class State:
             self._forget_requests()
 
     def _forget_requests(self) -> None:
-        """The oldest that have ended, if there are too many, or if their texts take too much."""
+        """Forget the oldest ended ones, if there are too many, or if the texts take too much."""
         taken = list(accumulate(request.size for request in reversed(self.ended)))
         kept = min(self.REMEMBERED, max(1, bisect_right(taken, self.TEXTS)))
         for request in self.ended[:-kept]:
@@ -201,7 +201,7 @@ class State:
             first, last = news.steps[0], self.history[-1]
             self.history.append(gap(UNSEEN, first, last, news.missed, max(0, lost)))
             self._count(self.history[-1])
-        # These are gone: requests older than all that are open, and without an end
+        # These are gone: requests without an end, older than every open one
         if news.missed_ends:
             oldest = min(
                 (*(r.id for r in news.requests), *(id for id, _ in news.queue)), default=math.inf
@@ -223,11 +223,11 @@ class State:
             self.woke, self._merged = max(0, self.woke - gone), {}
 
     def _end_period(self, ended: deque[RequestView], over: bool, until: float = math.inf) -> None:
-        """Those that ended up to a moment belong to the latest busy period."""
+        """Requests with an end before this moment belong to the latest busy period."""
         period = self.periods[-1] if self.periods else Period(math.inf)
         while ended and ended[0].ended <= until:
             request = ended.popleft()
-            # Else it was cancelled before anything ran
+            # Else the request was cancelled before anything ran
             if not period.over or request.arrived < period.ended:
                 period.take_request(request)
         period.over = period.over or over
@@ -261,15 +261,15 @@ class State:
         """A busy period starts at a step in which every working request was admitted after the
         previous step began.
 
-        It is not enough to look for an idle moment. In a race there is none, since the next leg is
-        fired while the last ghost of the leg before is still in flight.
+        To look for an idle moment is not enough. A race has none: the next leg is fired while the
+        last ghost of the leg before is still in flight.
         """
         before = last.view.began if last else -math.inf
         came = [self.requests[id].arrived for id in working if id in self.requests]
         if not came or min(came) <= before:
             return
         self.woke = len(self.history)
-        # A trial is one period, although its engine is idle now and then. Legs of a race are two.
+        # A trial is one period, although the engine is idle now and then. Legs of a race are two.
         if not self._tries:
             self._end_period(ended, True, new.view.began)
             self.periods.append(Period(new.began))
@@ -278,7 +278,7 @@ class State:
     def delivered(self, moment: float = math.inf) -> float:
         """How many tokens were delivered up to a moment.
 
-        A step's tokens are spread evenly over its time, since a slow step would else be a spike in
+        A step's tokens are spread evenly over the step's time; else a slow step would be a spike in
         the chart.
         """
         i = bisect_left(self.history, moment, key=lambda column: column.ended)
@@ -290,13 +290,12 @@ class State:
 
     @property
     def hurries(self) -> bool:
-        """Whether steps come faster than they can be seen. Then some panes are painted less
-        often."""
+        """Whether steps come too fast for the eye. Then some panes are painted less often."""
         return self.view.busy and not (self.view.paused or self.view.slow)
 
     def tokens_per_s(self) -> float:
         """Over the last second of the engine's clock, or since the latest busy period began, if
-        that is less."""
+        the time is shorter."""
         if not self.history:
             return 0.0
         now = min(self.view.engine.now, self.moment)
@@ -315,12 +314,12 @@ class State:
         return [*merged, merge(rest)] if rest else merged
 
     def zoom_for(self, width: int) -> int:
-        """Steps in a column: as chosen, or so many that the latest busy period fits, at most 8."""
+        """Steps in a column: as chosen; else the latest busy period fits, with 8 at most."""
         fitting = (zoom for zoom in (1, 2, 4) if len(self.history) - self.woke <= zoom * width)
         return self.zoom or next(fitting, 8)
 
     def window(self, width: int) -> tuple[int, list[Column], int | None]:
-        """Zoom, the columns in sight, and the number of the one that the cursor is on."""
+        """Zoom, the columns in sight, and the number of the cursor's column."""
         zoom = self.zoom_for(width)
         columns = self.columns(zoom)
         if self.cursor is None:
@@ -348,14 +347,14 @@ class State:
 
     @property
     def at(self) -> int:
-        """The place of the step that the pane "Step" shows: the cursor's, or the newest. -1: there
-        is none yet."""
+        """The place of the step in the pane "Step": the cursor's, or the newest. -1: no step has run
+        yet."""
         return len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
 
     @property
     def first(self) -> int:
-        """Where what led to that step begins: the latest busy period; before that one, all that is
-        remembered."""
+        """Where the story of the step begins: the latest busy period; for an earlier step, the oldest
+        step in memory."""
         return self.woke if self.woke <= self.at else 0
 
     @property
@@ -366,16 +365,16 @@ class State:
     def step(self) -> StepView | None:
         return self.here.view if self.here else None
 
-    # --- as it was at the cursor's step; without a cursor, as it is now
+    # --- at the cursor's step; without a cursor, now
 
     @property
     def past(self) -> Column | None:
-        """The step that the cursor is on."""
+        """The cursor's step."""
         return None if self.cursor is None else self.here
 
     @property
     def moment(self) -> float:
-        """The end of that step; without a cursor, the end of time."""
+        """The end of the cursor's step; without a cursor, the end of time."""
         return self.past.ended if self.past else math.inf
 
     @property
@@ -385,11 +384,11 @@ class State:
         return self.view.engine.finished - sum(r.ended > moment for r in self.ended)
 
     def titled(self, title: str) -> str:
-        """The title of a pane that goes back in time with the cursor."""
+        """The title of a pane: such a pane goes back in time with the cursor."""
         return title if self.cursor is None else f"{title} at step {self.cursor:,}"
 
     def slots(self) -> Sequence[SlotView]:
-        """What a free slot remembered then is not known any more."""
+        """The memory of a free slot is not known for the past."""
         if (past := self.past) is None:
             return self.view.engine.slots
         out = []
@@ -414,7 +413,7 @@ class State:
         return past.view.waiting, waits[: past.view.waiting]
 
     def then(self, request: RequestView) -> RequestView:
-        """A request as it was, with the text of the tokens that it had."""
+        """A request in the past, with the text of its tokens so far."""
         m, past = request.metrics, self.past
         if past is None or (request.ended is not None and request.ended <= past.ended):
             return request
@@ -429,7 +428,7 @@ class State:
         return replace(request, reason=None, error=None, ended=None)
 
     def owner(self, slot: int) -> RequestView | None:
-        """The request that holds a slot, or held it last."""
+        """The owner of a slot, or the last owner."""
         if self.cursor is None:
             return self.requests.get(self.owners.get(slot))
         at = range(self.index_of(self.cursor), -1, -1)
@@ -439,12 +438,12 @@ class State:
         return self.then(self.requests[request]) if request in self.requests else None
 
     def limits_at(self, step: int) -> Limits:
-        """What held when this step was planned: the budget can be turned."""
+        """The limits of this step's plan: the budget can be turned."""
         held = [limits for first, limits in self.view.turns if first <= step]
         return held[-1] if held else self.view.made_with
 
     def limits_of(self, first: int, last: int) -> Limits:
-        """What held in all of these steps. ValueError if the budget was turned in between."""
+        """The limits of all these steps. ValueError if the budget was turned in between."""
         for step, limits in self.view.turns:
             if first < step <= last:
                 raise ValueError(
@@ -456,7 +455,7 @@ class State:
 
     @property
     def open(self) -> RequestView | None:
-        """The request that the user has opened; else the newest that has ended."""
+        """The user's open request; else the newest of the ended ones."""
         return self.requests.get(self.opened) or (self.ended[-1] if self.ended else None)
 
     def steps_of(self, request: RequestView) -> list[int]:
@@ -470,9 +469,9 @@ class State:
         return [i for i in mine if self.history[i].cells[request.slot].request == request.id]
 
     def phase(self, slot: SlotView) -> str:
-        """What the newest step did for the slot's request, as Timeline and Step show it.
+        """The work of the newest step for the slot's request, as in Timeline and Step.
 
-        The slot's own phase is what comes next: after the last chunk of a prompt that is decode.
+        The slot's own phase is the next work: after the last chunk of a prompt, decode.
         """
         cell = self.history[-1].cells[slot.slot] if self.history and not self.past else None
         return (
@@ -496,21 +495,20 @@ def without(news: Snapshot, hidden: int) -> Snapshot:
 
 
 def prompt_of(request: RequestView) -> str:
-    """A request's prompt: as it was typed, if it was fired from here; else as the engine shows
-    it."""
+    """A request's prompt: from here, as typed; else from the engine."""
     return clean(request.origin.prompt if isinstance(request.origin, Ask) else request.prompt)
 
 
 def client_of(request: RequestView) -> str:
-    """The client that asked for it at the door; empty if it was fired from a screen."""
+    """The client at the door; empty for a request from a screen."""
     return clean(request.client)
 
 
-# --- what steps cost ----------------------------------------------------------------------------
+# --- prices of steps ----------------------------------------------------------------------------
 
 
 def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
-    """Made new from the steps that are known now: the clock of a race, and of a comparison.
+    """Made new from all steps in memory: the clock of a race, and of a comparison.
 
     `step`: from steps under the limits of this one; None: of the newest. With another budget chunks
     have another width, and another price.
@@ -523,7 +521,7 @@ def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
 
 
 def price_in(state: State) -> Callable[[Period], Price | None]:
-    """What steps cost in a period: under another budget, chunks have another price."""
+    """Prices for a period: under another budget, chunks have another price."""
     known: dict[Limits, Prices] = {}
 
     def of(period: Period) -> Price | None:
@@ -539,7 +537,7 @@ def price_in(state: State) -> Callable[[Period], Price | None]:
 
 
 def life_in(state: State, request: RequestView) -> Life:
-    """A request's life, its steps divided by what their parts usually take."""
+    """A request's life: each step is divided by the usual times of the parts."""
     steps = state.steps_of(request)
     step = state.history[steps[-1]].step if steps else None
     usual, now = prices(state, one_in=2, step=step), state.view.engine.now

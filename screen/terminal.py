@@ -1,13 +1,13 @@
 """The terminal, as a screen has to take it.
 
 The problem. Textual reads the terminal in a thread of its own, and writes to it in another. A byte
-that is no UTF-8, or a sequence that no terminal sends, ended the first of them, and with it the
-program; a paste whose end never came swallowed Ctrl-C. A terminal that went away ended the second,
-and the program waited for it for ever.
+outside of UTF-8, or a sequence from no known terminal, ended the reading thread and the program; a
+paste without an end swallowed Ctrl-C. When a terminal went away, the writing thread ended, and the
+program waited for ever.
 
-What this file keeps. No byte ends the screen: what is no text is shown as U+FFFD, and what is no
-key is dropped. Ctrl-C is always heard. When the terminal has gone, the screen is left as after a
-hang-up. A mistake of ours in the thread that reads ends the screen with its traceback, and not with
+What this file keeps. No byte ends the screen: other bytes are shown as U+FFFD, and unknown keys are
+dropped. Ctrl-C is always heard. When the terminal has gone, the screen is left as after a
+hang-up. A mistake of ours in the thread that reads ends the screen with a traceback, and not with
 exit code 0.
 
 Where next: `widgets.py`, where the keys arrive.
@@ -26,12 +26,12 @@ from textual.app import App
 from textual.drivers.linux_driver import LinuxDriver
 
 HUNG_UP = 129  # the exit code, as after SIGHUP
-# As a terminal sends it when it is pressed, and nothing else with it
+# From a terminal when the key is pressed, and nothing else at the same time
 CTRL_C = (b"\x03", b"\x1b[99;5u")
 
 
 class Output:
-    """A terminal that may go away: from then on, what is written is dropped."""
+    """A terminal may go away: from then on, all writing is dropped."""
 
     def __init__(self, file: TextIO, gone: Callable[[], None]):
         self._file, self._gone = file, gone
@@ -51,7 +51,7 @@ class Output:
 
 
 class Terminal(LinuxDriver):
-    """Textual's driver, for terminals that send anything."""
+    """Textual's driver, for terminals with any bytes."""
 
     def __init__(self, app: App, **options):
         super().__init__(app, **options)
@@ -77,7 +77,7 @@ class Terminal(LinuxDriver):
                 self.process_message(event)
 
     def _feed(self, letter: str) -> None:
-        """A sequence that the parser cannot read ends the parser: the next one begins anew."""
+        """An unreadable sequence ends the parser: the next one begins anew."""
         try:
             found = [*self._parser.feed(letter)]
         except Exception:

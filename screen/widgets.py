@@ -1,14 +1,14 @@
 """A pane, and the prompt box, as Textual wants them.
 
-The problem. Panes are pure functions that answer with lines. A terminal wants strips, a few times a
-second, and clicks and turns of the wheel come back from it.
+The problem. Panes are pure functions from the state to lines. A terminal wants strips, a few times a
+second, and sends clicks and turns of the wheel.
 
 What this file keeps. Only rows that have changed are painted again, and pictures take a tenth of a
-core at most. A pane whose function raises shows that, and takes no other with it. Whatever is typed
+core at most. If a pane's function raises, the pane shows the error, and all others go on. Whatever is typed
 or pasted, the box shows no control character; several lines become one, and are several again when
 they are fired.
 
-Where next: `tui.py`, which places them.
+Where next: `places.py`, the places of all panes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def thrifty(look: Callable[[], None]) -> Callable[[], None]:
     """The same, but a look is left out as long as this thread has had more than its share since the
     one before.
 
-    What a picture costs depends on the machine, on its size, and on how much of it changes. The
-    engine needs the same cores, so on a slow machine it is not the engine that gets slower, but the
-    screen that gets fewer pictures.
+    The price of a picture depends on the machine, on the size, and on the number of changes. The
+    engine needs the same cores. So on a slow machine the engine stays as fast, and the screen gets
+    fewer pictures.
     """
     looked, used = -LONGEST, 0.0
 
@@ -55,9 +55,9 @@ def thrifty(look: Callable[[], None]) -> Callable[[], None]:
 
 
 class Pane(Widget):
-    """Lines that a function draws from the state. Only rows that have changed are painted again.
+    """Lines from a function of the state. Only rows that have changed are painted again.
 
-    `wheel` is the action of the mouse wheel. It is called with -1 or 1.
+    `wheel` is the action of the mouse wheel, called with -1 or 1.
     """
 
     def __init__(self, draw: Callable[[State, Paper], None], id: str, wheel: str = ""):
@@ -66,7 +66,7 @@ class Pane(Widget):
         self._wheel = wheel
         self._drawn: list[tuple[Line, Style]] = []
         self._strips: list[Strip] = []
-        self._fault = ""  # what the function raised when it was called last
+        self._fault = ""  # the function's error at the last call
 
     def paint(self) -> None:
         width, height = self.size
@@ -85,14 +85,14 @@ class Pane(Widget):
             self.refresh(*(Region(0, y, width, 1) for y in rows))
 
     def _lines(self, width: int, height: int) -> list[Line]:
-        """What the function draws. If it raises, its error stands in its place, and all other panes
-        go on."""
+        """The function's lines. If the function raises, the error stands in their place, and all
+        other panes go on."""
         on = Paper(self.app.palette, width, height)
         try:
             self._draw(self.app.state, on)
             self._fault = ""
         except Exception as error:
-            if self._fault != describe(error):  # it is drawn ten times a second, and shown once
+            if self._fault != describe(error):  # drawn ten times a second, and told once
                 self._fault = describe(error)
                 show_fault(f"the pane {self.id!r} cannot be drawn", error)
             on.lines.clear()
@@ -133,7 +133,7 @@ NEWLINE = "␊"  # stands for a newline in the prompt box, which has one line
 
 
 class Prompt(Input):
-    """The prompt box. A prompt that could not be fired comes back into it."""
+    """The prompt box. A refused prompt comes back into the box."""
 
     BINDINGS = (
         Binding("escape", "app.leave", show=False),
@@ -151,8 +151,8 @@ class Prompt(Input):
         self.cursor_blink = False
 
     def put(self, text: str) -> None:
-        """The cursor stands behind it, so that Ctrl-U, which takes away what is left of the cursor,
-        takes all of it."""
+        """The cursor stands behind the text. So Ctrl-U, for all text at the left of the cursor, takes
+        the whole text."""
         self.value = text
         self.cursor_position = len(self.value)
 
@@ -160,7 +160,7 @@ class Prompt(Input):
         return clean(value).replace("\n", NEWLINE)  # a paste may hold anything
 
     def take(self, text: str) -> None:
-        """At the cursor, or in place of what is selected."""
+        """At the cursor, or in place of the selection."""
         self.replace(self.validate_value(text), *self.selection)
 
     def action_submit(self) -> None:
@@ -168,8 +168,8 @@ class Prompt(Input):
 
 
 class Commands(CommandPalette):
-    """The command palette. Its list has no lines before it is laid out, nor in a window without
-    room: there PageUp was a KeyError, which ended the screen."""
+    """The command palette. The list has no lines before the layout, nor in a window without room:
+    there PageUp was a KeyError, the end of the screen."""
 
     def _action_command_list(self, action: str) -> None:
         with suppress(KeyError):
